@@ -1,0 +1,67 @@
+# Every target runs in .venv of this checkout, which it creates when missing, or in the Python that
+# PYTHON= names, where nothing is installed and the package runs from the checkout.
+#
+#   make demo                               solved problems, fusions, times, with the bundled model
+#   make test | check                       CPU tests | format, lint, types, layout
+#   make gpu-test | bench  PYTHON=python3   on a GPU machine
+#
+# A CPU-only machine without a local mirror saves gigabytes of CUDA libraries with
+#   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: install demo test check gpu-test bench
+
+BOOTSTRAP_PYTHON ?= python3
+TORCH_INDEX ?=
+JOBS ?= 2
+FOLDERS := config ops passes compiler graph_capture model_executor engine serve bench
+CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+
+# The root holds folders called config and ops: keep it off sys.path.
+export PYTHONSAFEPATH := 1
+
+PKGROOT := source tools/pkgroot.sh
+
+ifdef PYTHON
+PY := $(PYTHON)
+install: # an editable install of another checkout in that Python would win over this one
+	@$(PKGROOT); $(PY) -c 'import fusewright, os, sys; \
+	  here = os.path.samefile(os.path.dirname(fusewright.__file__), "."); \
+	  sys.exit(None if here else f"$(PYTHON) imports {fusewright.__file__}, not this checkout")'
+export PYTHONPATH := $(CURDIR)/build/pkgroot$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(CURDIR)/.venv/bin/python
+install: .venv/.installed
+endif
+
+.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(CSRC)
+	@echo '== environment: .venv (about 1 GB, a few minutes on a first run)'
+	test -x .venv/bin/python || $(BOOTSTRAP_PYTHON) -m venv .venv
+	$(PY) -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PY) -m pip install -c constraints.txt scikit-build-core cmake ninja
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[dev,serve]'
+	touch $@
+
+demo: install
+	@$(PKGROOT); $(PY) -m fusewright.serve.cli demo
+
+test: install
+	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS)
+
+check: install
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PKGROOT); MYPYPATH="$$PKGROOT" $(PY) -m mypy --strict \
+	  $(patsubst %/__init__.py,-p fusewright.%,$(wildcard $(FOLDERS:=/__init__.py))) \
+	  | sed 's|^build/pkgroot/fusewright/||'
+	PATH="$(dir $(PY)):$$PATH" clang-format --dry-run -Werror $(CSRC)
+	$(PKGROOT); $(PY) -m pytest -q tests/test_layout.py -m 'not slow'
+	@$(PY) tools/gpu_stamp.py check
+
+gpu-test: install
+	@PYTHON=$(PY) tools/gpu.sh test
+
+bench: install
+	@$(PKGROOT); $(PY) -m pytest bench --benchmark-only

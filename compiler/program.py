@@ -1,0 +1,169 @@
+"""The executable form of a plan: values by index in a flat list, steps as closures over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .plan import OpStep, PieceStep, Plan, Value
+
+Environment = list[Any]
+"""One value a slot; temporaries are dropped after their last use."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One unit of execution.  ``call`` maps the environment to the values of ``outputs``;
+    ``release`` are the slots that nothing reads afterwards."""
+
+    name: str
+    call: Callable[[Environment], Sequence[Any]]
+    outputs: tuple[int, ...]
+    release: tuple[int, ...]
+    per_token: bool
+
+    def run(self, env: Environment) -> None:
+        for slot, value in zip(self.outputs, self.call(env), strict=True):
+            env[slot] = value
+        for slot in self.release:
+            env[slot] = None
+
+
+class Program:
+    """Steps over an environment.  Constants (weights, KV caches) are bound once; step inputs are
+    given to ``environment()`` for every step."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        slots: Mapping[str, int],
+        sizes: Mapping[str, tuple[str, int]],
+        output: int,
+    ) -> None:
+        self.steps = tuple(steps)
+        self.output = output
+        self._slots = dict(slots)
+        self._sizes = dict(sizes)
+        self._template: Environment = [None] * (max(slots.values(), default=-1) + 1)
+
+    def bind(self, constants: Mapping[str, Tensor]) -> None:
+        """Fix values for every later step; names that the program does not read are ignored."""
+        for name, value in constants.items():
+            if name in self._slots:
+                self._template[self._slots[name]] = value
+        for name, (source, dim) in self._sizes.items():
+            if source in constants:
+                self._template[self._slots[name]] = constants[source].shape[dim]
+
+    def environment(self, inputs: Mapping[str, Tensor]) -> Environment:
+        """A fresh environment for one step."""
+        env = self._template.copy()
+        for name, value in inputs.items():
+            if name in self._slots:
+                env[self._slots[name]] = value
+        for name, (source, dim) in self._sizes.items():
+            if source in inputs:
+                env[self._slots[name]] = inputs[source].shape[dim]
+        return env
+
+    def rebind(self, env: Environment, inputs: Mapping[str, Tensor]) -> None:
+        """Replace step inputs in an environment that a captured graph keeps."""
+        for name, value in inputs.items():
+            if name in self._slots:
+                env[self._slots[name]] = value
+        for name, (source, dim) in self._sizes.items():
+            if source in inputs:
+                env[self._slots[name]] = inputs[source].shape[dim]
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run every step without graphs; returns the output (logits)."""
+        env = self.environment(inputs)
+        for step in self.steps:
+            step.run(env)
+        result: Tensor = env[self.output]
+        return result
+
+
+def eager_program(
+    model: nn.Module, arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]], names: Sequence[str]
+) -> Program:
+    """A program of one step: the module itself, for ``-O0``.
+
+    Args:
+        arguments: makes the module's arguments from the named values.
+        names: every constant and step input that ``arguments`` reads.
+    """
+    slots = {name: index for index, name in enumerate([*names, "logits"])}
+
+    def call(env: Environment) -> Sequence[Any]:
+        return [model(*arguments({name: env[slots[name]] for name in names}))]
+
+    step = Step("model", call, (slots["logits"],), (), per_token=False)
+    return Program([step], slots, {}, slots["logits"])
+
+
+def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
+    """Turn a plan and its compiled pieces into a program."""
+    slots = {name: index for index, name in enumerate(plan.inputs)}
+    for planned in plan.steps:
+        for name in planned.outputs:
+            slots[name] = len(slots)
+    last_use = _last_uses(plan)
+    steps: list[Step] = []
+    for index, planned in enumerate(plan.steps):
+        release = tuple(slots[name] for name, last in last_use.items() if last == index)
+        outputs = tuple(slots[name] for name in planned.outputs)
+        if isinstance(planned, PieceStep):
+            name, call = planned.piece, _piece_call(planned, pieces[planned.piece], slots)
+        else:
+            name, call = planned.op, _op_call(planned, slots)
+        steps.append(Step(name, call, outputs, release, planned.per_token))
+    return Program(steps, slots, plan.sizes, slots[plan.output])
+
+
+def _reads(step: PieceStep | OpStep) -> list[str]:
+    if isinstance(step, PieceStep):
+        return list(step.inputs)
+    return [arg.name for arg in step.args if isinstance(arg, Value)]
+
+
+def _last_uses(plan: Plan) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for index, step in enumerate(plan.steps):
+        for name in (*_reads(step), *step.outputs):
+            last[name] = index
+    keep = {plan.output, *plan.inputs}
+    return {name: index for name, index in last.items() if name not in keep}
+
+
+def _piece_call(
+    step: PieceStep, fn: Callable[..., Any], slots: Mapping[str, int]
+) -> Callable[[Environment], Sequence[Any]]:
+    indices = [slots[name] for name in step.inputs]
+
+    def call(env: Environment) -> Sequence[Any]:
+        outputs: Sequence[Any] = fn(*[env[i] for i in indices])
+        return outputs
+
+    return call
+
+
+def _op_call(
+    step: OpStep, slots: Mapping[str, int]
+) -> Callable[[Environment], Sequence[Any]]:
+    namespace, _, name = step.op.partition("::")
+    op = getattr(getattr(torch.ops, namespace), name).default
+    indices = [slots[arg.name] if isinstance(arg, Value) else None for arg in step.args]
+    num_outputs = len(step.outputs)
+
+    def call(env: Environment) -> Sequence[Any]:
+        result = op(
+            *[arg if i is None else env[i] for i, arg in zip(indices, step.args, strict=True)]
+        )
+        return [result] if num_outputs else []
+
+    return call

@@ -1,0 +1,125 @@
+"""Capture a model as one FX graph with Dynamo; a graph break or a specialized size is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+WEIGHTS = "weights/"
+
+
+class TraceError(RuntimeError):
+    """The model could not be captured as one graph that serves every batch."""
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """Where a graph input comes from: ``weights/<parameter>``, a step input's name, or, for a
+    size, the step input and dimension that carry it."""
+
+    name: str
+    dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One captured graph.  ``inputs`` are the placeholders' sources, in order; ``dims`` maps a
+    size symbol (as text) to the name that the caller gave to that dynamic dimension."""
+
+    gm: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    dims: Mapping[str, str]
+
+
+class _Captured(Exception):
+    """Stops Dynamo's first call after guards are built, before anything runs."""
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    named: Mapping[str, Tensor],
+    dynamic: Mapping[str, Mapping[int, str]],
+) -> Traced:
+    """Capture ``model(*args)``.
+
+    Args:
+        model: its parameters and buffers become inputs ``weights/<qualified name>``.
+        args: example arguments, tensors or pytrees of tensors; nothing is executed on them.
+        named: name of every tensor in ``args``.
+        dynamic: for a named tensor, its dynamic dimensions and what each counts; dimensions with
+            equal example sizes are taken to be equal always.
+
+    Raises:
+        TraceError: a graph break, a value that is not an input, or a dynamic size that the model
+            made static.
+    """
+    captured: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        captured.append((gm, example_inputs))
+
+        def stop(*args: Any) -> Any:
+            raise _Captured
+
+        return stop
+
+    for name, dims in dynamic.items():
+        for dim in dims:
+            torch._dynamo.mark_dynamic(named[name], dim)
+    torch._dynamo.reset_code(type(model).forward.__code__)
+    try:
+        with torch.inference_mode():
+            torch.compile(model, backend=backend, fullgraph=True)(*args)
+    except _Captured:
+        pass
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise TraceError(
+            f"{type(model).__name__} cannot be captured as one graph: {first_line}"
+        ) from error
+    gm, example_inputs = captured[0]
+    return _name_inputs(gm, example_inputs, model, named, dynamic)
+
+
+def _name_inputs(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    model: nn.Module,
+    named: Mapping[str, Tensor],
+    dynamic: Mapping[str, Mapping[int, str]],
+) -> Traced:
+    names = {id(t): WEIGHTS + n for n, t in model.named_parameters(remove_duplicate=False)}
+    names |= {id(t): WEIGHTS + n for n, t in model.named_buffers(remove_duplicate=False)}
+    names |= {id(tensor): name for name, tensor in named.items()}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sizes: dict[str, GraphInput] = {}
+    dims: dict[str, str] = {}
+    found: list[GraphInput | None] = []
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        if not isinstance(example, Tensor):
+            found.append(None)
+            continue
+        if id(example) not in names:
+            raise TraceError(f"graph input {node.name} is neither a weight nor a named step input")
+        name = names[id(example)]
+        for dim, what in dynamic.get(name, {}).items():
+            size = node.meta["example_value"].shape[dim]
+            if not isinstance(size, torch.SymInt):
+                raise TraceError(f"the model made {what} (dimension {dim} of {name}) static: {size}")
+            sizes.setdefault(str(size), GraphInput(name, dim))
+            dims.setdefault(str(size), what)
+        found.append(GraphInput(name))
+    inputs: list[GraphInput] = []
+    for node, source in zip(placeholders, found, strict=True):
+        if source is None:
+            symbol = str(node.meta["example_value"])
+            if symbol not in sizes:
+                raise TraceError(f"graph input {node.name} = {symbol} is no known size")
+            source = sizes[symbol]
+        inputs.append(source)
+    return Traced(gm, tuple(inputs), dims)

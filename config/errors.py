@@ -1,0 +1,6 @@
+"""The one exception for mistakes a user can mend; its text is a single line."""
+
+
+class UserError(ValueError):
+    """Bad input.  The message names the thing, its value, what was expected and the remedy;
+    the command line prints it alone and exits with code 2."""

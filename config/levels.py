@@ -1,0 +1,78 @@
+"""The ``-O0..-O3`` table, as data: what each level turns on.  An explicit option wins over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class CudagraphMode(StrEnum):
+    """Which steps replay a captured CUDA graph."""
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+
+    @property
+    def full_decode(self) -> bool:
+        """Uniform decode steps replay one graph of the whole step."""
+        return self in (self.FULL, self.FULL_DECODE_ONLY, self.FULL_AND_PIECEWISE)
+
+    @property
+    def piecewise(self) -> bool:
+        """Other steps replay one graph per piece, attention running between them."""
+        return self in (self.PIECEWISE, self.FULL_AND_PIECEWISE)
+
+
+PASSES: tuple[str, ...] = ("cleanup", "fuse_add_norm", "fuse_act")
+"""Every pass, in the order in which they run."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One row of the table."""
+
+    summary: str
+    trace: bool
+    passes: tuple[str, ...]
+    hand_kernels: bool
+    tune: bool
+    cudagraph_mode: CudagraphMode
+
+
+LEVELS: dict[int, Level] = {
+    0: Level(
+        summary="eager semantic ops, no trace, no graphs: for debugging",
+        trace=False,
+        passes=(),
+        hand_kernels=False,
+        tune=False,
+        cudagraph_mode=CudagraphMode.NONE,
+    ),
+    1: Level(
+        summary="trace, cleanup; ops lowered to native, Inductor fuses",
+        trace=True,
+        passes=("cleanup",),
+        hand_kernels=False,
+        tune=False,
+        cudagraph_mode=CudagraphMode.PIECEWISE,
+    ),
+    2: Level(
+        summary="all fusion passes; hand kernels where they win",
+        trace=True,
+        passes=PASSES,
+        hand_kernels=True,
+        tune=False,
+        cudagraph_mode=CudagraphMode.FULL_AND_PIECEWISE,
+    ),
+    3: Level(
+        summary="-O2, and Inductor's kernels tuned by coordinate descent at compile time",
+        trace=True,
+        passes=PASSES,
+        hand_kernels=True,
+        tune=True,
+        cudagraph_mode=CudagraphMode.FULL_AND_PIECEWISE,
+    ),
+}

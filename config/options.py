@@ -1,0 +1,93 @@
+"""What a user may set: one frozen dataclass, from whose fields the command line makes its flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .levels import PASSES, CudagraphMode
+
+
+def _option(default: Any, group: str, help: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Engine options under vLLM's names.  ``None`` means: decided by level, model or hardware.
+
+    The flag of ``max_num_seqs`` is ``--max-num-seqs``; ``optimization_level`` is ``-O``.
+    """
+
+    model: str = _option("abacus", "model", "Hugging Face folder, or 'abacus' (bundled)")
+    tokenizer: str | None = _option(None, "model", "folder of tokenizer.json; the model's own if unset")
+    dtype: str = _option(
+        "auto", "model", "weights and activations", ("auto", "bfloat16", "float16", "float32")
+    )
+    load_format: str = _option(
+        "auto", "model", "dummy: random weights from config.json alone", ("auto", "safetensors", "dummy")
+    )
+    max_model_len: int | None = _option(None, "model", "longest prompt + output, tokens")
+    device: str = _option("auto", "model", "where to run", ("auto", "cpu", "cuda"))
+    seed: int = _option(0, "model", "of dummy weights and of requests without a seed")
+
+    optimization_level: int = _option(2, "compile", "0..3; see `fusewright explain --levels`")
+    enforce_eager: bool = _option(False, "compile", "neither compile nor capture: the same as -O0")
+    passes: tuple[str, ...] | None = _option(
+        None, "compile", f"run exactly these passes, of: {', '.join(PASSES)}"
+    )
+    disable_passes: tuple[str, ...] = _option((), "compile", "leave these passes out")
+    kernels: tuple[str, ...] = _option(
+        (), "compile", "force implementations, as op=native|triton|cuda"
+    )
+    verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
+
+    cudagraph_mode: str | None = _option(
+        None, "capture", "which steps replay CUDA graphs", tuple(CudagraphMode)
+    )
+    cudagraph_capture_sizes: tuple[int, ...] | None = _option(
+        None, "capture", "token counts to capture; 1, 2, 4, 8..248 by 8, then by 16 if unset"
+    )
+
+    max_num_seqs: int = _option(256, "scheduler", "most requests a step")
+    max_num_batched_tokens: int | None = _option(
+        None, "scheduler", "most tokens a step; 8192 on a GPU and 2048 on a CPU if unset"
+    )
+    enable_chunked_prefill: bool = _option(True, "scheduler", "split long prompts over steps")
+    async_scheduling: bool = _option(True, "scheduler", "prepare step n+1 while n runs")
+
+    block_size: int = _option(16, "cache", "tokens a KV block; a power of two from 8")
+    gpu_memory_utilization: float = _option(
+        0.9, "cache", "share of GPU memory for weights, KV cache and graphs"
+    )
+    kv_cache_memory_bytes: int | None = _option(None, "cache", "bytes for the KV cache")
+    num_gpu_blocks_override: int | None = _option(None, "cache", "number of KV blocks")
+
+
+@dataclass(frozen=True)
+class OptionSpec:
+    """One option as the command line needs it."""
+
+    name: str
+    flag: str
+    type: str
+    default: Any
+    group: str
+    help: str
+    choices: tuple[str, ...]
+
+
+def option_specs() -> list[OptionSpec]:
+    """Every option of ``EngineOptions``, in order."""
+    return [
+        OptionSpec(
+            name=f.name,
+            flag="--" + f.name.replace("_", "-"),
+            type=str(f.type),
+            default=f.default,
+            group=f.metadata["group"],
+            help=f.metadata["help"],
+            choices=f.metadata["choices"],
+        )
+        for f in fields(EngineOptions)
+    ]

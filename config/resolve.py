@@ -1,0 +1,257 @@
+"""``resolve()``: options + hardware + the model's limits -> what the engine runs with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import UserError
+from .levels import LEVELS, PASSES, CudagraphMode, Level
+from .options import EngineOptions
+
+_DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the engine runs on; ``graphs`` is "cuda", "recording" (tests) or "none"."""
+
+    device: str
+    name: str
+    sm: int = 0
+    num_sms: int = 0
+    memory_bytes: int = 0
+    graphs: str = "none"
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """The facts of a model that options are checked against."""
+
+    max_position_embeddings: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str
+    tokenizer: str
+    dtype: str
+    load_format: str
+    max_model_len: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    level: int
+    trace: bool
+    passes: tuple[str, ...]
+    hand_kernels: bool
+    tune: bool
+    kernels: tuple[tuple[str, str], ...]
+    verify: bool
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    mode: CudagraphMode
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    async_scheduling: bool
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    num_blocks: int | None
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    hardware: Hardware
+    model: ModelConfig
+    compile: CompileConfig
+    capture: CaptureConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+
+
+def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8..248 by 8, then 256.. by 16, up to min(2 x max_num_seqs, 512), ascending;
+    always with ``max_num_seqs`` itself when it is within that limit."""
+    limit = min(2 * max_num_seqs, 512)
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, limit + 1, 16)}
+    return tuple(sorted(s for s in {*sizes, max_num_seqs} if s <= limit))
+
+
+def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> ResolvedConfig:
+    """Combine options with level, hardware and model; called once.
+
+    Raises:
+        UserError: an option is out of range, or two options contradict each other.
+    """
+    _check_ranges(options)
+    level_number = 0 if options.enforce_eager else options.optimization_level
+    level = LEVELS[level_number]
+    max_model_len = _max_model_len(options, limits)
+    scheduler = _scheduler(options, hardware, max_model_len)
+    return ResolvedConfig(
+        hardware=hardware,
+        model=ModelConfig(
+            path=options.model,
+            tokenizer=options.tokenizer or options.model,
+            dtype=limits.dtype if options.dtype == "auto" else options.dtype,
+            load_format=options.load_format,
+            max_model_len=max_model_len,
+            seed=options.seed,
+        ),
+        compile=_compile(options, level_number, level),
+        capture=_capture(options, level, hardware, scheduler.max_num_batched_tokens),
+        scheduler=scheduler,
+        cache=CacheConfig(
+            block_size=options.block_size,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+            num_blocks=options.num_gpu_blocks_override,
+        ),
+    )
+
+
+def _check_ranges(options: EngineOptions) -> None:
+    o = options
+    size = o.block_size
+    checks = [
+        (o.optimization_level in LEVELS, "optimization_level", "0, 1, 2 or 3"),
+        (8 <= size <= 256 and size & (size - 1) == 0, "block_size", "a power of two in 8..256"),
+        (0 < o.gpu_memory_utilization <= 1, "gpu_memory_utilization", "a number in (0, 1]"),
+        (o.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
+        (o.max_model_len is None or o.max_model_len >= 1, "max_model_len", "at least 1"),
+        (
+            o.max_num_batched_tokens is None or o.max_num_batched_tokens >= 1,
+            "max_num_batched_tokens",
+            "at least 1",
+        ),
+        (
+            o.num_gpu_blocks_override is None or o.num_gpu_blocks_override >= 1,
+            "num_gpu_blocks_override",
+            "at least 1",
+        ),
+        (
+            o.kv_cache_memory_bytes is None or o.kv_cache_memory_bytes > 0,
+            "kv_cache_memory_bytes",
+            "more than 0",
+        ),
+        (o.dtype in ("auto", "bfloat16", "float16", "float32"), "dtype", "auto or a float type"),
+        (o.load_format in ("auto", "safetensors", "dummy"), "load_format", "auto, safetensors, dummy"),
+        (o.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda"),
+        (
+            o.cudagraph_mode is None or o.cudagraph_mode in tuple(CudagraphMode),
+            "cudagraph_mode",
+            " or ".join(CudagraphMode),
+        ),
+    ]
+    for ok, name, expected in checks:
+        if not ok:
+            raise UserError(f"{name}={getattr(o, name)!r}: expected {expected}")
+    if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
+        raise UserError(
+            "num_gpu_blocks_override and kv_cache_memory_bytes both size the KV cache: give one"
+        )
+
+
+def _max_model_len(options: EngineOptions, limits: ModelLimits) -> int:
+    longest = limits.max_position_embeddings
+    if options.max_model_len is None:
+        return longest
+    if options.max_model_len > longest:
+        raise UserError(
+            f"max_model_len={options.max_model_len}: the model was made for {longest} positions; "
+            f"give {longest} or less"
+        )
+    return options.max_model_len
+
+
+def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig:
+    chosen = level.passes if options.passes is None else options.passes
+    for name in (*chosen, *options.disable_passes):
+        if name not in PASSES:
+            raise UserError(f"unknown pass {name!r}; known: {', '.join(PASSES)}")
+    if options.passes and not level.trace:
+        raise UserError(f"passes={','.join(options.passes)}: -O0 does not trace; use -O1 or higher")
+    if options.verify and not level.trace:
+        raise UserError("verify: -O0 rewrites nothing; use -O1 or higher")
+    kernels: list[tuple[str, str]] = []
+    for item in options.kernels:
+        op, _, implementation = item.partition("=")
+        if not op or not implementation:
+            raise UserError(f"kernels={item!r}: expected op=implementation, such as rms_norm=triton")
+        kernels.append((op, implementation))
+    return CompileConfig(
+        level=number,
+        trace=level.trace,
+        passes=tuple(p for p in PASSES if p in chosen and p not in options.disable_passes),
+        hand_kernels=level.hand_kernels,
+        tune=level.tune,
+        kernels=tuple(kernels),
+        verify=options.verify,
+    )
+
+
+def _capture(
+    options: EngineOptions, level: Level, hardware: Hardware, max_tokens: int
+) -> CaptureConfig:
+    explicit = options.cudagraph_mode
+    mode = CudagraphMode(explicit) if explicit else level.cudagraph_mode
+    if explicit and mode is not CudagraphMode.NONE:
+        if not level.trace:
+            remedy = "drop --enforce-eager" if options.enforce_eager else "use -O1 or higher"
+            raise UserError(f"cudagraph_mode={explicit}: -O0 captures nothing; {remedy}")
+        if hardware.graphs == "none":
+            raise UserError(
+                f"cudagraph_mode={explicit}: CUDA graphs need a GPU, the device is "
+                f"{hardware.device}; use cudagraph_mode=NONE"
+            )
+    if hardware.graphs == "none" or not level.trace:
+        mode = CudagraphMode.NONE
+    sizes = options.cudagraph_capture_sizes
+    if sizes is None:
+        sizes = capture_sizes(options.max_num_seqs)
+    elif explicit == CudagraphMode.NONE:
+        raise UserError("cudagraph_capture_sizes with cudagraph_mode=NONE: drop one of them")
+    if not sizes or min(sizes) < 1:
+        raise UserError(f"cudagraph_capture_sizes={sizes}: expected token counts of at least 1")
+    if mode is CudagraphMode.NONE:
+        return CaptureConfig(mode, ())
+    return CaptureConfig(mode, tuple(sorted({size for size in sizes if size <= max_tokens})))
+
+
+def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -> SchedulerConfig:
+    tokens = options.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(_DEFAULT_BATCHED_TOKENS[hardware.device], options.max_num_seqs)
+        if not options.enable_chunked_prefill:
+            tokens = max(tokens, max_model_len)
+    if tokens < options.max_num_seqs:
+        raise UserError(
+            f"max_num_batched_tokens={tokens} < max_num_seqs={options.max_num_seqs}: every running "
+            "request needs one token a step; raise the former or lower the latter"
+        )
+    if not options.enable_chunked_prefill and tokens < max_model_len:
+        raise UserError(
+            f"max_num_batched_tokens={tokens} < max_model_len={max_model_len} without chunked "
+            "prefill: a long prompt could never run; raise it or enable chunked prefill"
+        )
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=min(tokens, options.max_num_seqs * max_model_len),
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        async_scheduling=options.async_scheduling,
+    )

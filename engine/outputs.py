@@ -1,0 +1,58 @@
+"""What a caller gets back, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural-log probability of one token; ``rank`` 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the ``n`` outputs of a request, everything generated so far.
+
+    ``logprobs[i]`` maps token ids to the log probabilities of output token ``i``: the sampled token
+    first, then the likeliest.  ``finish_reason`` is "stop", "length", "abort" or None (unfinished);
+    ``stop_reason`` the stop string or stop id met, None for end-of-sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times on ``time.monotonic()``'s clock, in seconds; None until they happen."""
+
+    arrival_s: float
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its outputs so far; ``finished`` when all of them are."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics

@@ -1,0 +1,242 @@
+"""Which tokens of which requests the next step computes.
+
+First come, first served: ``running`` and ``waiting`` are both in order of arrival, and every running
+request arrived before every waiting one.  So the latest running request is the one to preempt, and
+only it can have an unfinished prefill.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ..config import UserError
+from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
+from .kv_blocks import BlockPool
+from .request import Request, RequestStatus
+
+
+@dataclass(slots=True)
+class NewToken:
+    """A sampled token that ``Scheduler.update`` appended to its request."""
+
+    request: Request
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Scheduler:
+    """Continuous batching under one token budget, with chunked prefill and preemption by recompute.
+
+    Steps overlap: ``schedule`` may be called before ``update`` has seen the step before, and then
+    counts the tokens in flight as if they were known.
+
+    Args:
+        pool: the KV blocks; the scheduler alone allocates from it.
+        max_num_seqs: requests that run at the same time, and the number of slots.
+        max_num_batched_tokens: query tokens of one step.
+        max_model_len: prompt and output tokens of one request.
+        enable_chunked_prefill: a prompt may be computed over several steps.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
+            raise ValueError(
+                f"{max_num_seqs=}, {max_num_batched_tokens=}, {max_model_len=}: expected at least 1"
+            )
+        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"{max_num_batched_tokens=} < {max_model_len=}: whole prompts would not fit a step"
+            )
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.enable_chunked_prefill = enable_chunked_prefill
+        # Ordered dicts: both ends and removal by id cost the same however many wait.
+        self.running: OrderedDict[str, Request] = OrderedDict()
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._released_slots: list[int] = []
+        self._num_arrived = 0
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self.running or request_id in self.waiting
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            UserError: its id is in use, or the KV cache could never hold it.
+        """
+        if request.request_id in self:
+            raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
+        # The last token is sampled, never computed: it needs no room in the cache.
+        needed = self.pool.blocks_for(request.max_total_tokens - 1)
+        if needed > self.pool.num_blocks:
+            num_prompt = len(request.prompt_token_ids)
+            raise UserError(
+                f"KV cache too small for one request: {num_prompt} prompt + "
+                f"{request.max_total_tokens - num_prompt} output tokens need {needed} blocks of "
+                f"{self.pool.block_size}, it has {self.pool.num_blocks}; lower max_tokens or "
+                "enlarge the cache (kv_cache_memory_bytes, num_gpu_blocks_override)"
+            )
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self.waiting[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        """Finish a request at once and free what it holds; None when no such request is there."""
+        request = self.running.get(request_id) or self.waiting.get(request_id)
+        if request is not None:
+            self.finish(request, RequestStatus.FINISHED_ABORTED)
+        return request
+
+    def finish(
+        self, request: Request, status: RequestStatus, stop_reason: int | str | None = None
+    ) -> None:
+        """Finish an unfinished request; tokens that it has in flight will be discarded."""
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+        else:
+            del self.waiting[request.request_id]
+        request.status = status
+        if stop_reason is not None:
+            request.stop_reason = stop_reason
+
+    def schedule(self) -> Batch | None:
+        """Choose the next step's work; None when nothing can run before the step in flight ends."""
+        decodes: list[ScheduledRequest] = []
+        prefills: list[ScheduledRequest] = []
+        budget = self.max_num_batched_tokens
+        preempted_before = self.num_preemptions
+        for request in list(self.running.values()):
+            if budget == 0:
+                break
+            if request.num_tokens >= request.max_total_tokens:
+                continue  # its last token is in flight
+            if request.status is not RequestStatus.RUNNING or not self._make_room(request):
+                continue
+            entry = self._take(request, budget)
+            budget -= entry.num_tokens
+            (decodes if entry.num_tokens == 1 else prefills).append(entry)
+        # What was just preempted would come back at once and be preempted again.
+        while budget > 0 and self.num_preemptions == preempted_before:
+            admitted = self._admit(budget)
+            if admitted is None:
+                break
+            entry = self._take(admitted, budget)
+            budget -= entry.num_tokens
+            (decodes if entry.num_tokens == 1 else prefills).append(entry)
+        if not decodes and not prefills:
+            return None
+        released, self._released_slots = self._released_slots, []
+        return Batch(decodes + prefills, released)
+
+    def update(self, batch: Batch, result: StepResult) -> list[NewToken]:
+        """Apply the sampled tokens of a step and finish the requests that they end.
+
+        Tokens of requests that finished while the step was in flight are dropped; those of
+        preempted requests are kept, they were sampled before.
+
+        Raises:
+            RuntimeError: the result has not one token per entry of the batch.
+        """
+        if len(result.token_ids) != len(batch.scheduled):
+            raise RuntimeError(
+                f"step result has {len(result.token_ids)} tokens for {batch.num_seqs} requests"
+            )
+        new_tokens: list[NewToken] = []
+        for i, entry in enumerate(batch.scheduled):
+            if not entry.samples:
+                continue
+            request = entry.request
+            request.num_in_flight -= 1
+            if request.is_finished:
+                continue
+            token_id = result.token_ids[i]
+            request.output_token_ids.append(token_id)
+            new_tokens.append(NewToken(request, token_id, result.logprobs and result.logprobs[i]))
+            status = request.status_after_last_token()
+            if status is not request.status:
+                self.finish(request, status)
+        return new_tokens
+
+    def _take(self, request: Request, budget: int) -> ScheduledRequest:
+        """Schedule as many of the request's tokens as fit; it has their blocks already."""
+        start = request.num_computed_tokens
+        remaining = request.num_tokens - start
+        num_tokens = min(remaining, budget)
+        request.num_computed_tokens += num_tokens
+        samples = num_tokens == remaining
+        if samples:
+            request.num_in_flight += 1
+        return ScheduledRequest(request, start, num_tokens, samples)
+
+    def _make_room(self, request: Request) -> bool:
+        """Give a running request the blocks for all its tokens; False if it had to be preempted."""
+        missing = self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
+        while missing > self.pool.num_free:
+            victim = next(reversed(self.running.values()))
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if missing > 0:
+            request.block_ids.extend(self.pool.allocate(missing))
+        return True
+
+    def _admit(self, budget: int) -> Request | None:
+        """Start the first waiting request if a slot, the budget and the blocks allow it."""
+        if not self.waiting or not self._free_slots:
+            return None
+        request = next(iter(self.waiting.values()))
+        # The recompute starts from the tokens that the CPU knows.
+        if request.num_in_flight > 0:
+            return None
+        if not self.enable_chunked_prefill and request.num_tokens > budget:
+            return None
+        needed = self.pool.blocks_for(request.num_tokens)
+        # One block kept for each running request, or the newcomer would soon be preempted.
+        if needed + len(self.running) > self.pool.num_free:
+            return None
+        del self.waiting[request.request_id]
+        request.slot = self._free_slots.pop()
+        request.block_ids = self.pool.allocate(needed)
+        request.status = RequestStatus.RUNNING
+        self.running[request.request_id] = request
+        return request
+
+    def _preempt(self, request: Request) -> None:
+        if len(self.running) == 1:
+            raise RuntimeError(
+                f"request {request.request_id!r} alone exceeds the KV cache of "
+                f"{self.pool.num_blocks} blocks: blocks were lost"
+            )
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
+
+    def _release(self, request: Request) -> None:
+        del self.running[request.request_id]
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        self._free_slots.append(request.slot)
+        self._released_slots.append(request.slot)
+        request.slot = -1

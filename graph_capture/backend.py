@@ -1,0 +1,98 @@
+"""Backends that capture a function once and replay it: CUDA graphs, and a recorder for CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Function = Callable[[], Sequence[Any]]
+Replay = Callable[[], None]
+
+
+class GraphBackend(Protocol):
+    """Captures and replays functions that read and write fixed addresses."""
+
+    def capture(self, fn: Function) -> tuple[Sequence[Any], Replay]:
+        """Run ``fn`` once under capture; its outputs, and what repeats it on the same memory."""
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """The same memory without ownership: the pool may reuse it for later captures."""
+
+    def memory_bytes(self) -> int:
+        """Device memory in use, by everything, as the driver counts it."""
+
+
+class CudaGraphs:
+    """CUDA graphs from one memory pool, captured on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, fn: Function) -> tuple[Sequence[Any], Replay]:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                outputs = fn()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return outputs, graph.replay
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        borrowed = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def memory_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
+
+
+class RecordingGraphs:
+    """Replays by running the function again and copying into the outputs of the capture, so that
+    a step that reads anything but its static inputs gives the same stale answer as a real graph
+    would.  Counts what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self.replays = 0
+
+    def capture(self, fn: Function) -> tuple[Sequence[Any], Replay]:
+        self.captures += 1
+        outputs = list(fn())
+
+        def replay() -> None:
+            self.replays += 1
+            for static, fresh in zip(outputs, fn(), strict=True):
+                static.copy_(fresh)
+
+        return outputs, replay
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def memory_bytes(self) -> int:
+        return 0
+
+
+def make_backend(graphs: str, device: torch.device) -> GraphBackend:
+    """The backend that ``Hardware.graphs`` names: "cuda" or "recording".
+
+    Raises:
+        ValueError: another name.
+    """
+    if graphs == "cuda":
+        return CudaGraphs(device)
+    if graphs == "recording":
+        return RecordingGraphs()
+    raise ValueError(f"no graph backend {graphs!r}; expected cuda or recording")

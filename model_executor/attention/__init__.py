@@ -1,0 +1,5 @@
+"""What attention needs to know about a step, passed as an argument."""
+
+from .inputs import AttentionInputs
+
+__all__ = ["AttentionInputs"]

@@ -1,0 +1,48 @@
+"""Hugging Face folder -> ``ModelSpec``.  Reads configs as transformers 4 and 5 write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config.errors import UserError
+from .hf_json import HfConfig, read_json
+from .models import ARCHITECTURES
+from .spec import ModelSpec
+
+
+def read_spec(folder: Path | str) -> ModelSpec:
+    """Read and check ``config.json`` of a model folder.
+
+    Raises:
+        UserError: the folder or the file cannot be read, a field is missing or wrong, or the
+            architecture or one of its options is not supported.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "not a folder" if folder.exists() else "no such folder"
+        raise UserError(f"model {str(folder)!r}: {what}; give a Hugging Face model folder")
+    path = folder / "config.json"
+    try:
+        found = path.is_file()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+    if not found:
+        raise UserError(f"model {str(folder)!r} has no config.json; give a Hugging Face model folder")
+    config = HfConfig(path, read_json(path))
+    name = _architecture(config)
+    if config.has("quantization_config"):
+        raise UserError(
+            f"{path}: quantization_config is not supported yet; use unquantized weights"
+        )
+    return ARCHITECTURES[name].spec(config, name)
+
+
+def _architecture(config: HfConfig) -> str:
+    supported = ", ".join(ARCHITECTURES)
+    names = config.values.get("architectures")
+    if not isinstance(names, list) or not names:
+        raise UserError(f"{config.path} names no architectures; supported: {supported}")
+    for name in names:
+        if name in ARCHITECTURES:
+            return str(name)
+    raise UserError(f"architecture {names[0]!r} is not supported; supported: {supported}")

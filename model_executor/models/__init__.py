@@ -1,0 +1,27 @@
+"""The supported architectures.  To add one: an adapter, its weight names, a line here, a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..hf_json import HfConfig
+from ..spec import ModelSpec
+from .families import llama, mistral, qwen2, qwen3
+from .weight_names import DENSE_DECODER, Target
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a checkpoint of one architecture is read: its config and its tensor names."""
+
+    spec: Callable[[HfConfig, str], ModelSpec]
+    weights: Mapping[str, Target]
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(llama, DENSE_DECODER),
+    "MistralForCausalLM": Architecture(mistral, DENSE_DECODER),
+    "Qwen2ForCausalLM": Architecture(qwen2, DENSE_DECODER),
+    "Qwen3ForCausalLM": Architecture(qwen3, DENSE_DECODER),
+}

@@ -1,0 +1,151 @@
+"""The one decoder block: Llama, Mistral, Qwen2 and Qwen3 differ by ``ModelSpec`` alone.
+
+Residual adds and activations are written plainly; passes raise them to fused ops.  Sizes that
+depend on the batch are never read, so that one trace serves every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import ops
+from ...ops.rotary_cache import build_cos_sin_cache
+from ..attention import AttentionInputs
+from ..layers import Embedding, LMHead, RMSNorm, gate_up_linear, qkv_linear, row_linear
+from ..spec import ModelSpec
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged KV cache (Ainslie et al., 2023)."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.sizes = [n * spec.head_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
+        self.scale = spec.head_dim**-0.5
+        self.sliding_window = spec.sliding_windows[layer]
+        self.qkv = qkv_linear(
+            spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, bias=spec.qkv_bias
+        )
+        self.o = row_linear(
+            self.sizes[0], spec.hidden_size, bias=spec.o_bias, units=spec.num_heads
+        )
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        inputs: AttentionInputs,
+        kv_cache: Tensor,
+        cos_sin_cache: Tensor,
+    ) -> Tensor:
+        q, k, v = (
+            part.view(-1, size // self.head_dim, self.head_dim)
+            for part, size in zip(self.qkv(x).split(self.sizes, dim=-1), self.sizes, strict=True)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.rotary_embedding(positions, q, k, cos_sin_cache)
+        ops.kv_store(k, v, kv_cache, slot_mapping)
+        out = torch.empty_like(q)
+        ops.paged_attention(
+            q,
+            kv_cache,
+            inputs.block_table,
+            inputs.seq_lens,
+            inputs.query_start_loc,
+            out,
+            self.scale,
+            self.sliding_window,
+            0.0,
+        )
+        return self.o(out.view(-1, self.sizes[0]))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SiLU-gated feed-forward (Shazeer, 2020)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_up = gate_up_linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down = row_linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention = Attention(spec, layer)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec)
+
+    def forward(
+        self,
+        residual: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        inputs: AttentionInputs,
+        kv_cache: Tensor,
+        cos_sin_cache: Tensor,
+    ) -> Tensor:
+        x = self.attention_norm(residual)
+        x = self.attention(x, positions, slot_mapping, inputs, kv_cache, cos_sin_cache)
+        residual = residual + x
+        x = self.mlp(self.mlp_norm(residual))
+        return residual + x
+
+
+class DecoderModel(nn.Module):
+    """A causal language model.  Made on the meta device: see ``loader.load_model``."""
+
+    cos_sin_cache: Tensor
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        tied = self.embed if spec.tie_word_embeddings else None
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied)
+        # Computed, not loaded; float32 whatever the model's dtype, as positions need the bits.
+        cache = build_cos_sin_cache(spec.rope, spec.max_position_embeddings)
+        self.register_buffer("cos_sin_cache", cache, persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        attention: AttentionInputs,
+        kv_caches: list[Tensor],
+    ) -> Tensor:
+        """One step over a ragged batch.
+
+        Args:
+            input_ids, positions, slot_mapping: [num_tokens] int32; slot -1 stores nothing.
+            attention: lengths and blocks of every sequence.
+            kv_caches: one a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; written.
+
+        Returns:
+            Logits of each sequence's last token, [num_seqs, vocab_size] in the model's dtype.
+        """
+        residual = self.embed(input_ids)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            residual = layer(
+                residual, positions, slot_mapping, attention, kv_cache, self.cos_sin_cache
+            )
+        hidden = self.norm(residual)
+        last = ops.gather_last_token(hidden, attention.query_start_loc)
+        return self.lm_head(last)  # type: ignore[no-any-return]

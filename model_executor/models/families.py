@@ -1,0 +1,148 @@
+"""What sets one family's config apart: one adapter each, ``HfConfig -> ModelSpec``.
+
+Where a config leaves a field out, the default is that of the family's class in transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..hf_json import HfConfig
+from ..spec import ModelSpec
+from .rope import effective_positions, rope_parameters
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def llama(config: HfConfig, architecture: str) -> ModelSpec:
+    """Llama 2 and 3.x: one ``attention_bias`` flag for all four projections."""
+    bias = config.flag("attention_bias", False)
+    return _dense(
+        config,
+        architecture,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+        sliding_windows=_no_windows(config),
+    )
+
+
+def mistral(config: HfConfig, architecture: str) -> ModelSpec:
+    """Mistral: one sliding window for every layer, or null."""
+    layers = config.integer("num_hidden_layers")
+    windowed = config.values.get("sliding_window", 4096) is not None
+    window = config.integer("sliding_window", 4096) if windowed else 0
+    return _dense(config, architecture, sliding_windows=(window,) * layers)
+
+
+def qwen2(config: HfConfig, architecture: str) -> ModelSpec:
+    """Qwen2 and Qwen2.5: biases on query, key and value."""
+    return _dense(config, architecture, qkv_bias=True, sliding_windows=_qwen_windows(config))
+
+
+def qwen3(config: HfConfig, architecture: str) -> ModelSpec:
+    """Qwen3 dense: query and key are normalized by head; heads of 128 unless stated."""
+    bias = config.flag("attention_bias", False)
+    return _dense(
+        config,
+        architecture,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        head_dim=config.integer("head_dim", 128),
+        sliding_windows=_qwen_windows(config),
+    )
+
+
+def _dense(
+    config: HfConfig,
+    architecture: str,
+    *,
+    sliding_windows: tuple[int, ...],
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    head_dim: int | None = None,
+) -> ModelSpec:
+    hidden_act = config.text("hidden_act", "silu")
+    if hidden_act != "silu":
+        raise config.error("hidden_act", hidden_act, "'silu', the only one supported")
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(
+            "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}"
+        )
+    hidden_size = config.integer("hidden_size")
+    if head_dim is None:
+        head_dim = config.integer("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise config.error("head_dim", head_dim, "an even number, as rotary embedding pairs features")
+    rope = rope_parameters(config, head_dim)
+    return ModelSpec(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.integer("vocab_size"),
+        max_position_embeddings=effective_positions(config, rope),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        hidden_act=hidden_act,
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        sliding_windows=sliding_windows,
+        dtype=_dtype(config),
+        bos_token_id=config.integer("bos_token_id", least=0) if config.has("bos_token_id") else None,
+        eos_token_ids=_token_ids(config, "eos_token_id"),
+    )
+
+
+def _no_windows(config: HfConfig) -> tuple[int, ...]:
+    return (0,) * config.integer("num_hidden_layers")
+
+
+def _qwen_windows(config: HfConfig) -> tuple[int, ...]:
+    """``layer_types`` decides when given, else ``max_window_layers``: full attention below it."""
+    layers = config.integer("num_hidden_layers")
+    window = 0
+    if config.flag("use_sliding_window", False) and config.values.get("sliding_window", 0) is not None:
+        window = config.integer("sliding_window", 4096)
+    types = config.values.get("layer_types")
+    if types is None:
+        first = config.integer("max_window_layers", 28, least=0)
+        return tuple(window if i >= first else 0 for i in range(layers))
+    known = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
+        raise config.error("layer_types", types, f"{layers} of: {', '.join(known)}")
+    return tuple(known[kind] for kind in types)
+
+
+def _dtype(config: HfConfig) -> torch.dtype:
+    """``dtype`` (transformers 5) or ``torch_dtype`` (4); float32 when neither is there."""
+    field = "dtype" if config.has("dtype") else "torch_dtype"
+    name = config.text(field, "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise config.error(field, name, f"one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _token_ids(config: HfConfig, name: str) -> tuple[int, ...]:
+    value: Any = config.values.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise config.error(name, value, "a token id or a list of them")
+    return tuple(ids)

@@ -1,0 +1,41 @@
+"""Loads the compiled kernels of csrc/: one library, whose initializers register ``fw_cuda::*``.
+
+The wheel or ``tools/build_csrc.sh`` puts ``_fw_cuda.so`` into this package; without it, or on a
+torch without CUDA, the other implementations serve.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+LIBRARY_NAME = "_fw_cuda.so"
+
+
+def find_cuda_library() -> Path | None:
+    """The library's path, or None.  An editable install has two folders: the newest build wins."""
+    folders = sys.modules[__package__].__path__
+    built = [path for folder in folders if (path := Path(folder) / LIBRARY_NAME).is_file()]
+    return max(built, key=lambda path: path.stat().st_mtime, default=None)
+
+
+@cache
+def load_cuda_library() -> bool:
+    """Register ``fw_cuda::*``; False without a library or without CUDA in torch.
+
+    Raises RuntimeError when the library is there but does not load.
+    """
+    path = find_cuda_library()
+    if path is None or not torch.backends.cuda.is_built():
+        return False
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise RuntimeError(
+            f"the CUDA kernels {path} do not load under torch {torch.__version__} ({error}); "
+            "rebuild them with tools/build_csrc.sh or delete the file"
+        ) from error
+    return True

@@ -1,0 +1,230 @@
+"""The semantic-op mechanism: one declaration per op, several implementations under other names.
+
+``fw::name`` is what models call and passes rewrite; it runs the reference.  Lowering replaces
+it by ``fw_native::name`` (inlined by Inductor when ``inline``), ``fw_triton::name`` or
+``fw_cuda::name``.  Another name, because Inductor's caches do not see a decomposition change
+under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+NAMESPACE = "fw"
+_LIBRARIES: dict[str, Library] = {}
+
+
+@dataclass(frozen=True)
+class TensorDesc:
+    """Shape and dtype of one tensor argument; a dynamic dimension is a sympy expression."""
+
+    dtype: torch.dtype
+    shape: tuple[Any, ...]
+
+    @property
+    def numel(self) -> Any:
+        n: Any = 1
+        for dim in self.shape:
+            n = n * dim
+        return n
+
+    @property
+    def nbytes(self) -> Any:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OpDesc:
+    """What kernel choice and cost see of one call: names to descriptions, no data."""
+
+    op: str
+    args: tuple[tuple[str, Any], ...]
+    device: str
+    sm: int = 0
+
+    def __getitem__(self, name: str) -> Any:
+        return dict(self.args)[name]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Device-memory bytes moved and floating-point operations, ints or sympy expressions."""
+
+    bytes: Any
+    flops: Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call for conformance tests and benchmarks: positional arguments with a readable label."""
+
+    label: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    atol: float
+    rtol: float
+
+
+TOLERANCES: Mapping[torch.dtype, Tolerance] = {
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.bfloat16: Tolerance(1e-2, 1.6e-2),
+    torch.float16: Tolerance(2e-3, 2e-3),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One Triton kernel launch as data, so that the call, the sm_90 compile test and (later) the
+    artifact loader share one description."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, Any]
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def run(self) -> None:
+        self.kernel[self.grid](
+            **self.args, **self.constexprs, num_warps=self.num_warps, num_stages=self.num_stages
+        )
+
+
+def run_launches(launches: Callable[..., tuple[list[Launch], Any]]) -> Callable[..., Any]:
+    """The function of a Triton implementation: run what ``launches(*args)`` describes."""
+
+    def run(*args: Any) -> Any:
+        planned, result = launches(*args)
+        for launch in planned:
+            launch.run()
+        return result
+
+    return run
+
+
+def always(desc: OpDesc) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an op.
+
+    ``supports(desc)`` returns an empty string, or the reason why it cannot run that call.
+    ``inline``: Inductor sees through it and fuses it.  ``launches(*args)`` (Triton only) returns
+    ``(launch list, result)`` without running anything.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    supports: Callable[[OpDesc], str] = always
+    inline: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    launches: Callable[..., tuple[list[Launch], Any]] | None = None
+
+
+@dataclass(frozen=True)
+class SemanticOp:
+    """One op of the IR; construct it at module level and list it in ``ops.ALL_OPS``.
+
+    ``reference`` carries the signature (its annotations give the schema) and defines the meaning.  ``implementations`` are in order of preference for ``-O2`` on a device that
+    supports them.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    cases: Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Case]]
+    cost: Callable[[OpDesc], Cost]
+    implementations: tuple[Implementation, ...]
+    mutates: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: TOLERANCES)
+
+    def __post_init__(self) -> None:
+        schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
+        self._define(NAMESPACE, schema, self.reference, inline=False)
+        for impl in self.implementations:
+            namespace = f"{NAMESPACE}_{impl.name}"
+            if impl.name == "cuda":
+                continue  # csrc defines schema and kernel; load_cuda_library() registers the fake
+            self._define(namespace, schema, impl.fn, inline=impl.inline)
+
+    def _define(self, namespace: str, schema: str, fn: Callable[..., Any], *, inline: bool) -> None:
+        library = _LIBRARIES.setdefault(namespace, Library(namespace, "FRAGMENT"))
+        library.define(f"{self.name}{schema}")
+        key = "CompositeImplicitAutograd" if inline else "CompositeExplicitAutograd"
+        library.impl(self.name, fn, key)
+        if not inline:
+            torch.library.register_fake(f"{namespace}::{self.name}", self.fake, lib=library)
+
+    def implementation(self, name: str) -> Implementation:
+        for impl in self.implementations:
+            if impl.name == name:
+                return impl
+        known = ", ".join(i.name for i in self.implementations)
+        raise ValueError(f"op {self.name!r} has no implementation {name!r}; it has: {known}")
+
+    def overload(self, implementation: str = "") -> Any:
+        """The dispatcher op: ``fw::name``, or ``fw_<implementation>::name``."""
+        namespace = f"{NAMESPACE}_{implementation}" if implementation else NAMESPACE
+        return getattr(getattr(torch.ops, namespace), self.name).default
+
+    def describe(self, args: Iterable[Any], *, sm: int = 0) -> OpDesc:
+        """Describe one call from its positional arguments, real, fake or symbolic."""
+        names = [a.name for a in self.overload()._schema.arguments]
+        described: list[tuple[str, Any]] = []
+        device = "cpu"
+        for name, value in zip(names, args, strict=False):
+            if isinstance(value, Tensor):
+                device = value.device.type if value.device.type != "cpu" else device
+                shape = tuple(getattr(getattr(d, "node", None), "expr", d) for d in value.shape)
+                described.append((name, TensorDesc(value.dtype, shape)))
+            else:
+                described.append((name, value))
+        return OpDesc(self.name, tuple(described), device, sm)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation picked for a call, and why each earlier one was not."""
+
+    op: str
+    implementation: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{name}: {reason}" for name, reason in self.rejected)
+        return f"{self.op} -> {self.implementation}" + (f" ({why})" if why else "")
+
+
+def choose(op: SemanticOp, desc: OpDesc, *, inline_first: bool, override: str = "") -> Choice:
+    """Pick an implementation for one call: a pure function of its arguments.
+
+    ``inline_first`` (``-O1``) prefers implementations that Inductor can fuse; ``override`` names
+    one that must be used.  Raises ``ValueError`` naming op, call and reasons when none fits.
+    """
+    candidates = op.implementations
+    if override:
+        candidates = (op.implementation(override),)
+    elif inline_first:
+        candidates = tuple(sorted(candidates, key=lambda impl: not impl.inline))
+    rejected: list[tuple[str, str]] = []
+    for impl in candidates:
+        reason = impl.supports(desc)
+        if not reason and not override and desc.device not in impl.devices:
+            reason = f"not for {desc.device}"
+        if not reason:
+            return Choice(op.name, impl.name, tuple(rejected))
+        rejected.append((impl.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    raise ValueError(f"no implementation of {op.name} fits {desc}: {reasons}")

@@ -1,0 +1,123 @@
+"""``add_rms_norm``: the residual add and the RMSNorm that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ._cuda import load_cuda_library
+from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+from .rms_norm import rms_norm_native
+
+_MAX_HIDDEN = 16384
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add and normalize: ``rms_norm(x + residual)`` (Zhang and Sennrich, 2019, eq. 4).
+
+    Args:
+        x: [..., hidden], floating point.
+        residual: like ``x``.
+        weight: [hidden], same dtype.
+        eps: added to the mean square.
+
+    Returns:
+        (normed, residual_out), each like ``x`` and contiguous.  ``residual_out`` is the sum rounded
+        to the dtype; the norm is of that rounded value, so fusing changes no bit.
+    """
+    return torch.ops.fw.add_rms_norm.default(  # type: ignore[no-any-return]
+        x, residual, weight, eps
+    )
+
+
+def _reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual_out = x + residual
+    return rms_norm_native(residual_out, weight, eps), residual_out
+
+
+def _fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return normed, torch.empty_like(normed)
+
+
+def _launches(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    from .triton_kernels import norm
+
+    return norm.add_rms_norm(x, residual, weight, eps)
+
+
+def _triton_supports(desc: OpDesc) -> str:
+    hidden = desc["x"].shape[-1]
+    return "" if hidden <= _MAX_HIDDEN else f"hidden {hidden} > {_MAX_HIDDEN}: a row is one tile"
+
+
+@cache
+def _load_cuda() -> bool:
+    """Whether ``fw_cuda::add_rms_norm`` exists, with its fake."""
+    if not load_cuda_library():
+        return False
+    torch.library.register_fake("fw_cuda::add_rms_norm", _fake)
+    return True
+
+
+def _cuda(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.fw_cuda.add_rms_norm.default(  # type: ignore[no-any-return]
+        x, residual, weight, eps
+    )
+
+
+def _cuda_supports(desc: OpDesc) -> str:
+    x = desc["x"]
+    if desc.device != "cuda":
+        return f"on {desc.device}, not CUDA"
+    if desc.sm != 90:
+        return f"built for SM 9.0, not {desc.sm / 10 if desc.sm else 'an unknown one'}"
+    if len(x.shape) != 2:
+        return f"x has {len(x.shape)} dimensions, not 2"
+    if x.dtype not in OP.dtypes:
+        return f"dtype {x.dtype}"
+    if x.shape[-1] > _MAX_HIDDEN:
+        return f"hidden {x.shape[-1]} > {_MAX_HIDDEN}"
+    return "" if _load_cuda() else "csrc is not built into this installation"
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen, device=device).to(dtype)
+
+    for shape in [(1, 64), (7, 256), (33, 96), (5, 4, 128), (3, 4096), (2, 1001)]:
+        yield Case(f"{list(shape)}", (randn(*shape), randn(*shape), randn(shape[-1]), 1e-5))
+    packed = randn(6, 3 * 128)
+    yield Case("slice of [6, 384]", (packed[:, 128:256], randn(6, 128), randn(128), 1e-6))
+    yield Case("no rows", (randn(0, 64), randn(0, 64), randn(64), 1e-6))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    return Cost(bytes=4 * desc["x"].nbytes + desc["weight"].nbytes, flops=5 * desc["x"].numel)
+
+
+OP = SemanticOp(
+    name="add_rms_norm",
+    reference=_reference,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    implementations=(
+        Implementation("cuda", _cuda, _cuda_supports, devices=("cuda",)),
+        Implementation(
+            "triton",
+            run_launches(_launches),
+            _triton_supports,
+            devices=("cuda",),
+            launches=_launches,
+        ),
+        Implementation("native", _reference, inline=True),
+    ),
+)

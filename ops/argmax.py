@@ -1,0 +1,77 @@
+"""``argmax``: greedy sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp
+from ._sampling import clean_logits
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the largest logit of each row; the lowest index wins ties, NaN never wins.
+
+    Args:
+        logits: [num_seqs, vocab], floating point, last dimension contiguous.
+
+    Returns:
+        [num_seqs] int32; 0 for a row of only -inf or NaN.
+    """
+    return torch.ops.fw.argmax.default(logits)  # type: ignore[no-any-return]
+
+
+def _reference(logits: Tensor) -> Tensor:
+    return torch.argmax(clean_logits(logits), dim=-1).int()
+
+
+def _fake(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int32)
+
+
+def _launches(logits: Tensor) -> tuple[list[Launch], Tensor]:
+    from .triton_kernels import sampling
+
+    return sampling.argmax(logits)
+
+
+def _triton(logits: Tensor) -> Tensor:
+    launches, out = _launches(logits)
+    for launch in launches:
+        launch.run()
+    return out
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    for shape in [(1, 1), (1, 33), (7, 1000), (3, 32003), (2, 151936)]:
+        logits = torch.randn(shape, generator=gen, device=device, dtype=torch.float32)
+        yield Case(f"{list(shape)}", (logits.to(dtype),))
+    # Half-precision rounding makes ties common: few distinct values, and padded rows.
+    coarse = torch.randint(0, 4, (5, 9000), generator=gen, device=device).to(dtype)
+    yield Case("ties", (coarse[:, :8190],))
+    special = torch.randn((4, 5000), generator=gen, device=device, dtype=torch.float32).to(dtype)
+    special[0] = torch.nan
+    special[1] = -torch.inf
+    special[2, 4321] = torch.inf
+    special[3, ::3] = torch.nan
+    yield Case("nan and inf", (special,))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    logits = desc["logits"]
+    return Cost(bytes=logits.nbytes + 4 * logits.shape[0], flops=logits.numel)
+
+
+OP = SemanticOp(
+    name="argmax",
+    reference=_reference,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    implementations=(
+        Implementation("triton", _triton, devices=("cuda",), launches=_launches),
+        Implementation("native", _reference, inline=True),
+    ),
+)

@@ -1,0 +1,78 @@
+"""``rms_norm``: x / rms(x) * weight over the last dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalization over the last dimension (Zhang and Sennrich, 2019, eq. 4).
+
+    Args:
+        x: [..., hidden], floating point.
+        weight: [hidden], same dtype as ``x``.
+        eps: added to the mean square.
+
+    Returns:
+        [..., hidden] in x's dtype: statistics and scaling in float32, rounded, then times weight.
+    """
+    return torch.ops.fw.rms_norm.default(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def rms_norm_native(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The definition in plain ATen; ``add_rms_norm`` shares it."""
+    x_f32 = x.float()
+    scale = torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
+    return (x_f32 * scale).to(x.dtype) * weight
+
+
+def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _launches(x: Tensor, weight: Tensor, eps: float) -> tuple[list[Launch], Tensor]:
+    from .triton_kernels import norm
+
+    return norm.rms_norm(x, weight, eps)
+
+
+def _triton_supports(desc: OpDesc) -> str:
+    hidden = desc["x"].shape[-1]
+    return "" if hidden <= 16384 else f"hidden {hidden} > 16384: a row must fit one block"
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    for shape in [(1, 64), (7, 256), (33, 96), (5, 4, 128), (3, 4096)]:
+        x = torch.randn(shape, generator=gen, device=device, dtype=torch.float32).to(dtype)
+        weight = torch.randn(shape[-1], generator=gen, device=device, dtype=torch.float32).to(dtype)
+        yield Case(f"{list(shape)}", (x, weight, 1e-5))
+    qkv = torch.randn((9, 8 * 64), generator=gen, device=device, dtype=torch.float32).to(dtype)
+    yield Case("heads of a packed qkv", (qkv.view(9, 8, 64)[:, 5:7], weight[:64].clone(), 1e-6))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    return Cost(bytes=2 * desc["x"].nbytes + desc["weight"].nbytes, flops=4 * desc["x"].numel)
+
+
+OP = SemanticOp(
+    name="rms_norm",
+    reference=rms_norm_native,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    implementations=(
+        Implementation(
+            "triton",
+            run_launches(_launches),
+            _triton_supports,
+            devices=("cuda",),
+            launches=_launches,
+        ),
+        Implementation("native", rms_norm_native, inline=True),
+    ),
+)

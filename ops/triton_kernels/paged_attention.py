@@ -1,0 +1,616 @@
+"""Paged attention: a split-KV kernel for sequences with one query, a flash kernel for the rest.
+
+Both plan on the device: each program reads all lengths as one vector, scans them and finds its
+work by counting.  So grids depend on shapes alone (CUDA graphs), padding costs nothing, and what
+a sequence computes depends on its own lengths, not on its batch.
+
+Shape legend: rows are (query, head of the group) pairs that share one KV head.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._op import Launch
+
+LOG2_E = 1.4426950408889634
+# Arrival counters of split sequences: one per (sequence, KV head).  Zero between launches.
+MAX_COUNTERS = 1 << 16
+# Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
+MAX_PARTIALS = 8192
+# Finite, so that rows whose tile is fully masked give exp2(-inf) = 0 and never inf - inf.
+_NO_MAX = tl.constexpr(-1.0e30)
+_LOG2_E = tl.constexpr(LOG2_E)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr):
+    if _INTERPRETED:
+        # The interpreter would multiply the bits of bfloat16 as integers.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _tanh(x):
+    # The quotient loses relative accuracy near zero, where the series has it.
+    e = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
+    far = (1.0 - e) / (1.0 + e)
+    far = tl.where(x < 0, -far, far)
+    y = x * x
+    series = 1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949)))
+    return tl.where(y < 0.09, x * series, far)
+
+
+@triton.jit
+def _load_rows(ptr, row, cols, valid, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, cols] at element offsets ``row``; whatever is not valid reads as zero."""
+    ptrs = ptr + row[:, None] + cols[None, :]
+    if MASKED:
+        if cols.shape[0] == HEAD_DIM:
+            return tl.load(ptrs, mask=valid[:, None], other=0.0)
+        return tl.load(ptrs, mask=valid[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
+    if cols.shape[0] == HEAD_DIM:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=(cols < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _attend(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    query_pos,
+    kv_ptr,
+    table_ptr,
+    head,
+    begin,
+    end,
+    readable_begin,
+    scale,
+    window,
+    soft_cap,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax (Milakov and Gimelshein, 2018) over the KV positions [begin, end).
+
+    Nothing outside [readable_begin, end) is read when MASKED; row_max is in units of log2.
+    """
+    cols = tl.arange(0, q.shape[1])
+    first = begin + tl.arange(0, BLOCK_N)
+    in_reach = (first >= readable_begin) & (first < end)
+    page = tl.load(table_ptr + first // PAGE, mask=in_reach, other=0)
+    for tile in range(begin, end, BLOCK_N):
+        pos = tile + tl.arange(0, BLOCK_N)
+        valid = (pos >= readable_begin) & (pos < end)
+        row = page.to(tl.int64) * (2 * PAGE * KV_HEADS * HEAD_DIM)
+        row += (pos % PAGE) * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM
+        k = _load_rows(kv_ptr, row, cols, valid, HEAD_DIM, MASKED)
+        # One tile ahead, or K and V could not be pipelined behind the load of their addresses.
+        following = pos + BLOCK_N
+        page = tl.load(table_ptr + following // PAGE, mask=following < end, other=0)
+        logits = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
+        if HAS_CAP:
+            logits = _tanh(logits * (scale / soft_cap)) * (soft_cap * _LOG2_E)
+        else:
+            logits *= scale * _LOG2_E
+        if MASKED:
+            seen = valid[None, :]
+            if CAUSAL:
+                seen &= pos[None, :] <= query_pos[:, None]
+                if HAS_WINDOW:
+                    seen &= pos[None, :] > query_pos[:, None] - window
+            logits = tl.where(seen, logits, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+        p = tl.exp2(logits - new_max[:, None])
+        alpha = tl.exp2(row_max - new_max)
+        row_sum = row_sum * alpha + tl.sum(p, axis=1)
+        row_max = new_max
+        v = _load_rows(kv_ptr + PAGE * KV_HEADS * HEAD_DIM, row, cols, valid, HEAD_DIM, MASKED)
+        acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    num_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Merge the partial results of one (sequence, KV head), in the order of the splits."""
+    rows = tl.arange(0, BLOCK_G)
+    cols = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    peak = tl.full([BLOCK_G], _NO_MAX, dtype=tl.float32)
+    total = tl.zeros([BLOCK_G], dtype=tl.float32)
+    for first in range(0, num_splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        row = split[:, None] * GROUP + rows[None, :]
+        live = (split < num_splits)[:, None] & (rows < GROUP)[None, :]
+        # .cg: other multiprocessors wrote these; their lines in this one's L1 would be stale.
+        lse = tl.load(lse_ptr + row, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + row[:, :, None] * HEAD_DIM + cols[None, None, :],
+            mask=live[:, :, None] & (cols < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, axis=0))
+        alpha = tl.exp2(peak - new_peak)
+        weight = tl.exp2(lse - new_peak[None, :])
+        acc = acc * alpha[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        total = total * alpha + tl.sum(weight, axis=0)
+        peak = new_peak
+    mask = (rows < GROUP)[:, None] & (cols < HEAD_DIM)[None, :]
+    result = acc / tl.where(rows < GROUP, total, 1.0)[:, None]
+    offsets = rows[:, None] * HEAD_DIM + cols[None, :]
+    tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride", "max_splits", "partial_rows", "window"],
+)
+def _decode_kernel(
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    query_start_ptr,
+    out_ptr,
+    scratch_ptr,
+    counter_ptr,
+    num_seqs,
+    q_stride,
+    table_stride,
+    max_splits,
+    partial_rows,
+    scale,
+    window,
+    soft_cap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sequences with exactly one query: persistent programs over (sequence, split, KV head).
+
+    The program that finishes a split sequence last merges its splits.
+    """
+    index = tl.arange(0, SEQS)
+    live = index < num_seqs
+    query_start = tl.load(query_start_ptr + index, mask=live, other=0)
+    query_stop = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
+    reads = tl.load(seq_lens_ptr + index, mask=live, other=0)
+    if HAS_WINDOW:
+        reads = tl.minimum(reads, window)
+    reads = tl.where(query_stop - query_start == 1, reads, 0)
+    split_len = tl.cdiv(tl.cdiv(reads, max_splits), BLOCK_N) * BLOCK_N
+    units = tl.cdiv(reads, tl.maximum(split_len, MIN_SPLIT))
+    units_to_here = tl.cumsum(units, axis=0)
+    num_items = tl.sum(units, axis=0) * KV_HEADS
+
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    row_mask = (rows < GROUP)[:, None] & (cols < HEAD_DIM)[None, :]
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        # Neighbouring programs take the KV heads of one page: their rows are adjacent in memory.
+        head = item % KV_HEADS
+        unit = item // KV_HEADS
+        before = units_to_here <= unit
+        seq = tl.sum(before.to(tl.int32), axis=0)
+        split = unit - tl.max(tl.where(before, units_to_here, 0), axis=0)
+        seq_len = tl.load(seq_lens_ptr + seq)
+        token = tl.load(query_start_ptr + seq).to(tl.int64)
+        read = seq_len
+        if HAS_WINDOW:
+            read = tl.minimum(seq_len, window)
+        span = tl.maximum(tl.cdiv(tl.cdiv(read, max_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+        num_splits = tl.cdiv(read, span)
+        begin = seq_len - read + split * span
+        end = tl.minimum(begin + span, seq_len)
+
+        offsets = rows[:, None] * HEAD_DIM + cols[None, :]
+        q_row = q_ptr + token * q_stride + head * (GROUP * HEAD_DIM)
+        q = tl.load(q_row + offsets, mask=row_mask, other=0.0)
+        acc, row_max, row_sum = _attend(
+            tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
+            tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32),
+            tl.zeros([BLOCK_M], dtype=tl.float32),
+            q,
+            rows,
+            kv_ptr,
+            table_ptr + seq.to(tl.int64) * table_stride,
+            head,
+            begin,
+            end,
+            begin,
+            scale,
+            window,
+            soft_cap,
+            KV_HEADS,
+            HEAD_DIM,
+            PAGE,
+            BLOCK_N,
+            True,
+            False,
+            HAS_WINDOW,
+            HAS_CAP,
+            PRECISION,
+        )
+        acc = acc / row_sum[:, None]
+        out_row = out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM)
+        if num_splits == 1:
+            tl.store(out_row + offsets, acc.to(out_ptr.dtype.element_ty), mask=row_mask)
+        else:
+            pair = seq * KV_HEADS + head
+            first_row = pair * max_splits * GROUP
+            partial_ptr = scratch_ptr + first_row * HEAD_DIM
+            lse_ptr = scratch_ptr + partial_rows * HEAD_DIM + first_row
+            lse = row_max + tl.log2(row_sum)
+            tl.store(partial_ptr + split * (GROUP * HEAD_DIM) + offsets, acc, mask=row_mask)
+            tl.store(lse_ptr + split * GROUP + rows, lse, mask=rows < GROUP)
+            # All threads' stores come before the one thread that releases them.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
+            if arrived == num_splits - 1:
+                _combine(
+                    out_row,
+                    partial_ptr,
+                    lse_ptr,
+                    num_splits,
+                    GROUP,
+                    HEAD_DIM,
+                    BLOCK_G,
+                    BLOCK_D,
+                    CHUNK,
+                )
+                tl.store(counter_ptr + pair, 0)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window"])
+def _prefill_kernel(
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    query_start_ptr,
+    out_ptr,
+    num_seqs,
+    q_stride,
+    table_stride,
+    scale,
+    window,
+    soft_cap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sequences with more than one query: a program takes BLOCK_M // GROUP queries of one KV head.
+
+    The flash-attention forward (Dao, 2023): masks only in the tiles that the diagonal crosses.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    index = tl.arange(0, SEQS)
+    live = index < num_seqs
+    starts = tl.load(query_start_ptr + index, mask=live, other=0)
+    stops = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
+    contexts = tl.load(seq_lens_ptr + index, mask=live, other=0)
+    has_tiles = (stops - starts > 1) & (contexts > 0)
+    tiles = tl.where(has_tiles, tl.cdiv(stops - starts, BLOCK_Q), 0)
+    tiles_to_here = tl.cumsum(tiles, axis=0)
+    # Last tiles first: they see the longest context.
+    unit = tl.sum(tiles, axis=0) - 1 - tl.program_id(1)
+    if unit < 0:
+        return
+    head = tl.program_id(0)
+    before = tiles_to_here <= unit
+    seq = tl.sum(before.to(tl.int32), axis=0)
+    first_query = (unit - tl.max(tl.where(before, tiles_to_here, 0), axis=0)) * BLOCK_Q
+    start = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + 1 + seq) - start
+    computed = tl.load(seq_lens_ptr + seq) - query_len
+
+    rows = tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)
+    query = first_query + rows // GROUP
+    row_live = (query < query_len) & (rows < BLOCK_Q * GROUP)
+    token = (start + query).to(tl.int64)
+    head_col = (head * GROUP + rows % GROUP) * HEAD_DIM
+    q = _load_rows(q_ptr, token * q_stride + head_col, cols, row_live, HEAD_DIM, True)
+
+    query_pos = computed + query
+    end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
+    readable_begin = 0
+    if HAS_WINDOW:
+        readable_begin = tl.maximum(computed + first_query - window + 1, 0)
+    # A multiple of BLOCK_N: a query's tiles, and so its rounding, do not depend on the chunking.
+    begin = readable_begin // BLOCK_N * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    table_ptr += seq.to(tl.int64) * table_stride
+    if not HAS_WINDOW:
+        all_see = (computed + first_query + 1) // BLOCK_N * BLOCK_N
+        acc, row_max, row_sum = _attend(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            query_pos,
+            kv_ptr,
+            table_ptr,
+            head,
+            begin,
+            all_see,
+            begin,
+            scale,
+            window,
+            soft_cap,
+            KV_HEADS,
+            HEAD_DIM,
+            PAGE,
+            BLOCK_N,
+            False,
+            False,
+            HAS_WINDOW,
+            HAS_CAP,
+            PRECISION,
+        )
+        begin = all_see
+    acc, row_max, row_sum = _attend(
+        acc,
+        row_max,
+        row_sum,
+        q,
+        query_pos,
+        kv_ptr,
+        table_ptr,
+        head,
+        begin,
+        end,
+        readable_begin,
+        scale,
+        window,
+        soft_cap,
+        KV_HEADS,
+        HEAD_DIM,
+        PAGE,
+        BLOCK_N,
+        True,
+        True,
+        HAS_WINDOW,
+        HAS_CAP,
+        PRECISION,
+    )
+    out_row = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head_col
+    mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
+    result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_row[:, None] + cols[None, :], result, mask=mask)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one shape launches: pure data, cached.  ``scratch_numel`` counts float32 elements."""
+
+    decode_grid: tuple[int, ...]
+    decode_constexprs: dict[str, Any]
+    max_splits: int
+    partial_rows: int
+    scratch_numel: int
+    prefill_grid: tuple[int, ...]
+    prefill_constexprs: dict[str, Any]
+    prefill_warps: int
+    prefill_stages: int
+
+
+def _max_splits(num_seqs: int, kv_heads: int, max_context: int, min_split: int) -> int:
+    """Splits of the longest sequence: enough programs for one sequence to fill the device.
+
+    Falls with ``num_seqs`` only where scratch would pass MAX_PARTIALS.
+    """
+    fill_device = max(32, min(64, 256 // kv_heads))
+    return max(1, min(fill_device, -(-max_context // min_split), MAX_PARTIALS // num_seqs))
+
+
+def _prefill_tile(
+    block_d: int, itemsize: int, group: int, rows: int, kv_heads: int, num_sms: int
+) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages).  BLOCK_N never depends on the batch: rounding would."""
+    if itemsize == 4:
+        return max(16, triton.next_power_of_2(group)), 32 if block_d <= 128 else 16, 4, 2
+    block_n, stages = (64, 2) if block_d > 128 else (128, 2) if block_d > 64 else (128, 3)
+    few = -(-rows // 128) * kv_heads < num_sms
+    block_m, warps = (64, 4) if few else (128, 8)
+    if block_d > 128 and block_m == 64:
+        warps = 8
+    group_rows = triton.next_power_of_2(group)
+    return (block_m, block_n, warps, stages) if group_rows <= block_m else (group_rows, 64, 8, 2)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    num_tokens: int,
+    num_seqs: int,
+    max_context: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    page: int,
+    itemsize: int,
+    num_sms: int,
+) -> Plan:
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    # Few variants, since each is a compilation; a larger scan costs little.
+    seqs = next(n for n in (64, 1024, MAX_COUNTERS) if num_seqs <= n)
+    shared = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE": page,
+        "SEQS": seqs,
+        "BLOCK_D": block_d,
+        "PRECISION": "ieee" if itemsize == 4 else "tf32",
+    }
+    # 16 KiB of K a tile: with three stages two programs fit one multiprocessor.
+    block_n = max(16, min(128, 16384 // (block_d * itemsize)))
+    min_split = max(block_n, 256 if kv_heads >= 8 else 128)
+    max_splits = _max_splits(num_seqs, kv_heads, max_context, min_split)
+    partial_rows = num_seqs * kv_heads * max_splits * group if max_splits > 1 else 0
+    block_g = triton.next_power_of_2(group)
+    decode = shared | {
+        "MIN_SPLIT": min_split,
+        "BLOCK_M": max(16, block_g),
+        "BLOCK_N": block_n,
+        "BLOCK_G": block_g,
+        "CHUNK": max(1, min(16, 8192 // (block_g * block_d))),
+    }
+    block_m, prefill_n, warps, stages = _prefill_tile(
+        block_d, itemsize, group, num_tokens * group, kv_heads, num_sms
+    )
+    tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
+    return Plan(
+        decode_grid=(min(num_seqs * kv_heads * max_splits, 2 * num_sms),),
+        decode_constexprs=decode,
+        max_splits=max_splits,
+        partial_rows=partial_rows,
+        scratch_numel=max(1, partial_rows * (head_dim + 1)),
+        prefill_grid=(kv_heads, tiles),
+        prefill_constexprs=shared | {"BLOCK_M": block_m, "BLOCK_N": prefill_n},
+        prefill_warps=warps,
+        prefill_stages=stages,
+    )
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    # Under the interpreter few programs: it runs them one after the other, and they must loop.
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that every launch leaves as zeros.  One stream a device may run this op at a time."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"paged_attention's first call on {device} is inside a CUDA graph capture, where its"
+            " counters cannot be allocated: run the op once before capturing"
+        )
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor) -> None:
+    head_dim = q.shape[2]
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        raise ValueError(f"q has strides {q.stride()}: heads must be contiguous, only tokens apart")
+    if not (out.is_contiguous() and kv_cache.is_contiguous() and block_table.stride(1) == 1):
+        raise ValueError("paged_attention needs contiguous out, kv_cache and block_table rows")
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+) -> tuple[list[Launch], None]:
+    """The launches of one call; nothing of them depends on values on the device."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs, max_blocks = block_table.shape
+    _, _, page, kv_heads, _ = kv_cache.shape
+    _check_layout(q, kv_cache, block_table, out)
+    if num_seqs * kv_heads > MAX_COUNTERS:
+        raise ValueError(f"{num_seqs} sequences x {kv_heads} KV heads > {MAX_COUNTERS}")
+    if num_tokens == 0 or num_seqs == 0:
+        return [], None
+    p = plan(
+        num_tokens,
+        num_seqs,
+        max_blocks * page,
+        kv_heads,
+        num_heads // kv_heads,
+        head_dim,
+        page,
+        q.element_size(),
+        _num_sms(q.device),
+    )
+    args = {
+        "q_ptr": q,
+        "kv_ptr": kv_cache,
+        "table_ptr": block_table,
+        "seq_lens_ptr": seq_lens,
+        "query_start_ptr": query_start_loc,
+        "out_ptr": out,
+        "num_seqs": num_seqs,
+        "q_stride": q.stride(0),
+        "table_stride": block_table.stride(0),
+        "scale": scale,
+        "window": sliding_window,
+        "soft_cap": soft_cap,
+    }
+    flags = {"HAS_WINDOW": sliding_window > 0, "HAS_CAP": soft_cap > 0}
+    scratch = torch.empty(p.scratch_numel, dtype=torch.float32, device=q.device)
+    decode_args = args | {
+        "scratch_ptr": scratch,
+        "counter_ptr": _counters(q.device),
+        "max_splits": p.max_splits,
+        "partial_rows": p.partial_rows,
+    }
+    decode = Launch(_decode_kernel, p.decode_grid, decode_args, p.decode_constexprs | flags, 4, 3)
+    if num_tokens == num_seqs:
+        return [decode], None
+    prefill = Launch(
+        _prefill_kernel,
+        p.prefill_grid,
+        args,
+        p.prefill_constexprs | flags,
+        p.prefill_warps,
+        p.prefill_stages,
+    )
+    return [prefill, decode], None

@@ -1,0 +1,372 @@
+"""Sampling kernels over rows of logits [num_seqs, vocab].
+
+Whatever takes an argmax splits each row over several programs that write one candidate each, and a
+second small launch reduces them: no atomics, no state between calls, the same result for any split.
+Top-k and top-p search their threshold by radix digits of the float's bits, one program a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import _sampling
+from .._op import Launch
+
+FLOAT32_MAX = tl.constexpr(_sampling.FLOAT32_MAX)
+_GREEDY_TEMPERATURE = tl.constexpr(_sampling.GREEDY_TEMPERATURE)
+_NO_INDEX = tl.constexpr(2**31 - 1)
+# Programs that fill an H200 (132 SMs) several times over, so that reads overlap reductions.
+_TARGET_PROGRAMS = 1056
+_SEARCH_BLOCK = 8192
+
+
+@triton.jit
+def load_clean(row_ptr, cols, vocab):
+    """Float32 logits; NaN and columns past the end are -inf, +inf is the largest finite value."""
+    values = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))
+    return tl.minimum(values, FLOAT32_MAX)
+
+
+@triton.jit
+def _mix(h):
+    h = h ^ (h >> 16)
+    h = h * tl.full((), 0x7FEB352D, tl.uint32)
+    h = h ^ (h >> 15)
+    h = h * tl.full((), 0x846CA68B, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _row_keys(seed, position):
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    place = position.to(tl.uint32)
+    key0 = _mix(_mix(_mix(low ^ tl.full((), 0x9E3779B9, tl.uint32)) ^ high) ^ place)
+    inverted = place ^ tl.full((), 0xFFFFFFFF, tl.uint32)
+    key1 = _mix(_mix(_mix(high ^ tl.full((), 0x85EBCA6B, tl.uint32)) + low) ^ inverted)
+    return key0, key1
+
+
+@triton.jit
+def _gumbel(cols, key0, key1):
+    """As ``_sampling.gumbel_noise``, operation for operation."""
+    h = _mix(_mix(cols.to(tl.uint32) ^ key0) + key1)
+    w = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.960464477539063e-08)
+    series = w * (1.0 + w * (0.5 + w * (1.0 / 3.0 + w * 0.25)))
+    exponential = tl.where(w < 1.0 / 64.0, series, -tl.log(1.0 - w))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _argmax_partial_kernel(
+    logits_ptr,
+    temperature_ptr,
+    threshold_ptr,
+    seeds_ptr,
+    positions_ptr,
+    best_ptr,
+    index_ptr,
+    vocab,
+    row_stride,
+    chunk,
+    SAMPLE: tl.constexpr,
+    FILTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row_ptr = logits_ptr + row * row_stride
+    cols = split * chunk + tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    index = cols
+    if SAMPLE:
+        temperature = tl.load(temperature_ptr + row)
+        key0, key1 = _row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    for _ in range(0, chunk, BLOCK):
+        values = load_clean(row_ptr, cols, vocab)
+        if SAMPLE:  # noqa: SIM102 (a compile-time condition around a run-time one)
+            if temperature >= _GREEDY_TEMPERATURE:
+                noisy = tl.div_rn(values, temperature) + _gumbel(cols, key0, key1)
+                if FILTER:
+                    noisy = tl.where(values >= tl.load(threshold_ptr + row), noisy, float("-inf"))
+                values = noisy
+        index = tl.where(values > best, cols, index)
+        best = tl.maximum(values, best)
+        cols += BLOCK
+    top = tl.max(best, axis=0)
+    out = row * tl.num_programs(1) + split
+    tl.store(best_ptr + out, top)
+    tl.store(index_ptr + out, tl.min(tl.where(best == top, index, _NO_INDEX), axis=0))
+
+
+@triton.jit
+def _argmax_reduce_kernel(best_ptr, index_ptr, out_ptr, splits, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mask = lanes < splits
+    best = tl.load(best_ptr + row * splits + lanes, mask=mask, other=float("-inf"))
+    index = tl.load(index_ptr + row * splits + lanes, mask=mask, other=_NO_INDEX)
+    top = tl.max(best, axis=0)
+    tl.store(out_ptr + row, tl.min(tl.where(best == top, index, _NO_INDEX), axis=0))
+
+
+@triton.jit
+def ordered_bits(values):
+    """Float32 without NaN to int32, keeping order; -0 and 0 are one value."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _radix_key(values):
+    sign = tl.full((), 0x80000000, tl.uint32)
+    return ordered_bits(values).to(tl.uint32, bitcast=True) ^ sign
+
+
+@triton.jit
+def _key_to_float(key):
+    """Inverse of ``_radix_key``; keys that are no number give -inf."""
+    sign = tl.full((), 0x80000000, tl.uint32)
+    bits = (key ^ sign).to(tl.int32, bitcast=True)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(value == value, value, float("-inf"))
+
+
+@triton.jit
+def _weights(values, threshold, best, temperature):
+    return tl.where(values >= threshold, tl.exp(tl.div_rn(values - best, temperature)), 0.0)
+
+
+@triton.jit
+def _row_best(row_ptr, vocab, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for _ in range(0, vocab, BLOCK):
+        best = tl.maximum(best, load_clean(row_ptr, cols, vocab))
+        cols += BLOCK
+    top = tl.max(best, axis=0)
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _row_mass(row_ptr, vocab, threshold, best, temperature, BLOCK: tl.constexpr):
+    cols = tl.arange(0, BLOCK)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(0, vocab, BLOCK):
+        mass += _weights(load_clean(row_ptr, cols, vocab), threshold, best, temperature)
+        cols += BLOCK
+    return tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _radix_search(
+    row_ptr,
+    vocab,
+    target,
+    threshold,
+    best,
+    temperature,
+    BY_MASS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest t for which logits of t or more number, or weigh, at least ``target``.
+
+    Two bits a round, from the top: the three candidate digits are counted in one pass.  Sums of
+    non-negative terms in one fixed order are monotone in t even after rounding.
+    """
+    key = tl.zeros((), tl.uint32)
+    digit = tl.full((), 1 << 30, tl.uint32)
+    for _ in range(ROUNDS):
+        first = key + digit
+        second = first + digit
+        third = second + digit
+        cols = tl.arange(0, BLOCK)
+        sum1 = tl.zeros((BLOCK,), tl.float32)
+        sum2 = tl.zeros((BLOCK,), tl.float32)
+        sum3 = tl.zeros((BLOCK,), tl.float32)
+        for _ in range(0, vocab, BLOCK):
+            values = load_clean(row_ptr, cols, vocab)
+            keys = _radix_key(values)
+            if BY_MASS:
+                weights = _weights(values, threshold, best, temperature)
+            else:
+                weights = tl.where(cols < vocab, 1.0, 0.0)
+            sum1 += tl.where(keys >= first, weights, 0.0)
+            sum2 += tl.where(keys >= second, weights, 0.0)
+            sum3 += tl.where(keys >= third, weights, 0.0)
+            cols += BLOCK
+        total1 = tl.sum(sum1, axis=0)
+        total2 = tl.sum(sum2, axis=0)
+        total3 = tl.sum(sum3, axis=0)
+        # Some mass at all: a target of 0 (top_p = 0) must keep the best token, not none.
+        key = tl.where((total1 >= target) & (total1 > 0), first, key)
+        key = tl.where((total2 >= target) & (total2 > 0), second, key)
+        key = tl.where((total3 >= target) & (total3 > 0), third, key)
+        digit = digit >> 2
+    return _key_to_float(key)
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    threshold_ptr,
+    vocab,
+    row_stride,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    temperature = tl.load(temperature_ptr + row)
+    threshold = tl.full((), float("-inf"), tl.float32)
+    if temperature >= _GREEDY_TEMPERATURE:  # a greedy row needs no filter
+        best = tl.zeros((), tl.float32)
+        if HAS_MIN_P or HAS_TOP_P:
+            needs_best = tl.full((), 0, tl.int1)
+            if HAS_MIN_P:
+                min_p = tl.load(min_p_ptr + row)
+                needs_best = needs_best | (min_p > 0)
+            if HAS_TOP_P:
+                top_p = tl.load(top_p_ptr + row)
+                needs_best = needs_best | (top_p < 1)
+            if needs_best:
+                best = _row_best(row_ptr, vocab, BLOCK)
+        if HAS_MIN_P:  # noqa: SIM102
+            if min_p > 0:
+                threshold = tl.minimum(best + temperature * tl.log(min_p), best)
+        if HAS_TOP_K:
+            top_k = tl.load(top_k_ptr + row)
+            if (top_k > 0) & (top_k < vocab):
+                count = top_k.to(tl.float32)  # exact below 2**24
+                kth = _radix_search(
+                    row_ptr, vocab, count, threshold, best, temperature, False, ROUNDS, BLOCK
+                )
+                threshold = tl.maximum(threshold, kth)
+        if HAS_TOP_P:  # noqa: SIM102
+            if top_p < 1:
+                mass = top_p * _row_mass(row_ptr, vocab, threshold, best, temperature, BLOCK)
+                nucleus = _radix_search(
+                    row_ptr, vocab, mass, threshold, best, temperature, True, ROUNDS, BLOCK
+                )
+                threshold = tl.maximum(threshold, nucleus)
+    tl.store(threshold_ptr + row, threshold)
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    if logits.dim() != 2:
+        raise ValueError(f"logits have shape {list(logits.shape)}, expected [num_seqs, vocab]")
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
+def split_rows(num_seqs: int, vocab: int, *, largest: int = 4096) -> tuple[int, int, int]:
+    """Block (at most ``largest``), columns a program (whole blocks) and programs a row."""
+    block = min(1024 if num_seqs <= 4 else largest, triton.next_power_of_2(vocab))
+    blocks = triton.cdiv(vocab, block)
+    wanted = min(max(triton.cdiv(_TARGET_PROGRAMS, max(num_seqs, 1)), 1), blocks)
+    chunk = triton.cdiv(blocks, wanted) * block
+    return block, chunk, triton.cdiv(vocab, chunk)
+
+
+def _argmax_launches(
+    logits: Tensor, sampling_args: dict[str, Tensor], *, draw: bool, filtered: bool
+) -> tuple[list[Launch], Tensor]:
+    num_seqs, vocab = logits.shape
+    # The noise needs registers: with 4096 columns only two programs would fit a SM.
+    block, chunk, splits = split_rows(num_seqs, vocab, largest=2048 if draw else 4096)
+    best = torch.empty((num_seqs, splits), dtype=torch.float32, device=logits.device)
+    index = torch.empty((num_seqs, splits), dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_seqs, dtype=torch.int32, device=logits.device)
+    partial = Launch(
+        kernel=_argmax_partial_kernel,
+        grid=(num_seqs, splits),
+        args={
+            "logits_ptr": logits,
+            **sampling_args,
+            "best_ptr": best,
+            "index_ptr": index,
+            "vocab": vocab,
+            "row_stride": logits.stride(0),
+            "chunk": chunk,
+        },
+        constexprs={"SAMPLE": draw, "FILTER": filtered, "BLOCK": block},
+        num_warps=4 if block <= 1024 else 8,
+    )
+    reduce = Launch(
+        kernel=_argmax_reduce_kernel,
+        grid=(num_seqs,),
+        args={"best_ptr": best, "index_ptr": index, "out_ptr": out, "splits": splits},
+        constexprs={"BLOCK": triton.next_power_of_2(splits)},
+        num_warps=1,
+    )
+    return [partial, reduce], out
+
+
+def argmax(logits: Tensor) -> tuple[list[Launch], Tensor]:
+    logits = rows_of(logits)
+    unused = ("temperature_ptr", "threshold_ptr", "seeds_ptr", "positions_ptr")
+    return _argmax_launches(logits, dict.fromkeys(unused, logits), draw=False, filtered=False)
+
+
+def _search_rounds(dtype: torch.dtype) -> int:
+    """Rounds of two bits after which the radix search tells all values of a dtype apart."""
+    return {torch.bfloat16: 8, torch.float16: 10}.get(dtype, 16)  # 16, 19 -> 20 and 32 bits
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[list[Launch], Tensor]:
+    logits = rows_of(logits)
+    num_seqs, vocab = logits.shape
+    filtered = not (top_k is None and top_p is None and min_p is None)
+    threshold = torch.empty_like(temperature) if filtered else temperature
+    sampling_args = {
+        "temperature_ptr": temperature,
+        "threshold_ptr": threshold,
+        "seeds_ptr": seeds,
+        "positions_ptr": positions,
+    }
+    launches, out = _argmax_launches(logits, sampling_args, draw=True, filtered=filtered)
+    if not filtered:
+        return launches, out
+    block = min(_SEARCH_BLOCK, triton.next_power_of_2(vocab))
+    search = Launch(
+        kernel=_threshold_kernel,
+        grid=(num_seqs,),
+        args={
+            "logits_ptr": logits,
+            "temperature_ptr": temperature,
+            "top_k_ptr": temperature if top_k is None else top_k,
+            "top_p_ptr": temperature if top_p is None else top_p,
+            "min_p_ptr": temperature if min_p is None else min_p,
+            "threshold_ptr": threshold,
+            "vocab": vocab,
+            "row_stride": logits.stride(0),
+        },
+        constexprs={
+            "HAS_TOP_K": top_k is not None,
+            "HAS_TOP_P": top_p is not None,
+            "HAS_MIN_P": min_p is not None,
+            "ROUNDS": _search_rounds(logits.dtype),
+            "BLOCK": block,
+        },
+        num_warps=max(block // 256, 1),
+    )
+    return [search, *launches], out

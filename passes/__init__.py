@@ -1,0 +1,30 @@
+"""Graph rewrites over the semantic ops: one rule a file, ``pipeline`` the ordered list of them.
+
+A rule takes ``(gm, context)`` and returns a ``PassReport``: which sites it expected, which it
+matched, and why the others were missed.  Every replacement goes through ``Context.replace``, which
+keeps both sides, so that ``verify`` can run one against the other.
+"""
+
+from .pipeline import build_passes, run_passes
+from .report import PassReport, RequiredFusionError, Site
+from .rule import Context, Rewrite, Rule
+from .subgraph import Subgraph, digest, extract, fake_value
+from .verify import VerificationError, check_graph, check_rewrite
+
+__all__ = [
+    "Context",
+    "PassReport",
+    "RequiredFusionError",
+    "Rewrite",
+    "Rule",
+    "Site",
+    "Subgraph",
+    "VerificationError",
+    "build_passes",
+    "check_graph",
+    "check_rewrite",
+    "digest",
+    "extract",
+    "fake_value",
+    "run_passes",
+]

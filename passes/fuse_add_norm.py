@@ -1,0 +1,73 @@
+"""``fuse_add_norm``: residual add + RMSNorm in one kernel.
+
+Before: ``r2 = r + x; y = rms_norm(r2, w, eps)``.  After: ``y, r2 = add_rms_norm(x, r, w, eps)``.
+Saves one write and one read of the residual stream, and a launch.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .report import PassReport
+from .rule import EXACT, Context, is_call
+from .subgraph import fake_value
+
+_ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tensor)
+
+
+class FuseAddNorm:
+    """Expected sites: every ``rms_norm`` of a hidden state after the first.
+
+    Exact: the sum is rounded to the tensors' dtype before it is normalized, as without fusion.
+    """
+
+    name = "fuse_add_norm"
+    tier = EXACT
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = PassReport(self.name)
+        for norm in list(gm.graph.nodes):
+            if not is_call(norm, torch.ops.fw.rms_norm.default):
+                continue
+            add = norm.args[0]
+            reason = _why_not(norm, add)
+            if reason:
+                report.miss(norm.name, reason)
+                continue
+            x, residual, weight, eps = add.args[1], add.args[0], norm.args[1], norm.args[2]
+
+            def build(graph: fx.Graph, args: Any = (x, residual, weight, eps)) -> list[fx.Node]:
+                fused = graph.call_function(torch.ops.fw.add_rms_norm.default, args)
+                normed = graph.call_function(operator.getitem, (fused, 0))
+                total = graph.call_function(operator.getitem, (fused, 1))
+                return [normed, total]
+
+            name = norm.name
+            context.replace(self, norm, old=[add, norm], outputs=[norm, add], build=build)
+            report.match(name)
+        return report
+
+
+def _why_not(norm: fx.Node, add: Any) -> str:
+    if not is_call(add, *_ADDS):
+        return "its input is not a residual add"
+    if add.kwargs.get("alpha", 1) != 1:
+        return f"the add scales by alpha={add.kwargs['alpha']}"
+    if len(add.args) != 2 or not all(isinstance(a, fx.Node) for a in add.args):
+        return "the add is not of two tensors"
+    left, right, total = (fake_value(n) for n in (*add.args, add))
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        return "the add is not of two tensors"
+    if not (left.dtype == right.dtype == total.dtype):
+        return f"the add mixes {left.dtype} and {right.dtype}"
+    if not (tuple(left.shape) == tuple(right.shape) == tuple(total.shape)):
+        return "the add broadcasts"
+    order = {node: i for i, node in enumerate(norm.graph.nodes)}
+    early = [user for user in add.users if order[user] < order[norm]]
+    if early:
+        return f"the sum is used before the norm, by {early[0].name}"
+    return ""

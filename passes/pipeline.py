@@ -1,0 +1,65 @@
+"""The ordered list of passes, and the loop that runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from .cleanup import Cleanup
+from .fuse_act import FuseAct
+from .fuse_add_norm import FuseAddNorm
+from .report import PassReport
+from .rule import Context, Rule
+from .verify import check_graph, check_rewrite
+
+PIPELINE: tuple[Rule, ...] = (Cleanup(), FuseAddNorm(), FuseAct())
+
+
+def build_passes(names: Iterable[str]) -> list[Rule]:
+    """The passes of these names, in pipeline order.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    wanted = set(names)
+    unknown = wanted - {rule.name for rule in PIPELINE}
+    if unknown:
+        known = ", ".join(rule.name for rule in PIPELINE)
+        raise ValueError(f"unknown pass {sorted(unknown)}; known: {known}")
+    return [rule for rule in PIPELINE if rule.name in wanted]
+
+
+def _num_ops(gm: fx.GraphModule) -> int:
+    return sum(node.op in ("call_function", "call_method") for node in gm.graph.nodes)
+
+
+def run_passes(
+    gm: fx.GraphModule,
+    passes: Iterable[Rule],
+    *,
+    verify: bool = False,
+    on_pass: Callable[[str, fx.GraphModule], None] = lambda name, gm: None,
+) -> list[PassReport]:
+    """Run ``passes`` over ``gm`` in place; ``on_pass`` sees the graph after each.
+
+    With ``verify``, checks the graph after every pass and runs each distinct rewrite, before
+    against after.  Raises ``VerificationError`` naming pass, site and values.
+    """
+    reports: list[PassReport] = []
+    proven: set[tuple[str, str]] = set()
+    for rule in passes:
+        context = Context(keep_rewrites=verify)
+        start, before = time.perf_counter(), _num_ops(gm)
+        report = rule(gm, context)
+        gm.recompile()
+        report.ops_before, report.ops_after = before, _num_ops(gm)
+        report.seconds = time.perf_counter() - start
+        if verify:
+            check_graph(gm, after=rule.name)
+            for rewrite in context.rewrites:
+                check_rewrite(rewrite, proven=proven)
+        reports.append(report)
+        on_pass(rule.name, gm)
+    return reports

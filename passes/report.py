@@ -1,0 +1,61 @@
+"""What a pass says of itself: every expected site, matched or missed with its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+class RequiredFusionError(RuntimeError):
+    """A fusion that was required did not match; the message lists the missed sites."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a rule could apply: ``name`` is the graph node, ``reason`` why it was missed."""
+
+    name: str
+    matched: bool
+    reason: str = ""
+
+
+@dataclass
+class PassReport:
+    """The outcome of one pass over one graph."""
+
+    name: str
+    sites: list[Site] = field(default_factory=list)
+    ops_before: int = 0
+    ops_after: int = 0
+    seconds: float = 0.0
+
+    @property
+    def matched(self) -> int:
+        return sum(site.matched for site in self.sites)
+
+    @property
+    def missed(self) -> list[Site]:
+        return [site for site in self.sites if not site.matched]
+
+    def match(self, name: str) -> None:
+        self.sites.append(Site(name, matched=True))
+
+    def miss(self, name: str, reason: str) -> None:
+        self.sites.append(Site(name, matched=False, reason=reason))
+
+    def summary(self) -> str:
+        """One line: matched of expected, and the reasons of the misses, counted."""
+        line = f"{self.name}: {self.matched} of {len(self.sites)} sites"
+        reasons = Counter(site.reason for site in self.missed)
+        return line + "".join(f"; {n} missed: {reason}" for reason, n in reasons.items())
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "sites": len(self.sites),
+            "matched": self.matched,
+            "missed": [{"site": s.name, "reason": s.reason} for s in self.missed],
+            "ops_before": self.ops_before,
+            "ops_after": self.ops_after,
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,109 @@
+"""The signature of a pass, and the one way to replace nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import fx
+
+from .report import PassReport
+from .subgraph import Subgraph, compute_fake, external_inputs, extract
+
+
+@dataclass(frozen=True)
+class Tier:
+    """How far a rewrite may move its outputs: ``atol == rtol == 0`` promises equal bits."""
+
+    atol: float
+    rtol: float
+
+    @property
+    def exact(self) -> bool:
+        return self.atol == self.rtol == 0.0
+
+
+EXACT = Tier(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Both sides of one replacement, over the same inputs in the same order."""
+
+    rule: str
+    site: str
+    tier: Tier
+    before: Subgraph
+    after: Subgraph
+
+
+@dataclass
+class Context:
+    """State of one run of the pipeline over one graph."""
+
+    keep_rewrites: bool = False
+    rewrites: list[Rewrite] = field(default_factory=list)
+
+    def replace(
+        self,
+        rule: Rule,
+        site: fx.Node,
+        old: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        build: Callable[[fx.Graph], Sequence[fx.Node]],
+    ) -> None:
+        """Put the nodes made by ``build`` in place of ``outputs``, right before ``site``.
+
+        ``old`` are the matched nodes in graph order, ``outputs`` those of them whose values are
+        used outside; ``build`` returns their replacements in the same order.  Matched nodes that
+        have other users stay.
+        """
+        graph = site.graph
+        first = site.prev
+        with graph.inserting_before(site):
+            new_outputs = list(build(graph))
+        new: list[fx.Node] = []
+        node = first.next
+        while node is not site:
+            node.meta["example_value"] = compute_fake(node)
+            new.append(node)
+            node = node.next
+        for old_output, new_output in zip(outputs, new_outputs, strict=True):
+            if "stack_trace" in old_output.meta:
+                new_output.meta["stack_trace"] = old_output.meta["stack_trace"]
+        if self.keep_rewrites:
+            inputs = external_inputs(list(old))
+            inputs += [n for n in external_inputs(new) if n not in inputs]
+            self.rewrites.append(
+                Rewrite(
+                    rule=rule.name,
+                    site=site.name,
+                    tier=rule.tier,
+                    before=extract(old, outputs, inputs),
+                    after=extract(new, new_outputs, inputs),
+                )
+            )
+        for old_output, new_output in zip(outputs, new_outputs, strict=True):
+            old_output.replace_all_uses_with(new_output)
+        for node in reversed(old):
+            if not node.users:
+                graph.erase_node(node)
+
+
+class Rule(Protocol):
+    """A pass: options are bound when it is constructed, the graph is rewritten in place."""
+
+    name: str
+    tier: Tier
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport: ...
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    """Whether ``node`` calls one of these functions, or the method of that name."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op in ("call_function", "call_method")
+        and any(node.target is t or (isinstance(t, str) and node.target == t) for t in targets)
+    )

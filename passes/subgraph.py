@@ -1,0 +1,131 @@
+"""Cut a set of nodes out of a graph as a module of its own, and name a graph by its structure.
+
+Used for both sides of a rewrite (to run them against each other) and for the pieces between
+attention ops (to compile identical ones once).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+
+def fake_value(node: fx.Node) -> Any:
+    """The fake tensor (or symbolic int, or tuple) that Dynamo computed for this node."""
+    return node.meta["example_value"]
+
+
+def compute_fake(node: fx.Node) -> Any:
+    """Run ``node`` on its arguments' fake values and return what it gives.
+
+    Raises whatever the op raises on shapes or dtypes that it does not take.
+    """
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake_value)
+    modes = [value.fake_mode for value in _tensors([args, kwargs]) if isinstance(value, FakeTensor)]
+    with modes[0] if modes else nullcontext():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if not callable(node.target):
+            raise TypeError(f"{node.format_node()} calls nothing")
+        return node.target(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """``module(*values of inputs)`` returns the list of values of ``outputs``."""
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def external_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Values that ``nodes`` read but do not compute, in order of first use; symbolic sizes that
+    their shapes mention come with them when they are graph inputs."""
+    inside = set(nodes)
+    seen: dict[fx.Node, None] = {}
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            if arg not in inside:
+                seen.setdefault(arg)
+    return list(seen)
+
+
+def extract(
+    nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], inputs: Sequence[fx.Node]
+) -> Subgraph:
+    """Copy ``nodes`` (in graph order) into a new module that maps ``inputs`` to ``outputs``."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(inputs):
+        placeholder = graph.placeholder(f"arg{index}")
+        placeholder.meta = {"example_value": fake_value(node)}
+        mapping[node] = placeholder
+    for node in nodes:
+        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+    graph.output([mapping[node] for node in outputs])
+    graph.lint()
+    return Subgraph(fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), tuple(outputs))
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        shape, stride = list(value.shape), list(value.stride())
+        return f"{value.dtype}{shape}{stride}@{value.device}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_describe_value(v) for v in value)})"
+    return f"{type(value).__name__}:{value}"
+
+
+def _describe_arg(arg: Any, index: dict[fx.Node, int]) -> str:
+    if isinstance(arg, fx.Node):
+        return f"%{index[arg]}"
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(_describe_arg(a, index) for a in arg)}]"
+    if isinstance(arg, dict):
+        return f"{{{', '.join(f'{k}={_describe_arg(v, index)}' for k, v in arg.items())}}}"
+    if isinstance(arg, slice):
+        parts = (arg.start, arg.stop, arg.step)
+        return f"slice({', '.join(_describe_arg(p, index) for p in parts)})"
+    return f"{type(arg).__name__}:{arg}"
+
+
+def _describe_target(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, str):
+        return "" if node.op == "placeholder" else target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
+def lines(graph: fx.Graph) -> Iterable[str]:
+    """The graph as text that does not depend on node names."""
+    index: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        index[node] = len(index)
+        args = _describe_arg(node.args, index) + _describe_arg(node.kwargs, index)
+        value = _describe_value(node.meta["example_value"]) if node.op == "placeholder" else ""
+        yield f"{node.op} {_describe_target(node)} {args} {value}"
+
+
+def digest(gm: fx.GraphModule) -> str:
+    """Equal for two graphs that compute the same from inputs of the same descriptions."""
+    return hashlib.sha256("\n".join(lines(gm.graph)).encode()).hexdigest()[:16]

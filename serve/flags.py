@@ -1,0 +1,138 @@
+"""Command-line flags made from option lists: ``EngineOptions`` is one, ``SAMPLING`` the other.
+
+A flag that is not given stays ``None`` and is left out of what the command receives, so that
+defaults live in one place and an explicit flag can win over its level.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+
+from ..config import OptionSpec, option_specs
+
+Command = Callable[..., Any]
+
+
+def _sampling(name: str, kind: str, text: str, default: Any = None, flag: str = "") -> OptionSpec:
+    flag = flag or "--" + name.replace("_", "-")
+    return OptionSpec(name, flag, kind, default, "sampling", text, ())
+
+
+DEFAULT_MAX_TOKENS = 256
+"""Of the command line; ``SamplingParams`` has vLLM's 16, too short to read."""
+
+SAMPLING: tuple[OptionSpec, ...] = (
+    _sampling("max_tokens", "int", "most tokens to generate", DEFAULT_MAX_TOKENS),
+    _sampling("temperature", "float", "0 is greedy", 1.0),
+    _sampling("top_p", "float", "smallest set of tokens with this probability", 1.0),
+    _sampling("top_k", "int", "most likely tokens to choose from; 0 is all", 0),
+    _sampling("min_p", "float", "least probability, as a share of the best token's", 0.0),
+    _sampling(
+        "seed",
+        "int",
+        "of the random choices of each request; --seed is the engine's",
+        flag="--sampling-seed",
+    ),
+    _sampling("stop", "list[str]", "stop before this text (repeatable)"),
+    _sampling("ignore_eos", "bool", "generate on past the end-of-sequence token", False),
+    _sampling("repetition_penalty", "float", "above 1 discourages what occurred", 1.0),
+    _sampling("presence_penalty", "float", "subtracted once from what was generated", 0.0),
+    _sampling("frequency_penalty", "float", "subtracted per occurrence generated", 0.0),
+    _sampling("logprobs", "int", "log probabilities of this many tokens a step (with --json)"),
+    _sampling("n", "int", "outputs a prompt", 1),
+)
+
+_SHORT = {"optimization_level": "-O"}
+
+
+def takes_flags(**lists: Iterable[OptionSpec]) -> Callable[[Command], Command]:
+    """Replaces each named parameter of a command by the flags of a list.
+
+    ``@takes_flags(engine=option_specs())`` on ``def f(prompt, engine)`` gives a command with one
+    flag an option; ``engine`` arrives as a dict of the options that were given.
+    """
+    flags = {parameter: tuple(specs) for parameter, specs in lists.items()}
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> Any:
+            for parameter, specs in flags.items():
+                values = {s.name: arguments.pop(_dest(s)) for s in specs}
+                arguments[parameter] = {k: v for k, v in values.items() if v not in (None, [])}
+            return command(**arguments)
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in flags]
+        parameters += [_parameter(s) for specs in flags.values() for s in specs]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
+
+
+def engine_flags(command: Command) -> Command:
+    """``takes_flags`` for a command whose parameter ``engine`` holds engine options."""
+    return takes_flags(engine=option_specs())(command)
+
+
+def _dest(spec: OptionSpec) -> str:
+    return spec.flag.removeprefix("--").replace("-", "_")
+
+
+def _parameter(spec: OptionSpec) -> inspect.Parameter:
+    """The typer declaration of one flag."""
+    kind, parser, metavar = _TYPES[spec.type.removesuffix(" | None")]
+    if spec.choices:
+        parser, metavar = functools.partial(_choice, spec.choices), "|".join(spec.choices)
+    names = [f"{spec.flag}/--no-{spec.flag.removeprefix('--')}" if kind is bool else spec.flag]
+    if spec.name in _SHORT:
+        names.insert(0, _SHORT[spec.name])
+    default = (
+        "" if spec.default in (None, ()) or spec.default is False else f" [default: {spec.default}]"
+    )
+    option = typer.Option(
+        None,
+        *names,
+        help=spec.help + default,
+        parser=parser,
+        metavar=metavar,
+        show_default=False,
+        rich_help_panel=f"{spec.group.capitalize()} options",
+    )
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(_dest(spec), keyword, default=option, annotation=kind | None)
+
+
+def _choice(choices: tuple[str, ...], text: str) -> str:
+    if text not in choices:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}.")
+    return text
+
+
+def _strings(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(item) for item in _strings(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4.") from None
+
+
+_TYPES: dict[str, tuple[Any, Callable[[str], Any] | None, str | None]] = {
+    "str": (str, None, "TEXT"),
+    "int": (int, None, "INT"),
+    "float": (float, None, "FLOAT"),
+    "bool": (bool, None, None),
+    "list[str]": (list[str], None, "TEXT"),
+    # Parsed tuples are one value to typer, which would read `tuple[...]` as several arguments.
+    "tuple[str, ...]": (str, _strings, "A,B,…"),
+    "tuple[int, ...]": (str, _integers, "1,2,…"),
+}

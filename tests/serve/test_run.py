@@ -1,0 +1,310 @@
+"""Claims about `run`, `eval` and `demo` with real models on a CPU: the bundled one, and a tiny
+one with random weights; and what each kind of bad input is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fusewright.model_executor.abacus import FOLDER
+from fusewright.model_executor.abacus.problems import TASKS, held_out
+from fusewright.serve.cli import main
+
+Capture = pytest.CaptureFixture[str]
+CPU = ("--device", "cpu", "-O0")
+
+
+def completed(capsys: Capture, *argv: str) -> str:
+    """What a command that succeeds prints."""
+    capsys.readouterr()
+    code = main(argv)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    return captured.out
+
+
+def refusal(capsys: Capture, *argv: str) -> str:
+    """The one line with which the command line refuses `argv`."""
+    capsys.readouterr()
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", captured.err), captured.err
+    return captured.err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled model's folder, to be damaged."""
+    return Path(shutil.copytree(FOLDER, tmp_path / "model", ignore=shutil.ignore_patterns("*.py*")))
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+# What comes out
+
+
+def test_run_streams_the_answer(capsys: Capture) -> None:
+    problem = held_out(1)[0]
+    out = completed(capsys, "run", "-p", problem.prompt, "--temperature", "0", *CPU)
+    assert out == problem.answer + "\n"
+
+
+def test_run_json_prints_an_object_a_request_in_order(capsys: Capture, tmp_path: Path) -> None:
+    problems = held_out(len(TASKS))
+    file = tmp_path / "p.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": p.prompt}) for p in problems))
+    argv = ("run", "abacus", "--prompts-file", str(file), "--temperature", "0", "--json", *CPU)
+    records = [json.loads(line) for line in completed(capsys, *argv).splitlines()]
+    assert [r["prompt"] for r in records] == [p.prompt for p in problems]
+    assert [r["outputs"][0]["text"] for r in records] == [p.answer for p in problems]
+    for record in records:
+        assert record["outputs"][0]["finish_reason"] == "stop"
+        assert record["prompt_token_ids"]
+        assert all(seconds >= 0 for seconds in record["timing"].values())
+
+
+def test_run_json_says_logprobs_of_the_tokens_chosen(capsys: Capture) -> None:
+    argv = ("run", "-p", "1+1=", "--json", "--logprobs", "2", "--temperature", "0", *CPU)
+    output = json.loads(completed(capsys, *argv))["outputs"][0]
+    assert len(output["logprobs"]) == len(output["token_ids"])
+    for token, step in zip(output["token_ids"], output["logprobs"], strict=True):
+        assert str(token) in step
+        assert len(step) >= 2
+
+
+def test_token_ids_give_what_their_text_gives(capsys: Capture, tmp_path: Path) -> None:
+    greedy = ("--temperature", "0", "--json", *CPU)
+    by_text = json.loads(completed(capsys, "run", "-p", "12+34=", *greedy))
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt_token_ids": by_text["prompt_token_ids"]}))
+    by_ids = json.loads(completed(capsys, "run", "--prompts-file", str(file), *greedy))
+    assert by_ids["outputs"][0]["token_ids"] == by_text["outputs"][0]["token_ids"]
+
+
+def test_sampling_flags_reach_the_sampler(capsys: Capture) -> None:
+    def tokens(*flags: str) -> list[list[int]]:
+        argv = ("run", "-p", "reverse abc=", "--json", "--max-tokens", "12", *flags, *CPU)
+        return [o["token_ids"] for o in json.loads(completed(capsys, *argv))["outputs"]]
+
+    hot = ("--temperature", "50", "--ignore-eos")
+    assert tokens(*hot, "--sampling-seed", "1") == tokens(*hot, "--sampling-seed", "1")
+    assert tokens(*hot, "--sampling-seed", "1") != tokens(*hot, "--sampling-seed", "2")
+    several = tokens(*hot, "--n", "3")
+    assert len(several) == 3
+    assert all(len(one) == 12 for one in several)
+    assert tokens(*hot, "--top-k", "1") == tokens("--temperature", "0", "--ignore-eos")
+
+
+def test_several_prompts_are_all_answered_in_text(capsys: Capture) -> None:
+    problems = held_out(3)
+    flags = [word for p in problems for word in ("-p", p.prompt)]
+    out = completed(capsys, "run", *flags, "--temperature", "0", *CPU)
+    assert out.splitlines() == [p.prompt + p.answer for p in problems]
+
+
+def test_chat_streams_and_batches_the_same_reply(capsys: Capture) -> None:
+    chat = ("run", "--chat", "--temperature", "0", "--max-tokens", "8", *CPU)
+    streamed = completed(capsys, *chat, "-p", "12+34=")
+    record = json.loads(completed(capsys, *chat, "-p", "12+34=", "--json"))
+    assert streamed == record["outputs"][0]["text"] + "\n"
+    assert streamed == "46\n"
+
+
+def test_eval_counts_exact_matches_a_task(capsys: Capture) -> None:
+    argv = ("eval", "abacus", "-n", "60", "--batch-size", "16", "--json", *CPU)
+    result = json.loads(completed(capsys, *argv))
+    assert {task: entry["total"] for task, entry in result["tasks"].items()} == {
+        task: 10 for task in TASKS
+    }
+    assert result["correct"] == sum(entry["correct"] for entry in result["tasks"].values())
+    assert result["accuracy"] == result["correct"] / 60 >= 0.95
+
+
+def test_eval_of_random_weights_finds_nothing(capsys: Capture) -> None:
+    argv = ("eval", "abacus", "-n", "12", "--load-format", "dummy", *CPU)
+    last = completed(capsys, *argv).splitlines()[-2].split()
+    assert (last[0], last[2]) == ("all", "12")
+    assert int(last[1]) <= 1
+
+
+@pytest.mark.slow
+def test_demo_prints_solutions_level_fusions_and_times() -> None:
+    code = "import sys; from fusewright.serve.cli import main; sys.exit(main(['demo']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("✓") >= 11, done.stdout
+    for expected in ("level -O2", "fuse_add_norm", "fuse_act", "generated in"):
+        assert expected in done.stdout
+
+
+# Bad input: one line that names the thing and the remedy
+
+
+def test_unknown_architecture_names_the_supported_ones(capsys: Capture, folder: Path) -> None:
+    edit(folder / "config.json", lambda c: c.update(architectures=["FooForCausalLM"]))
+    line = refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+    for name in ("FooForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"):
+        assert name in line
+
+
+def test_a_folder_that_does_not_exist(capsys: Capture) -> None:
+    assert "/nowhere/model" in refusal(capsys, "run", "/nowhere/model", "-p", "1", *CPU)
+
+
+def test_a_folder_without_config(capsys: Capture, tmp_path: Path) -> None:
+    line = refusal(capsys, "run", str(tmp_path), "-p", "1", *CPU)
+    assert str(tmp_path) in line
+    assert "config.json" in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_an_unreadable_folder(capsys: Capture, folder: Path) -> None:
+    folder.chmod(0)
+    try:
+        assert str(folder) in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+    finally:
+        folder.chmod(0o755)
+
+
+def test_a_config_that_is_not_json(capsys: Capture, folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    assert "config.json" in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+
+
+def test_a_missing_shard(capsys: Capture, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shard = "model-00002-of-00002.safetensors"
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert shard in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+
+
+def test_a_truncated_weights_file(capsys: Capture, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model.safetensors" in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+
+
+def test_a_missing_weight(capsys: Capture, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "model.norm.weight" in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+
+
+def test_a_weight_of_a_wrong_shape(capsys: Capture, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "model.norm.weight" in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+
+
+def test_an_empty_prompt(capsys: Capture, tmp_path: Path) -> None:
+    assert "empty" in refusal(capsys, "run", "-p", "", *CPU)
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_token_ids": []}')
+    assert "empty" in refusal(capsys, "run", "--prompts-file", str(file), *CPU)
+
+
+def test_a_token_outside_the_vocabulary(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_token_ids": [1, 123456]}')
+    assert "123456" in refusal(capsys, "run", "--prompts-file", str(file), *CPU)
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_a_prompt_longer_than_max_model_len(capsys: Capture, output: str) -> None:
+    argv = ("run", "-p", "1" * 40, "--max-model-len", "16", *CPU)
+    line = refusal(capsys, *argv, *(["--json"] if output == "json" else []))
+    assert "16" in line
+    assert "max_model_len" in line or "max-model-len" in line
+
+
+def test_a_kv_cache_too_small_for_one_request(capsys: Capture) -> None:
+    argv = ("run", "-p", "1" * 40, "--block-size", "8", "--num-gpu-blocks-override", "1", *CPU)
+    assert "KV" in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("-O0", "--cudagraph-mode", "FULL"), "cudagraph_mode=FULL"),
+        (("-O2", "--cudagraph-mode", "FULL"), "CUDA graphs need a GPU"),
+        (("-O4",), "optimization_level=4"),
+        (("-O0", "--passes", "cleanup"), "-O0 does not trace"),
+        (("--passes", "fuse_everything"), "unknown pass 'fuse_everything'"),
+        (("--num-gpu-blocks-override", "9", "--kv-cache-memory-bytes", "9"), "give one"),
+        (("--max-num-batched-tokens", "4", "--max-num-seqs", "8"), "max_num_batched_tokens=4"),
+        (("--max-model-len", "99999999"), "max_model_len=99999999"),
+        (("-O0", "--kernels", "rms_norm=magic"), "magic"),
+        (("-O0", "--kernels", "no_such_op=native"), "no_such_op"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_contradictory_flags(capsys: Capture, flags: tuple[str, ...], named: str) -> None:
+    assert named in refusal(capsys, "run", "-p", "1+1=", "--device", "cpu", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--temperature", "-1"), "temperature"),
+        (("--top-p", "2"), "top_p"),
+        (("--top-k", "-5"), "top_k"),
+        (("--min-p", "-1"), "min_p"),
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--n", "0"), "n="),
+        (("--logprobs", "-3"), "logprobs"),
+        (("--repetition-penalty", "0"), "repetition_penalty"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_sampling_out_of_range(capsys: Capture, flags: tuple[str, ...], named: str) -> None:
+    assert named in refusal(capsys, "run", "-p", "1+1=", *CPU, *flags)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_where_one_is_required(capsys: Capture) -> None:
+    line = refusal(capsys, "run", "-p", "1+1=", "--device", "cuda")
+    assert "GPU" in line
+    assert "cpu" in line, "the remedy"
+
+
+def test_a_chat_of_token_ids_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_token_ids": [1, 2]}')
+    assert "--chat" in refusal(capsys, "run", "--chat", "--prompts-file", str(file), *CPU)
+
+
+def test_a_refusal_leaves_no_process_behind() -> None:
+    code = "import sys; from fusewright.serve.cli import main; sys.exit(main(sys.argv[1:]))"
+    argv = ["run", "-p", "1" * 40, "--max-model-len", "16", "--device", "cpu", "-O2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _, err = process.communicate(timeout=300)
+    assert (process.returncode, err.count("\n")) == (2, 1), err
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

@@ -1,0 +1,280 @@
+"""The house rules: the import table, no cycles, short files and functions, complete wheels."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "fusewright"
+
+# Folder -> the folders it may import. The root __init__ loads its names lazily and may be imported
+# by all.
+MAY_IMPORT: dict[str, set[str]] = {
+    "config": set(),
+    "ops": {"config"},
+    "passes": {"config", "ops"},
+    "compiler": {"config", "ops", "passes"},
+    "graph_capture": {"config"},
+    "model_executor": {"config", "ops"},
+    "engine": {"config", "ops", "passes", "compiler", "graph_capture", "model_executor"},
+}
+MAY_IMPORT["bench"] = {*MAY_IMPORT}
+MAY_IMPORT["serve"] = {*MAY_IMPORT}
+
+MAX_FILE_LINES = 400
+MAX_KERNEL_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+# "path" or "path:function" -> why it may be longer.
+LENGTH_EXCEPTIONS: dict[str, str] = {}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = [PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PACKAGE_FILES = [ROOT / "__init__.py", *python_files(*MAY_IMPORT)]
+MODULES = {module_name(path): path for path in PACKAGE_FILES}
+
+
+def top_folder(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def resolve_base(module: str, path: Path, level: int) -> str:
+    """The package that `level` leading dots mean inside `module`."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for _ in range(level - 1):
+        package = package.rpartition(".")[0]
+    return package
+
+
+def targets_of(node: ast.AST, module: str, path: Path) -> Iterator[str]:
+    """Absolute names inside the package that one AST node imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = resolve_base(module, path, node.level) if node.level else ""
+        source = ".".join(part for part in (base, node.module) if part)
+        for alias in node.names:
+            member = f"{source}.{alias.name}"
+            # `from .ops import norm` means the module when there is one, else a name in ops.
+            is_module = member in MODULES or (source == PACKAGE and alias.name in MAY_IMPORT)
+            yield member if is_module else source
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        match node.args[:1]:
+            case [ast.Constant(value=str(name))]:
+                dots = len(name) - len(name.lstrip("."))
+                yield f"{resolve_base(module, path, dots)}.{name[dots:]}" if dots else name
+
+
+def imports_of(module: str, *, run_at_import: bool = False) -> list[tuple[int, str]]:
+    """(line, target) of every import of the package; optionally not those inside functions."""
+    path = MODULES[module]
+    found: list[tuple[int, str]] = []
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        for target in targets_of(node, module, path):
+            if target == PACKAGE or target.startswith(f"{PACKAGE}."):
+                found.append((getattr(node, "lineno", 0), target))
+        if run_at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        pending.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def existing_module(name: str) -> str:
+    """The module that holds `name`: `fusewright.ops.norm.rms_norm` -> `fusewright.ops.norm`."""
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def test_the_import_table_itself_has_no_cycle() -> None:
+    TopologicalSorter(MAY_IMPORT).prepare()
+
+
+def test_folders_import_only_what_the_table_permits() -> None:
+    wrong = []
+    for module in MODULES:
+        folder = top_folder(module)
+        for line, target in imports_of(module):
+            used = top_folder(target)
+            if used in ("", folder) or used in MAY_IMPORT.get(folder, set()):
+                continue
+            where = MODULES[module].relative_to(ROOT)
+            wrong.append(f"{where}:{line}: {folder or 'the root'}/ may not import {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_models_never_import_the_compiler() -> None:
+    reached: set[str] = set()
+    pending = [module for module in MODULES if top_folder(module) == "model_executor"]
+    while pending:
+        module = pending.pop()
+        if module not in reached:
+            reached.add(module)
+            pending.extend(existing_module(target) for _, target in imports_of(module))
+            pending = [name for name in pending if name in MODULES and name != PACKAGE]
+    assert not [module for module in reached if top_folder(module) in ("compiler", "passes")]
+
+
+def test_modules_import_each_other_in_one_direction() -> None:
+    graph = {
+        module: {
+            found
+            for _, target in imports_of(module, run_at_import=True)
+            if (found := existing_module(target)) in MODULES and found not in (module, PACKAGE)
+        }
+        for module in MODULES
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail("import cycle: " + " -> ".join(reversed(error.args[1])))
+
+
+def is_kernel_file(path: Path) -> bool:
+    parts = path.relative_to(ROOT).parts
+    return parts[0] == "csrc" or (parts[0] == "ops" and "triton" in "/".join(parts))
+
+
+def measured_files() -> list[Path]:
+    csrc = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".cuh", ".cpp", ".h"}]
+    return [*PACKAGE_FILES, *python_files("tests", "tools", "examples"), *sorted(csrc)]
+
+
+def too_long() -> dict[str, str]:
+    """Key in LENGTH_EXCEPTIONS -> what is too long there."""
+    found = {}
+    for path in measured_files():
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        limit = MAX_KERNEL_FILE_LINES if is_kernel_file(path) else MAX_FILE_LINES
+        if (lines := len(text.splitlines())) > limit:
+            found[name] = f"{name}: {lines} lines, at most {limit}"
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    key = f"{name}:{node.name}"
+                    found[key] = f"{key}: {lines} lines, at most {MAX_FUNCTION_LINES}"
+    return found
+
+
+def test_files_and_functions_stay_short() -> None:
+    long = [text for key, text in too_long().items() if key not in LENGTH_EXCEPTIONS]
+    assert not long, "\n".join(long)
+
+
+def test_every_length_exception_is_still_needed() -> None:
+    assert not LENGTH_EXCEPTIONS.keys() - too_long().keys()
+
+
+def test_every_folder_of_the_package_says_what_it_is_for() -> None:
+    silent = []
+    for folder in MAY_IMPORT:
+        entry = ROOT / folder / "__init__.py"
+        if not entry.is_file() or not ast.get_docstring(ast.parse(entry.read_text())):
+            silent.append(f"{folder}/__init__.py")
+    assert not silent, f"missing, or without a docstring: {', '.join(silent)}"
+
+
+def modules_loaded_by(code: str) -> set[str]:
+    """Top-level modules in sys.modules after `code` ran in a fresh interpreter."""
+    probe = f"""
+import sys
+try:
+{"".join(f"    {line}" for line in code.splitlines(keepends=True))}
+except SystemExit as exit:
+    assert not exit.code, exit.code
+print("LOADED", *sorted({{name.split(".")[0] for name in sys.modules}}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("LOADED")[2].split())
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    loaded = modules_loaded_by("import fusewright")
+    assert PACKAGE in loaded
+    assert not loaded & {"torch", "triton", "numpy"}
+
+
+@pytest.mark.skipif(not (ROOT / "serve" / "cli.py").exists(), reason="serve/cli.py is not there")
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_the_command_line_answers_without_torch(flag: str) -> None:
+    loaded = modules_loaded_by(
+        f"sys.argv = ['fusewright', {flag!r}]\nfrom fusewright.serve.cli import main\nmain()"
+    )
+    assert not loaded & {"torch", "triton", "numpy", "transformers"}
+
+
+def build(kind: str, folder: Path) -> set[str]:
+    """Names in a wheel or sdist of this checkout; kernels off, so that it takes seconds."""
+    code = (
+        "import sys; from scikit_build_core import build\n"
+        f"build.build_{kind}(sys.argv[1], {{'cmake.define.FUSEWRIGHT_CUDA': 'OFF'}})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = folder.iterdir()
+    if kind == "wheel":
+        with zipfile.ZipFile(archive) as wheel:
+            return set(wheel.namelist())
+    with tarfile.open(archive) as sdist:
+        return {name.partition("/")[2] for name in sdist.getnames()}
+
+
+def package_data() -> set[str]:
+    """Files under the package's folders that are not Python sources but belong in it."""
+    suffixes = {".json", ".safetensors", ".jinja", ".txt"}
+    files = (path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*"))
+    names = {p.relative_to(ROOT).as_posix() for p in files if p.suffix in suffixes}
+    return {name for name in names if not name.startswith("bench/results/")}
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    names = build("wheel", tmp_path)
+    sources = {path.relative_to(ROOT).as_posix() for path in PACKAGE_FILES}
+    expected = {f"{PACKAGE}/{name}" for name in sources | package_data() | {"py.typed"}}
+    assert not expected - names
+    outside = {name for name in names if not re.match(rf"{PACKAGE}(/|-[^/]*\.dist-info/)", name)}
+    assert not outside
+    packed = {name.split("/")[1] for name in names if name.startswith(f"{PACKAGE}/")}
+    assert packed == {"py.typed", *(name.partition("/")[0] for name in sources)}
+
+
+@pytest.mark.slow
+def test_the_sdist_can_build_the_kernels(tmp_path: Path) -> None:
+    names = build("sdist", tmp_path)
+    kernels = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    needed = {"CMakeLists.txt", "pyproject.toml", "LICENSE", "__init__.py", "py.typed"}
+    assert not (needed | kernels | package_data()) - names
+    assert not {name for name in names if name.startswith((".venv", "build/", ".git/"))}

@@ -1,0 +1,148 @@
+"""The stamp that `make gpu-test` leaves: what passed on which GPU, and over which sources.
+
+`run` runs `pytest -m gpu` and writes bench/results/gpu-tests.json; `check` names the sources that
+changed since, for `make check`. Standard library only at import, so that `check` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = ROOT / "bench" / "results" / "gpu-tests.json"
+
+# What the GPU tests exercise: the package below serve/ and bench/, its kernels and their tests.
+COVERED_FOLDERS = (
+    "config",
+    "csrc",
+    "ops",
+    "passes",
+    "compiler",
+    "graph_capture",
+    "model_executor",
+    "engine",
+    "tests",
+)
+COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
+NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/test_layout.py")
+
+
+def covered_files(root: Path = ROOT) -> list[str]:
+    """Covered sources as sorted POSIX paths; the file system, because a GPU machine has no git."""
+    found = (
+        path.relative_to(root).as_posix()
+        for folder in COVERED_FOLDERS
+        for path in (root / folder).rglob("*")
+        if path.suffix in COVERED_SUFFIXES and "__pycache__" not in path.parts
+    )
+    return sorted(name for name in found if not name.startswith(NOT_COVERED))
+
+
+def source_digests(root: Path = ROOT) -> dict[str, str]:
+    return {
+        name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in covered_files(root)
+    }
+
+
+def combined_digest(digests: dict[str, str]) -> str:
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def changed_sources(stamped: dict[str, str], present: dict[str, str]) -> list[str]:
+    """Names added, removed or altered between two digest tables."""
+    return sorted(
+        name for name in stamped.keys() | present.keys() if stamped.get(name) != present.get(name)
+    )
+
+
+def notice(stamp: Path = STAMP, root: Path = ROOT) -> str:
+    """One line for `make check`: whether the stamp still covers the sources."""
+    if not stamp.is_file():
+        return "notice: no gpu-tests.json yet; run `make gpu-test` on a GPU machine"
+    record = json.loads(stamp.read_text())
+    changed = changed_sources(record["sources"], source_digests(root))
+    if changed:
+        return f"notice: gpu-tests.json covers other sources; changed: {', '.join(changed)}"
+    return f"gpu-tests.json covers these sources: {record['passed']} passed on {record['gpu']}"
+
+
+def counts_from_junit(report: Path) -> dict[str, int]:
+    """passed, failed (errors included) and skipped from pytest's junit XML."""
+    suites = ElementTree.parse(report).getroot().iter("testsuite")
+    totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for suite in suites:
+        for key in totals:
+            totals[key] += int(suite.get(key, 0))
+    failed = totals["failures"] + totals["errors"]
+    return {
+        "passed": totals["tests"] - failed - totals["skipped"],
+        "failed": failed,
+        "skipped": totals["skipped"],
+    }
+
+
+def machine() -> dict[str, str | None]:
+    import torch
+    import triton
+
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "gpu-test: torch sees no CUDA GPU; run on a GPU machine or use `make test`"
+        )
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def run(pytest_arguments: list[str]) -> int:
+    """Run the GPU tests, write the stamp, return pytest's exit code."""
+    versions = machine()
+    digests = source_digests()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junit-xml={report}"]
+        code = subprocess.run([*command, *pytest_arguments], cwd=ROOT, check=False).returncode
+        if not report.is_file():
+            return code
+        counts = counts_from_junit(report)
+    record = {
+        **counts,
+        **versions,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "arguments": pytest_arguments,
+        "digest": combined_digest(digests),
+        "sources": digests,
+    }
+    STAMP.parent.mkdir(parents=True, exist_ok=True)
+    draft = STAMP.with_suffix(".tmp")
+    draft.write_text(json.dumps(record, indent=1) + "\n")
+    draft.replace(STAMP)
+    print(f"wrote {STAMP.relative_to(ROOT)}: {counts}")
+    return code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["run", "check"])
+    arguments, pytest_arguments = parser.parse_known_args()
+    if arguments.command == "run":
+        raise SystemExit(run(pytest_arguments))
+    print(notice())
+
+
+if __name__ == "__main__":
+    main()
