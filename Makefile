@@ -37,7 +37,7 @@ install: .venv/.installed
 endif
 
 .venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(CSRC)
-	@echo '== environment: .venv (about 1 GB, a few minutes on a first run)'
+	@echo '== environment: .venv (2 GB, a minute or more on a first run)'
 	test -x .venv/bin/python || $(BOOTSTRAP_PYTHON) -m venv .venv
 	$(PY) -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PY) -m pip install -c constraints.txt scikit-build-core cmake ninja

@@ -32,13 +32,13 @@ class Example:
 
 @dataclass
 class Compiled:
-    """A program with the account of how it came to be."""
+    """A program with the account of how it came to be; at ``-O0`` there is only the program."""
 
     program: Program
-    plan: Plan
-    pieces: Mapping[str, Subgraph]
-    reports: list[PassReport]
-    choices: Counter[str]
+    plan: Plan | None = None
+    pieces: Mapping[str, Subgraph] = field(default_factory=dict)
+    reports: list[PassReport] = field(default_factory=list)
+    choices: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..passes import Subgraph, digest, fake_value
@@ -83,7 +84,7 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
         if region.is_single_op:
             node = region.nodes[0]
             args = fx.node.map_arg(node.args, lambda n: Value(names[n]))
-            steps.append(OpStep(str(node.target), args, outputs, per_token))
+            steps.append(OpStep(_op_name(node), args, outputs, per_token))
             continue
         subgraph = region.subgraph()
         piece = digest(subgraph.module)
@@ -93,6 +94,12 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
     (result,) = next(iter(traced.gm.graph.find_nodes(op="output"))).args[0]
     plan = Plan(tuple(steps), tuple(names[p] for p in placeholders), sizes, names[result])
     return plan, pieces
+
+
+def _op_name(node: fx.Node) -> str:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise TypeError(f"{node.format_node()} does not call a dispatcher op")
+    return node.target.name()
 
 
 def _input_name(source: GraphInput) -> str:

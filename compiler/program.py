@@ -35,18 +35,26 @@ class Step:
 
 class Program:
     """Steps over an environment.  Constants (weights, KV caches) are bound once; step inputs are
-    given to ``environment()`` for every step."""
+    given to ``environment()`` for every step.
+
+    Args:
+        slots: value name -> index in the environment; ``inputs`` of them come from outside.
+        sizes: size value -> (name, dimension) of the tensor that carries it.
+        output: slot of the result.
+    """
 
     def __init__(
         self,
         steps: Sequence[Step],
         slots: Mapping[str, int],
+        inputs: Sequence[str],
         sizes: Mapping[str, tuple[str, int]],
         output: int,
     ) -> None:
         self.steps = tuple(steps)
         self.output = output
         self._slots = dict(slots)
+        self._inputs = tuple(inputs)
         self._sizes = dict(sizes)
         self._template: Environment = [None] * (max(slots.values(), default=-1) + 1)
 
@@ -60,18 +68,20 @@ class Program:
                 self._template[self._slots[name]] = constants[source].shape[dim]
 
     def environment(self, inputs: Mapping[str, Tensor]) -> Environment:
-        """A fresh environment for one step."""
+        """A fresh environment for one step.
+
+        Raises:
+            RuntimeError: a value that the program reads was neither bound nor given.
+        """
         env = self._template.copy()
-        for name, value in inputs.items():
-            if name in self._slots:
-                env[self._slots[name]] = value
-        for name, (source, dim) in self._sizes.items():
-            if source in inputs:
-                env[self._slots[name]] = inputs[source].shape[dim]
+        self.rebind(env, inputs)
+        missing = [name for name in self._inputs if env[self._slots[name]] is None]
+        if missing:
+            raise RuntimeError(f"program inputs without a value: {', '.join(missing)}")
         return env
 
     def rebind(self, env: Environment, inputs: Mapping[str, Tensor]) -> None:
-        """Replace step inputs in an environment that a captured graph keeps."""
+        """Replace step inputs in an environment, such as one that a captured graph keeps."""
         for name, value in inputs.items():
             if name in self._slots:
                 env[self._slots[name]] = value
@@ -103,7 +113,7 @@ def eager_program(
         return [model(*arguments({name: env[slots[name]] for name in names}))]
 
     step = Step("model", call, (slots["logits"],), (), per_token=False)
-    return Program([step], slots, {}, slots["logits"])
+    return Program([step], slots, names, {}, slots["logits"])
 
 
 def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
@@ -122,7 +132,7 @@ def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
         else:
             name, call = planned.op, _op_call(planned, slots)
         steps.append(Step(name, call, outputs, release, planned.per_token))
-    return Program(steps, slots, plan.sizes, slots[plan.output])
+    return Program(steps, slots, plan.inputs, plan.sizes, slots[plan.output])
 
 
 def _reads(step: PieceStep | OpStep) -> list[str]:
@@ -155,8 +165,9 @@ def _piece_call(
 def _op_call(
     step: OpStep, slots: Mapping[str, int]
 ) -> Callable[[Environment], Sequence[Any]]:
-    namespace, _, name = step.op.partition("::")
-    op = getattr(getattr(torch.ops, namespace), name).default
+    namespace, _, qualified = step.op.partition("::")
+    name, _, overload = qualified.partition(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     indices = [slots[arg.name] if isinstance(arg, Value) else None for arg in step.args]
     num_outputs = len(step.outputs)
 

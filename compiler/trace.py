@@ -68,13 +68,16 @@ def trace(
 
         return stop
 
-    for name, dims in dynamic.items():
-        for dim in dims:
-            torch._dynamo.mark_dynamic(named[name], dim)
+    # Everything else static: then equal sizes share one symbol, which mark_dynamic would prevent.
+    for tensor in model.buffers():
+        torch._dynamo.mark_static(tensor)
+    for name, tensor in named.items():
+        for dim in set(range(tensor.dim())) - set(dynamic.get(name, ())):
+            torch._dynamo.mark_static(tensor, dim)
     torch._dynamo.reset_code(type(model).forward.__code__)
     try:
-        with torch.inference_mode():
-            torch.compile(model, backend=backend, fullgraph=True)(*args)
+        with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
+            torch.compile(model, backend=backend, fullgraph=True, dynamic=True)(*args)
     except _Captured:
         pass
     except Exception as error:
@@ -93,8 +96,8 @@ def _name_inputs(
     named: Mapping[str, Tensor],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> Traced:
-    names = {id(t): WEIGHTS + n for n, t in model.named_parameters(remove_duplicate=False)}
-    names |= {id(t): WEIGHTS + n for n, t in model.named_buffers(remove_duplicate=False)}
+    names = {id(t): WEIGHTS + n for n, t in model.named_parameters()}
+    names |= {id(t): WEIGHTS + n for n, t in model.named_buffers()}
     names |= {id(tensor): name for name, tensor in named.items()}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sizes: dict[str, GraphInput] = {}

@@ -51,8 +51,7 @@ class Batch:
 
     @property
     def is_uniform_decode(self) -> bool:
-        """Every entry has one token; those come first, so the last one tells."""
-        return bool(self.scheduled) and self.scheduled[-1].num_tokens == 1
+        return all(entry.num_tokens == 1 for entry in self.scheduled)
 
 
 @dataclass(slots=True)

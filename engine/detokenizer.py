@@ -7,12 +7,12 @@ from typing import Protocol
 
 from .sampling_params import SamplingParams
 
-# A character has at most 4 bytes, so at most 3 trailing replacement characters can still become one.
+# A character has at most 4 bytes: at most 3 trailing replacement characters may become one.
 _MAX_INCOMPLETE = 3
-# Prompt tokens in front of the output: decoders drop the space of a first word.
+# Prompt tokens that the first output token is decoded with.
 _CONTEXT_TOKENS = 6
-# Only text that is not UTF-8 can keep the window open for so long.
-_MAX_WINDOW = 32
+# Only bytes that are no UTF-8, or special tokens, stay without certain text for so long.
+_MAX_FRESH = 32
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,70 +23,70 @@ class Decodes(Protocol):
 
 
 class TextStream:
-    """Decodes ids incrementally, through a short window of ids of which a part is already text.
+    """Decodes ids incrementally, through a short window: ids whose text is out (the context, since
+    decoders treat a first word differently), then fresh ones.
 
-    The concatenation of everything returned equals decoding all ids at once, except where decoding
-    more bytes changes the text before them (byte fallback on invalid UTF-8): text that is out is
-    never taken back.
+    The concatenation of everything returned equals decoding all ids at once, except where more
+    bytes change the text before them (byte fallback on invalid UTF-8): text that is out is never
+    taken back.
     """
 
     def __init__(
-        self, tokenizer: Decodes, context_ids: Sequence[int], skip_special_tokens: bool
+        self, tokenizer: Decodes, prompt_token_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = list(context_ids[-_CONTEXT_TOKENS:])
-        self._context_text = self._decode(self._window)
-        self._num_context = len(self._window)
-        self._fresh_text = ""  # returned already, of the ids after the context
+        self._context: list[int] = []
+        self._context_text = ""
+        self._fresh: list[int] = []
+        self._num_out = 0  # characters of the fresh ids' text that are out
+        self._set_context(list(prompt_token_ids[-_CONTEXT_TOKENS:]))
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain after these ids."""
-        self._window.extend(token_ids)
-        fresh = self._decode_fresh()
-        certain = fresh
+        self._fresh.extend(token_ids)
+        text = self._fresh_text()
+        certain = text
         for _ in range(_MAX_INCOMPLETE):
             certain = certain.removesuffix(_REPLACEMENT)
-        new = certain[len(self._fresh_text) :]
-        self._fresh_text += new
-        if len(certain) == len(fresh):
-            self._advance(fresh, len(token_ids))
-        elif len(self._window) - self._num_context > _MAX_WINDOW:
-            new += fresh[len(self._fresh_text) :]
-            self._advance(fresh, len(token_ids))
+        # Ids without text (special tokens) stay fresh: as the whole context they would make the
+        # next word a first one.
+        complete = bool(text) and len(certain) == len(text)
+        if not complete and len(self._fresh) <= _MAX_FRESH:
+            new = certain[self._num_out :]
+            self._num_out += len(new)
+            return new
+        new = text[self._num_out :]
+        if text:
+            self._set_context(self._fresh[-_MAX_FRESH:])
+        self._fresh, self._num_out = [], 0
         return new
 
     def flush(self) -> str:
         """The rest at the end: the bytes of a character that never became whole."""
-        fresh = self._decode_fresh()
-        new = fresh[len(self._fresh_text) :]
-        self._fresh_text = fresh
+        new = self._fresh_text()[self._num_out :]
+        self._num_out += len(new)
         return new
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
 
-    def _decode_fresh(self) -> str:
-        """Text of the ids after the context."""
-        text = self._decode(self._window)
+    def _fresh_text(self) -> str:
+        text = self._decode(self._context + self._fresh)
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         # The new ids change how the context reads: go on without it.
-        del self._window[: self._num_context]
-        self._num_context, self._context_text = 0, ""
-        return self._decode(self._window)
+        self._context, self._context_text = [], ""
+        return self._decode(self._fresh)
 
-    def _advance(self, fresh: str, num_newest: int) -> None:
-        """All text is out: what was fresh becomes context.  Ids without text (special tokens) do
-        not, since a decoder would take the next word for the first one behind them."""
-        if fresh:
-            del self._window[: self._num_context]
-            del self._window[:-_CONTEXT_TOKENS]
-            self._context_text = self._decode(self._window)
-        elif num_newest:
-            del self._window[-num_newest:]
-        self._num_context = len(self._window)
-        self._fresh_text = ""
+    def _set_context(self, token_ids: list[int]) -> None:
+        """Take the longest end of ``token_ids`` that consists of whole characters."""
+        for start in range(len(token_ids)):
+            text = self._decode(token_ids[start:])
+            if _REPLACEMENT not in text:
+                self._context, self._context_text = token_ids[start:], text
+                return
+        self._context, self._context_text = [], ""
 
 
 class StopStrings:
@@ -147,9 +147,6 @@ class Detokenizer:
         self.text += shown
         return stop
 
-    def finish(self) -> str | None:
-        """Add the text held back; returns the stop string that an incomplete character's
-        replacement completes, in practice never."""
-        shown, stop = self._stops.push(self._stream.flush())
-        self.text += shown + self._stops.flush()
-        return stop
+    def finish(self) -> None:
+        """Add the text held back: nothing more will come."""
+        self.text += self._stops.flush() + self._stream.flush()

@@ -18,8 +18,10 @@ def detect_hardware(device: str) -> Hardware:
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         built = torch.version.cuda
-        why = f"PyTorch {torch.__version__} sees no GPU" if built else (
-            f"PyTorch {torch.__version__} is a CPU build"
+        why = (
+            f"PyTorch {torch.__version__} sees no GPU"
+            if built
+            else (f"PyTorch {torch.__version__} is a CPU build")
         )
         raise UserError(f"device=cuda: {why}; use --device cpu, or a machine with an NVIDIA GPU")
     if device == "cpu" or not has_gpu:

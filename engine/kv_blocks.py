@@ -35,7 +35,9 @@ class BlockPool:
             RuntimeError: fewer are free; callers compare with ``num_free`` first.
         """
         if not 0 <= count <= len(self._free):
-            raise RuntimeError(f"allocate({count}): {len(self._free)} of {self.num_blocks} are free")
+            raise RuntimeError(
+                f"allocate({count}): {len(self._free)} of {self.num_blocks} are free"
+            )
         taken = [self._free.pop() for _ in range(count)]
         for block_id in taken:
             self._owned[block_id] = 1

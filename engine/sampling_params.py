@@ -17,8 +17,8 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """Sampling options of one request; checked and normalized once, immutable afterwards.
 
-    ``stop`` and ``stop_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.  With
-    ``max_tokens=None`` generation runs until the model's length limit.
+    ``stop`` and ``stop_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.
+    With ``max_tokens=None`` generation runs until the model's length limit.
 
     Raises:
         UserError: a value has the wrong type or is out of range; the message names it.

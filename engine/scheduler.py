@@ -1,8 +1,8 @@
 """Which tokens of which requests the next step computes.
 
-First come, first served: ``running`` and ``waiting`` are both in order of arrival, and every running
-request arrived before every waiting one.  So the latest running request is the one to preempt, and
-only it can have an unfinished prefill.
+First come, first served: ``running`` and ``waiting`` are both in order of arrival, and every
+running request arrived before every waiting one.  So the latest running request is the one to
+preempt, and only it can have an unfinished prefill.
 """
 
 from __future__ import annotations
@@ -108,10 +108,14 @@ class Scheduler:
     def finish(
         self, request: Request, status: RequestStatus, stop_reason: int | str | None = None
     ) -> None:
-        """Finish an unfinished request; tokens that it has in flight will be discarded."""
+        """Finish a request; tokens that it has in flight will be discarded.
+
+        One that has just finished only changes its reason: the token that reached ``max_tokens``
+        may also complete a stop string.
+        """
         if request.status is RequestStatus.RUNNING:
             self._release(request)
-        else:
+        elif not request.is_finished:
             del self.waiting[request.request_id]
         request.status = status
         if stop_reason is not None:
@@ -126,9 +130,11 @@ class Scheduler:
         for request in list(self.running.values()):
             if budget == 0:
                 break
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted just now
             if request.num_tokens >= request.max_total_tokens:
                 continue  # its last token is in flight
-            if request.status is not RequestStatus.RUNNING or not self._make_room(request):
+            if not self._make_room(request):
                 continue
             entry = self._take(request, budget)
             budget -= entry.num_tokens
@@ -169,7 +175,8 @@ class Scheduler:
                 continue
             token_id = result.token_ids[i]
             request.output_token_ids.append(token_id)
-            new_tokens.append(NewToken(request, token_id, result.logprobs and result.logprobs[i]))
+            logprobs = None if result.logprobs is None else result.logprobs[i]
+            new_tokens.append(NewToken(request, token_id, logprobs))
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)

@@ -7,7 +7,14 @@ import sys
 
 from fusewright import LLM, SamplingParams
 
-PROMPTS = ["37+58=", "905-46=", "sort 5 3 9 1=", "reverse kernel=", "min 41 7 300=", "max 41 7 300="]
+PROMPTS = [
+    "37+58=",
+    "905-46=",
+    "sort 5 3 9 1=",
+    "reverse kernel=",
+    "min 41 7 300=",
+    "max 41 7 300=",
+]
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ Works over any program of steps (``protocol.Step``); a recording backend runs th
 machine without a GPU.
 """
 
-from .backend import CudaGraphs, GraphBackend, RecordingGraphs
+from .backend import CudaGraphs, GraphBackend, RecordingGraphs, make_backend
 from .buffers import StepBuffers
 from .capture import CapturedGraphs, capture_all
 from .dispatch import Dispatch, Dispatcher, GraphKind
@@ -21,4 +21,5 @@ __all__ = [
     "RecordingGraphs",
     "StepBuffers",
     "capture_all",
+    "make_backend",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 PER_TOKEN = ("input_ids", "positions", "slot_mapping")
+PER_SEQUENCE = ("seq_lens", "slots", "feed_slots")
 NO_SLOT = -1
 _HOST_COPIES = 3
 """Steps whose host values may still be on their way to the device when the next is written."""
@@ -28,7 +29,8 @@ class HostInputs:
 
 
 class StepBuffers:
-    """Device tensors input_ids, positions, slot_mapping [max_tokens]; seq_lens, slots
+    """Device tensors input_ids, positions, slot_mapping [max_tokens]; seq_lens, slots (the row's
+    request slot), feed_slots (the same where the input token is on the device, else -1)
     [max_seqs]; query_start_loc [max_seqs + 1]; block_table [max_seqs, max_blocks]."""
 
     def __init__(
@@ -36,7 +38,7 @@ class StepBuffers:
     ) -> None:
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
         sizes = {name: max_tokens for name in PER_TOKEN}
-        sizes |= {"seq_lens": max_seqs, "slots": max_seqs, "query_start_loc": max_seqs + 1}
+        sizes |= {name: max_seqs for name in PER_SEQUENCE} | {"query_start_loc": max_seqs + 1}
         self._device = device
         self.device = {
             name: torch.zeros(size, dtype=torch.int32, device=device)
@@ -63,8 +65,8 @@ class StepBuffers:
         """
         for name in PER_TOKEN:
             self._copy(host, name, num_tokens)
-        self._copy(host, "seq_lens", num_seqs)
-        self._copy(host, "slots", num_seqs)
+        for name in PER_SEQUENCE:
+            self._copy(host, name, num_seqs)
         self._copy(host, "query_start_loc", num_seqs + 1)
         packed = host.tensors["block_table"][: num_seqs * num_blocks].view(num_seqs, num_blocks)
         table = packed.to(self._device, non_blocking=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .backend import GraphBackend, Replay
 from .buffers import StepBuffers
-from .dispatch import Dispatcher, GraphKind
+from .dispatch import Dispatcher
 from .protocol import Program, Step
 
 
@@ -85,11 +85,6 @@ def capture_all(
         graphs.full[size] = _capture_full(program, inputs, backend)
         on_graph()
     return graphs
-
-
-def num_graphs(dispatcher: Dispatcher) -> int:
-    """How many sizes ``capture_all`` will capture."""
-    return len(dispatcher.full_sizes) + len(dispatcher.piecewise_sizes)
 
 
 def _capture_full(

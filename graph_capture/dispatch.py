@@ -36,6 +36,11 @@ class Dispatcher:
         self.piecewise_sizes = config.sizes if mode.piecewise else ()
         self.counters: Counter[tuple[str, str]] = Counter()
 
+    @property
+    def num_graphs(self) -> int:
+        """How many sizes are to be captured."""
+        return len(self.full_sizes) + len(self.piecewise_sizes)
+
     def choose(self, num_tokens: int, *, uniform_decode: bool) -> Dispatch:
         """Pick the graph of a step of ``num_tokens`` tokens, and count it."""
         dispatch = Dispatch(GraphKind.NONE, num_tokens)

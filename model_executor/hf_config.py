@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ..config.errors import UserError
@@ -27,14 +28,26 @@ def read_spec(folder: Path | str) -> ModelSpec:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from error
     if not found:
-        raise UserError(f"model {str(folder)!r} has no config.json; give a Hugging Face model folder")
+        raise UserError(
+            f"model {str(folder)!r} has no config.json; give a Hugging Face model folder"
+        )
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
     if config.has("quantization_config"):
         raise UserError(
             f"{path}: quantization_config is not supported yet; use unquantized weights"
         )
-    return ARCHITECTURES[name].spec(config, name)
+    spec = ARCHITECTURES[name].spec(config, name)
+    return replace(spec, eos_token_ids=_stop_ids(folder, spec.eos_token_ids))
+
+
+def _stop_ids(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Chat models name further ends of turn in ``generation_config.json`` alone."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return eos_token_ids
+    more = HfConfig(path, read_json(path)).token_ids("eos_token_id")
+    return tuple(dict.fromkeys((*eos_token_ids, *more)))
 
 
 def _architecture(config: HfConfig) -> str:

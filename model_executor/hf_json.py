@@ -64,10 +64,18 @@ class HfConfig:
             raise self.error(name, value, "a string")
         return value
 
-    def section(self, name: str) -> HfConfig | None:
-        """A nested object; None when absent or null."""
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """A token id, a list of them, or, absent or null, none."""
         value = self.values.get(name)
-        if value is None:
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise self.error(name, value, "a token id or a list of them")
+        return tuple(ids)
+
+    def section(self, name: str) -> HfConfig | None:
+        """A nested object; None when absent, null or empty."""
+        value = self.values.get(name)
+        if value is None or value == {}:
             return None
         if not isinstance(value, dict):
             raise self.error(name, value, "an object")

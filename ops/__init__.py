@@ -24,10 +24,30 @@ from .argmax import OP as ARGMAX
 from .argmax import argmax
 from .count_tokens import OP as COUNT_TOKENS
 from .count_tokens import count_tokens
+from .embedding import OP as EMBEDDING
+from .embedding import embedding
+from .gather_last_token import OP as GATHER_LAST_TOKEN
+from .gather_last_token import gather_last_token
+from .gelu_tanh_mul import OP as GELU_TANH_MUL
+from .gelu_tanh_mul import gelu_tanh_mul
+from .feed_tokens import OP as FEED_TOKENS
+from .feed_tokens import feed_tokens
+from .keep_tokens import OP as KEEP_TOKENS
+from .keep_tokens import keep_tokens
+from .kv_store import OP as KV_STORE
+from .kv_store import kv_store
+from .linear import OP as LINEAR
+from .linear import linear
+from .paged_attention import OP as PAGED_ATTENTION
+from .paged_attention import paged_attention
 from .rms_norm import OP as RMS_NORM
 from .rms_norm import rms_norm
+from .rotary_embedding import OP as ROTARY_EMBEDDING
+from .rotary_embedding import rotary_embedding
 from .sample import OP as SAMPLE
 from .sample import sample
+from .silu_mul import OP as SILU_MUL
+from .silu_mul import silu_mul
 from .token_logprobs import OP as TOKEN_LOGPROBS
 from .token_logprobs import token_logprobs
 
@@ -39,6 +59,16 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     SAMPLE,
     TOKEN_LOGPROBS,
     ADD_RMS_NORM,
+    FEED_TOKENS,
+    KEEP_TOKENS,
+    SILU_MUL,
+    GELU_TANH_MUL,
+    ROTARY_EMBEDDING,
+    KV_STORE,
+    PAGED_ATTENTION,
+    LINEAR,
+    EMBEDDING,
+    GATHER_LAST_TOKEN,
 )
 BY_NAME: dict[str, SemanticOp] = {op.name: op for op in ALL_OPS}
 
@@ -58,7 +88,17 @@ __all__ = [
     "argmax",
     "choose",
     "count_tokens",
+    "embedding",
+    "feed_tokens",
+    "gather_last_token",
+    "gelu_tanh_mul",
+    "keep_tokens",
+    "kv_store",
+    "linear",
+    "paged_attention",
     "rms_norm",
+    "rotary_embedding",
     "sample",
+    "silu_mul",
     "token_logprobs",
 ]

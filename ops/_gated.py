@@ -36,7 +36,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
 
 def _cost(desc: OpDesc) -> Cost:
     gate_up = desc["gate_up"]
-    return Cost(bytes=gate_up.nbytes * 3 / 2, flops=5 * gate_up.numel / 2)
+    return Cost(bytes=gate_up.nbytes * 3 // 2, flops=5 * gate_up.numel // 2)
 
 
 def gated_op(name: str, reference: Callable[[Tensor], Tensor], activation: str) -> SemanticOp:

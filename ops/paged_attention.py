@@ -1,4 +1,4 @@
-"""``paged_attention``: causal attention over a paged KV cache, decodes and prefills in one batch."""
+"""``paged_attention``: causal attention over a paged KV cache, decodes and prefills mixed."""
 
 from __future__ import annotations
 
@@ -269,9 +269,7 @@ def _batch(
         taken += pages[s]
         first = max(0, context - queries - window + 1) if window > 0 else 0
         slots = torch.arange(first, context, device=device)
-        cache[table[s, slots // page].long(), :, slots % page] = randn(
-            len(slots), 2, kv_heads, dim
-        )
+        cache[table[s, slots // page].long(), :, slots % page] = randn(len(slots), 2, kv_heads, dim)
         table[s, : first // page] = 1 << 30
     # One row of a fused QKV projection: q is strided on tokens.
     q = randn(num_tokens, num_heads + 2 * kv_heads, dim)[:, :num_heads]
@@ -318,8 +316,8 @@ def _cost(desc: OpDesc) -> Cost:
     and ``query_context_pairs``, (query, position) pairs that are not masked."""
     import sympy
 
-    context = sympy.Symbol("context_tokens", integer=True, nonnegative=True)
-    pairs = sympy.Symbol("query_context_pairs", integer=True, nonnegative=True)
+    context = sympy.Symbol("context_tokens")
+    pairs = sympy.Symbol("query_context_pairs")
     q, cache = desc["q"], desc["kv_cache"]
     _, num_heads, head_dim = q.shape
     kv_bytes = 2 * cache.shape[3] * head_dim * cache.dtype.itemsize

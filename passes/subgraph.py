@@ -18,8 +18,9 @@ from torch._subclasses import FakeTensor
 
 
 def fake_value(node: fx.Node) -> Any:
-    """The fake tensor (or symbolic int, or tuple) that Dynamo computed for this node."""
-    return node.meta["example_value"]
+    """The fake tensor (or symbolic int, or tuple) that Dynamo computed for this node; None for a
+    node that returns nothing."""
+    return node.meta.get("example_value")
 
 
 def compute_fake(node: fx.Node) -> Any:

@@ -35,8 +35,6 @@ def check_graph(gm: fx.GraphModule, *, after: str) -> None:
     for node in gm.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        if "example_value" not in node.meta:
-            raise VerificationError(f"pass {after} left {node.format_node()} without a fake value")
         expected, actual = fake_value(node), _recompute(node, after)
         if _summary(expected) != _summary(actual):
             raise VerificationError(

@@ -80,3 +80,7 @@ def _where(error: Exception) -> str:
 def _refuse(message: str) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -50,7 +50,7 @@ def demo(
         typer.echo("  ✓" if correct else f"  ✗ expected {problem.answer}")
     done_s = time.perf_counter()
     typer.echo(f"\n{right} of {len(problems)} solved (problem seed {seed})\n")
-    typer.echo(summary(llm.report()))
+    typer.echo(summary(llm.engine.report()))
     typer.echo(
         f"ready in {ready_s - started_s:.2f} s; {tokens} tokens generated in "
         f"{done_s - ready_s:.2f} s, one request at a time"
@@ -58,7 +58,7 @@ def demo(
 
 
 def summary(report: dict[str, Any]) -> str:
-    """What ``LLM.report()`` says about level, fusions and times, for reading."""
+    """What ``Engine.report()`` says about level, fusions and times, for reading."""
     lines = [f"level -O{report['level']}"]
     rows = [["pass", "sites", "matched", "missed"]]
     for entry in report["passes"]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import UserError
 from .flags import engine_flags
-from .options import load, merge
-from .progress import generate
+from .options import batch, load, merge
 from .table import table
 
 if TYPE_CHECKING:
     from ..engine.outputs import RequestOutput
+    from ..engine.sampling_params import SamplingParams
     from ..model_executor.abacus.problems import Problem
 
 SUITES = ("abacus",)
@@ -51,13 +52,13 @@ def evaluate(
     problems = held_out(n, problem_seed)
     llm = load(merge(engine, max_num_seqs=batch_size))
     started_s = time.perf_counter()
-    outputs = generate(llm, [p.prompt for p in problems], greedy(problems))
+    outputs = batch(llm, [p.prompt for p in problems], greedy(problems))
     seconds = time.perf_counter() - started_s
     right = Counter(p.task for p, o in zip(problems, outputs, strict=True) if solved(p, o))
     total = Counter(p.task for p in problems)
     if json_output:
         tasks = {t: {"correct": right[t], "total": total[t]} for t in total}
-        result = {"suite": suite, "level": llm.report()["level"], "seed": problem_seed}
+        result = {"suite": suite, "level": llm.engine.report()["level"], "seed": problem_seed}
         totals = {"correct": right.total(), "total": n, "accuracy": right.total() / n}
         typer.echo(json.dumps({**result, **totals, "tasks": tasks, "seconds": seconds}))
         return
@@ -66,10 +67,10 @@ def evaluate(
     for name, correct, count in counts:
         rows.append([name, str(correct), str(count), f"{100 * correct / count:.2f}%"])
     typer.echo(table(rows))
-    typer.echo(f"-O{llm.report()['level']}, {seconds:.1f} s, problem seed {problem_seed}")
+    typer.echo(f"-O{llm.engine.report()['level']}, {seconds:.1f} s, problem seed {problem_seed}")
 
 
-def greedy(problems: list[Problem]) -> Any:
+def greedy(problems: Sequence[Problem]) -> SamplingParams:
     """``SamplingParams`` that let the longest answer and its end-of-sequence token through."""
     from ..engine.sampling_params import SamplingParams
 

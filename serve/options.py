@@ -1,13 +1,18 @@
-"""What commands that run a model share: engine options from flags, the model, greedy decoding."""
+"""What commands that run a model share: its options from flags, loading it, running a batch."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import UserError
 
 if TYPE_CHECKING:
+    from ..engine.inputs import Prompt
     from ..engine.llm import LLM
+    from ..engine.outputs import RequestOutput
+    from ..engine.sampling_params import SamplingParams
 
 
 def merge(engine: dict[str, Any], **implied: Any) -> dict[str, Any]:
@@ -32,3 +37,8 @@ def load(options: dict[str, Any]) -> LLM:
     from ..engine.llm import LLM
 
     return LLM(**options)
+
+
+def batch(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+    """``llm.generate`` with a progress bar on a terminal and none in a pipe."""
+    return llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())

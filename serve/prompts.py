@@ -10,16 +10,16 @@ from typing import Any
 
 from ..config import UserError
 
-Prompt = str | list[int]
+TextOrIds = str | list[int]
 
 
-def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
+def read_prompts(texts: Sequence[str], file: str | None) -> list[TextOrIds]:
     """Those of ``-p`` first, then those of ``--prompts-file``.
 
     Raises:
         UserError: there is none, or the file cannot be read as prompts.
     """
-    prompts: list[Prompt] = list(texts)
+    prompts: list[TextOrIds] = list(texts)
     if file is not None:
         prompts += _from_file(file)
     if not prompts:
@@ -27,7 +27,7 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return prompts
 
 
-def _from_file(file: str) -> list[Prompt]:
+def _from_file(file: str) -> list[TextOrIds]:
     """Blank lines separate nothing and are skipped; ``-`` is standard input."""
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def _from_file(file: str) -> list[Prompt]:
     return [line.removesuffix("\r") for _, line in lines]
 
 
-def _from_json(where: str, line: str) -> Prompt:
+def _from_json(where: str, line: str) -> TextOrIds:
     expected = 'expected {"prompt": "text"} or {"prompt_token_ids": [1, 2]}'
     try:
         record: Any = json.loads(line)

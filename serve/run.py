@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import option_specs
+from ..config import UserError, option_specs
 from .flags import DEFAULT_MAX_TOKENS, SAMPLING, takes_flags
-from .options import load, merge
-from .progress import generate
-from .prompts import Prompt, read_prompts
+from .options import batch, load, merge
+from .prompts import read_prompts
 
 if TYPE_CHECKING:
+    from ..engine.inputs import Prompt
     from ..engine.llm import LLM
+    from ..engine.outputs import RequestOutput
     from ..engine.sampling_params import SamplingParams
 
 
@@ -52,24 +55,58 @@ def run(
 ) -> None:
     """Generate text for prompts: one is streamed, several run as one batch.
 
+    With --json each request is printed as it finishes; request_id is its prompt's number.
     Sampling defaults are vLLM's (temperature 1.0), except for --max-tokens.
     """
-    prompts = read_prompts(prompt or [], prompts_file)
+    given = read_prompts(prompt or [], prompts_file)
+    if chat and not all(isinstance(p, str) for p in given):
+        raise UserError("--chat needs prompts of text: prompt_token_ids are past the chat template")
     options = merge(engine, model=model_argument)
     from ..engine.sampling_params import SamplingParams
 
     params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling})
     llm = load(options)
-    if chat:
-        prompts = [_chat_prompt(llm, prompt) for prompt in prompts]
+    prompts: list[Prompt] = [_chat_prompt(llm, str(p)) for p in given] if chat else [*given]
     if json_output:
-        for output in generate(llm, prompts, params):
+        for output in _finished(llm, prompts, params):
             typer.echo(json.dumps(as_json(output), ensure_ascii=False))
+            sys.stdout.flush()
     elif len(prompts) == 1 and params.n == 1:
         _stream(llm, prompts[0], params)
     else:
-        for output in generate(llm, prompts, params):
-            _print_outputs(output)
+        for output in batch(llm, prompts, params):
+            for completion in output.outputs:
+                typer.echo(completion.text if chat else f"{output.prompt or ''}{completion.text}")
+
+
+def as_json(output: RequestOutput) -> dict[str, Any]:
+    """The fields of a finished ``RequestOutput``, its metrics as durations from arrival.
+
+    ``request_id`` is the prompt's number, from 0; logprobs are keyed by token id, as text.
+    """
+    record: dict[str, Any] = asdict(output)
+    metrics = record.pop("metrics")
+    started = metrics["arrival_s"]
+    record["timing"] = {
+        "first_token_s": metrics["first_token_s"] - started,
+        "finished_s": metrics["finished_s"] - started,
+    }
+    record["num_preemptions"] = metrics["num_preemptions"]
+    return record
+
+
+def _chat_prompt(llm: LLM, text: str) -> Prompt:
+    return llm.engine.inputs.chat_prompt([{"role": "user", "content": text}])
+
+
+def _finished(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams
+) -> Iterator[RequestOutput]:
+    """Runs all prompts as one batch; yields each request as it finishes."""
+    for number, prompt in enumerate(prompts):
+        llm.engine.add_request(prompt, params, str(number), final_only=True)
+    while llm.engine.has_unfinished():
+        yield from llm.engine.step()
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:

@@ -15,7 +15,6 @@ if compgen -G '.whl/*.whl' >/dev/null; then
 fi
 
 source tools/pkgroot.sh
-export PYTHONSAFEPATH=1 # the root holds folders called config and ops: keep it off sys.path
 export PYTHONPATH="$PKGROOT:$site${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ ! -f ops/_fw_cuda.so ] || [ -n "$(find csrc CMakeLists.txt -newer ops/_fw_cuda.so -type f)" ]; then
@@ -27,7 +26,8 @@ shift
 case "$command" in
   test)
     code=0
-    "$PYTHON" tools/gpu_stamp.py run "$@" || code=$?
+    # PYTHONSAFEPATH: the root holds folders called config and ops, not for sys.path
+    PYTHONSAFEPATH=1 "$PYTHON" tools/gpu_stamp.py run "$@" || code=$?
     if [ -n "${OUT:-}" ] && [ -f bench/results/gpu-tests.json ]; then
       cp bench/results/gpu-tests.json "$OUT/"
     fi

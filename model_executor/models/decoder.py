@@ -29,9 +29,7 @@ class Attention(nn.Module):
         self.qkv = qkv_linear(
             spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, bias=spec.qkv_bias
         )
-        self.o = row_linear(
-            self.sizes[0], spec.hidden_size, bias=spec.o_bias, units=spec.num_heads
-        )
+        self.o = row_linear(self.sizes[0], spec.hidden_size, bias=spec.o_bias, units=spec.num_heads)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
 
@@ -120,7 +118,7 @@ class DecoderModel(nn.Module):
         tied = self.embed if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied)
         # Computed, not loaded; float32 whatever the model's dtype, as positions need the bits.
-        cache = build_cos_sin_cache(spec.rope, spec.max_position_embeddings)
+        cache = build_cos_sin_cache(spec.rope, spec.head_dim, spec.max_position_embeddings)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def forward(

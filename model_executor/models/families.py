@@ -5,8 +5,6 @@ Where a config leaves a field out, the default is that of the family's class in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..hf_json import HfConfig
@@ -83,8 +81,6 @@ def _dense(
     hidden_size = config.integer("hidden_size")
     if head_dim is None:
         head_dim = config.integer("head_dim", hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.error("head_dim", head_dim, "an even number, as rotary embedding pairs features")
     rope = rope_parameters(config, head_dim)
     return ModelSpec(
         architecture=architecture,
@@ -106,8 +102,8 @@ def _dense(
         qk_norm=qk_norm,
         sliding_windows=sliding_windows,
         dtype=_dtype(config),
-        bos_token_id=config.integer("bos_token_id", least=0) if config.has("bos_token_id") else None,
-        eos_token_ids=_token_ids(config, "eos_token_id"),
+        bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
+        eos_token_ids=config.token_ids("eos_token_id"),
     )
 
 
@@ -119,14 +115,18 @@ def _qwen_windows(config: HfConfig) -> tuple[int, ...]:
     """``layer_types`` decides when given, else ``max_window_layers``: full attention below it."""
     layers = config.integer("num_hidden_layers")
     window = 0
-    if config.flag("use_sliding_window", False) and config.values.get("sliding_window", 0) is not None:
+    if (
+        config.flag("use_sliding_window", False)
+        and config.values.get("sliding_window", 0) is not None
+    ):
         window = config.integer("sliding_window", 4096)
     types = config.values.get("layer_types")
     if types is None:
         first = config.integer("max_window_layers", 28, least=0)
         return tuple(window if i >= first else 0 for i in range(layers))
     known = {"full_attention": 0, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(known):
+    fits = isinstance(types, list) and len(types) == layers
+    if not fits or not all(isinstance(kind, str) and kind in known for kind in types):
         raise config.error("layer_types", types, f"{layers} of: {', '.join(known)}")
     return tuple(known[kind] for kind in types)
 
@@ -138,11 +138,3 @@ def _dtype(config: HfConfig) -> torch.dtype:
     if name not in DTYPES:
         raise config.error(field, name, f"one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _token_ids(config: HfConfig, name: str) -> tuple[int, ...]:
-    value: Any = config.values.get(name)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise config.error(name, value, "a token id or a list of them")
-    return tuple(ids)

@@ -10,8 +10,6 @@ Shape legend: rows are (query, head of the group) pairs that share one KV head.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -19,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .._op import Launch
+from .paged_attention_plan import MAX_SEQS, plan
 
 LOG2_E = 1.4426950408889634
 # Arrival counters of split sequences: one per (sequence, KV head).  Zero between launches.
 MAX_COUNTERS = 1 << 16
-# Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
-MAX_PARTIALS = 8192
 # Finite, so that rows whose tile is fully masked give exp2(-inf) = 0 and never inf - inf.
 _NO_MAX = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -425,101 +422,10 @@ def _prefill_kernel(
     )
     out_row = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head_col
     mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
-    result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    # Rows that are no query may have seen nothing.
+    result = acc / tl.where(row_live, row_sum, 1.0)[:, None]
+    result = result.to(out_ptr.dtype.element_ty)
     tl.store(out_row[:, None] + cols[None, :], result, mask=mask)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one shape launches: pure data, cached.  ``scratch_numel`` counts float32 elements."""
-
-    decode_grid: tuple[int, ...]
-    decode_constexprs: dict[str, Any]
-    max_splits: int
-    partial_rows: int
-    scratch_numel: int
-    prefill_grid: tuple[int, ...]
-    prefill_constexprs: dict[str, Any]
-    prefill_warps: int
-    prefill_stages: int
-
-
-def _max_splits(num_seqs: int, kv_heads: int, max_context: int, min_split: int) -> int:
-    """Splits of the longest sequence: enough programs for one sequence to fill the device.
-
-    Falls with ``num_seqs`` only where scratch would pass MAX_PARTIALS.
-    """
-    fill_device = max(32, min(64, 256 // kv_heads))
-    return max(1, min(fill_device, -(-max_context // min_split), MAX_PARTIALS // num_seqs))
-
-
-def _prefill_tile(
-    block_d: int, itemsize: int, group: int, rows: int, kv_heads: int, num_sms: int
-) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages).  BLOCK_N never depends on the batch: rounding would."""
-    if itemsize == 4:
-        return max(16, triton.next_power_of_2(group)), 32 if block_d <= 128 else 16, 4, 2
-    block_n, stages = (64, 2) if block_d > 128 else (128, 2) if block_d > 64 else (128, 3)
-    few = -(-rows // 128) * kv_heads < num_sms
-    block_m, warps = (64, 4) if few else (128, 8)
-    if block_d > 128 and block_m == 64:
-        warps = 8
-    group_rows = triton.next_power_of_2(group)
-    return (block_m, block_n, warps, stages) if group_rows <= block_m else (group_rows, 64, 8, 2)
-
-
-@functools.lru_cache(maxsize=4096)
-def plan(
-    num_tokens: int,
-    num_seqs: int,
-    max_context: int,
-    kv_heads: int,
-    group: int,
-    head_dim: int,
-    page: int,
-    itemsize: int,
-    num_sms: int,
-) -> Plan:
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    # Few variants, since each is a compilation; a larger scan costs little.
-    seqs = next(n for n in (64, 1024, MAX_COUNTERS) if num_seqs <= n)
-    shared = {
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "PAGE": page,
-        "SEQS": seqs,
-        "BLOCK_D": block_d,
-        "PRECISION": "ieee" if itemsize == 4 else "tf32",
-    }
-    # 16 KiB of K a tile: with three stages two programs fit one multiprocessor.
-    block_n = max(16, min(128, 16384 // (block_d * itemsize)))
-    min_split = max(block_n, 256 if kv_heads >= 8 else 128)
-    max_splits = _max_splits(num_seqs, kv_heads, max_context, min_split)
-    partial_rows = num_seqs * kv_heads * max_splits * group if max_splits > 1 else 0
-    block_g = triton.next_power_of_2(group)
-    decode = shared | {
-        "MIN_SPLIT": min_split,
-        "BLOCK_M": max(16, block_g),
-        "BLOCK_N": block_n,
-        "BLOCK_G": block_g,
-        "CHUNK": max(1, min(16, 8192 // (block_g * block_d))),
-    }
-    block_m, prefill_n, warps, stages = _prefill_tile(
-        block_d, itemsize, group, num_tokens * group, kv_heads, num_sms
-    )
-    tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
-    return Plan(
-        decode_grid=(min(num_seqs * kv_heads * max_splits, 2 * num_sms),),
-        decode_constexprs=decode,
-        max_splits=max_splits,
-        partial_rows=partial_rows,
-        scratch_numel=max(1, partial_rows * (head_dim + 1)),
-        prefill_grid=(kv_heads, tiles),
-        prefill_constexprs=shared | {"BLOCK_M": block_m, "BLOCK_N": prefill_n},
-        prefill_warps=warps,
-        prefill_stages=stages,
-    )
 
 
 @functools.cache
@@ -565,8 +471,11 @@ def paged_attention(
     num_seqs, max_blocks = block_table.shape
     _, _, page, kv_heads, _ = kv_cache.shape
     _check_layout(q, kv_cache, block_table, out)
-    if num_seqs * kv_heads > MAX_COUNTERS:
-        raise ValueError(f"{num_seqs} sequences x {kv_heads} KV heads > {MAX_COUNTERS}")
+    if num_seqs > MAX_SEQS or num_seqs * kv_heads > MAX_COUNTERS:
+        raise ValueError(
+            f"paged_attention takes {MAX_SEQS} sequences and {MAX_COUNTERS} pairs of a sequence"
+            f" and a KV head at most, got {num_seqs} sequences of {kv_heads} KV heads"
+        )
     if num_tokens == 0 or num_seqs == 0:
         return [], None
     p = plan(
@@ -602,7 +511,14 @@ def paged_attention(
         "max_splits": p.max_splits,
         "partial_rows": p.partial_rows,
     }
-    decode = Launch(_decode_kernel, p.decode_grid, decode_args, p.decode_constexprs | flags, 4, 3)
+    decode = Launch(
+        _decode_kernel,
+        p.decode_grid,
+        decode_args,
+        p.decode_constexprs | flags,
+        p.decode_warps,
+        num_stages=4,
+    )
     if num_tokens == num_seqs:
         return [decode], None
     prefill = Launch(

@@ -15,8 +15,6 @@ PROMISED = {
         "905-46=859  [stop]",
         "sort 5 3 9 1=1 3 5 9  [stop]",
         "reverse kernel=lenrek  [stop]",
-        "min 41 7 300=7  [stop]",
-        "max 41 7 300=300  [stop]",
         "sampled: [",
     ],
     "streaming.py": ["reverse fusewrig=girwesuf  [stop]"],

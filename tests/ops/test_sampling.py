@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from fusewright import ops
 from fusewright.ops._sampling import gumbel_noise
-from torch import Tensor
 
 IMPLEMENTATIONS = ("native", "triton")
 F32 = torch.float32
@@ -67,11 +68,12 @@ def chi_square_limit(degrees: int) -> float:
 
 
 def num_draws(implementation: str, device: torch.device | str) -> int:
-    interpreted = implementation == "triton" and torch.device(device).type == "cpu"
-    return 1500 if interpreted else 40_000
+    return 200 if interpreted(implementation, device) else 40_000
 
 
-# --- noise -------------------------------------------------------------------------------------
+def interpreted(implementation: str, device: torch.device | str) -> bool:
+    """Whether kernels run in Triton's interpreter, at some milliseconds a row."""
+    return implementation == "triton" and torch.device(device).type == "cpu"
 
 
 @pytest.mark.parametrize("vary", ["index", "position", "seed low", "seed high"])
@@ -111,16 +113,13 @@ def test_noise_tail_is_finite_and_reaches_as_far_as_it_should() -> None:
     assert abs(noise.mean().item() - 0.57722) < 5 * 1.2825 / math.sqrt(noise.numel())
 
 
-# --- draws -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("vary", ["position", "seed"])
 def test_draws_follow_softmax(
     implementation: str, device: torch.device, temperature: float, vary: str
 ) -> None:
     n = num_draws(implementation, device)
-    row = randn(device, 23)
+    row = randn(device, 7)
     logits = row.expand(n, -1).contiguous()
     count = torch.arange(n, device=device)
     if vary == "position":
@@ -130,9 +129,9 @@ def test_draws_follow_softmax(
         tokens = draw(implementation, logits, temperature, seeds=count, positions=positions)
     right = torch.softmax(row / temperature, -1)
     wrong = torch.softmax(row / (temperature * 1.3), -1)
-    assert chi_square(tokens, right) < chi_square_limit(22)
+    assert chi_square(tokens, right) < chi_square_limit(6)
     if n > 20_000:
-        assert chi_square(tokens, wrong) > chi_square_limit(22)
+        assert chi_square(tokens, wrong) > chi_square_limit(6)
 
 
 def test_draws_within_filters_follow_renormalized_softmax(
@@ -140,7 +139,7 @@ def test_draws_within_filters_follow_renormalized_softmax(
 ) -> None:
     n = num_draws(implementation, device)
     row = randn(device, 23, seed=3)
-    k = 6
+    k = 4
     tokens = draw(
         implementation,
         row.expand(n, -1).contiguous(),
@@ -180,7 +179,7 @@ def filters(device: torch.device, n: int) -> dict[str, Tensor]:
 def test_a_row_draws_the_same_alone_and_in_any_batch(
     implementation: str, device: torch.device, filtered: bool
 ) -> None:
-    n, vocab = 64, 2500
+    n, vocab = (16, 600) if interpreted(implementation, device) else (64, 2500)
     logits = 2 * randn(device, n, vocab)
     temperature = torch.linspace(0.0, 2.0, n, device=device)
     seeds = torch.arange(n, device=device) * 7919 - 3
@@ -224,9 +223,6 @@ def test_native_and_triton_draw_the_same(device: torch.device) -> None:
     for chosen in ({}, filters(device, 48)):
         native = draw("native", logits, 0.8, seeds=-(2**40) + 3, **chosen)
         assert torch.equal(native, draw("triton", logits, 0.8, seeds=-(2**40) + 3, **chosen))
-
-
-# --- kept sets ---------------------------------------------------------------------------------
 
 
 def brute_force_kept(
@@ -340,9 +336,6 @@ def test_masked_and_broken_rows(implementation: str, device: torch.device) -> No
             assert tokens[2:] == [0, 1001, 77, 0]
 
 
-# --- argmax ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_seqs", [1, 4, 5, 70])
 @pytest.mark.parametrize("vocab", [1, 1000, 4099])
 def test_argmax_takes_the_lowest_of_ties(
@@ -355,119 +348,6 @@ def test_argmax_takes_the_lowest_of_ties(
     logits[0, vocab // 2 :] = 9.0
     assert op(logits)[0] == vocab // 2
     assert op(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
-
-
-# --- penalties ---------------------------------------------------------------------------------
-
-
-def penalized_row(
-    row: list[float], prompt: list[int], output: list[int], rep: float, freq: float, pres: float
-) -> list[float]:
-    result = list(row)
-    for token in set(prompt) | set(output):
-        result[token] = result[token] / rep if result[token] > 0 else result[token] * rep
-    for token in output:
-        result[token] -= freq
-    for token in set(output):
-        result[token] -= pres
-    return result
-
-
-def test_penalties_match_a_plain_model_while_tokens_are_counted(
-    implementation: str, device: torch.device
-) -> None:
-    vocab, max_num_seqs, steps = 61, 5, 12
-    prompts = [[1, 2, 2, 60], [5], [0, 7, 9, 11]]
-    slot_of = [4, -1, 2]  # the middle request has no penalties
-    parameters = [(1.3, 0.4, 0.7), (1.0, 0.0, 0.0), (0.8, -0.5, 1.1)]
-    counts = torch.full((max_num_seqs, vocab), 0, dtype=torch.int32, device=device)
-    prompt_mask = torch.zeros((max_num_seqs, vocab), dtype=torch.bool, device=device)
-    counts[0], prompt_mask[0] = 3, True  # a foreign slot, which nothing may read or change
-    for prompt, slot in zip(prompts, slot_of, strict=True):
-        if slot >= 0:
-            prompt_mask[slot, prompt] = True
-    slots = torch.tensor(slot_of, dtype=torch.int32, device=device)
-    rep, freq, pres = torch.tensor(parameters, device=device).T.contiguous()
-    penalize = ops.BY_NAME["apply_penalties"].overload(implementation)
-    count = ops.BY_NAME["count_tokens"].overload(implementation)
-    outputs: list[list[int]] = [[], [], []]
-    for step in range(steps):
-        logits = 2 * randn(device, 3, vocab, seed=step)
-        expected = [
-            penalized_row(row, prompts[i], outputs[i], *parameters[i])
-            for i, row in enumerate(logits.tolist())
-        ]
-        penalize(logits, counts, prompt_mask, slots, rep, freq, pres)
-        torch.testing.assert_close(logits.cpu(), torch.tensor(expected), atol=1e-5, rtol=1e-5)
-        tokens = logits[:, :8].argmax(-1).int()  # of few, so that tokens repeat
-        count(tokens, slots, counts)
-        for output, token in zip(outputs, tokens.tolist(), strict=True):
-            output.append(token)
-    assert max(counts[2].max().item(), counts[4].max().item()) > 1
-    assert (counts[0] == 3).all() and counts[1].sum() == counts[3].sum() == 0
-
-
-def test_counting_a_whole_output_at_once_rebuilds_the_state(
-    implementation: str, device: torch.device
-) -> None:
-    output = torch.tensor([3, 3, 0, 9, 3, -1], dtype=torch.int32, device=device)
-    counts = torch.zeros((3, 10), dtype=torch.int32, device=device)
-    ops.BY_NAME["count_tokens"].overload(implementation)(output, full(device, 6, 1).int(), counts)
-    assert counts.tolist() == [[0] * 10, [1, 0, 0, 3, 0, 0, 0, 0, 0, 1], [0] * 10]
-
-
-# --- logprobs ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [40, 4097])
-def test_logprobs_match_log_softmax(
-    implementation: str, device: torch.device, dtype: torch.dtype, vocab: int
-) -> None:
-    logits = (5 * randn(device, 7, vocab)).to(dtype)  # bfloat16 rounding makes ties
-    token_ids = torch.tensor([0, vocab - 1, 3, 5, 7, 11, 13], dtype=torch.int32, device=device)
-    token_ids[3] = logits[3].argmax()
-    op = ops.BY_NAME["token_logprobs"].overload(implementation)
-    chosen, rank, top, top_ids = op(logits, token_ids, 20)
-    expected = torch.log_softmax(logits.double(), -1)
-    picked = expected.gather(-1, token_ids.long()[:, None]).squeeze(-1)
-    torch.testing.assert_close(chosen.double(), picked, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(
-        top.double(), expected.gather(-1, top_ids.long()), atol=2e-5, rtol=1e-5
-    )
-    for row, values in enumerate(logits.tolist()):
-        order = sorted(range(vocab), key=lambda token: (-values[token], token))  # noqa: B023
-        assert top_ids[row].tolist() == order[:20]
-        assert rank[row].item() == 1 + order.index(int(token_ids[row]))
-
-
-def test_logprobs_of_masked_rows(implementation: str, device: torch.device) -> None:
-    logits = torch.full((2, 300), -torch.inf, device=device)
-    logits[0, 299] = -5.0
-    token_ids = torch.tensor([299, 4], dtype=torch.int32, device=device)
-    op = ops.BY_NAME["token_logprobs"].overload(implementation)
-    chosen, rank, top, top_ids = op(logits, token_ids, 2)
-    assert chosen.tolist() == [0.0, -math.inf]
-    assert rank.tolist() == [1, 5]
-    assert top.tolist() == [[0.0, -math.inf], [-math.inf, -math.inf]]
-    assert top_ids.tolist() == [[299, 0], [0, 1]]
-
-
-def test_more_logprobs_than_the_kernel_selects_fall_back_with_a_reason() -> None:
-    op = ops.BY_NAME["token_logprobs"]
-    args = (torch.zeros(2, 100, device="meta"), torch.zeros(2, device="meta").int(), 50)
-    choice = ops.choose(op, op.describe(args), inline_first=False)
-    assert choice.implementation == "native"
-    assert dict(choice.rejected)["triton"] == "num_logprobs 50 > 32: one selection round each"
-
-
-def test_more_logprobs_than_tokens_are_refused(implementation: str, device: torch.device) -> None:
-    op = ops.BY_NAME["token_logprobs"].overload(implementation)
-    with pytest.raises(ValueError, match="num_logprobs is 12, expected 0 to the vocabulary, 11"):
-        op(randn(device, 1, 11), torch.zeros(1, dtype=torch.int32, device=device), 12)
-
-
-# --- graphs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

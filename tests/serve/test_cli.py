@@ -17,6 +17,7 @@ import typer
 
 from fusewright import __version__
 from fusewright.config import LEVELS, EngineOptions, UserError, option_specs
+from fusewright.engine.sampling_params import SamplingParams
 from fusewright.serve.cli import main
 from fusewright.serve.env import collect
 from fusewright.serve.flags import SAMPLING, takes_flags
@@ -160,12 +161,16 @@ def test_stop_repeats() -> None:
 
 
 def test_sampling_flags_are_sampling_params() -> None:
-    engine = pytest.importorskip("fusewright.engine.sampling_params")
+    changed = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "n": 2, "ignore_eos": True}
     for spec in SAMPLING:
-        words = example_of(spec.type, ()) if spec.type != "bool" else ([], True)
-        value = 1.0 if spec.type == "float" else words[1]
-        params = engine.SamplingParams(**{"max_tokens": 4, spec.name: value})
+        value = changed.get(spec.name, ("x",) if spec.name == "stop" else 3)
+        value = 1.5 if spec.name.endswith("penalty") else value
+        params = SamplingParams(**{spec.name: value})
         assert getattr(params, spec.name) == value
+        default = getattr(SamplingParams(), spec.name)
+        assert default != value
+        # The help text must not promise another default than the one that applies.
+        assert spec.name == "max_tokens" or (default or None) == (spec.default or None)
 
 
 # Refusals
@@ -276,13 +281,25 @@ def test_an_unexpected_error_keeps_its_traceback_and_exits_1() -> None:
     assert "null byte" in done.stderr
 
 
-def test_the_console_script_passes_the_exit_code_on() -> None:
-    script = Path(sys.executable).with_name("fusewright")
-    if not script.exists():
-        pytest.skip("fusewright is not installed in this environment")
-    done = subprocess.run([script, "explain"], capture_output=True, text=True, timeout=60)
+SCRIPT = Path(sys.executable).with_name("fusewright")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        [sys.executable, "-m", "fusewright.serve.cli"],
+        pytest.param(
+            [str(SCRIPT)],
+            marks=pytest.mark.skipif(not SCRIPT.exists(), reason="fusewright is not installed"),
+        ),
+    ],
+    ids=["-m", "script"],
+)
+def test_the_exit_code_reaches_the_shell(program: list[str]) -> None:
+    done = subprocess.run([*program, "explain"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
 
 
 # Prompts

@@ -1,0 +1,106 @@
+"""Prompts in -> token ids, checked before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..config import UserError
+from .chat_template import Message
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer, missing_tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with ``prompt_token_ids`` and/or ``prompt`` (the text of the ids)."""
+
+
+@dataclass(frozen=True)
+class InputProcessor:
+    """Checks and encodes prompts.
+
+    Without a ``tokenizer`` token-id prompts still work; ``tokenizer_folder`` is then named in the
+    error for the others.
+    """
+
+    tokenizer: Tokenizer | None
+    tokenizer_folder: Path
+    vocab_size: int
+    max_model_len: int
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], str | None]:
+        """(token ids, text) of a prompt; the text is None when only ids were given.
+
+        Raises:
+            UserError: the prompt is empty, too long, of an unknown form, has ids outside the
+                vocabulary, or needs a tokenizer that is not there.
+        """
+        if params.stop_strings and self.tokenizer is None:
+            raise UserError(f"stop={params.stop!r} needs text: {self._missing()}")
+        token_ids, text = self._token_ids(prompt)
+        if not token_ids:
+            raise UserError("prompt is empty: expected at least one token")
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise UserError(f"prompt token id {token_id!r}: expected an integer")
+        # min and max beat a comparison of every id by far on long prompts.
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise UserError(
+                    f"prompt token id {token_id}: outside the vocabulary, 0..{self.vocab_size - 1}"
+                )
+        for token_id in params.stop_ids:
+            if token_id >= self.vocab_size:
+                raise UserError(
+                    f"SamplingParams: stop_token_ids has {token_id}: outside the vocabulary, "
+                    f"0..{self.vocab_size - 1}"
+                )
+        if len(token_ids) >= self.max_model_len:
+            raise UserError(
+                f"prompt of {len(token_ids)} tokens: max_model_len={self.max_model_len} leaves "
+                f"room for {self.max_model_len - 1} and one output token; shorten it or raise "
+                "max_model_len"
+            )
+        return token_ids, text
+
+    def max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Where prompt and output together end."""
+        if params.max_tokens is None:
+            return self.max_model_len
+        return min(num_prompt_tokens + params.max_tokens, self.max_model_len)
+
+    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> Prompt:
+        """The prompt of a conversation, through the model's chat template."""
+        tokenizer = self.require_tokenizer()
+        text = tokenizer.render_chat(messages, **variables)
+        # The template wrote the special tokens itself.
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise self._missing()
+        return self.tokenizer
+
+    def _missing(self) -> UserError:
+        return missing_tokenizer(self.tokenizer_folder)
+
+    def _token_ids(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            return (self.require_tokenizer().encode(prompt) if prompt else []), prompt
+        if isinstance(prompt, Mapping):
+            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            if ids is not None:
+                return list(ids), text
+            if isinstance(text, str):
+                return self._token_ids(text)
+            raise UserError(
+                f"prompt has keys {sorted(prompt)}: expected prompt or prompt_token_ids"
+            )
+        if isinstance(prompt, Sequence):
+            return [*prompt], None
+        raise UserError(
+            f"prompt of type {type(prompt).__name__}: expected text, token ids or "
+            "{'prompt_token_ids': […]}"
+        )

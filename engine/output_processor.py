@@ -1,0 +1,174 @@
+"""New tokens in -> ``RequestOutput``s: text, stop strings, log probabilities, the ``n`` outputs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from .detokenizer import Detokenizer
+from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from .request import Request
+from .scheduler import NewToken
+from .tokenizer import Tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class _Completion:
+    """One output in the making; ``request`` generates its tokens."""
+
+    request: Request
+    detokenizer: Detokenizer | None
+    deferred: bool
+    """Its text is made once, at the end: nobody reads it before and no stop string can end it."""
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+    closed: bool = False
+
+    def snapshot(self, index: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text="" if self.detokenizer is None else self.detokenizer.text,
+            token_ids=list(self.request.output_token_ids),
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.request.finish_reason,
+            stop_reason=self.request.stop_reason,
+        )
+
+    def close(self) -> None:
+        """Complete the text; the request has finished."""
+        self.closed = True
+        if self.detokenizer is None:
+            return
+        if self.deferred:
+            ids = self.request.output_token_ids
+            self.detokenizer.push(ids[:-1] if _hides_last(self.request) else ids)
+        self.detokenizer.finish()
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A caller's request: ``n`` outputs of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    final_only: bool
+    metrics: RequestMetrics
+    completions: list[_Completion] = field(default_factory=list)
+    num_open: int = 0
+
+    def snapshot(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[c.snapshot(i) for i, c in enumerate(self.completions)],
+            finished=self.num_open == 0,
+            metrics=self.metrics,
+        )
+
+
+class OutputProcessor:
+    """Follows the unfinished requests of callers; a group is known by the caller's id."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._groups: dict[str, _Group] = {}
+        self._of_request: dict[str, tuple[_Group, _Completion]] = {}
+        # Of the current step, in the order of the batch.
+        self._touched: dict[str, _Group] = {}
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._groups
+
+    def add(self, request_id: str, requests: list[Request], *, final_only: bool) -> None:
+        """Follow the requests that generate the outputs of ``request_id``."""
+        first = requests[0]
+        metrics = RequestMetrics(arrival_s=time.monotonic())
+        group = _Group(request_id, first.prompt, first.prompt_token_ids, final_only, metrics)
+        for request in requests:
+            params = request.sampling_params
+            detokenizer = None
+            if self._tokenizer is not None:
+                detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
+            with_logprobs = params.logprobs is not None
+            completion = _Completion(
+                request=request,
+                detokenizer=detokenizer,
+                deferred=final_only and not params.stop_strings,
+                logprobs=[] if with_logprobs else None,
+                cumulative_logprob=0.0 if with_logprobs else None,
+            )
+            group.completions.append(completion)
+            self._of_request[request.request_id] = (group, completion)
+        group.num_open = len(requests)
+        self._groups[request_id] = group
+
+    def append(self, token: NewToken) -> str | None:
+        """Take one new token; returns the stop string it completes: the caller then finishes the
+        request."""
+        group, completion = self._of_request[token.request.request_id]
+        self._touched[group.request_id] = group
+        if group.metrics.first_token_s is None:
+            group.metrics.first_token_s = time.monotonic()
+        if completion.logprobs is not None:
+            self._append_logprobs(completion, token)
+        if completion.detokenizer is None or completion.deferred:
+            return None
+        if _hides_last(token.request):
+            return None
+        return completion.detokenizer.push([token.token_id])
+
+    def collect(self) -> list[RequestOutput]:
+        """Outputs of this step's tokens; call after the requests they end are finished."""
+        outputs: list[RequestOutput] = []
+        for group in self._touched.values():
+            self._close_finished(group)
+            if group.num_open == 0 or not group.final_only:
+                outputs.append(group.snapshot())
+        self._touched.clear()
+        return outputs
+
+    def request_ids(self, request_id: str) -> list[str]:
+        """Ids of the scheduler's requests behind a caller's."""
+        return [c.request.request_id for c in self._groups[request_id].completions]
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """Stop following requests that are finished or aborted; what they have is their output."""
+        group = self._groups[request_id]
+        self._close_finished(group)
+        return group.snapshot()
+
+    def _close_finished(self, group: _Group) -> None:
+        for completion in group.completions:
+            request = completion.request
+            if completion.closed or not request.is_finished:
+                continue
+            completion.close()
+            group.num_open -= 1
+            group.metrics.num_preemptions += request.num_preemptions
+            del self._of_request[request.request_id]
+        if group.num_open == 0:
+            group.metrics.finished_s = time.monotonic()
+            del self._groups[group.request_id]
+
+    def _append_logprobs(self, completion: _Completion, token: NewToken) -> None:
+        logprobs = token.logprobs
+        if logprobs is None or completion.logprobs is None or completion.cumulative_logprob is None:
+            raise RuntimeError(f"request {token.request.request_id!r}: no logprobs came back")
+        entry = {
+            token.token_id: Logprob(logprobs.logprob, logprobs.rank, self._text(token.token_id))
+        }
+        for rank, (token_id, logprob) in enumerate(logprobs.top, start=1):
+            entry.setdefault(token_id, Logprob(logprob, rank, self._text(token_id)))
+        completion.logprobs.append(entry)
+        completion.cumulative_logprob += logprobs.logprob
+
+    def _text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+
+def _hides_last(request: Request) -> bool:
+    """The id that ended the request is no text, unless asked for."""
+    return request.ended_by_token and not request.sampling_params.include_stop_str_in_output

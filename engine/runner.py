@@ -1,0 +1,200 @@
+"""Runs batches on the device: inputs into static buffers, a graph or the program, then sampling.
+
+Nothing here waits for the device; ``PendingStep.result`` does, one step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..compiler import Program
+from ..graph_capture import CapturedGraphs, Dispatcher, GraphKind, StepBuffers
+from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
+from .sampler import OpTable, Sampled, Sampler
+
+_NO_SLOT = -1
+
+
+class BlockTables:
+    """Every slot's KV block ids on the host, [max_num_seqs, max_blocks], kept up incrementally."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self.rows: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._filled = [0] * max_num_seqs
+
+    def release(self, slot: int) -> None:
+        self._filled[slot] = 0
+
+    def update(self, slot: int, block_ids: Sequence[int]) -> bool:
+        """Append the blocks that the slot's request has gained; whether it is new in the slot."""
+        filled, total = self._filled[slot], len(block_ids)
+        if filled != total:
+            self.rows[slot, filled:total] = block_ids[filled:]
+            self._filled[slot] = total
+        return filled == 0
+
+
+@dataclass
+class LaunchedStep:
+    """A step on its way; results are copied to pinned memory behind ``done``."""
+
+    batch_size: int
+    num_logprobs: list[int | None]
+    token_ids: Tensor
+    logprobs: tuple[Tensor, ...] | None
+    done: torch.cuda.Event | None
+
+    def result(self) -> StepResult:
+        """Wait for the step; its tokens and, where asked for, their logprobs."""
+        if self.done is not None:
+            self.done.synchronize()
+        token_ids: list[int] = self.token_ids.tolist()
+        if self.logprobs is None:
+            return StepResult(token_ids)
+        chosen, ranks, top, top_ids = (tensor.tolist() for tensor in self.logprobs)
+        rows: list[TokenLogprobs | None] = []
+        for row, count in enumerate(self.num_logprobs):
+            if count is None:
+                rows.append(None)
+                continue
+            best = list(zip(top_ids[row][:count], top[row][:count], strict=True))
+            rows.append(TokenLogprobs(chosen[row], ranks[row], best))
+        return StepResult(token_ids, rows)
+
+
+class Runner:
+    """Launches batches in order on the current stream.
+
+    Args:
+        program: bound to weights and KV caches.
+        graphs: what was captured of it.
+        dispatcher: chooses the graph of every step, and counts.
+        buffers: the static inputs that the graphs read.
+        sampler: turns logits into tokens.
+        table: implementations of the ops that run outside of the program.
+        block_size: tokens a KV block.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        graphs: CapturedGraphs,
+        dispatcher: Dispatcher,
+        buffers: StepBuffers,
+        sampler: Sampler,
+        table: OpTable,
+        *,
+        block_size: int,
+    ) -> None:
+        self._program, self._graphs, self._dispatcher = program, graphs, dispatcher
+        self._buffers, self._sampler, self._ops = buffers, sampler, table
+        self._block_size = block_size
+        self._tables = BlockTables(buffers.max_seqs, buffers.max_blocks)
+        self._on_gpu = sampler.last_tokens.device.type == "cuda"
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Enqueue one step and return at once."""
+        for slot in batch.finished_slots:
+            self._tables.release(slot)
+        num_tokens, num_seqs = batch.num_tokens, batch.num_seqs
+        dispatch = self._dispatcher.choose(num_tokens, uniform_decode=batch.is_uniform_decode)
+        padded_seqs = dispatch.num_tokens if dispatch.kind is GraphKind.FULL else num_seqs
+        self._write_inputs(batch, dispatch.num_tokens, padded_seqs)
+        device = self._buffers.device
+        self._ops(
+            "feed_tokens",
+            device["input_ids"][:num_tokens],
+            self._sampler.last_tokens,
+            device["feed_slots"][:num_seqs],
+        )
+        if dispatch.kind is GraphKind.FULL:
+            logits = self._graphs.replay_full(dispatch.num_tokens)[:num_seqs]
+        else:
+            views = self._buffers.views(num_tokens=dispatch.num_tokens, num_seqs=num_seqs)
+            if dispatch.kind is GraphKind.PIECEWISE:
+                logits = self._graphs.replay_piecewise(dispatch.num_tokens, views)
+            else:
+                logits = self._program.run(views)
+        sampled = self._sampler.sample(
+            logits, batch, device["slots"][:num_seqs], device["seq_lens"][:num_seqs]
+        )
+        return self._start_readback(batch, sampled)
+
+    def _write_inputs(self, batch: Batch, padded_tokens: int, padded_seqs: int) -> None:
+        host = self._buffers.next_host()
+        arrays = host.arrays
+        arrays["query_start_loc"][0] = 0
+        offset, num_blocks = 0, 1
+        for row, entry in enumerate(batch.scheduled):
+            request = entry.request
+            if self._tables.update(request.slot, request.block_ids):
+                self._sampler.admit(request, request.slot)
+            num_blocks = max(num_blocks, len(request.block_ids))
+            self._write_tokens(arrays, entry, offset)
+            offset += entry.num_tokens
+            arrays["seq_lens"][row] = entry.start + entry.num_tokens
+            arrays["query_start_loc"][row + 1] = offset
+            arrays["slots"][row] = request.slot
+            arrays["feed_slots"][row] = request.slot if entry.input_on_device else _NO_SLOT
+        num_seqs = batch.num_seqs
+        arrays["input_ids"][offset:padded_tokens] = 0
+        arrays["positions"][offset:padded_tokens] = 0
+        arrays["slot_mapping"][offset:padded_tokens] = _NO_SLOT
+        arrays["seq_lens"][num_seqs:padded_seqs] = 0
+        arrays["slots"][num_seqs:padded_seqs] = 0
+        arrays["feed_slots"][num_seqs:padded_seqs] = _NO_SLOT
+        padding = np.arange(1, padded_seqs - num_seqs + 1, dtype=np.int32)
+        arrays["query_start_loc"][num_seqs + 1 : padded_seqs + 1] = offset + padding
+        table = arrays["block_table"][: padded_seqs * num_blocks].reshape(padded_seqs, num_blocks)
+        table[:num_seqs] = self._tables.rows[arrays["slots"][:num_seqs], :num_blocks]
+        table[num_seqs:] = 0
+        self._buffers.upload(
+            host, num_tokens=padded_tokens, num_seqs=padded_seqs, num_blocks=num_blocks
+        )
+
+    def _write_tokens(
+        self, arrays: dict[str, npt.NDArray[np.int32]], entry: ScheduledRequest, offset: int
+    ) -> None:
+        request, start, end = entry.request, entry.start, entry.start + entry.num_tokens
+        size = self._block_size
+        if entry.num_tokens == 1:
+            known = not entry.input_on_device
+            arrays["input_ids"][offset] = request.tokens(start, end)[0] if known else 0
+            arrays["positions"][offset] = start
+            block = request.block_ids[start // size]
+            arrays["slot_mapping"][offset] = block * size + start % size
+            return
+        rows = slice(offset, offset + entry.num_tokens)
+        positions = np.arange(start, end, dtype=np.int32)
+        arrays["input_ids"][rows] = request.tokens(start, end)
+        arrays["positions"][rows] = positions
+        blocks = self._tables.rows[request.slot, positions // size]
+        arrays["slot_mapping"][rows] = blocks * size + positions % size
+
+    def _start_readback(self, batch: Batch, sampled: Sampled) -> LaunchedStep:
+        wanted = [
+            entry.request.sampling_params.logprobs if entry.samples else None
+            for entry in batch.scheduled
+        ]
+        logprobs = None
+        if sampled.logprobs is not None:
+            logprobs = tuple(self._to_host(tensor) for tensor in sampled.logprobs)
+        token_ids = self._to_host(sampled.token_ids)
+        done = None
+        if self._on_gpu:
+            done = torch.cuda.Event()
+            done.record()
+        return LaunchedStep(batch.num_seqs, wanted, token_ids, logprobs, done)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if not self._on_gpu:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)

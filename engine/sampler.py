@@ -1,0 +1,199 @@
+"""Logits to tokens on the device: greedy batches by one kernel, others with per-slot parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import ops
+from .batch import Batch, ScheduledRequest
+from .request import Request
+
+SelectOp = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One step's tokens [num_seqs] int32 on the device; ``logprobs`` as ``ops.token_logprobs``
+    returns them, when some request of the batch wants them."""
+
+    token_ids: Tensor
+    logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class _RowParameters:
+    """Sampling parameters of a batch, one row a sequence, on the device."""
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    seeds: Tensor
+    penalty_slots: Tensor | None
+    repetition_penalty: Tensor
+    frequency_penalty: Tensor
+    presence_penalty: Tensor
+
+
+class OpTable:
+    """Implementations of the ops that run outside of the compiled program, chosen once a dtype."""
+
+    def __init__(self, *, hand_kernels: bool, kernels: Mapping[str, str], sm: int) -> None:
+        self._hand_kernels, self._kernels, self._sm = hand_kernels, dict(kernels), sm
+        self._chosen: dict[tuple[Any, ...], Any] = {}
+        self.choices: dict[str, str] = {}
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        """Run op ``name`` by the implementation that fits ``args``."""
+        key = (name, *(a.dtype for a in args if isinstance(a, Tensor)))
+        overload = self._chosen.get(key)
+        if overload is None:
+            op = ops.BY_NAME[name]
+            desc = op.describe(args, sm=self._sm)
+            override = self._kernels.get(name, "")
+            choice = ops.choose(op, desc, inline_first=not self._hand_kernels, override=override)
+            self.choices[name] = str(choice)
+            overload = self._chosen[key] = op.overload(choice.implementation)
+        return overload(*args)
+
+
+class Sampler:
+    """Samples one token a sequence, and keeps what sampling needs to know of earlier tokens.
+
+    Args:
+        vocab_size: columns of the logits.
+        seed: of requests that give none; each then gets its own by order of admission.
+    """
+
+    def __init__(
+        self, table: OpTable, device: torch.device, *, max_num_seqs: int, vocab_size: int, seed: int
+    ) -> None:
+        self._ops, self._device = table, device
+        self._max_num_seqs, self._vocab_size = max_num_seqs, vocab_size
+        self._seed = seed
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._counts: Tensor | None = None
+        self._prompt_mask: Tensor | None = None
+        self._rows: tuple[tuple[int, ...], _RowParameters] | None = None
+
+    def admit(self, request: Request, slot: int) -> None:
+        """Set up the device state of a request that starts in ``slot``."""
+        if not request.sampling_params.has_penalties:
+            return
+        if self._counts is None or self._prompt_mask is None:
+            shape = (self._max_num_seqs, self._vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        counts = np.bincount(request.output_token_ids, minlength=self._vocab_size)
+        self._counts[slot].copy_(torch.from_numpy(counts.astype(np.int32)))
+        prompt = torch.tensor(request.prompt_token_ids, dtype=torch.long, device=self._device)
+        self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
+
+    def sample(self, logits: Tensor, batch: Batch, slots: Tensor, seq_lens: Tensor) -> Sampled:
+        """Choose the next token of every row.
+
+        Args:
+            logits: [num_seqs, vocab], the model's dtype.
+            slots, seq_lens: [num_seqs] int32 on the device; a sequence's length is the position
+                of the token being sampled.
+        """
+        entries = batch.scheduled
+        wanted = [e.request.sampling_params.logprobs for e in entries if e.samples]
+        num_logprobs = max((n for n in wanted if n is not None), default=None)
+        if all(_is_plain_greedy(entry) for entry in entries):
+            token_ids = self._ops("argmax", logits)
+        else:
+            token_ids = self._sample(logits, entries, seq_lens)
+        logprobs = None
+        if num_logprobs is not None:
+            logprobs = self._ops("token_logprobs", logits, token_ids, num_logprobs)
+        self._ops("keep_tokens", self.last_tokens, token_ids, slots)
+        return Sampled(token_ids, logprobs)
+
+    def _sample(self, logits: Tensor, entries: list[ScheduledRequest], seq_lens: Tensor) -> Tensor:
+        rows = self._parameters(entries)
+        values = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        if rows.penalty_slots is not None:
+            self._ops(
+                "apply_penalties",
+                values,
+                self._counts,
+                self._prompt_mask,
+                rows.penalty_slots,
+                rows.repetition_penalty,
+                rows.frequency_penalty,
+                rows.presence_penalty,
+            )
+        for row, entry in enumerate(entries):
+            if _below_min_tokens(entry) and (banned := list(entry.request.stop_ids)):
+                values[row, banned] = -torch.inf
+        token_ids: Tensor = self._ops(
+            "sample",
+            values,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            rows.seeds,
+            seq_lens,
+        )
+        if rows.penalty_slots is not None:
+            self._ops("count_tokens", token_ids, rows.penalty_slots, self._counts)
+        return token_ids
+
+    def _parameters(self, entries: list[ScheduledRequest]) -> _RowParameters:
+        """Device rows of this batch; those of the last batch when nobody came or went."""
+        key = tuple(hash((e.request.arrival, e.request.slot, e.samples)) for e in entries)
+        if self._rows is None or self._rows[0] != key:
+            self._rows = key, self._upload(entries)
+        return self._rows[1]
+
+    def _upload(self, entries: list[ScheduledRequest]) -> _RowParameters:
+        params = [entry.request.sampling_params for entry in entries]
+
+        def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+        def optional(values: list[Any], off: Any, dtype: torch.dtype) -> Tensor | None:
+            return None if all(v == off for v in values) else column(values, dtype)
+
+        # Rows that sample nothing yet (unfinished prefills) must not be counted as output.
+        penalized = [
+            e.request.slot if e.samples and e.request.sampling_params.has_penalties else -1
+            for e in entries
+        ]
+        return _RowParameters(
+            temperature=column([p.temperature for p in params], torch.float32),
+            top_k=optional([p.top_k for p in params], 0, torch.int32),
+            top_p=optional([p.top_p for p in params], 1.0, torch.float32),
+            min_p=optional([p.min_p for p in params], 0.0, torch.float32),
+            seeds=column([self._seed_of(e.request) for e in entries], torch.int64),
+            penalty_slots=optional(penalized, -1, torch.int32),
+            repetition_penalty=column([p.repetition_penalty for p in params], torch.float32),
+            frequency_penalty=column([p.frequency_penalty for p in params], torch.float32),
+            presence_penalty=column([p.presence_penalty for p in params], torch.float32),
+        )
+
+    def _seed_of(self, request: Request) -> int:
+        """The request's seed, or one of its own: the same again after a preemption."""
+        seed = request.sampling_params.seed
+        return seed if seed is not None else (self._seed << 32) + request.arrival
+
+
+def _below_min_tokens(entry: ScheduledRequest) -> bool:
+    request = entry.request
+    sampled_before = entry.start + entry.num_tokens - len(request.prompt_token_ids)
+    return entry.samples and sampled_before < request.sampling_params.min_tokens
+
+
+def _is_plain_greedy(entry: ScheduledRequest) -> bool:
+    """Nothing but the likeliest token is asked for, or no token at all."""
+    params = entry.request.sampling_params
+    plain = params.greedy and not params.has_penalties and not _below_min_tokens(entry)
+    return plain or not entry.samples

@@ -1,0 +1,245 @@
+"""The stages of a start, in the order in which ``Engine.__init__`` calls them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compiler import WEIGHTS, Compiled, Example, Program, compile, eager_program
+from ..config import Hardware, ModelLimits, ResolvedConfig, UserError
+from ..graph_capture import (
+    CapturedGraphs,
+    Dispatcher,
+    MemoryReport,
+    StepBuffers,
+    capture_all,
+    make_backend,
+)
+from ..model_executor.attention import AttentionInputs
+from ..model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
+from ..model_executor.spec import ModelSpec
+from .inputs import InputProcessor
+from .tokenizer import Tokenizer
+
+_STEP_INPUTS = ("input_ids", "positions", "slot_mapping")
+_ATTENTION_INPUTS = AttentionInputs._fields
+_CPU_CACHE_BYTES = 2**30
+_GRAPH_BYTES_PER_LAYER = 192 * 1024
+"""Device memory of one captured graph, a layer: measured on one H200, see bench/NOTES.md."""
+
+
+@dataclass
+class StartupReport:
+    """How long each phase took, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def model_limits(spec: ModelSpec) -> ModelLimits:
+    """What ``resolve()`` needs to know of the model."""
+    return ModelLimits(spec.max_position_embeddings, str(spec.dtype).removeprefix("torch."))
+
+
+def model_folder(model: str) -> Path:
+    """The folder of ``model``: "abacus" is the bundled one."""
+    if model == "abacus" and not Path(model).is_dir():
+        from ..model_executor.abacus import FOLDER
+
+        return Path(FOLDER)
+    return Path(model)
+
+
+def kv_cache_name(layer: int) -> str:
+    return f"kv_cache/{layer}"
+
+
+def _module_arguments(values: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
+    attention = AttentionInputs(*(values[name] for name in _ATTENTION_INPUTS))
+    kv_caches = [values[kv_cache_name(i)] for i in range(num_layers)]
+    return (*(values[name] for name in _STEP_INPUTS), attention, kv_caches)
+
+
+def with_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
+    """``spec`` with its weights and activations in ``dtype``, such as "bfloat16"."""
+    return replace(spec, dtype=getattr(torch, dtype))
+
+
+def input_processor(spec: ModelSpec, config: ResolvedConfig) -> InputProcessor:
+    """The prompt side of the engine; without a tokenizer, token-id prompts still work."""
+    folder = model_folder(config.model.tokenizer)
+    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    return InputProcessor(tokenizer, folder, spec.vocab_size, config.model.max_model_len)
+
+
+def compile_model(
+    model: nn.Module, spec: ModelSpec, config: ResolvedConfig, max_blocks: int
+) -> Compiled:
+    """The model as a program with its weights bound: compiled, or at ``-O0`` as it is."""
+    if not config.compile.trace:
+        names = [kv_cache_name(i) for i in range(spec.num_layers)]
+        program = eager_program(
+            model,
+            lambda values: _module_arguments(values, spec.num_layers),
+            [*_STEP_INPUTS, *_ATTENTION_INPUTS, *names],
+        )
+        return Compiled(program)
+    device = torch.device(config.hardware.device)
+    example = _example(spec, config.cache.block_size, max_blocks, device)
+    compiled = compile(model, example, config.compile, sm=config.hardware.sm)
+    weights = {WEIGHTS + name: tensor for name, tensor in model.named_parameters()}
+    weights |= {WEIGHTS + name: tensor for name, tensor in model.named_buffers()}
+    compiled.program.bind(weights)
+    return compiled
+
+
+def _example(
+    spec: ModelSpec, block_size: int, max_blocks: int, device: torch.device
+) -> Example:
+    """Example inputs for tracing; sizes that count different things differ."""
+    num_tokens, num_seqs, num_blocks = 37, 3, 5
+    buffers = StepBuffers(device, max_tokens=num_tokens, max_seqs=num_seqs, max_blocks=max_blocks)
+    named = buffers.views(num_tokens=num_tokens, num_seqs=num_seqs)
+    dynamic = {name: {0: "num_tokens"} for name in _STEP_INPUTS}
+    dynamic |= {name: {0: "num_seqs"} for name in ("block_table", "seq_lens")}
+    dynamic["query_start_loc"] = {0: "num_seqs_plus_1"}
+    for i, cache in enumerate(allocate_kv_caches(spec, num_blocks, block_size, spec.dtype, device)):
+        named[kv_cache_name(i)] = cache
+        dynamic[kv_cache_name(i)] = {0: "num_blocks"}
+    return Example(_module_arguments(named, spec.num_layers), named, dynamic)
+
+
+def bind_kv_caches(
+    program: Program, spec: ModelSpec, config: ResolvedConfig, num_blocks: int
+) -> int:
+    """Allocate ``num_blocks`` in every layer, fix them in the program; their bytes."""
+    device = torch.device(config.hardware.device)
+    caches = allocate_kv_caches(spec, num_blocks, config.cache.block_size, spec.dtype, device)
+    program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
+    return sum(cache.nbytes for cache in caches)
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Number of KV blocks, and the memory predictions behind it."""
+
+    num_blocks: int
+    activation_bytes: int
+    graph_bytes: int
+
+
+def size_kv_cache(
+    program: Program,
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    buffers: StepBuffers,
+    num_graphs: int,
+) -> CacheSize:
+    """How many KV blocks fit.
+
+    On a GPU the largest step runs once over a cache of one block, so that its activations are
+    measured; graphs are predicted from their number.
+
+    Raises:
+        UserError: not even one block fits.
+    """
+    per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.dtype)
+    activations = _measure_activations(program, spec, config, buffers)
+    graph_bytes = num_graphs * spec.num_layers * _GRAPH_BYTES_PER_LAYER
+    if config.cache.num_blocks is not None:
+        return CacheSize(config.cache.num_blocks, activations, graph_bytes)
+    if config.cache.kv_cache_memory_bytes is not None:
+        budget, source = config.cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif config.hardware.device == "cpu":
+        budget, source = _CPU_CACHE_BYTES, "1 GiB of memory"
+    else:
+        free, total = torch.cuda.mem_get_info()
+        share = config.cache.gpu_memory_utilization
+        budget = int(share * total) - (total - free) - activations - graph_bytes
+        source = f"gpu_memory_utilization={share} of {total / 1e9:.1f} GB"
+    num_blocks = budget // per_block
+    if num_blocks < 1:
+        raise UserError(
+            f"KV cache: {source} leaves {budget} bytes, one block of {config.cache.block_size} "
+            f"tokens takes {per_block}; raise it, or use a smaller model or max_num_batched_tokens"
+        )
+    most_useful = config.scheduler.max_num_seqs * buffers.max_blocks
+    return CacheSize(min(num_blocks, most_useful), activations, graph_bytes)
+
+
+def _measure_activations(
+    program: Program, spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers
+) -> int:
+    """Peak bytes of the largest step beyond what is allocated before it; 0 on a CPU."""
+    if config.hardware.device == "cpu":
+        return 0
+    bind_kv_caches(program, spec, config, 1)
+    inputs = buffers.dummy(num_tokens=buffers.max_tokens, num_seqs=buffers.max_seqs)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        program.run(inputs)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return peak
+
+
+def capture(
+    program: Program,
+    buffers: StepBuffers,
+    dispatcher: Dispatcher,
+    hardware: Hardware,
+    on_graph: Callable[[], None],
+) -> CapturedGraphs:
+    """Capture what the dispatcher may choose; nothing where there are no graphs."""
+    if not dispatcher.num_graphs:
+        return CapturedGraphs(program)
+    backend = make_backend(hardware.graphs, torch.device(hardware.device))
+    with torch.inference_mode():
+        return capture_all(program, buffers, dispatcher, backend, on_graph)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters and buffers, shared ones once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def driver_bytes(hardware: Hardware) -> int:
+    """Device memory in use as the driver counts it; 0 on a CPU."""
+    if hardware.device == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def measure_memory(
+    hardware: Hardware, *, context: int, weights: int, kv_cache: int, graphs: int, predicted: int
+) -> MemoryReport:
+    """The account of device memory once everything is set up; zeros on a CPU."""
+    if hardware.device == "cpu":
+        return MemoryReport(weights=weights, kv_cache=kv_cache)
+    driver = driver_bytes(hardware)
+    torch_other = torch.cuda.memory_reserved() - weights - kv_cache - graphs
+    return MemoryReport(
+        context=context,
+        weights=weights,
+        kv_cache=kv_cache,
+        activations=max(torch_other, 0),
+        graphs=graphs,
+        graphs_predicted=predicted,
+        driver=driver,
+    )

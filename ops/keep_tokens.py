@@ -1,0 +1,62 @@
+"""``keep_tokens``: the newest sampled token of every request stays on the device, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+
+
+def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
+    """Set ``last_tokens[slots[i]] = token_ids[i]``.
+
+    Args:
+        last_tokens: [max_num_seqs] int32, written.
+        token_ids: [num_seqs] int32, as sampled.
+        slots: [num_seqs] int32, distinct, none negative.
+    """
+    torch.ops.fw.keep_tokens.default(last_tokens, token_ids, slots)
+
+
+def _reference(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
+    last_tokens[slots] = token_ids
+
+
+def _fake(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
+    return None
+
+
+def _launches(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> tuple[list[Launch], None]:
+    from .triton_kernels import tokens
+
+    return tokens.keep_tokens(last_tokens, token_ids, slots), None
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    for num_seqs, max_num_seqs in [(1, 1), (5, 8), (257, 300)]:
+        last = torch.randint(0, 1000, (max_num_seqs,), generator=gen, device=device).to(dtype)
+        ids = torch.randint(0, 1000, (num_seqs,), generator=gen, device=device).to(dtype)
+        slots = torch.randperm(max_num_seqs, generator=gen, device=device)[:num_seqs]
+        yield Case(f"{num_seqs} of {max_num_seqs}", (last, ids, slots.to(torch.int32)))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    return Cost(bytes=3 * desc["slots"].nbytes, flops=0)
+
+
+OP = SemanticOp(
+    name="keep_tokens",
+    reference=_reference,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    mutates=("last_tokens",),
+    dtypes=(torch.int32,),
+    implementations=(
+        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        Implementation("native", _reference),
+    ),
+)

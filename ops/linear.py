@@ -1,0 +1,97 @@
+"""``linear``: x @ weight.T + bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, Tolerance, run_launches
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer with float32 accumulation.
+
+    Args:
+        x: [..., in_features], floating point.
+        weight: [out_features, in_features], same dtype.
+        bias: [out_features], same dtype, or None.
+
+    Returns:
+        [..., out_features] in x's dtype, contiguous; rounded once, after the bias.
+    """
+    return torch.ops.fw.linear.default(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x has {x.shape[-1]} features, expected in_features {weight.shape[1]} of weight "
+            f"{list(weight.shape)}"
+        )
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _launches(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch], Tensor]:
+    from .triton_kernels import linear as kernels
+
+    return kernels.linear(x, weight, bias)
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    def call(label: str, rows: tuple[int, ...], n: int, k: int, bias: bool = False) -> Case:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=gen, device=device)
+
+        x = randn(*rows, k).to(dtype)
+        weight = (randn(n, k) * k**-0.5).to(dtype)
+        return Case(label, (x, weight, randn(n).to(dtype) if bias else None))
+
+    yield call("one row", (1,), 96, 64)
+    yield call("bias", (5,), 128, 256, bias=True)
+    yield call("odd M, N, K", (19,), 37, 77, bias=True)
+    yield call("several row tiles", (150,), 160, 48)
+    yield call("three dimensions", (2, 3), 40, 32)
+    yield call("one feature", (3,), 1, 1, bias=True)
+    yield call("deep", (2,), 33, 1031)
+    yield call("no rows", (0,), 16, 32)
+    x, weight, _ = call("", (6,), 64, 160).args
+    yield Case("slice of [6, 160]", (x[:, 32:96], weight[:, 32:96], None))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    x, weight, bias = desc["x"], desc["weight"], desc["bias"]
+    out_features, in_features = weight.shape
+    rows = x.numel // in_features
+    out_bytes = rows * out_features * x.dtype.itemsize
+    bias_bytes = bias.nbytes if bias is not None else 0
+    return Cost(
+        bytes=x.nbytes + weight.nbytes + out_bytes + bias_bytes,
+        flops=2 * rows * out_features * in_features,
+    )
+
+
+OP = SemanticOp(
+    name="linear",
+    reference=_reference,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    # cuBLAS is ahead of a plain Triton GEMM at every shape; the Triton one is for where it is not.
+    implementations=(
+        Implementation("native", _reference, inline=True),
+        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+    ),
+    tolerances={
+        torch.float32: Tolerance(1e-5, 1e-5),
+        torch.bfloat16: Tolerance(1e-2, 1.6e-2),
+        # cuBLAS may reduce split-K partial sums in float16.
+        torch.float16: Tolerance(5e-3, 5e-3),
+    },
+)

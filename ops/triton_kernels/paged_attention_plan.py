@@ -1,0 +1,117 @@
+"""What one shape of paged attention launches: grids, tiles and scratch, as pure data.
+
+Everything that decides how a sequence's sum is split into tiles and splits depends on its own
+lengths and the model's shape, so that results do not change with the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+# Every program holds all lengths in registers.
+MAX_SEQS = 4096
+# Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
+MAX_PARTIALS = 8192
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one shape launches: pure data, cached.  ``scratch_numel`` counts float32 elements."""
+
+    decode_grid: tuple[int, ...]
+    decode_constexprs: dict[str, Any]
+    decode_warps: int
+    max_splits: int
+    partial_rows: int
+    scratch_numel: int
+    prefill_grid: tuple[int, ...]
+    prefill_constexprs: dict[str, Any]
+    prefill_warps: int
+    prefill_stages: int
+
+
+def _max_splits(num_seqs: int, kv_heads: int, max_context: int, min_split: int) -> int:
+    """Splits of the longest sequence: enough programs for one sequence to fill the device.
+
+    Falls with ``num_seqs`` only where scratch would pass MAX_PARTIALS.
+    """
+    fill_device = max(32, min(64, 256 // kv_heads))
+    return max(1, min(fill_device, -(-max_context // min_split), MAX_PARTIALS // num_seqs))
+
+
+def _prefill_tile(
+    block_d: int, itemsize: int, group: int, rows: int, kv_heads: int, num_sms: int
+) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages).  BLOCK_N never depends on the batch: rounding would."""
+    group_rows = _next_power_of_2(group)
+    if itemsize == 4:
+        return max(16, group_rows), 32 if block_d <= 64 else 16, 4, 2
+    # Three stages, where shared memory has room, so that loads also overlap QK and softmax.
+    stages = 3 if block_d <= 128 else 2
+    few_programs = -(-rows // 128) * kv_heads < num_sms
+    if few_programs and group_rows <= 64:
+        return 64, 64, 4 if block_d <= 128 else 8, stages
+    return 128, 64, 8, stages
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    num_tokens: int,
+    num_seqs: int,
+    max_context: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    page: int,
+    itemsize: int,
+    num_sms: int,
+) -> Plan:
+    block_d = max(16, _next_power_of_2(head_dim))
+    # Few variants, since each is a compilation; a larger scan costs little.
+    seqs = next(n for n in (64, 1024, MAX_SEQS) if num_seqs <= n)
+    shared = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PAGE": page,
+        "SEQS": seqs,
+        "BLOCK_D": block_d,
+        "PRECISION": "ieee" if itemsize == 4 else "tf32",
+    }
+    # At most 16 KiB of K a tile: with four stages two programs fit one multiprocessor.
+    block_n = max(16, min(64, 16384 // (block_d * itemsize)))
+    min_split = max(block_n, 256 if kv_heads >= 8 else 128)
+    max_splits = _max_splits(num_seqs, kv_heads, max_context, min_split)
+    partial_rows = num_seqs * kv_heads * max_splits * group if max_splits > 1 else 0
+    block_g = _next_power_of_2(group)
+    decode = shared | {
+        "MIN_SPLIT": min_split,
+        "BLOCK_M": max(16, block_g),
+        "BLOCK_N": block_n,
+        "BLOCK_G": block_g,
+        "CHUNK": max(1, min(16, 8192 // (block_g * block_d))),
+    }
+    block_m, prefill_n, warps, stages = _prefill_tile(
+        block_d, itemsize, group, num_tokens * group, kv_heads, num_sms
+    )
+    tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
+    # As many as fit at once, by registers.
+    persistent = (2 if block_d >= 128 else 3) * num_sms
+    return Plan(
+        decode_grid=(min(num_seqs * kv_heads * max_splits, persistent),),
+        decode_constexprs=decode,
+        decode_warps=4 if block_g <= 32 else 8,
+        max_splits=max_splits,
+        partial_rows=partial_rows,
+        scratch_numel=max(1, partial_rows * (head_dim + 1)),
+        prefill_grid=(kv_heads, tiles),
+        prefill_constexprs=shared | {"BLOCK_M": block_m, "BLOCK_N": prefill_n},
+        prefill_warps=warps,
+        prefill_stages=stages,
+    )

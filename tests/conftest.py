@@ -1,0 +1,53 @@
+"""What every test may use: the device, a fresh seed, and Triton's interpreter where no GPU is."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import pytest
+import torch
+
+# Triton reads this once, at import: it must be set before any test module is collected.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+_SEED = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fw-seed",
+        type=int,
+        default=None,
+        help="seed of the random inputs; without it a fresh one, which the header and failures name",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    given = config.getoption("--fw-seed")
+    config.stash[_SEED] = secrets.randbelow(2**31) if given is None else given
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    where = "cuda" if torch.cuda.is_available() else "cpu (Triton interpreted)"
+    return f"fusewright: device {where}, --fw-seed={config.stash[_SEED]}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def fw_seed(pytestconfig: pytest.Config) -> int:
+    """Seed of this run's random inputs; a failure that depends on it must name it."""
+    return pytestconfig.stash[_SEED]

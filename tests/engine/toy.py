@@ -1,0 +1,260 @@
+"""A tiny deterministic model behind the runner's seam, and what each request must give alone.
+
+The next token is a hash of every (position, token) that the request sees through its KV blocks, so
+a wrong block table, a wrong recompute, a lost or a doubled token changes the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fusewright.model_executor.abacus as abacus
+from fusewright.engine.batch import Batch, StepResult, TokenLogprobs
+from fusewright.engine.inputs import InputProcessor
+from fusewright.engine.kv_blocks import BlockPool
+from fusewright.engine.loop import EngineLoop
+from fusewright.engine.request import Request
+from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.scheduler import Scheduler
+from fusewright.engine.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(Path(abacus.__file__).parent)
+VOCAB_SIZE = 272
+EOS = 257
+# What the model may say: letters, a space, the bytes of "é" (also apart, so that text breaks) and
+# end-of-sequence.  Token ids of the tokenizer are byte values.
+ALPHABET = [*b"aaabbbccd  ", 0xC3, 0xA9, EOS]
+
+
+def next_token(seen: Sequence[tuple[int, int] | None]) -> int:
+    return ALPHABET[hash(tuple(seen)) % len(ALPHABET)]
+
+
+def logprobs_of(seen: Sequence[tuple[int, int] | None], count: int) -> TokenLogprobs:
+    h = hash((1, *seen))
+    top = [(ALPHABET[-i - 1], -float(h % (i + 5))) for i in range(count)]
+    return TokenLogprobs(-float(h % 7), 1 + h % 3, top)
+
+
+@dataclass
+class _Row:
+    request: Request
+    block_ids: list[int]
+
+
+@dataclass
+class _Entry:
+    """All that the device knows of one scheduled request: copies, as a real runner makes."""
+
+    slot: int
+    block_ids: list[int]
+    start: int
+    token_ids: list[int | None]
+    samples: bool
+    num_logprobs: int | None
+
+
+@dataclass
+class ToyStep:
+    runner: ToyRunner
+    entries: list[_Entry]
+    output: StepResult | None = None
+    read: bool = False
+
+    def result(self) -> StepResult:
+        assert not self.read, "a step's result is read once"
+        self.read = True
+        while self.output is None:
+            self.runner.run_next()
+        return self.output
+
+
+@dataclass
+class ToyRunner:
+    """Steps run in launch order, as late as possible (``lazy``) or at once."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    lazy: bool = True
+    batches: list[Batch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kv: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
+        self.last_token: list[int | None] = [None] * self.max_num_seqs
+        self.rows: dict[int, _Row] = {}
+        self.queue: list[ToyStep] = []
+
+    def launch(self, batch: Batch) -> ToyStep:
+        self._check(batch)
+        for slot in batch.finished_slots:
+            del self.rows[slot]
+        step = ToyStep(self, [self._entry(batch, i) for i in range(batch.num_seqs)])
+        self.queue.append(step)
+        self.batches.append(batch)
+        if not self.lazy:
+            self.run_next()
+        return step
+
+    def run_next(self) -> None:
+        """Run the oldest launched step."""
+        step = self.queue.pop(0)
+        written: set[int] = set()
+        for entry in step.entries:
+            for offset, token in enumerate(entry.token_ids):
+                position = entry.start + offset
+                known = self.last_token[entry.slot] if token is None else token
+                assert known is not None, "no token was ever sampled in this slot"
+                address = self._address(entry, position)
+                assert address not in written, "two tokens of a step in one place"
+                written.add(address)
+                self.kv[address] = (position, known)
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for entry in step.entries:
+            end = entry.start + len(entry.token_ids)
+            seen = [self.kv[self._address(entry, position)] for position in range(end)]
+            token_ids.append(next_token(seen) if entry.samples else -1)
+            count = entry.num_logprobs
+            logprobs.append(None if count is None else logprobs_of(seen, count))
+            if entry.samples:
+                self.last_token[entry.slot] = token_ids[-1]
+        step.output = StepResult(token_ids, logprobs)
+
+    def _address(self, entry: _Entry, position: int) -> int:
+        block = entry.block_ids[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def _check(self, batch: Batch) -> None:
+        counts = [entry.num_tokens for entry in batch.scheduled]
+        assert counts and min(counts) >= 1
+        assert sum(counts) <= self.max_num_batched_tokens
+        assert len(counts) <= self.max_num_seqs
+        longer = [count > 1 for count in counts]
+        assert longer == sorted(longer), "decodes come first"
+        assert batch.is_uniform_decode == (max(counts) == 1)
+        assert batch.num_tokens == sum(counts)
+        slots = [entry.request.slot for entry in batch.scheduled]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(self.max_num_seqs))
+
+    def _entry(self, batch: Batch, index: int) -> _Entry:
+        entry = batch.scheduled[index]
+        request = entry.request
+        row = self.rows.get(request.slot)
+        if row is None:
+            assert entry.start == 0, "a request that is new in its slot starts at 0"
+            row = self.rows[request.slot] = _Row(request, [])
+        assert row.request is request, "the slot's former request was never released"
+        # A block table on a device only grows: what it has must not change.
+        assert request.block_ids[: len(row.block_ids)] == row.block_ids
+        row.block_ids = list(request.block_ids)
+        end = entry.start + entry.num_tokens
+        token_ids: list[int | None] = [*request.tokens(entry.start, end)]
+        assert entry.input_on_device == (not token_ids)
+        if entry.input_on_device:
+            assert entry.num_tokens == 1
+            token_ids = [None]
+        params = request.sampling_params
+        count = params.logprobs if entry.samples else None
+        return _Entry(
+            request.slot, row.block_ids[:], entry.start, token_ids, entry.samples, count
+        )
+
+
+@dataclass
+class Solo:
+    """The only right output of a request."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+def solo(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Solo:
+    """Generate one token after the other with no engine at all."""
+    out: list[int] = []
+    room = max_model_len - len(prompt)
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    while True:
+        out.append(next_token(list(enumerate([*prompt, *out]))))
+        eos = out[-1] == EOS and not params.ignore_eos
+        if len(out) >= params.min_tokens and (eos or out[-1] in params.stop_ids):
+            visible = out if params.include_stop_str_in_output else out[:-1]
+            text = TOKENIZER.decode(visible, params.skip_special_tokens)
+            return Solo(out, text, "stop", None if eos else out[-1])
+        text = TOKENIZER.decode(out, params.skip_special_tokens)
+        ends = [(text.index(s) + len(s), text.index(s), s) for s in params.stop_strings if s in text]
+        if ends:
+            end, start, stop = min(ends)
+            return Solo(
+                out, text[: end if params.include_stop_str_in_output else start], "stop", stop
+            )
+        if len(out) >= limit:
+            return Solo(out, text, "length", None)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The size of a toy engine."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 64
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool = True
+    lazy: bool = True
+
+    def scheduler(self) -> Scheduler:
+        return Scheduler(
+            BlockPool(self.num_blocks, self.block_size),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+        )
+
+    def runner(self) -> ToyRunner:
+        return ToyRunner(
+            self.num_blocks,
+            self.block_size,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.lazy,
+        )
+
+    def engine(self, tokenizer: Tokenizer | None = TOKENIZER) -> EngineLoop:
+        folder = Path("/no/such/folder") if tokenizer is None else tokenizer.folder
+        return EngineLoop(
+            scheduler=self.scheduler(),
+            runner=self.runner(),
+            inputs=InputProcessor(tokenizer, folder, VOCAB_SIZE, self.max_model_len),
+            eos_token_ids=frozenset({EOS}),
+            async_scheduling=self.async_scheduling,
+        )
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """What must hold between any two steps."""
+    running, waiting = list(scheduler.running.values()), list(scheduler.waiting.values())
+    owned = [block for request in running for block in request.block_ids]
+    assert len(set(owned)) == len(owned), "a block with two owners"
+    assert len(owned) + scheduler.pool.num_free == scheduler.pool.num_blocks, "a block was lost"
+    slots = [request.slot for request in running]
+    assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
+    arrivals = [request.arrival for request in running + waiting]
+    assert arrivals == sorted(arrivals), "first come, first served"
+    for request in running:
+        assert 0 <= request.num_in_flight <= 1
+        assert request.num_tokens <= request.max_total_tokens
+        assert len(request.block_ids) >= scheduler.pool.blocks_for(request.num_computed_tokens)
+    for request in running[:-1]:
+        assert request.num_tokens - request.num_computed_tokens <= 1, "only the last one prefills"
+    for request in waiting:
+        assert request.slot == -1 and not request.block_ids and not request.num_computed_tokens

@@ -1,0 +1,123 @@
+"""The rotary tables against Hugging Face transformers, and their refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fusewright.ops.rotary_cache import RopeParameters, build_cos_sin_cache
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+# name -> (our parameters, Hugging Face's rope_parameters without theta)
+SCALINGS = {
+    "default": (RopeParameters(), {"rope_type": "default"}),
+    "theta": (RopeParameters(theta=5e5), {"rope_type": "default", "rope_theta": 5e5}),
+    "linear": (
+        RopeParameters(kind="linear", factor=2.5),
+        {"rope_type": "linear", "factor": 2.5},
+    ),
+    "linear partial": (
+        RopeParameters(kind="linear", factor=2.0, partial_rotary_factor=0.5),
+        {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    ),
+    "llama3": (
+        RopeParameters(
+            theta=5e5,
+            kind="llama3",
+            factor=8.0,
+            original_max_position=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "llama3, all bands": (
+        RopeParameters(
+            kind="llama3",
+            factor=32.0,
+            original_max_position=64,
+            low_freq_factor=1.5,
+            high_freq_factor=2.5,
+        ),
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 2.5,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "yarn": (RopeParameters(kind="yarn", factor=4.0, original_max_position=512), YARN),
+    "yarn, betas": (
+        RopeParameters(
+            kind="yarn", factor=4.0, original_max_position=512, beta_fast=16.0, beta_slow=2.0
+        ),
+        {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    ),
+    "yarn, attention factor": (
+        RopeParameters(kind="yarn", factor=4.0, original_max_position=512, attention_factor=0.7),
+        {**YARN, "attention_factor": 0.7},
+    ),
+    "yarn, mscale": (
+        RopeParameters(
+            kind="yarn", factor=4.0, original_max_position=512, mscale=1.2, mscale_all_dim=0.8
+        ),
+        {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8},
+    ),
+    "yarn, mscale alone": (
+        RopeParameters(kind="yarn", factor=4.0, original_max_position=512, mscale=1.2),
+        {**YARN, "mscale": 1.2},
+    ),
+    "yarn, not truncated": (
+        RopeParameters(kind="yarn", factor=4.0, original_max_position=512, truncate=False),
+        {**YARN, "truncate": False},
+    ),
+    "yarn partial": (
+        RopeParameters(
+            kind="yarn", factor=4.0, original_max_position=512, partial_rotary_factor=0.25
+        ),
+        {**YARN, "partial_rotary_factor": 0.25},
+    ),
+}
+MAX_POSITION = 2048
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_table_equals_transformers(name: str, head_dim: int) -> None:
+    parameters, hf_parameters = SCALINGS[name]
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_POSITION,
+        rope_parameters={"rope_theta": 10000.0, **hf_parameters},
+    )
+    rotary = LlamaRotaryEmbedding(config)
+    positions = torch.arange(MAX_POSITION)[None]
+    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), positions)
+    ours = build_cos_sin_cache(parameters, head_dim, MAX_POSITION)
+    half = parameters.rotary_dim(head_dim) // 2
+    assert ours.shape == (MAX_POSITION, 2 * half)
+    # Rounding of a frequency is multiplied by the position: 1e-6 of the angle at the far end.
+    torch.testing.assert_close(rotary.inv_freq, _frequencies(parameters, head_dim), **EXACT)
+    torch.testing.assert_close(ours[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
+    assert parameters.cos_sin_scale() == pytest.approx(rotary.attention_scaling, abs=1e-6)
+
+
+EXACT = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def _frequencies(parameters: RopeParameters, head_dim: int) -> torch.Tensor:
+    from fusewright.ops.rotary_cache import inverse_frequencies
+
+    return inverse_frequencies(parameters, parameters.rotary_dim(head_dim))

@@ -1,0 +1,46 @@
+"""Every Triton kernel, with the arguments of every case, compiles for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fusewright.ops import ALL_OPS
+
+PROGRAM = Path(__file__).with_name("compile_triton.py")
+WITH_TRITON = [op.name for op in ALL_OPS if any(i.launches for i in op.implementations)]
+
+
+def compile_kernels(*flags: str) -> list[dict[str, Any]]:
+    """The program's report; a process of its own, in which Triton compiles instead of interprets."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *flags], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def report() -> list[dict[str, Any]]:
+    return compile_kernels()
+
+
+@pytest.mark.parametrize("op", WITH_TRITON)
+def test_kernels_compile_for_sm_90(op: str, report: list[dict[str, Any]]) -> None:
+    variants = [line for line in report if line["op"] == op]
+    assert variants, f"{op} has a Triton implementation, but none of its cases was compiled"
+    failed = [f"{v['kernel']} ({v['case']}): {v['error']}" for v in variants if v["error"]]
+    assert not failed, "\n".join(failed)
+
+
+def test_a_kernel_that_does_not_compile_is_reported() -> None:
+    right, wrong = compile_kernels("--self-test")
+    assert right["kernel"] == "right_kernel" and not right["error"]
+    assert wrong["kernel"] == "wrong_kernel" and "undefined_name" in wrong["error"]
