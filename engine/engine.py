@@ -116,6 +116,7 @@ class Engine(EngineLoop):
             eos_token_ids=find_eos_token_ids(folder, inputs.tokenizer),
             async_scheduling=config.scheduler.async_scheduling,
         )
+        self.spec = spec
         self.config = config
         self.compiled = compiled
         self.dispatcher = dispatcher

@@ -118,6 +118,10 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def report(self) -> dict[str, Any]:
+        """The engine's account of itself, see ``Engine.report``; plain data."""
+        return self.engine.report()
+
     def _add(self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool) -> str:
         request_id = self.engine.add_request(prompt, params, final_only=final_only)
         self._inbox[request_id] = deque()

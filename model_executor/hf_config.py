@@ -19,18 +19,14 @@ def read_spec(folder: Path | str) -> ModelSpec:
             architecture or one of its options is not supported.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        what = "not a folder" if folder.exists() else "no such folder"
-        raise UserError(f"model {str(folder)!r}: {what}; give a Hugging Face model folder")
     path = folder / "config.json"
     try:
-        found = path.is_file()
+        exists, is_folder, has_config = folder.exists(), folder.is_dir(), path.is_file()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-    if not found:
-        raise UserError(
-            f"model {str(folder)!r} has no config.json; give a Hugging Face model folder"
-        )
+        raise UserError(f"cannot read {folder}: {error.strerror}; check its permissions") from error
+    if not has_config:
+        what = "no config.json in it" if is_folder else "not a folder" if exists else "not there"
+        raise UserError(f"model {str(folder)!r}: {what}; give a Hugging Face model folder")
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
     if config.has("quantization_config"):

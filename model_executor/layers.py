@@ -29,7 +29,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """``param.narrow(dim, dest_start, length)`` holds ``tensor.narrow(dim, source_start, length)``."""
+    """``length`` rows (columns for ``dim`` 1) of a checkpoint tensor from ``source_start`` on go to
+    the parameter from ``dest_start`` on."""
 
     dim: int
     source_start: int

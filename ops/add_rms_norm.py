@@ -15,9 +15,7 @@ from .rms_norm import rms_norm_native
 _MAX_HIDDEN = 16384
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add and normalize: ``rms_norm(x + residual)`` (Zhang and Sennrich, 2019, eq. 4).
 
     Args:

@@ -26,9 +26,7 @@ class ConformanceError(AssertionError):
     """An implementation and its op's reference or fake disagree."""
 
 
-def check_case(
-    op: SemanticOp, run: Callable[..., Any], case: Case, tolerance: Tolerance
-) -> None:
+def check_case(op: SemanticOp, run: Callable[..., Any], case: Case, tolerance: Tolerance) -> None:
     """Run ``run(*case.args)`` and compare with ``op``.
 
     Compared: values of outputs and mutated arguments with the reference on the same inputs; dtypes,
@@ -70,9 +68,7 @@ def check_case(
 def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, where: str) -> None:
     """Raise ConformanceError unless ``actual`` is within tolerance; integers exactly, NaN never."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
-        raise ConformanceError(
-            f"{where} is {_describe(actual)}, expected {_describe(expected)}"
-        )
+        raise ConformanceError(f"{where} is {_describe(actual)}, expected {_describe(expected)}")
     if not expected.dtype.is_floating_point:
         bad = actual != expected
     else:

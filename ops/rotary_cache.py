@@ -167,7 +167,7 @@ def _yarn(parameters: RopeParameters, frequencies: Tensor, rotary_dim: int) -> T
         high += 0.001  # a step, without dividing by zero
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)
     keep = 1 - ramp.clamp(0, 1)
-    stretched = 1.0 / (parameters.factor * parameters.theta**_exponents(rotary_dim))
+    stretched = 1.0 / (parameters.factor * parameters.theta ** _exponents(rotary_dim))
     return stretched * (1 - keep) + frequencies * keep
 
 

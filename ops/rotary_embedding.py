@@ -58,9 +58,7 @@ def _reference(
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-def _fake(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
-) -> tuple[Tensor, Tensor]:
+def _fake(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
     _check(q.shape[-1], cos_sin_cache.shape[1])
     return q.new_empty(q.shape), k.new_empty(k.shape)
 

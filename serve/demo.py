@@ -11,7 +11,7 @@ import typer
 
 from .evaluate import greedy, solved
 from .flags import engine_flags
-from .options import load
+from .options import load, report
 from .table import table
 
 
@@ -50,24 +50,30 @@ def demo(
         typer.echo("  ✓" if correct else f"  ✗ expected {problem.answer}")
     done_s = time.perf_counter()
     typer.echo(f"\n{right} of {len(problems)} solved (problem seed {seed})\n")
-    typer.echo(summary(llm.engine.report()))
+    typer.echo(summary(report(llm)))
     typer.echo(
         f"ready in {ready_s - started_s:.2f} s; {tokens} tokens generated in "
         f"{done_s - ready_s:.2f} s, one request at a time"
     )
 
 
-def summary(report: dict[str, Any]) -> str:
-    """What ``Engine.report()`` says about level, fusions and times, for reading."""
-    lines = [f"level -O{report['level']}"]
+def summary(facts: dict[str, Any]) -> str:
+    """What ``Engine.report()`` says about level, fusions, start-up and steps, for reading."""
+    lines = [f"level -O{facts['level']} on {facts['hardware']}"]
     rows = [["pass", "sites", "matched", "missed"]]
-    for entry in report["passes"]:
+    for entry in facts["passes"]:
         reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
         missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
         rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
-    lines.append(table(rows) if report["passes"] else "no passes at this level")
-    phases = (f"{phase} {seconds:.2f} s" for phase, seconds in report["timings"].items())
-    lines.append("start-up: " + ", ".join(phases))
-    steps = (f"{name} {count}" for name, count in report["dispatch"].items())
-    lines.append("steps: " + (", ".join(steps) or "none"))
+    lines.append(table(rows) if facts["passes"] else "no passes at this level")
+    lines.append("start-up: " + _times(facts["timings"]))
+    if facts["compile"]:
+        lines.append("compile:  " + _times(facts["compile"]))
+    for kind, modes in facts["dispatch"].items():
+        counts = ", ".join(f"{count} in graph mode {mode}" for mode, count in modes.items())
+        lines.append(f"{kind} steps: {counts or 'none'}")
     return "\n".join(lines)
+
+
+def _times(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())

@@ -100,8 +100,8 @@ class DecoderLayer(nn.Module):
         x = self.attention_norm(residual)
         x = self.attention(x, positions, slot_mapping, inputs, kv_cache, cos_sin_cache)
         residual = residual + x
-        x = self.mlp(self.mlp_norm(residual))
-        return residual + x
+        y: Tensor = self.mlp(self.mlp_norm(residual))
+        return residual + y
 
 
 class DecoderModel(nn.Module):

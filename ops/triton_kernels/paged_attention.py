@@ -62,30 +62,11 @@ def _load_rows(ptr, row, cols, valid, HEAD_DIM: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _attend(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    query_pos,
-    kv_ptr,
-    table_ptr,
-    head,
-    begin,
-    end,
-    readable_begin,
-    scale,
-    window,
-    soft_cap,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, end, readable_begin,
+    scale, window, soft_cap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Online softmax (Milakov and Gimelshein, 2018) over the KV positions [begin, end).
 
     Nothing outside [readable_begin, end) is read when MASKED; row_max is in units of log2.
@@ -171,37 +152,13 @@ def _combine(
     do_not_specialize=["num_seqs", "table_stride", "max_splits", "partial_rows", "window"],
 )
 def _decode_kernel(
-    q_ptr,
-    kv_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    query_start_ptr,
-    out_ptr,
-    scratch_ptr,
-    counter_ptr,
-    num_seqs,
-    q_stride,
-    table_stride,
-    max_splits,
-    partial_rows,
-    scale,
-    window,
-    soft_cap,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    SEQS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, scratch_ptr, counter_ptr,
+    num_seqs, q_stride, table_stride, max_splits, partial_rows, scale, window, soft_cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Sequences with exactly one query: persistent programs over (sequence, split, KV head).
 
     The program that finishes a split sequence last merges its splits.
@@ -245,28 +202,11 @@ def _decode_kernel(
         acc, row_max, row_sum = _attend(
             tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
             tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32),
-            tl.zeros([BLOCK_M], dtype=tl.float32),
-            q,
-            rows,
-            kv_ptr,
-            table_ptr + seq.to(tl.int64) * table_stride,
-            head,
-            begin,
-            end,
-            begin,
-            scale,
-            window,
-            soft_cap,
-            KV_HEADS,
-            HEAD_DIM,
-            PAGE,
-            BLOCK_N,
-            True,
-            False,
-            HAS_WINDOW,
-            HAS_CAP,
-            PRECISION,
-        )
+            tl.zeros([BLOCK_M], dtype=tl.float32), q, rows, kv_ptr,
+            table_ptr + seq.to(tl.int64) * table_stride, head, begin, end, begin, scale, window,
+            soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, True, False, HAS_WINDOW, HAS_CAP,
+            PRECISION
+        )  # fmt: skip
         acc = acc / row_sum[:, None]
         out_row = out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM)
         if num_splits == 1:
@@ -284,45 +224,20 @@ def _decode_kernel(
             arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
             if arrived == num_splits - 1:
                 _combine(
-                    out_row,
-                    partial_ptr,
-                    lse_ptr,
-                    num_splits,
-                    GROUP,
-                    HEAD_DIM,
-                    BLOCK_G,
-                    BLOCK_D,
-                    CHUNK,
-                )
+                    out_row, partial_ptr, lse_ptr, num_splits, GROUP, HEAD_DIM, BLOCK_G,
+                    BLOCK_D, CHUNK
+                )  # fmt: skip
                 tl.store(counter_ptr + pair, 0)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "window"])
 def _prefill_kernel(
-    q_ptr,
-    kv_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    query_start_ptr,
-    out_ptr,
-    num_seqs,
-    q_stride,
-    table_stride,
-    scale,
-    window,
-    soft_cap,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    SEQS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, num_seqs, q_stride,
+    table_stride, scale, window, soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """Sequences with more than one query: a program takes BLOCK_M // GROUP queries of one KV head.
 
     The flash-attention forward (Dao, 2023): masks only in the tiles that the diagonal crosses.
@@ -370,56 +285,16 @@ def _prefill_kernel(
     if not HAS_WINDOW:
         all_see = (computed + first_query + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _attend(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            query_pos,
-            kv_ptr,
-            table_ptr,
-            head,
-            begin,
-            all_see,
-            begin,
-            scale,
-            window,
-            soft_cap,
-            KV_HEADS,
-            HEAD_DIM,
-            PAGE,
-            BLOCK_N,
-            False,
-            False,
-            HAS_WINDOW,
-            HAS_CAP,
-            PRECISION,
-        )
+            acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, all_see, begin,
+            scale, window, soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, False, False,
+            HAS_WINDOW, HAS_CAP, PRECISION
+        )  # fmt: skip
         begin = all_see
     acc, row_max, row_sum = _attend(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        query_pos,
-        kv_ptr,
-        table_ptr,
-        head,
-        begin,
-        end,
-        readable_begin,
-        scale,
-        window,
-        soft_cap,
-        KV_HEADS,
-        HEAD_DIM,
-        PAGE,
-        BLOCK_N,
-        True,
-        True,
-        HAS_WINDOW,
-        HAS_CAP,
-        PRECISION,
-    )
+        acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, end,
+        readable_begin, scale, window, soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, True, True,
+        HAS_WINDOW, HAS_CAP, PRECISION
+    )  # fmt: skip
     out_row = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head_col
     mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
     # Rows that are no query may have seen nothing.

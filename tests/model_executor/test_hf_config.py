@@ -1,8 +1,9 @@
-"""Configs of transformers 4 and 5 become the same spec; a bad one is a line that says what to do."""
+"""Configs of transformers 4 and 5 become one spec; a bad one is a line that says what to do."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -172,19 +173,34 @@ def test_qwen3_heads_default_to_128(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere'?: no such folder; give a Hugging Face model"):
+    with pytest.raises(UserError, match=r"nowhere'?: not there; give a Hugging Face model"):
         read_spec(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="not a folder"):
         read_spec(tmp_path / "file")
-    with pytest.raises(UserError, match=r"has no config\.json"):
+    with pytest.raises(UserError, match=r"no config\.json in it"):
         read_spec(tmp_path)
 
 
 def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
-    # A link to itself fails to open for every user; permissions would not stop root.
-    (tmp_path / "config.json").symlink_to("config.json")
-    with pytest.raises(UserError, match=r"config\.json"):
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    (locked / "config.json").write_text(json.dumps(LLAMA_3_1))
+    locked.chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:  # permissions do not stop root
+            os.seteuid(65534)
+        with pytest.raises(UserError, match=r"cannot read .*locked: Permission denied; check"):
+            read_spec(locked)
+    finally:
+        os.seteuid(user)
+        locked.chmod(0o700)
+
+
+def test_an_unreadable_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UserError, match=r"no config\.json in it"):
         read_spec(tmp_path)
 
 

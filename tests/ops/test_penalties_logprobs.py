@@ -41,7 +41,8 @@ def test_penalties_match_a_plain_model_while_tokens_are_counted(
     prompts = [[1, 2, 2, 60], [5], [0, 7, 9, 11]]
     slot_of = [4, -1, 2]  # the middle request has no penalties
     parameters = [(1.3, 0.4, 0.7), (1.0, 0.0, 0.0), (0.8, -0.5, 1.1)]
-    counts = torch.full((max_num_seqs, vocab), 0, dtype=torch.int32, device=device)
+    storage = torch.zeros((max_num_seqs + 1, vocab), dtype=torch.int32, device=device)
+    counts = storage[1:]  # what is written at slot -1 shows up in storage[0]
     prompt_mask = torch.zeros((max_num_seqs, vocab), dtype=torch.bool, device=device)
     counts[0], prompt_mask[0] = 3, True  # a foreign slot, which nothing may read or change
     for prompt, slot in zip(prompts, slot_of, strict=True):
@@ -65,6 +66,7 @@ def test_penalties_match_a_plain_model_while_tokens_are_counted(
         for output, token in zip(outputs, tokens.tolist(), strict=True):
             output.append(token)
     assert max(counts[2].max().item(), counts[4].max().item()) > 1
+    assert storage[0].sum() == 0
     assert (counts[0] == 3).all() and counts[1].sum() == counts[3].sum() == 0
 
 

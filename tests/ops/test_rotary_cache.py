@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from fusewright.ops.rotary_cache import RopeParameters, build_cos_sin_cache
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from fusewright.ops import rotary_embedding
+from fusewright.ops.rotary_cache import RopeParameters, build_cos_sin_cache
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 # name -> (our parameters, Hugging Face's rope_parameters without theta)
@@ -107,17 +111,54 @@ def test_table_equals_transformers(name: str, head_dim: int) -> None:
     ours = build_cos_sin_cache(parameters, head_dim, MAX_POSITION)
     half = parameters.rotary_dim(head_dim) // 2
     assert ours.shape == (MAX_POSITION, 2 * half)
-    # Rounding of a frequency is multiplied by the position: 1e-6 of the angle at the far end.
-    torch.testing.assert_close(rotary.inv_freq, _frequencies(parameters, head_dim), **EXACT)
     torch.testing.assert_close(ours[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)
     torch.testing.assert_close(ours[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
     assert parameters.cos_sin_scale() == pytest.approx(rotary.attention_scaling, abs=1e-6)
 
 
-EXACT = {"rtol": 1e-6, "atol": 1e-6}
+def test_frequencies_do_not_depend_on_the_position() -> None:
+    short = build_cos_sin_cache(SCALINGS["yarn"][0], 64, 10)
+    long = build_cos_sin_cache(SCALINGS["yarn"][0], 64, 1000)
+    assert torch.equal(short, long[:10])
 
 
-def _frequencies(parameters: RopeParameters, head_dim: int) -> torch.Tensor:
-    from fusewright.ops.rotary_cache import inverse_frequencies
+def test_a_rotation_keeps_dot_products_of_equal_distance(device: torch.device) -> None:
+    cache = build_cos_sin_cache(RopeParameters(), 64, 200, device=device)
+    q = torch.randn(1, 1, 64, device=device).expand(2, 1, 64)
+    k = torch.randn(1, 1, 64, device=device).expand(2, 1, 64)
+    near = torch.tensor([3, 103], dtype=torch.int32, device=device)
+    far = torch.tensor([10, 110], dtype=torch.int32, device=device)
+    rotated_q, _ = rotary_embedding(near, q, k, cache)
+    _, rotated_k = rotary_embedding(far, q, k, cache)
+    scores = (rotated_q * rotated_k).sum(-1).flatten()
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
 
-    return inverse_frequencies(parameters, parameters.rotary_dim(head_dim))
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"kind": "longrope"}, "longrope"),
+        ({"theta": 0.0}, "theta"),
+        ({"kind": "linear", "factor": 0.5}, "factor"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        ({"kind": "yarn", "factor": 2.0}, "original_max_position"),
+        ({"kind": "llama3", "factor": 2.0}, "original_max_position"),
+        (
+            {"kind": "llama3", "original_max_position": 8, "high_freq_factor": 1.0},
+            "high_freq_factor",
+        ),
+    ],
+)
+def test_bad_parameters_are_named(bad: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        RopeParameters(**bad)
+
+
+def test_odd_rotary_dim_and_empty_table_are_refused() -> None:
+    with pytest.raises(ValueError, match="rotary_dim 5"):
+        build_cos_sin_cache(RopeParameters(partial_rotary_factor=0.5), 10, 4)
+    with pytest.raises(ValueError, match="max_position is 0"):
+        build_cos_sin_cache(RopeParameters(), 64, 0)
+    q = torch.zeros(1, 1, 8)
+    with pytest.raises(ValueError, match="rotary_dim 16"):
+        rotary_embedding(torch.zeros(1, dtype=torch.int32), q, q, torch.zeros(4, 16))

@@ -336,20 +336,6 @@ def test_masked_and_broken_rows(implementation: str, device: torch.device) -> No
             assert tokens[2:] == [0, 1001, 77, 0]
 
 
-@pytest.mark.parametrize("num_seqs", [1, 4, 5, 70])
-@pytest.mark.parametrize("vocab", [1, 1000, 4099])
-def test_argmax_takes_the_lowest_of_ties(
-    implementation: str, device: torch.device, num_seqs: int, vocab: int
-) -> None:
-    op = ops.BY_NAME["argmax"].overload(implementation)
-    padded = randn(device, num_seqs, vocab + 13, seed=vocab).round().to(torch.bfloat16)
-    logits = padded[:, :vocab]  # a row stride that is not the vocabulary
-    padded[:, vocab:] = 100.0
-    logits[0, vocab // 2 :] = 9.0
-    assert op(logits)[0] == vocab // 2
-    assert op(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
-
-
 @pytest.mark.gpu
 def test_sampling_replays_from_a_cuda_graph(implementation: str) -> None:
     device = torch.device("cuda")

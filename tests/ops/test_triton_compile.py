@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fusewright.ops import ALL_OPS
 
 PROGRAM = Path(__file__).with_name("compile_triton.py")

@@ -1,0 +1,37 @@
+"""What every result file says of where it was measured."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """GPU, versions, commit and command of this process."""
+    import triton
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
+    return {
+        "device": gpu,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def _commit() -> str:
+    """The checkout's commit, or "unknown" where there is no git."""
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"

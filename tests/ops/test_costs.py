@@ -1,0 +1,92 @@
+"""Costs are symbolic, and their bytes are those of the tensors that a call reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fusewright.ops import ALL_OPS, BY_NAME, Case, SemanticOp
+
+CPU = torch.device("cpu")
+
+
+def cases(op: SemanticOp, dtype: torch.dtype | None = None) -> list[Case]:
+    generator = torch.Generator().manual_seed(0)
+    return list(op.cases(dtype or op.dtypes[0], CPU, generator))
+
+
+@pytest.mark.parametrize("op", ALL_OPS, ids=lambda op: op.name)
+def test_symbolic_cost_evaluates_to_the_concrete_one(op: SemanticOp) -> None:
+    symbolic_seen = False
+    for case in cases(op):
+        env = ShapeEnv()
+        with FakeTensorMode(shape_env=env) as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in case.args]
+        # Only the first dimension of each tensor is dynamic in a model; here every one is.
+        symbolic = op.cost(op.describe(fakes))
+        concrete = op.cost(op.describe(case.args))
+        values = {sympy.sympify(d.node.expr): d.node.hint for d in dynamic_dims(fakes)}
+        for name in ("bytes", "flops"):
+            formula, number = getattr(symbolic, name), getattr(concrete, name)
+            symbolic_seen |= bool(getattr(formula, "free_symbols", set()) & set(values))
+            evaluated = sympy.sympify(formula).subs(values)
+            assert sympy.simplify(evaluated - number) == 0, f"{case.label}: {formula} != {number}"
+    assert symbolic_seen, f"the cost of {op.name} does not depend on any shape"
+
+
+def dynamic_dims(args: list[Any]) -> list[torch.SymInt]:
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    return [dim for t in tensors for dim in t.shape if isinstance(dim, torch.SymInt)]
+
+
+def nbytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "linear"]
+)
+def test_dense_ops_count_every_argument_and_result_once(name: str, dtype: torch.dtype) -> None:
+    op = BY_NAME[name]
+    for case in cases(op, dtype):
+        result = op.reference(*case.args)
+        outputs = [result] if isinstance(result, Tensor) else list(result)
+        inputs = [arg for arg in case.args if isinstance(arg, Tensor)]
+        assert op.cost(op.describe(case.args)).bytes == nbytes(*inputs, *outputs), case.label
+
+
+def test_indexed_ops_count_the_rows_they_touch() -> None:
+    for case in cases(BY_NAME["embedding"]):
+        ids, weight = case.args
+        picked = BY_NAME["embedding"].reference(ids, weight)
+        assert cost_bytes("embedding", case) == nbytes(ids) + 2 * nbytes(picked)
+    for case in cases(BY_NAME["gather_last_token"]):
+        _, start = case.args
+        picked = BY_NAME["gather_last_token"].reference(*case.args)
+        assert cost_bytes("gather_last_token", case) == nbytes(start) + 2 * nbytes(picked)
+    for case in cases(BY_NAME["kv_store"]):
+        k, v, _, slots = case.args
+        assert cost_bytes("kv_store", case) == 2 * nbytes(k, v) + nbytes(slots)
+    for case in cases(BY_NAME["rotary_embedding"]):
+        positions, q, k, cache = case.args
+        table = cache[:1].expand(len(positions), -1)
+        expected = 2 * nbytes(q, k) + nbytes(positions) + nbytes(table)
+        assert cost_bytes("rotary_embedding", case) == expected
+
+
+def cost_bytes(name: str, case: Case) -> Any:
+    op = BY_NAME[name]
+    return op.cost(op.describe(case.args)).bytes
+
+
+def test_flops_of_linear_are_two_a_multiply_add() -> None:
+    op = BY_NAME["linear"]
+    x, weight = torch.empty(3, 5), torch.empty(7, 5)
+    assert op.cost(op.describe((x, weight, None))).flops == 2 * 3 * 5 * 7
