@@ -68,13 +68,13 @@ class Engine(EngineLoop):
             max_blocks = -(-config.model.max_model_len // config.cache.block_size)
             compiled = compile_model(model, spec, config, max_blocks)
         with startup.phase("kv cache"):
+            dispatcher = Dispatcher(config.capture, config.scheduler.max_num_seqs)
             buffers = StepBuffers(
                 device,
                 max_tokens=config.scheduler.max_num_batched_tokens,
-                max_seqs=config.scheduler.max_num_seqs,
+                max_seqs=dispatcher.max_seqs,
                 max_blocks=max_blocks,
             )
-            dispatcher = Dispatcher(config.capture, config.scheduler.max_num_seqs)
             size = size_kv_cache(compiled.program, spec, config, buffers, dispatcher.num_graphs)
             kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)
         with startup.phase("capture"), track("Capturing graphs", dispatcher.num_graphs) as advance:

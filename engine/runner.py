@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import Program
-from ..graph_capture import CapturedGraphs, Dispatcher, GraphKind, StepBuffers
+from ..graph_capture import CapturedGraphs, Dispatch, Dispatcher, GraphKind, StepBuffers
 from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
 from .sampler import OpTable, Sampled, Sampler
 
@@ -104,9 +104,10 @@ class Runner:
         for slot in batch.finished_slots:
             self._tables.release(slot)
         num_tokens, num_seqs = batch.num_tokens, batch.num_seqs
-        dispatch = self._dispatcher.choose(num_tokens, uniform_decode=batch.is_uniform_decode)
-        padded_seqs = dispatch.num_tokens if dispatch.kind is GraphKind.FULL else num_seqs
-        self._write_inputs(batch, dispatch.num_tokens, padded_seqs)
+        dispatch = self._dispatcher.choose(
+            num_tokens, num_seqs, uniform_decode=batch.is_uniform_decode
+        )
+        self._write_inputs(batch, dispatch)
         device = self._buffers.device
         self._ops(
             "feed_tokens",
@@ -115,7 +116,7 @@ class Runner:
             device["feed_slots"][:num_seqs],
         )
         if dispatch.kind is GraphKind.FULL:
-            logits = self._graphs.replay_full(dispatch.num_tokens)[:num_seqs]
+            logits = self._graphs.replay_full(dispatch.num_tokens, dispatch.num_seqs)[:num_seqs]
         else:
             views = self._buffers.views(num_tokens=dispatch.num_tokens, num_seqs=num_seqs)
             if dispatch.kind is GraphKind.PIECEWISE:
@@ -127,7 +128,10 @@ class Runner:
         )
         return self._start_readback(batch, sampled)
 
-    def _write_inputs(self, batch: Batch, padded_tokens: int, padded_seqs: int) -> None:
+    def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
+        """Fill and upload the static inputs, padded to the dispatched sizes: padding tokens are
+        stored nowhere; padding sequences have no context and, but in uniform decode, no token."""
+        padded_tokens, padded_seqs = dispatch.num_tokens, dispatch.num_seqs
         host = self._buffers.next_host()
         arrays = host.arrays
         arrays["query_start_loc"][0] = 0
@@ -150,7 +154,8 @@ class Runner:
         arrays["seq_lens"][num_seqs:padded_seqs] = 0
         arrays["slots"][num_seqs:padded_seqs] = 0
         arrays["feed_slots"][num_seqs:padded_seqs] = _NO_SLOT
-        padding = np.arange(1, padded_seqs - num_seqs + 1, dtype=np.int32)
+        tokens_each = int(padded_tokens == padded_seqs)
+        padding = np.arange(1, padded_seqs - num_seqs + 1, dtype=np.int32) * tokens_each
         arrays["query_start_loc"][num_seqs + 1 : padded_seqs + 1] = offset + padding
         table = arrays["block_table"][: padded_seqs * num_blocks].reshape(padded_seqs, num_blocks)
         table[:num_seqs] = self._tables.rows[arrays["slots"][:num_seqs], :num_blocks]

@@ -90,7 +90,7 @@ class StepBuffers:
         views["input_ids"].zero_()
         views["positions"].zero_()
         views["slot_mapping"].fill_(NO_SLOT)
-        starts = torch.linspace(0, num_tokens, num_seqs + 1).to(torch.int32)
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32) * num_tokens // num_seqs
         views["query_start_loc"].copy_(starts)
         views["seq_lens"].copy_(starts.diff())
         views["block_table"].zero_()

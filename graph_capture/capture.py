@@ -34,12 +34,12 @@ class CapturedGraphs:
     """Every captured graph of a program."""
 
     program: Program
-    full: dict[int, _FullGraph] = field(default_factory=dict)
+    full: dict[tuple[int, int], _FullGraph] = field(default_factory=dict)
     piecewise: dict[int, _PiecewiseGraph] = field(default_factory=dict)
 
-    def replay_full(self, num_tokens: int) -> Tensor:
-        """Replay the whole step of a captured size; its output, valid until the next replay."""
-        graph = self.full[num_tokens]
+    def replay_full(self, num_tokens: int, num_seqs: int) -> Tensor:
+        """Replay the whole step of captured sizes; its output, valid until the next replay."""
+        graph = self.full[num_tokens, num_seqs]
         graph.replay()
         return graph.output
 
@@ -79,10 +79,10 @@ def capture_all(
         program.run(inputs)
         graphs.piecewise[size] = _capture_piecewise(program, inputs, backend)
         on_graph()
-    for size in sorted(dispatcher.full_sizes, reverse=True):
-        inputs = buffers.dummy(num_tokens=size, num_seqs=size)
+    for num_tokens, num_seqs in sorted(dispatcher.full_sizes, reverse=True):
+        inputs = buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs)
         program.run(inputs)
-        graphs.full[size] = _capture_full(program, inputs, backend)
+        graphs.full[num_tokens, num_seqs] = _capture_full(program, inputs, backend)
         on_graph()
     return graphs
 

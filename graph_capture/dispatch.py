@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..config import CaptureConfig
+from ..config import CaptureConfig, CudagraphMode
 
 
 class GraphKind(StrEnum):
@@ -20,36 +20,63 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The choice for one step: ``num_tokens`` includes padding up to the captured size."""
+    """The choice for one step: the sizes it runs at, with padding up to what was captured."""
 
     kind: GraphKind
     num_tokens: int
+    num_seqs: int
 
 
 class Dispatcher:
-    """Chooses by batch shape alone; ``counters[(step kind, graph kind)]`` says what happened."""
+    """Chooses by batch shape alone; ``counters[(step kind, graph kind)]`` says what happened.
+
+    FULL graphs of uniform decode have one token a sequence.  Those of mixed steps (mode FULL) have
+    a fixed number of sequences, the surplus empty; it never equals the number of tokens, because
+    attention takes that for uniform decode.
+    """
 
     def __init__(self, config: CaptureConfig, max_num_seqs: int) -> None:
         mode = config.mode
-        decode_sizes = tuple(s for s in config.sizes if s <= max_num_seqs)
-        self.full_sizes = decode_sizes if mode.full_decode else ()
+        self._decode_sizes: tuple[int, ...] = ()
+        self._mixed_sizes: tuple[int, ...] = ()
         self.piecewise_sizes = config.sizes if mode.piecewise else ()
+        self._max_num_seqs = max_num_seqs
+        if mode.full_decode:
+            self._decode_sizes = tuple(s for s in config.sizes if s <= max_num_seqs)
+        if mode is CudagraphMode.FULL:
+            self._mixed_sizes = config.sizes
         self.counters: Counter[tuple[str, str]] = Counter()
 
     @property
+    def full_sizes(self) -> list[tuple[int, int]]:
+        """(tokens, sequences) of every FULL graph."""
+        decode = [(size, size) for size in self._decode_sizes]
+        return decode + [(size, self._mixed_seqs(size)) for size in self._mixed_sizes]
+
+    @property
     def num_graphs(self) -> int:
-        """How many sizes are to be captured."""
+        """How many graphs are to be captured; a piecewise one counts once."""
         return len(self.full_sizes) + len(self.piecewise_sizes)
 
-    def choose(self, num_tokens: int, *, uniform_decode: bool) -> Dispatch:
-        """Pick the graph of a step of ``num_tokens`` tokens, and count it."""
-        dispatch = Dispatch(GraphKind.NONE, num_tokens)
-        if uniform_decode and (size := _round_up(num_tokens, self.full_sizes)):
-            dispatch = Dispatch(GraphKind.FULL, size)
+    @property
+    def max_seqs(self) -> int:
+        """Rows that the static buffers need."""
+        return max([self._max_num_seqs, *(seqs for _, seqs in self.full_sizes)])
+
+    def choose(self, num_tokens: int, num_seqs: int, *, uniform_decode: bool) -> Dispatch:
+        """Pick the graph of a step, and count it."""
+        dispatch = Dispatch(GraphKind.NONE, num_tokens, num_seqs)
+        if uniform_decode and (size := _round_up(num_tokens, self._decode_sizes)):
+            dispatch = Dispatch(GraphKind.FULL, size, size)
+        elif size := _round_up(num_tokens, self._mixed_sizes):
+            dispatch = Dispatch(GraphKind.FULL, size, self._mixed_seqs(size))
         elif size := _round_up(num_tokens, self.piecewise_sizes):
-            dispatch = Dispatch(GraphKind.PIECEWISE, size)
+            dispatch = Dispatch(GraphKind.PIECEWISE, size, num_seqs)
         self.counters["decode" if uniform_decode else "mixed", dispatch.kind.value] += 1
         return dispatch
+
+    def _mixed_seqs(self, num_tokens: int) -> int:
+        return self._max_num_seqs + (num_tokens == self._max_num_seqs)
 
     def report(self) -> dict[str, dict[str, int]]:
         """Counters as nested plain data: step kind -> graph kind -> steps."""

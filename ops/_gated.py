@@ -10,16 +10,21 @@ from torch import Tensor
 from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
 
 
-def split_halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gate and up halves in float32.  Raises ValueError when the last dimension is odd."""
+def _check_even(gate_up: Tensor) -> None:
     width = gate_up.shape[-1]
     if width % 2:
         raise ValueError(f"gate_up has last dimension {width}, expected an even one: gate then up")
+
+
+def split_halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gate and up halves in float32.  Raises ValueError when the last dimension is odd."""
+    _check_even(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
     return gate, up
 
 
 def _fake(gate_up: Tensor) -> Tensor:
+    _check_even(gate_up)
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
@@ -45,6 +50,7 @@ def gated_op(name: str, reference: Callable[[Tensor], Tensor], activation: str) 
     def launches(gate_up: Tensor) -> tuple[list[Launch], Tensor]:
         from .triton_kernels import activation as kernels
 
+        _check_even(gate_up)
         return kernels.gated_activation(gate_up, activation)
 
     return SemanticOp(

@@ -136,8 +136,8 @@ class Implementation:
 class SemanticOp:
     """One op of the IR; construct it at module level and list it in ``ops.ALL_OPS``.
 
-    ``reference`` carries the signature (its annotations give the schema) and defines the meaning.  ``implementations`` are in order of preference for ``-O2`` on a device that
-    supports them.
+    ``reference`` carries the signature (its annotations give the schema) and defines the meaning.
+    ``implementations`` are in order of preference for ``-O2`` on a device that supports them.
     """
 
     name: str

@@ -10,7 +10,7 @@ from ._gated import gated_op, split_halves
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` (Shazeer, 2020, eq. 6), GELU by tanh (Hendrycks and Gimpel, 2016, sec. 2).
+    """``gelu(gate) * up`` (Shazeer, 2020, eq. 6) with tanh (Hendrycks and Gimpel, 2016, section 2).
 
     Args:
         gate_up: [..., 2 * I], floating point: I gate columns, then I up columns.

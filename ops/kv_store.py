@@ -20,6 +20,9 @@ def kv_store(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> No
             dimension 1, last dimension contiguous; mutated.
         slot_mapping: [num_tokens] int32, ``block_id * block_size + offset``; negative slots are
             skipped (padding), others must be distinct and inside the cache.
+
+    Raises:
+        ValueError: the shapes disagree.
     """
     torch.ops.fw.kv_store.default(k, v, kv_cache, slot_mapping)
 
@@ -39,6 +42,7 @@ def _native(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Non
     A skipped row repeats the write of the first row that is stored, so that whichever lands last
     writes the same; when none is stored, all rewrite slot 0 with what it holds.
     """
+    _check(k, v, kv_cache, slot_mapping)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
@@ -53,8 +57,20 @@ def _native(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Non
         plane[block, offset] = torch.where(nothing, plane[block, offset], new[row].to(plane.dtype))
 
 
+def _check(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """The kernel would read or write past an end where these disagree."""
+    fits = kv_cache.shape[1] == 2 and kv_cache.shape[3:] == k.shape[1:]
+    if not fits or v.shape != k.shape or slot_mapping.shape != k.shape[:1]:
+        raise ValueError(
+            f"k {list(k.shape)}, v {list(v.shape)}, kv_cache {list(kv_cache.shape)} and "
+            f"slot_mapping {list(slot_mapping.shape)} disagree; expected [num_tokens, "
+            "num_kv_heads, head_dim] twice, [num_blocks, 2, block_size, num_kv_heads, head_dim] "
+            "and [num_tokens]"
+        )
+
+
 def _fake(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    return None
+    _check(k, v, kv_cache, slot_mapping)
 
 
 def _launches(
@@ -62,6 +78,7 @@ def _launches(
 ) -> tuple[list[Launch], None]:
     from .triton_kernels import kv_store as kernels
 
+    _check(k, v, kv_cache, slot_mapping)
     return kernels.kv_store(k, v, kv_cache, slot_mapping), None
 
 

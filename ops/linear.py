@@ -21,6 +21,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns:
         [..., out_features] in x's dtype, contiguous; rounded once, after the bias.
+
+    Raises:
+        ValueError: x and weight disagree on in_features (native: PyTorch's RuntimeError).
     """
     return torch.ops.fw.linear.default(x, weight, bias)  # type: ignore[no-any-return]
 
@@ -29,18 +32,23 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _check(x: Tensor, weight: Tensor) -> None:
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has {x.shape[-1]} features, expected in_features {weight.shape[1]} of weight "
             f"{list(weight.shape)}"
         )
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _check(x, weight)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _launches(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch], Tensor]:
     from .triton_kernels import linear as kernels
 
+    _check(x, weight)
     return kernels.linear(x, weight, bias)
 
 

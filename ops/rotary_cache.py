@@ -1,7 +1,7 @@
 """The cos/sin tables of rotary embeddings, with the scalings that models publish.
 
-A model's ``config.json`` becomes one frozen ``RopeParameters``; the table is built once, in float32,
-and is an ordinary argument of ``rotary_embedding``.
+A model's ``config.json`` becomes one frozen ``RopeParameters``; the table is built once, in
+float32, and is an ordinary argument of ``rotary_embedding``.
 """
 
 from __future__ import annotations

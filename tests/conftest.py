@@ -20,11 +20,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fw-seed",
         type=int,
         default=None,
-        help="seed of the random inputs; without it a fresh one, which the header and failures name",
+        help="seed of the random inputs; without it a fresh one, named by header and failures",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Its own code against newer numpy; nothing a kernel could change.
+    config.addinivalue_line(
+        "filterwarnings", "ignore::DeprecationWarning:triton.runtime.interpreter"
+    )
     given = config.getoption("--fw-seed")
     config.stash[_SEED] = secrets.randbelow(2**31) if given is None else given
 

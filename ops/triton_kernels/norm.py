@@ -79,6 +79,12 @@ def _plan(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Launch, Tensor, Tensor | None]:
     hidden = x.shape[-1]
+    if weight.shape != (hidden,) or (residual is not None and residual.shape != x.shape):
+        found = None if residual is None else list(residual.shape)
+        raise ValueError(
+            f"x is {list(x.shape)}: expected weight [{hidden}], found {list(weight.shape)}, and a "
+            f"residual like x, found {found}"
+        )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     residual_out = None if residual is None else torch.empty_like(out)
     x_rows, num_rows, inner, x_outer, x_inner = _rows(x)

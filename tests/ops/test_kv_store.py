@@ -9,7 +9,6 @@ from torch import Tensor
 from fusewright.ops import BY_NAME
 
 OP = BY_NAME["kv_store"]
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM = 3, 4, 2, 8
 SLOTS = NUM_BLOCKS * BLOCK_SIZE
 
@@ -20,7 +19,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 
 def store(implementation: str, slots: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cache before, cache after) as [slot, K or V, head, dim]; token t holds t + 1 and -(t + 1)."""
+    """The cache before and after, [slot, K or V, head, dim]; token t is t + 1 and -(t + 1)."""
     cache = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), 99.0, device=device)
     cache += torch.arange(SLOTS, device=device).view(NUM_BLOCKS, 1, BLOCK_SIZE, 1, 1)
     before = cache.clone()

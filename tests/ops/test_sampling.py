@@ -137,12 +137,12 @@ def test_draws_follow_softmax(
 def test_draws_within_filters_follow_renormalized_softmax(
     implementation: str, device: torch.device
 ) -> None:
-    n = num_draws(implementation, device)
-    row = randn(device, 23, seed=3)
-    k = 4
+    n = 60 if interpreted(implementation, device) else 40_000
+    row = randn(device, 23, seed=3).bfloat16().float()
+    k = 3
     tokens = draw(
         implementation,
-        row.expand(n, -1).contiguous(),
+        row.bfloat16().expand(n, -1).contiguous(),
         0.9,
         top_k=full(device, n, k, torch.int32),
         seeds=11,
@@ -308,9 +308,9 @@ def test_ties_at_the_threshold_are_all_kept(
 
 
 def test_extreme_filters_keep_the_best_token(implementation: str, device: torch.device) -> None:
-    logits = randn(device, 30, 700)
+    logits = randn(device, 8, 700)
     best = logits.argmax(-1).int()
-    zero, one = full(device, 30, 0.0), full(device, 30, 1.0)
+    zero, one = full(device, 8, 0.0), full(device, 8, 1.0)
     assert torch.equal(draw(implementation, logits, 5.0, top_k=one.int()), best)
     assert torch.equal(draw(implementation, logits, 5.0, top_p=zero), best)
     assert torch.equal(draw(implementation, logits, 5.0, min_p=one), best)

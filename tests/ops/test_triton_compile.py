@@ -18,7 +18,7 @@ WITH_TRITON = [op.name for op in ALL_OPS if any(i.launches for i in op.implement
 
 
 def compile_kernels(*flags: str) -> list[dict[str, Any]]:
-    """The program's report; a process of its own, in which Triton compiles instead of interprets."""
+    """The program's report, from a process in which Triton compiles instead of interprets."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

@@ -1,0 +1,123 @@
+"""The whole engine against Hugging Face transformers: equal tokens and logits, however it is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright import LLM, SamplingParams
+from fusewright.engine.kv_blocks import BlockPool
+from tests.model_executor.tiny_models import BY_NAME, TINY_MODELS
+
+PROMPT_LENGTHS = (1, 5, 17, 40)
+NUM_TOKENS = 64
+CHUNKS = (1, 7, 16, 64)
+BLOCK_SIZES = (8, 16, 32)
+MAX_LEN = 128
+ATOL = 1e-4
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers generates greedily for one prompt, with the logits of each token."""
+
+    prompt: tuple[int, ...]
+    token_ids: list[int]
+    logits: Tensor
+
+
+def prompts() -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        tuple(torch.randint(3, 128, (n,), generator=generator).tolist()) for n in PROMPT_LENGTHS
+    ]
+
+
+@cache
+def references(name: str) -> list[Reference]:
+    model = BY_NAME[name].model()
+    return [_generate(model, prompt) for prompt in prompts()]
+
+
+@torch.inference_mode()
+def _generate(model: Any, prompt: tuple[int, ...]) -> Reference:
+    token_ids: list[int] = []
+    rows: list[Tensor] = []
+    step, cache_ = torch.tensor([prompt]), None
+    for _ in range(NUM_TOKENS):
+        out = model(step, past_key_values=cache_, use_cache=True)
+        rows.append(out.logits[0, -1].float())
+        cache_ = out.past_key_values
+        token_ids.append(int(rows[-1].argmax()))
+        step = torch.tensor([[token_ids[-1]]])
+    return Reference(prompt, token_ids, torch.stack(rows))
+
+
+class LogitsRecorder:
+    """Keeps the logits that the engine samples from, by request and position."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: dict[tuple[str, int], Tensor] = {}
+        sampler = llm.engine.runner._sampler
+        sample = sampler.sample
+
+        def recorded(logits: Tensor, batch: Any, *args: Any) -> Any:
+            for row, entry in zip(logits, batch.scheduled, strict=True):
+                if entry.samples:
+                    position = entry.start + entry.num_tokens
+                    self.rows[entry.request.request_id, position] = row.float().cpu()
+            return sample(logits, batch, *args)
+
+        monkeypatch.setattr(sampler, "sample", recorded)
+
+
+def check(llm: LLM, recorder: LogitsRecorder, expected: list[Reference], label: str) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    recorder.rows.clear()
+    outputs = llm.generate([list(r.prompt) for r in expected], params, use_tqdm=False)
+    for output, reference in zip(outputs, expected, strict=True):
+        start = len(reference.prompt)
+        rows = [recorder.rows[output.request_id, start + i] for i in range(NUM_TOKENS)]
+        error = (torch.stack(rows) - reference.logits).abs().max().item()
+        assert error <= ATOL, f"{label}: logits of a prompt of {start} tokens are off by {error}"
+        assert list(output.outputs[0].token_ids) == reference.token_ids, label
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", [tiny.name for tiny in TINY_MODELS])
+def test_tokens_and_logits_equal_transformers(
+    name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged batches, every chunk size, every block size, with and without preemption."""
+    BY_NAME[name].save(tmp_path)
+    expected = references(name)
+    for block_size in BLOCK_SIZES:
+        llm = LLM(
+            str(tmp_path),
+            optimization_level=level,
+            device="cpu",
+            dtype="float32",
+            block_size=block_size,
+            max_num_seqs=4,
+            max_num_batched_tokens=max(CHUNKS),
+            max_model_len=MAX_LEN,
+            verify=level > 0,
+        )
+        recorder = LogitsRecorder(llm, monkeypatch)
+        scheduler = llm.engine.scheduler
+        pool = scheduler.pool
+        for chunk in CHUNKS:
+            scheduler.max_num_batched_tokens = chunk
+            check(llm, recorder, expected, f"-O{level} block {block_size} chunk {chunk}")
+        assert scheduler.num_preemptions == 0
+        scheduler.pool = BlockPool(160 // block_size, block_size)
+        check(llm, recorder, expected, f"-O{level} block {block_size} preempted")
+        assert scheduler.num_preemptions > 0
+        assert scheduler.pool.num_free == scheduler.pool.num_blocks
+        assert pool.num_free == pool.num_blocks

@@ -1,0 +1,44 @@
+"""Shapes that disagree are refused by name, where a kernel would otherwise read past an end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.ops import BY_NAME
+
+SLOTS = torch.zeros(2, dtype=torch.int32)
+KEYS = torch.zeros(2, 1, 8)
+# op, what is wrong, arguments, what the message must contain
+REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
+    ("silu_mul", "odd width", (torch.zeros(2, 5),), "last dimension 5"),
+    ("gelu_tanh_mul", "odd width", (torch.zeros(2, 5),), "last dimension 5"),
+    ("linear", "features", (torch.zeros(2, 5), torch.zeros(3, 4), None), "in_features 4|2x5"),
+    ("kv_store", "heads", (KEYS, KEYS, torch.zeros(3, 2, 4, 2, 8), SLOTS), "disagree"),
+    ("kv_store", "slots", (KEYS, KEYS, torch.zeros(3, 2, 4, 1, 8), SLOTS[:1]), "disagree"),
+    ("kv_store", "values", (KEYS, KEYS[:1], torch.zeros(3, 2, 4, 1, 8), SLOTS), "disagree"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [pytest.param(op, args, text, id=f"{op}, {wrong}") for op, wrong, args, text in REFUSED],
+)
+def test_disagreeing_shapes_are_refused_by_every_implementation(
+    name: str, args: tuple[Any, ...], message: str, device: torch.device
+) -> None:
+    op = BY_NAME[name]
+    placed = [arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    for impl in op.implementations:
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            op.overload(impl.name)(*placed)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_norms_refuse_a_weight_of_another_width(name: str, device: torch.device) -> None:
+    x = torch.zeros(2, 8, device=device)
+    args = (x, x) if name == "add_rms_norm" else (x,)
+    with pytest.raises(ValueError, match="expected weight \\[8\\], found \\[4\\]"):
+        BY_NAME[name].overload("triton")(*args, torch.zeros(4, device=device), 1e-5)

@@ -1,0 +1,35 @@
+"""Small captured graphs for the pass tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fusewright.compiler.trace import trace
+
+
+def capture(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:
+    """The graph of ``fn(**inputs)``; dimension 0 of two-dimensional inputs is dynamic."""
+
+    class Positional(nn.Module):
+        def forward(self, *args: Tensor) -> Any:
+            return fn(**dict(zip(inputs, args, strict=True)))
+
+    dynamic = {name: {0: "num_tokens"} for name, value in inputs.items() if value.dim() > 1}
+    return trace(Positional(), tuple(inputs.values()), inputs, dynamic).gm
+
+
+def hidden(*, dtype: torch.dtype = torch.float32, size: int = 32, tokens: int = 7) -> Tensor:
+    return torch.randn(tokens, size).to(dtype)
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    """Names of the called functions and methods, in order."""
+    return [
+        str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+        for node in gm.graph.nodes
+        if node.op in ("call_function", "call_method")
+    ]

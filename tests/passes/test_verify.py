@@ -1,0 +1,152 @@
+"""Verification catches graphs that passes broke and rewrites that change values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fusewright import ops
+from fusewright.passes import PassReport, VerificationError, run_passes
+from fusewright.passes.fuse_add_norm import FuseAddNorm
+from fusewright.passes.rule import EXACT, Context, Tier, is_call
+
+from tests.passes.graphs import capture, hidden
+
+
+def model(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    residual = residual + x
+    return ops.rms_norm(residual, weight, 1e-5), residual
+
+
+class WrongRule:
+    """Replaces add + norm by what ``build(graph, x, residual, weight, eps)`` makes."""
+
+    name = "wrong"
+
+    def __init__(self, build: Callable[..., list[fx.Node]], tier: Tier = EXACT) -> None:
+        self.build, self.tier = build, tier
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        (norm,) = (n for n in gm.graph.nodes if is_call(n, torch.ops.fw.rms_norm.default))
+        add = norm.args[0]
+        context.replace(
+            self,
+            norm,
+            old=[add, norm],
+            outputs=[norm, add],
+            build=lambda graph: self.build(graph, *reversed(add.args), *norm.args[1:]),
+        )
+        return PassReport(self.name)
+
+
+def fused(graph: fx.Graph, x: Any, residual: Any, weight: Any, eps: float) -> list[fx.Node]:
+    node = graph.call_function(torch.ops.fw.add_rms_norm.default, (x, residual, weight, eps))
+    return [graph.call_function(operator.getitem, (node, i)) for i in (0, 1)]
+
+
+def _wrong_eps(graph: fx.Graph, *args: Any) -> list[fx.Node]:
+    return fused(graph, *args[:3], 1e-1)
+
+
+def _dropped_residual(graph: fx.Graph, x: Any, residual: Any, *rest: Any) -> list[fx.Node]:
+    return fused(graph, x, x, *rest)
+
+
+def _swapped_outputs(graph: fx.Graph, *args: Any) -> list[fx.Node]:
+    return fused(graph, *args)[::-1]
+
+
+def _norm_of_x_alone(graph: fx.Graph, x: Any, residual: Any, *rest: Any) -> list[fx.Node]:
+    normed = graph.call_function(torch.ops.fw.rms_norm.default, (x, *rest))
+    return [normed, graph.call_function(operator.add, (residual, x))]
+
+
+def _subtracted(graph: fx.Graph, x: Any, residual: Any, *rest: Any) -> list[fx.Node]:
+    return fused(graph, graph.call_function(operator.neg, (x,)), residual, *rest)
+
+
+WRONG = [_wrong_eps, _dropped_residual, _swapped_outputs, _norm_of_x_alone, _subtracted]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", WRONG)
+def test_wrong_rewrites_are_caught(build: Any, dtype: torch.dtype) -> None:
+    weight = torch.randn(32).to(dtype)
+    gm = capture(model, x=hidden(dtype=dtype), residual=hidden(dtype=dtype), weight=weight)
+    with pytest.raises(VerificationError, match="rewrite wrong at .* inputs from seed"):
+        run_passes(gm, [WrongRule(build, Tier(1e-3, 1e-2))], verify=True)
+
+
+def test_the_right_rewrite_passes_the_same_check() -> None:
+    gm = capture(model, x=hidden(), residual=hidden(), weight=torch.randn(32))
+    run_passes(gm, [WrongRule(fused)], verify=True)
+
+
+def test_an_exact_rule_may_not_move_a_bit() -> None:
+    def rounded_later(graph: fx.Graph, x: Any, residual: Any, *rest: Any) -> list[fx.Node]:
+        wide = graph.call_method("float", (graph.call_function(operator.add, (x, residual)),))
+        nudged = graph.call_function(operator.mul, (wide, 1.0 + 2**-20))
+        return fused(graph, graph.call_method("to", (nudged, torch.float32)), residual, *rest)
+
+    gm = capture(model, x=hidden(), residual=hidden(), weight=torch.randn(32))
+    with pytest.raises(VerificationError, match="atol=0.0, rtol=0.0"):
+        run_passes(gm, [WrongRule(rounded_later)], verify=True)
+
+
+def test_a_changed_shape_or_dtype_is_caught_by_the_graph_check() -> None:
+    class Transposes:
+        name, tier = "transposes", EXACT
+
+        def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+            for node in gm.graph.nodes:
+                if is_call(node, operator.add):
+                    node.args = (node.args[0], node.args[1])
+                    node.target = operator.eq
+            return PassReport(self.name)
+
+    gm = capture(lambda x: x + x, x=hidden())
+    with pytest.raises(VerificationError, match=r"pass transposes changed .*float32.*bool"):
+        run_passes(gm, [Transposes()], verify=True)
+
+
+def test_an_op_that_does_not_run_is_caught() -> None:
+    class Breaks:
+        name, tier = "breaks", EXACT
+
+        def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+            for node in gm.graph.nodes:
+                if is_call(node, operator.matmul):
+                    node.args = (node.args[0], node.args[0])
+            return PassReport(self.name)
+
+    gm = capture(lambda x, w: x @ w, x=hidden(), w=torch.randn(1, 32)[0])
+    with pytest.raises(VerificationError, match="which does not run"):
+        run_passes(gm, [Breaks()], verify=True)
+
+
+def test_identical_sites_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusewright.passes import pipeline
+
+    runs: list[set[tuple[str, str]]] = []
+    real = pipeline.check_rewrite
+
+    def counted(rewrite: Any, *, proven: set[tuple[str, str]]) -> None:
+        before = len(proven)
+        real(rewrite, proven=proven)
+        runs.append(proven if len(proven) > before else set())
+
+    def deep(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(6):
+            x, residual = model(x, residual, weight)
+        return x
+
+    monkeypatch.setattr(pipeline, "check_rewrite", counted)
+    gm = capture(deep, x=hidden(), residual=hidden(), weight=torch.randn(32))
+    (report,) = run_passes(gm, [FuseAddNorm()], verify=True)
+    assert report.matched == 6 and len(runs) == 6
+    assert sum(bool(r) for r in runs) == 1
