@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 
@@ -112,8 +113,7 @@ def _name_inputs(
         name = names[id(example)]
         for dim, what in dynamic.get(name, {}).items():
             size = node.meta["example_value"].shape[dim]
-            if not isinstance(size, torch.SymInt):
-                raise TraceError(f"the model made {what} (dimension {dim} of {name}) static: {size}")
+            _check_dynamic(size, f"{what} (dimension {dim} of {name})")
             sizes.setdefault(str(size), GraphInput(name, dim))
             dims.setdefault(str(size), what)
         found.append(GraphInput(name))
@@ -126,3 +126,17 @@ def _name_inputs(
             source = sizes[symbol]
         inputs.append(source)
     return Traced(gm, tuple(inputs), dims)
+
+
+def _check_dynamic(size: Any, what: str) -> None:
+    """Refuse a size that is fixed, or that the captured code depends on beyond being 0 or 1: the
+    program has no guards and would run the same code for every size."""
+    if not isinstance(size, torch.SymInt):
+        raise TraceError(f"the model made {what} static: {size}")
+    env, symbol = size.node.shape_env, size.node.expr
+    if env.replace(symbol).is_number:
+        raise TraceError(f"the model made {what} static: {env.replace(symbol)}")
+    for guard in env.guards:
+        zero_or_one = isinstance(guard.expr, sympy.Ne) and guard.expr.rhs in (0, 1)
+        if symbol in guard.expr.free_symbols and not zero_or_one:
+            raise TraceError(f"the model takes another path unless {what} satisfies {guard.expr}")

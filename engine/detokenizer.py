@@ -42,9 +42,9 @@ class TextStream:
         self._num_out = 0  # characters of the fresh ids' text that are out
         self._set_context(list(prompt_token_ids[-_CONTEXT_TOKENS:]))
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain after these ids."""
-        self._fresh.extend(token_ids)
+    def push(self, token_id: int) -> str:
+        """The text that is certain after this id."""
+        self._fresh.append(token_id)
         text = self._fresh_text()
         certain = text
         for _ in range(_MAX_INCOMPLETE):
@@ -62,8 +62,10 @@ class TextStream:
         self._fresh, self._num_out = [], 0
         return new
 
-    def flush(self) -> str:
-        """The rest at the end: the bytes of a character that never became whole."""
+    def flush(self, token_ids: Sequence[int] = ()) -> str:
+        """The rest at the end: the last ids at once, if any, and a character that never became
+        whole."""
+        self._fresh.extend(token_ids)
         new = self._fresh_text()[self._num_out :]
         self._num_out += len(new)
         return new
@@ -135,11 +137,11 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
 
-    def push(self, token_ids: Sequence[int]) -> str | None:
-        """Add tokens; returns the stop string that they complete, if any.  Text of the first
-        ``min_tokens`` tokens is no part of a stop string: push those one at a time."""
-        self._num_tokens += len(token_ids)
-        new = self._stream.push(token_ids)
+    def push(self, token_id: int) -> str | None:
+        """Add a token; returns the stop string that it completes, if any.  Text of the first
+        ``min_tokens`` tokens is no part of a stop string."""
+        self._num_tokens += 1
+        new = self._stream.push(token_id)
         if self._num_tokens <= self._min_tokens:
             self.text += new
             return None
@@ -147,6 +149,6 @@ class Detokenizer:
         self.text += shown
         return stop
 
-    def finish(self) -> None:
-        """Add the text held back: nothing more will come."""
-        self.text += self._stops.flush() + self._stream.flush()
+    def finish(self, token_ids: Sequence[int] = ()) -> None:
+        """Add the last tokens, unsearched, and the text held back: nothing more will come."""
+        self.text += self._stops.flush() + self._stream.flush(token_ids)

@@ -40,10 +40,8 @@ class _Completion:
         self.closed = True
         if self.detokenizer is None:
             return
-        if self.deferred:
-            ids = self.request.output_token_ids
-            self.detokenizer.push(ids[:-1] if _hides_last(self.request) else ids)
-        self.detokenizer.finish()
+        ids = self.request.output_token_ids if self.deferred else []
+        self.detokenizer.finish(ids[:-1] if _hides_last(self.request) else ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +116,7 @@ class OutputProcessor:
             return None
         if _hides_last(token.request):
             return None
-        return completion.detokenizer.push([token.token_id])
+        return completion.detokenizer.push(token.token_id)
 
     def collect(self) -> list[RequestOutput]:
         """Outputs of this step's tokens; call after the requests they end are finished."""

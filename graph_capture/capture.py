@@ -115,9 +115,10 @@ def _capture_run(
     steps: Sequence[Step], owned: list[Any], static: list[Any], backend: GraphBackend
 ) -> Replay:
     slots = [slot for step in steps for slot in step.outputs]
+    before = owned.copy()
 
     def fn() -> Sequence[Any]:
-        env = owned.copy()
+        env = before.copy()
         for step in steps:
             for slot, value in zip(step.outputs, step.call(env), strict=True):
                 env[slot] = value

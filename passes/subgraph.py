@@ -29,7 +29,8 @@ def compute_fake(node: fx.Node) -> Any:
     Raises whatever the op raises on shapes or dtypes that it does not take.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake_value)
-    modes = [value.fake_mode for value in _tensors([args, kwargs]) if isinstance(value, FakeTensor)]
+    tensors = _tensors([args, kwargs, fake_value(node)])
+    modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
     with modes[0] if modes else nullcontext():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -11,7 +11,7 @@ import typer
 
 from .evaluate import greedy, solved
 from .flags import engine_flags
-from .options import load, report
+from .options import load
 from .table import table
 
 
@@ -50,7 +50,7 @@ def demo(
         typer.echo("  ✓" if correct else f"  ✗ expected {problem.answer}")
     done_s = time.perf_counter()
     typer.echo(f"\n{right} of {len(problems)} solved (problem seed {seed})\n")
-    typer.echo(summary(report(llm)))
+    typer.echo(summary(llm.report()))
     typer.echo(
         f"ready in {ready_s - started_s:.2f} s; {tokens} tokens generated in "
         f"{done_s - ready_s:.2f} s, one request at a time"
@@ -58,7 +58,7 @@ def demo(
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """What ``Engine.report()`` says about level, fusions, start-up and steps, for reading."""
+    """What ``LLM.report()`` says about level, fusions, start-up and steps, for reading."""
     lines = [f"level -O{facts['level']} on {facts['hardware']}"]
     rows = [["pass", "sites", "matched", "missed"]]
     for entry in facts["passes"]:

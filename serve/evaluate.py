@@ -12,7 +12,7 @@ import typer
 
 from ..config import UserError
 from .flags import engine_flags
-from .options import batch, load, merge, report
+from .options import batch, load, merge
 from .table import table
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def evaluate(
     total = Counter(p.task for p in problems)
     if json_output:
         tasks = {t: {"correct": right[t], "total": total[t]} for t in total}
-        result = {"suite": suite, "level": report(llm)["level"], "seed": problem_seed}
+        result = {"suite": suite, "level": llm.report()["level"], "seed": problem_seed}
         totals = {"correct": right.total(), "total": n, "accuracy": right.total() / n}
         typer.echo(json.dumps({**result, **totals, "tasks": tasks, "seconds": seconds}))
         return
@@ -67,7 +67,7 @@ def evaluate(
     for name, correct, count in counts:
         rows.append([name, str(correct), str(count), f"{100 * correct / count:.2f}%"])
     typer.echo(table(rows))
-    typer.echo(f"-O{report(llm)['level']}, {seconds:.1f} s, problem seed {problem_seed}")
+    typer.echo(f"-O{llm.report()['level']}, {seconds:.1f} s, problem seed {problem_seed}")
 
 
 def greedy(problems: Sequence[Problem]) -> SamplingParams:

@@ -42,11 +42,3 @@ def load(options: dict[str, Any]) -> LLM:
 def batch(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
     """``llm.generate`` with a progress bar on a terminal and none in a pipe."""
     return llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-
-
-def report(llm: LLM) -> dict[str, Any]:
-    """``Engine.report()`` of a loaded model."""
-    from ..engine.engine import Engine
-
-    assert isinstance(llm.engine, Engine), "load() makes no other"
-    return llm.engine.report()
