@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..engine.llm import LLM
@@ -41,7 +42,7 @@ def profile_decode(llm: LLM, batch: int, num_layers: int) -> list[dict[str, Any]
         engine.step()
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             totals[event.name][0] += 1
             totals[event.name][1] += event.device_time
     rows = [
@@ -71,12 +72,14 @@ def main() -> None:
         max_model_len=4096,
         cudagraph_capture_sizes=tuple(args.batch),
     )
-    num_layers = llm.engine.spec.num_layers
+    num_layers = llm.report()["num_layers"]
     result: dict[str, Any] = {"environment": environment(), "num_layers": num_layers}
     for batch in args.batch:
         rows = profile_decode(llm, batch, num_layers)
         result[f"batch_{batch}"] = rows
-        print(f"-O{args.level}, batch {batch}: {sum(r['a_step'] for r in rows):.1f} launches a step")
+        print(
+            f"-O{args.level}, batch {batch}: {sum(r['a_step'] for r in rows):.1f} launches a step"
+        )
         for row in rows[:24]:
             print(
                 f"{row['a_step']:7.1f} {row['a_layer']:6.2f} a layer {row['us_a_step']:8.1f} us "

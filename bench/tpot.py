@@ -1,5 +1,5 @@
-"""Time per output token as ../shared/NUMBERS.md defines it: a batch of equal requests, 128 tokens in;
-(time for 129 tokens out minus time for 1) / 128, best of two.
+"""Time per output token as ../shared/NUMBERS.md defines it: a batch of equal requests, 128 tokens
+in; (time for 129 tokens out minus time for 1) / 128, best of two.
 
 ``python -m fusewright.bench.tpot MODEL -O 2 --batch 1 64 --json FILE``
 """

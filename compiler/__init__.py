@@ -5,7 +5,7 @@ its distinct pieces are compiled once; the plan says which piece runs with which
 """
 
 from .compile import Compiled, Example, compile
-from .lower import LoweringError
+from .lower import LoweringError, check_kernels
 from .plan import OpStep, PieceStep, Plan
 from .program import Environment, Program, Step, eager_program
 from .trace import WEIGHTS, TraceError
@@ -22,6 +22,7 @@ __all__ = [
     "Program",
     "Step",
     "TraceError",
+    "check_kernels",
     "compile",
     "eager_program",
 ]

@@ -8,11 +8,29 @@ from collections.abc import Mapping
 from torch import fx
 
 from .. import ops
+from ..config import UserError
 from ..passes import fake_value
 
 
 class LoweringError(RuntimeError):
     """A semantic op was left, or none of its implementations fits the call."""
+
+
+def check_kernels(kernels: Mapping[str, str]) -> None:
+    """Refuse forced implementations of ops that do not exist or do not have them.
+
+    Raises:
+        UserError: names what is there.
+    """
+    for name, implementation in kernels.items():
+        if name not in ops.BY_NAME:
+            raise UserError(f"kernels={name}=…: no such op; known: {', '.join(ops.BY_NAME)}")
+        known = [impl.name for impl in ops.BY_NAME[name].implementations]
+        if implementation not in known:
+            raise UserError(
+                f"kernels={name}={implementation}: {name} has no such implementation; "
+                f"it has: {', '.join(known)}"
+            )
 
 
 def lower(
@@ -26,12 +44,10 @@ def lower(
         sm: compute capability of the target, such as 90; 0 without a GPU.
 
     Raises:
+        UserError: ``kernels`` names what does not exist or does not fit its call.
         LoweringError: names op, call and the reasons.
     """
-    unknown = set(kernels) - set(ops.BY_NAME)
-    if unknown:
-        known = ", ".join(ops.BY_NAME)
-        raise LoweringError(f"kernels: unknown op {sorted(unknown)}; known: {known}")
+    check_kernels(kernels)
     choices: Counter[str] = Counter()
     for node in gm.graph.nodes:
         namespace, _, name = getattr(node.target, "_name", "").partition("::")
@@ -46,6 +62,8 @@ def lower(
                 op, desc, inline_first=not hand_kernels, override=kernels.get(name, "")
             )
         except ValueError as error:
+            if name in kernels:
+                raise UserError(f"kernels={name}={kernels[name]}: {error}") from error
             raise LoweringError(str(error)) from error
         node.target = op.overload(choice.implementation)
         choices[str(choice)] += 1

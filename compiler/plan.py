@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -33,7 +33,7 @@ class PieceStep:
 
 @dataclass(frozen=True)
 class OpStep:
-    """Call one op; ``op`` is its dispatcher name once lowered, such as fw_triton::paged_attention."""
+    """Call one op; ``op`` is its dispatcher name once lowered: fw_triton::paged_attention."""
 
     op: str
     args: tuple[Any, ...]
@@ -83,7 +83,7 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
         per_token = not _counts_sequences(traced, region)
         if region.is_single_op:
             node = region.nodes[0]
-            args = fx.node.map_arg(node.args, lambda n: Value(names[n]))
+            args: Any = fx.node.map_arg(node.args, lambda n: cast("Any", Value(names[n])))
             steps.append(OpStep(_op_name(node), args, outputs, per_token))
             continue
         subgraph = region.subgraph()
@@ -99,7 +99,7 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
 def _op_name(node: fx.Node) -> str:
     if not isinstance(node.target, torch._ops.OpOverload):
         raise TypeError(f"{node.format_node()} does not call a dispatcher op")
-    return node.target.name()
+    return str(node.target.name())
 
 
 def _input_name(source: GraphInput) -> str:

@@ -99,7 +99,9 @@ class Program:
 
 
 def eager_program(
-    model: nn.Module, arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]], names: Sequence[str]
+    model: nn.Module,
+    arguments: Callable[[Mapping[str, Any]], tuple[Any, ...]],
+    names: Sequence[str],
 ) -> Program:
     """A program of one step: the module itself, for ``-O0``.
 
@@ -162,9 +164,7 @@ def _piece_call(
     return call
 
 
-def _op_call(
-    step: OpStep, slots: Mapping[str, int]
-) -> Callable[[Environment], Sequence[Any]]:
+def _op_call(step: OpStep, slots: Mapping[str, int]) -> Callable[[Environment], Sequence[Any]]:
     namespace, _, qualified = step.op.partition("::")
     name, _, overload = qualified.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")

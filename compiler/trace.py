@@ -75,7 +75,7 @@ def trace(
     for name, tensor in named.items():
         for dim in set(range(tensor.dim())) - set(dynamic.get(name, ())):
             torch._dynamo.mark_static(tensor, dim)
-    torch._dynamo.reset_code(type(model).forward.__code__)
+    torch._dynamo.reset_code(type(model).forward.__code__)  # type: ignore[attr-defined]
     try:
         with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=True)(*args)

@@ -1,7 +1,7 @@
 """Options in, one frozen ``ResolvedConfig`` out; nothing changes it afterwards.
 
 ``EngineOptions`` is what a user may set (Python keyword or command-line flag of the same name),
-``levels`` is the ``-O`` table, ``resolve()`` combines both with the hardware and the model's limits.
+``levels`` is the ``-O`` table, ``resolve()`` combines both with hardware and model limits.
 """
 
 from .errors import UserError

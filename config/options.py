@@ -20,12 +20,17 @@ class EngineOptions:
     """
 
     model: str = _option("abacus", "model", "Hugging Face folder, or 'abacus' (bundled)")
-    tokenizer: str | None = _option(None, "model", "folder of tokenizer.json; the model's own if unset")
+    tokenizer: str | None = _option(
+        None, "model", "folder of tokenizer.json; the model's own if unset"
+    )
     dtype: str = _option(
         "auto", "model", "weights and activations", ("auto", "bfloat16", "float16", "float32")
     )
     load_format: str = _option(
-        "auto", "model", "dummy: random weights from config.json alone", ("auto", "safetensors", "dummy")
+        "auto",
+        "model",
+        "dummy: random weights from config.json alone",
+        ("auto", "safetensors", "dummy"),
     )
     max_model_len: int | None = _option(None, "model", "longest prompt + output, tokens")
     device: str = _option("auto", "model", "where to run", ("auto", "cpu", "cuda"))

@@ -150,7 +150,11 @@ def _check_ranges(options: EngineOptions) -> None:
             "more than 0",
         ),
         (o.dtype in ("auto", "bfloat16", "float16", "float32"), "dtype", "auto or a float type"),
-        (o.load_format in ("auto", "safetensors", "dummy"), "load_format", "auto, safetensors, dummy"),
+        (
+            o.load_format in ("auto", "safetensors", "dummy"),
+            "load_format",
+            "auto, safetensors, dummy",
+        ),
         (o.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda"),
         (
             o.cudagraph_mode is None or o.cudagraph_mode in tuple(CudagraphMode),
@@ -188,21 +192,32 @@ def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig
         raise UserError(f"passes={','.join(options.passes)}: -O0 does not trace; use -O1 or higher")
     if options.verify and not level.trace:
         raise UserError("verify: -O0 rewrites nothing; use -O1 or higher")
-    kernels: list[tuple[str, str]] = []
-    for item in options.kernels:
-        op, _, implementation = item.partition("=")
-        if not op or not implementation:
-            raise UserError(f"kernels={item!r}: expected op=implementation, such as rms_norm=triton")
-        kernels.append((op, implementation))
     return CompileConfig(
         level=number,
         trace=level.trace,
         passes=tuple(p for p in PASSES if p in chosen and p not in options.disable_passes),
         hand_kernels=level.hand_kernels,
         tune=level.tune,
-        kernels=tuple(kernels),
+        kernels=_kernels(options, level),
         verify=options.verify,
     )
+
+
+def _kernels(options: EngineOptions, level: Level) -> tuple[tuple[str, str], ...]:
+    if options.kernels and not level.trace:
+        raise UserError(
+            f"kernels={','.join(options.kernels)}: -O0 runs references; use -O1 or higher"
+        )
+    kernels: dict[str, str] = {}
+    for item in options.kernels:
+        op, _, implementation = item.partition("=")
+        if not op or not implementation:
+            raise UserError(
+                f"kernels={item!r}: expected op=implementation, such as rms_norm=triton"
+            )
+        if kernels.setdefault(op, implementation) != implementation:
+            raise UserError(f"kernels: {op} is given twice, {kernels[op]} and {implementation}")
+    return tuple(kernels.items())
 
 
 def _capture(
@@ -224,8 +239,15 @@ def _capture(
     sizes = options.cudagraph_capture_sizes
     if sizes is None:
         sizes = capture_sizes(options.max_num_seqs)
-    elif explicit == CudagraphMode.NONE:
-        raise UserError("cudagraph_capture_sizes with cudagraph_mode=NONE: drop one of them")
+    elif mode is CudagraphMode.NONE:
+        why = (
+            "cudagraph_mode=NONE"
+            if explicit
+            else f"device {hardware.device}"
+            if level.trace
+            else "-O0"
+        )
+        raise UserError(f"cudagraph_capture_sizes with {why}: nothing is captured; drop it")
     if not sizes or min(sizes) < 1:
         raise UserError(f"cudagraph_capture_sizes={sizes}: expected token counts of at least 1")
     if mode is CudagraphMode.NONE:

@@ -72,7 +72,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **variables},
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is foreign code: it may raise anything
             raise UserError(f"{self._origin}: chat template fails: {error}") from error
 
 

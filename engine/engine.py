@@ -1,22 +1,15 @@
-"""``Engine``: everything between a model folder and tokens; its constructor is the table of contents."""
+"""``Engine``: all between a model folder and tokens; its constructor is the table of contents."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from ..config import EngineOptions, Hardware, resolve
-from ..graph_capture import Dispatcher, StepBuffers
-from ..model_executor.hf_config import read_spec
-from ..model_executor.loader import load_model
+from ..config import EngineOptions, Hardware
+from ..graph_capture import Dispatcher
 from .hardware import detect_hardware
-from .kv_blocks import BlockPool
 from .loop import EngineLoop
-from .progress import track
 from .runner import Runner
 from .sampler import OpTable, Sampler
-from .scheduler import Scheduler
 from .startup import (
     StartupReport,
     bind_kv_caches,
@@ -24,12 +17,13 @@ from .startup import (
     compile_model,
     driver_bytes,
     input_processor,
+    load_weights,
+    make_scheduler,
     measure_memory,
-    model_folder,
-    model_limits,
+    read_model,
     size_kv_cache,
+    step_buffers,
     weight_bytes,
-    with_dtype,
 )
 from .tokenizer import find_eos_token_ids
 
@@ -49,50 +43,24 @@ class Engine(EngineLoop):
         startup = StartupReport()
         with startup.phase("config"):
             hardware = hardware or detect_hardware(options.device)
-            folder = model_folder(options.model)
-            spec = read_spec(folder)
-            config = resolve(options, hardware, model_limits(spec))
-            spec = with_dtype(spec, config.model.dtype)
+            folder, spec, config = read_model(options, hardware)
             inputs = input_processor(spec, config)
-            device = torch.device(hardware.device)
             context = driver_bytes(hardware)
         with startup.phase("weights"):
-            model = load_model(
-                spec,
-                folder,
-                device,
-                load_format=config.model.load_format,
-                seed=config.model.seed,
-            )
+            model = load_weights(folder, spec, config)
         with startup.phase("compile"):
-            max_blocks = -(-config.model.max_model_len // config.cache.block_size)
-            compiled = compile_model(model, spec, config, max_blocks)
+            compiled = compile_model(model, spec, config)
         with startup.phase("kv cache"):
             dispatcher = Dispatcher(config.capture, config.scheduler.max_num_seqs)
-            buffers = StepBuffers(
-                device,
-                max_tokens=config.scheduler.max_num_batched_tokens,
-                max_seqs=dispatcher.max_seqs,
-                max_blocks=max_blocks,
-            )
+            buffers = step_buffers(config, dispatcher)
             size = size_kv_cache(compiled.program, spec, config, buffers, dispatcher.num_graphs)
             kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)
-        with startup.phase("capture"), track("Capturing graphs", dispatcher.num_graphs) as advance:
-            before = driver_bytes(hardware)
-            graphs = capture(compiled.program, buffers, dispatcher, hardware, advance)
-            graph_bytes = driver_bytes(hardware) - before
-        table = OpTable(
-            hand_kernels=config.compile.hand_kernels,
-            kernels=dict(config.compile.kernels),
-            sm=hardware.sm,
-        )
-        sampler = Sampler(
-            table,
-            device,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            vocab_size=spec.vocab_size,
-            seed=config.model.seed,
-        )
+        with startup.phase("capture"):
+            graphs, graph_bytes = capture(compiled.program, buffers, dispatcher, hardware)
+        with startup.phase("warm-up"):
+            table = OpTable(config.compile, hardware.sm)
+            sampler = Sampler(table, config, spec.vocab_size)
+            sampler.warm_up(spec.dtype)
         runner = Runner(
             compiled.program,
             graphs,
@@ -102,13 +70,7 @@ class Engine(EngineLoop):
             table,
             block_size=config.cache.block_size,
         )
-        scheduler = Scheduler(
-            BlockPool(size.num_blocks, config.cache.block_size),
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=config.model.max_model_len,
-            enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-        )
+        scheduler = make_scheduler(config, size.num_blocks)
         super().__init__(
             scheduler=scheduler,
             runner=runner,
@@ -136,6 +98,7 @@ class Engine(EngineLoop):
         compiled = self.compiled
         return {
             "level": self.config.compile.level,
+            "num_layers": self.spec.num_layers,
             "hardware": self.config.hardware.name,
             "passes": [report.to_json() for report in compiled.reports],
             "choices": dict(compiled.choices),
@@ -144,5 +107,5 @@ class Engine(EngineLoop):
             "compile": dict(compiled.seconds),
             "dispatch": self.dispatcher.report(),
             "memory": self.memory.to_json(),
-            "num_kv_blocks": self.scheduler.pool.num_blocks,
+            **super().report(),
         }

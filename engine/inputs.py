@@ -91,12 +91,13 @@ class InputProcessor:
             return (self.require_tokenizer().encode(prompt) if prompt else []), prompt
         if isinstance(prompt, Mapping):
             ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-            if ids is not None:
-                return list(ids), text
-            if isinstance(text, str):
+            if isinstance(ids, Sequence) and not isinstance(ids, str):
+                return [*ids], text
+            if ids is None and isinstance(text, str):
                 return self._token_ids(text)
             raise UserError(
-                f"prompt has keys {sorted(prompt)}: expected prompt or prompt_token_ids"
+                f"prompt has keys {sorted(prompt)}: expected prompt (text) or prompt_token_ids "
+                "(a list of integers)"
             )
         if isinstance(prompt, Sequence):
             return [*prompt], None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..config import UserError
 from .batch import Batch, PendingStep, Runner
 from .inputs import InputProcessor, Prompt
@@ -55,7 +57,8 @@ class EngineLoop:
             UserError: the prompt is bad, the id is in use, or the KV cache is too small for it.
         """
         params = params or SamplingParams()
-        if request_id is None:
+        made_up = request_id is None
+        while request_id is None or (made_up and request_id in self._outputs):
             request_id = f"request-{self._num_added}"
             self._num_added += 1
         token_ids, text = self.inputs.prepare(prompt, params)
@@ -102,6 +105,13 @@ class EngineLoop:
         for child in self._outputs.request_ids(request_id):
             self.scheduler.abort(child)
         return self._outputs.abort(request_id)
+
+    def report(self) -> dict[str, Any]:
+        """Facts and counters of this engine as plain data."""
+        return {
+            "num_kv_blocks": self.scheduler.pool.num_blocks,
+            "num_preemptions": self.scheduler.num_preemptions,
+        }
 
     def has_unfinished(self) -> bool:
         return self.scheduler.num_unfinished > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..config import CompileConfig, ResolvedConfig
 from .batch import Batch, ScheduledRequest
 from .request import Request
-
-SelectOp = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class _RowParameters:
 class OpTable:
     """Implementations of the ops that run outside of the compiled program, chosen once a dtype."""
 
-    def __init__(self, *, hand_kernels: bool, kernels: Mapping[str, str], sm: int) -> None:
-        self._hand_kernels, self._kernels, self._sm = hand_kernels, dict(kernels), sm
+    def __init__(self, config: CompileConfig, sm: int) -> None:
+        self._config, self._kernels, self._sm = config, dict(config.kernels), sm
         self._chosen: dict[tuple[Any, ...], Any] = {}
         self.choices: dict[str, str] = {}
 
@@ -56,8 +54,12 @@ class OpTable:
         if overload is None:
             op = ops.BY_NAME[name]
             desc = op.describe(args, sm=self._sm)
-            override = self._kernels.get(name, "")
-            choice = ops.choose(op, desc, inline_first=not self._hand_kernels, override=override)
+            choice = ops.choose(
+                op,
+                desc,
+                inline_first=not self._config.hand_kernels,
+                override=self._kernels.get(name, ""),
+            )
             self.choices[name] = str(choice)
             overload = self._chosen[key] = op.overload(choice.implementation)
         return overload(*args)
@@ -66,21 +68,28 @@ class OpTable:
 class Sampler:
     """Samples one token a sequence, and keeps what sampling needs to know of earlier tokens.
 
+    Requests without a seed get one of their own, from ``config.model.seed`` and their order of
+    arrival.
+
     Args:
         vocab_size: columns of the logits.
-        seed: of requests that give none; each then gets its own by order of admission.
     """
 
-    def __init__(
-        self, table: OpTable, device: torch.device, *, max_num_seqs: int, vocab_size: int, seed: int
-    ) -> None:
-        self._ops, self._device = table, device
-        self._max_num_seqs, self._vocab_size = max_num_seqs, vocab_size
-        self._seed = seed
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+    def __init__(self, table: OpTable, config: ResolvedConfig, vocab_size: int) -> None:
+        self._ops, self._vocab_size = table, vocab_size
+        self._device = torch.device(config.hardware.device)
+        self._max_num_seqs, self._seed = config.scheduler.max_num_seqs, config.model.seed
+        self.last_tokens = torch.zeros(self._max_num_seqs, dtype=torch.int32, device=self._device)
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
         self._rows: tuple[tuple[int, ...], _RowParameters] | None = None
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what a greedy step runs, so that the first request does not wait for it."""
+        logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
+        slots = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._ops("feed_tokens", self.last_tokens[:1].clone(), self.last_tokens, slots)
+        self._ops("keep_tokens", self.last_tokens, self._ops("argmax", logits), slots)
 
     def admit(self, request: Request, slot: int) -> None:
         """Set up the device state of a request that starts in ``slot``."""

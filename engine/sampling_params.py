@@ -73,7 +73,8 @@ class SamplingParams:
 
     def of_child(self, index: int) -> SamplingParams:
         """The parameters of output ``index`` of ``n``; seeds differ so that the outputs do."""
-        return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
+        seed = None if self.seed is None else (self.seed + index) % 2**63
+        return replace(self, n=1, seed=seed)
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):

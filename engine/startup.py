@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +12,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compiler import WEIGHTS, Compiled, Example, Program, compile, eager_program
-from ..config import Hardware, ModelLimits, ResolvedConfig, UserError
+from ..compiler import (
+    WEIGHTS,
+    Compiled,
+    Example,
+    Program,
+    check_kernels,
+    compile,
+    eager_program,
+)
+from ..config import (
+    EngineOptions,
+    Hardware,
+    ModelLimits,
+    ResolvedConfig,
+    UserError,
+    resolve,
+)
 from ..graph_capture import (
     CapturedGraphs,
     Dispatcher,
@@ -23,9 +38,15 @@ from ..graph_capture import (
     make_backend,
 )
 from ..model_executor.attention import AttentionInputs
+from ..model_executor.hf_config import read_spec
 from ..model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
+from ..model_executor.loader import load_model
+from ..model_executor.models.decoder import DecoderModel
 from ..model_executor.spec import ModelSpec
 from .inputs import InputProcessor
+from .kv_blocks import BlockPool
+from .progress import track
+from .scheduler import Scheduler
 from .tokenizer import Tokenizer
 
 _STEP_INPUTS = ("input_ids", "positions", "slot_mapping")
@@ -48,11 +69,6 @@ class StartupReport:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def model_limits(spec: ModelSpec) -> ModelLimits:
-    """What ``resolve()`` needs to know of the model."""
-    return ModelLimits(spec.max_position_embeddings, str(spec.dtype).removeprefix("torch."))
-
-
 def model_folder(model: str) -> Path:
     """The folder of ``model``: "abacus" is the bundled one."""
     if model == "abacus" and not Path(model).is_dir():
@@ -72,9 +88,31 @@ def _module_arguments(values: Mapping[str, Any], num_layers: int) -> tuple[Any, 
     return (*(values[name] for name in _STEP_INPUTS), attention, kv_caches)
 
 
-def with_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
-    """``spec`` with its weights and activations in ``dtype``, such as "bfloat16"."""
-    return replace(spec, dtype=getattr(torch, dtype))
+def read_model(
+    options: EngineOptions, hardware: Hardware
+) -> tuple[Path, ModelSpec, ResolvedConfig]:
+    """The model's folder, its spec in the dtype to run in, and the resolved configuration.
+
+    Raises:
+        UserError: the folder or an option is bad.
+    """
+    folder = model_folder(options.model)
+    spec = read_spec(folder)
+    limits = ModelLimits(spec.max_position_embeddings, str(spec.dtype).removeprefix("torch."))
+    config = resolve(options, hardware, limits)
+    check_kernels(dict(config.compile.kernels))
+    return folder, replace(spec, dtype=getattr(torch, config.model.dtype)), config
+
+
+def load_weights(folder: Path, spec: ModelSpec, config: ResolvedConfig) -> DecoderModel:
+    """The model on the device, with the weights of ``folder`` or random ones."""
+    return load_model(
+        spec,
+        folder,
+        config.hardware.device,
+        load_format=config.model.load_format,
+        seed=config.model.seed,
+    )
 
 
 def input_processor(spec: ModelSpec, config: ResolvedConfig) -> InputProcessor:
@@ -84,9 +122,7 @@ def input_processor(spec: ModelSpec, config: ResolvedConfig) -> InputProcessor:
     return InputProcessor(tokenizer, folder, spec.vocab_size, config.model.max_model_len)
 
 
-def compile_model(
-    model: nn.Module, spec: ModelSpec, config: ResolvedConfig, max_blocks: int
-) -> Compiled:
+def compile_model(model: nn.Module, spec: ModelSpec, config: ResolvedConfig) -> Compiled:
     """The model as a program with its weights bound: compiled, or at ``-O0`` as it is."""
     if not config.compile.trace:
         names = [kv_cache_name(i) for i in range(spec.num_layers)]
@@ -97,17 +133,40 @@ def compile_model(
         )
         return Compiled(program)
     device = torch.device(config.hardware.device)
-    example = _example(spec, config.cache.block_size, max_blocks, device)
+    example = _example(spec, config.cache.block_size, _max_blocks(config), device)
     compiled = compile(model, example, config.compile, sm=config.hardware.sm)
-    weights = {WEIGHTS + name: tensor for name, tensor in model.named_parameters()}
-    weights |= {WEIGHTS + name: tensor for name, tensor in model.named_buffers()}
-    compiled.program.bind(weights)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    compiled.program.bind({WEIGHTS + name: tensor for name, tensor in tensors})
     return compiled
 
 
-def _example(
-    spec: ModelSpec, block_size: int, max_blocks: int, device: torch.device
-) -> Example:
+def _max_blocks(config: ResolvedConfig) -> int:
+    """Blocks of the longest request."""
+    return -(-config.model.max_model_len // config.cache.block_size)
+
+
+def step_buffers(config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
+    """The static inputs, for the largest step."""
+    return StepBuffers(
+        torch.device(config.hardware.device),
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_seqs=dispatcher.max_seqs,
+        max_blocks=_max_blocks(config),
+    )
+
+
+def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
+    """The scheduler over ``num_blocks`` KV blocks."""
+    return Scheduler(
+        BlockPool(num_blocks, config.cache.block_size),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.model.max_model_len,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+    )
+
+
+def _example(spec: ModelSpec, block_size: int, max_blocks: int, device: torch.device) -> Example:
     """Example inputs for tracing; sizes that count different things differ."""
     num_tokens, num_seqs, num_blocks = 37, 3, 5
     buffers = StepBuffers(device, max_tokens=num_tokens, max_seqs=num_seqs, max_blocks=max_blocks)
@@ -198,18 +257,17 @@ def _measure_activations(
 
 
 def capture(
-    program: Program,
-    buffers: StepBuffers,
-    dispatcher: Dispatcher,
-    hardware: Hardware,
-    on_graph: Callable[[], None],
-) -> CapturedGraphs:
-    """Capture what the dispatcher may choose; nothing where there are no graphs."""
+    program: Program, buffers: StepBuffers, dispatcher: Dispatcher, hardware: Hardware
+) -> tuple[CapturedGraphs, int]:
+    """Capture what the dispatcher may choose, nothing where there are no graphs; the graphs and
+    the device memory that they took, in bytes."""
     if not dispatcher.num_graphs:
-        return CapturedGraphs(program)
+        return CapturedGraphs(program), 0
+    before = driver_bytes(hardware)
     backend = make_backend(hardware.graphs, torch.device(hardware.device))
-    with torch.inference_mode():
-        return capture_all(program, buffers, dispatcher, backend, on_graph)
+    with torch.inference_mode(), track("Capturing graphs", dispatcher.num_graphs) as advance:
+        graphs = capture_all(program, buffers, dispatcher, backend, advance)
+    return graphs, driver_bytes(hardware) - before
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -37,8 +37,8 @@ class StepBuffers:
         self, device: torch.device, *, max_tokens: int, max_seqs: int, max_blocks: int
     ) -> None:
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
-        sizes = {name: max_tokens for name in PER_TOKEN}
-        sizes |= {name: max_seqs for name in PER_SEQUENCE} | {"query_start_loc": max_seqs + 1}
+        sizes = dict.fromkeys(PER_TOKEN, max_tokens)
+        sizes |= dict.fromkeys(PER_SEQUENCE, max_seqs) | {"query_start_loc": max_seqs + 1}
         self._device = device
         self.device = {
             name: torch.zeros(size, dtype=torch.int32, device=device)

@@ -15,6 +15,7 @@ from ._op import (
     SemanticOp,
     TensorDesc,
     choose,
+    runs_on,
 )
 from .add_rms_norm import OP as ADD_RMS_NORM
 from .add_rms_norm import add_rms_norm
@@ -26,12 +27,12 @@ from .count_tokens import OP as COUNT_TOKENS
 from .count_tokens import count_tokens
 from .embedding import OP as EMBEDDING
 from .embedding import embedding
+from .feed_tokens import OP as FEED_TOKENS
+from .feed_tokens import feed_tokens
 from .gather_last_token import OP as GATHER_LAST_TOKEN
 from .gather_last_token import gather_last_token
 from .gelu_tanh_mul import OP as GELU_TANH_MUL
 from .gelu_tanh_mul import gelu_tanh_mul
-from .feed_tokens import OP as FEED_TOKENS
-from .feed_tokens import feed_tokens
 from .keep_tokens import OP as KEEP_TOKENS
 from .keep_tokens import keep_tokens
 from .kv_store import OP as KV_STORE
@@ -75,6 +76,7 @@ BY_NAME: dict[str, SemanticOp] = {op.name: op for op in ALL_OPS}
 __all__ = [
     "ALL_OPS",
     "BY_NAME",
+    "NAMESPACE",
     "Case",
     "Choice",
     "Cost",
@@ -98,6 +100,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_embedding",
+    "runs_on",
     "sample",
     "silu_mul",
     "token_logprobs",

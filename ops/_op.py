@@ -8,6 +8,7 @@ under the same name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,6 +208,12 @@ class Choice:
         return f"{self.op} -> {self.implementation}" + (f" ({why})" if why else "")
 
 
+def runs_on(impl: Implementation, device: str) -> bool:
+    """Whether ``impl`` can run on ``device`` at all: under Triton's interpreter, on any."""
+    interpreted = impl.launches is not None and os.environ.get("TRITON_INTERPRET") == "1"
+    return device in impl.devices or interpreted
+
+
 def choose(op: SemanticOp, desc: OpDesc, *, inline_first: bool, override: str = "") -> Choice:
     """Pick an implementation for one call: a pure function of its arguments.
 
@@ -221,7 +228,8 @@ def choose(op: SemanticOp, desc: OpDesc, *, inline_first: bool, override: str = 
     rejected: list[tuple[str, str]] = []
     for impl in candidates:
         reason = impl.supports(desc)
-        if not reason and not override and desc.device not in impl.devices:
+        usable = runs_on(impl, desc.device) if override else desc.device in impl.devices
+        if not reason and not usable:
             reason = f"not for {desc.device}"
         if not reason:
             return Choice(op.name, impl.name, tuple(rejected))

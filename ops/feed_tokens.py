@@ -1,4 +1,4 @@
-"""``feed_tokens``: the tokens sampled by the step before become inputs without leaving the device."""
+"""``feed_tokens``: tokens sampled by the step before become inputs without leaving the device."""
 
 from __future__ import annotations
 

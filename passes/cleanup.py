@@ -1,7 +1,7 @@
 """``cleanup``: drops what computes nothing.
 
-Before: ``x.view(x.shape)``, ``x.to(x.dtype)``, ``x.contiguous()`` of a contiguous tensor, sizes read
-back from tensors, values nobody uses.  After: ``x`` itself, the size's graph input, nothing.
+Before: ``x.view(x.shape)``, ``x.to(x.dtype)``, ``x.contiguous()`` of a contiguous tensor, sizes
+read back from tensors, values nobody uses.  After: ``x`` itself, the size's graph input, nothing.
 """
 
 from __future__ import annotations

@@ -62,21 +62,23 @@ def _fused_op(node: fx.Node) -> Any:
     return None
 
 
-def _match(act: fx.Node) -> tuple[fx.Node | None, fx.Node | None, str]:
-    """(mul, chunk, "") when ``act`` is the gate of a gated activation, else (None, None, reason)."""
+def _match(act: fx.Node) -> tuple[Any, Any, str]:
+    """(mul, chunk, "") when ``act`` is the gate of a gated activation, else without nodes."""
     if len(act.users) != 1:
         return None, None, f"the activation has {len(act.users)} users, not one product"
     mul = next(iter(act.users))
     if not is_call(mul, *_MULS) or len(mul.args) != 2:
         return None, None, f"the activation feeds {mul.name}, not a product"
-    gate, up = act.args[0], mul.args[1] if mul.args[0] is act else mul.args[0]
+    gate: Any = act.args[0]
+    up: Any = mul.args[1] if mul.args[0] is act else mul.args[0]
     for half, index in ((gate, 0), (up, 1)):
         if not is_call(half, operator.getitem) or half.args[1] != index:
             return None, None, "gate and up are not the two halves of one tensor"
-    chunk = gate.args[0]
+    chunk: Any = gate.args[0]
     if chunk is not up.args[0] or not is_call(chunk, *_CHUNKS):
         return None, None, "gate and up are not the two halves of one tensor"
-    source: Tensor = fake_value(chunk.args[0])
+    halved: Any = chunk.args[0]
+    source: Tensor = fake_value(halved)
     parts = chunk.args[1] if len(chunk.args) > 1 else chunk.kwargs.get("chunks")
     dim = chunk.args[2] if len(chunk.args) > 2 else chunk.kwargs.get("dim", 0)
     if parts != 2 or dim not in (-1, source.dim() - 1):

@@ -33,7 +33,7 @@ class FuseAddNorm:
         for norm in list(gm.graph.nodes):
             if not is_call(norm, torch.ops.fw.rms_norm.default):
                 continue
-            add = norm.args[0]
+            add: Any = norm.args[0]
             reason = _why_not(norm, add)
             if reason:
                 report.miss(norm.name, reason)
@@ -57,9 +57,10 @@ def _why_not(norm: fx.Node, add: Any) -> str:
         return "its input is not a residual add"
     if add.kwargs.get("alpha", 1) != 1:
         return f"the add scales by alpha={add.kwargs['alpha']}"
-    if len(add.args) != 2 or not all(isinstance(a, fx.Node) for a in add.args):
+    operands: tuple[Any, ...] = add.args
+    if len(operands) != 2 or not all(isinstance(a, fx.Node) for a in operands):
         return "the add is not of two tensors"
-    left, right, total = (fake_value(n) for n in (*add.args, add))
+    left, right, total = (fake_value(n) for n in (*operands, add))
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         return "the add is not of two tensors"
     if not (left.dtype == right.dtype == total.dtype):

@@ -12,7 +12,7 @@ class RequiredFusionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a rule could apply: ``name`` is the graph node, ``reason`` why it was missed."""
+    """One place where a rule could apply; ``name`` is the graph node."""
 
     name: str
     matched: bool

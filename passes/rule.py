@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch import fx
 
@@ -100,7 +100,7 @@ class Rule(Protocol):
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport: ...
 
 
-def is_call(node: Any, *targets: Any) -> bool:
+def is_call(node: Any, *targets: Any) -> TypeGuard[fx.Node]:
     """Whether ``node`` calls one of these functions, or the method of that name."""
     return (
         isinstance(node, fx.Node)

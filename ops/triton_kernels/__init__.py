@@ -1,1 +1,1 @@
-"""Triton kernels of the semantic ops; imported lazily, so that a start without them pays nothing."""
+"""Triton kernels of the semantic ops; imported lazily: a start without them pays nothing."""

@@ -50,7 +50,7 @@ def test_every_mode_answers_the_same(mode: str, decode: set[str], mixed: set[str
 def test_modes_hold_with_small_chunks_and_small_caches() -> None:
     """Chunks put prefill and decode into one step; a cache of 5 blocks preempts."""
     for mode in ("FULL_AND_PIECEWISE", "FULL"):
-        llm = make(mode, max_num_batched_tokens=7, num_gpu_blocks_override=9, block_size=8)
+        llm = make(mode, max_num_batched_tokens=7, num_gpu_blocks_override=7, block_size=8)
         assert answers(llm) == [p.answer for p in PROBLEMS]
         assert llm.engine.scheduler.num_preemptions > 0
 

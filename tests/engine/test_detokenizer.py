@@ -53,7 +53,9 @@ class SentencePiece:
 
 SP = SentencePiece()
 A_WORD = st.sampled_from([[SP.word(w)] for w in SP.words])
-SOME_BYTES = st.text(st.characters(min_codepoint=0x80, exclude_categories=["Cs"]), min_size=1, max_size=2).map(SP.bytes_of)
+SOME_BYTES = st.text(
+    st.characters(min_codepoint=0x80, exclude_categories=["Cs"]), min_size=1, max_size=2
+).map(SP.bytes_of)
 A_SPECIAL = st.sampled_from([[1], [2]])
 
 

@@ -170,9 +170,11 @@ setups = st.builds(
     async_scheduling=st.booleans(),
     lazy=st.booleans(),
 ).map(
-    lambda s: s
-    if s.enable_chunked_prefill or s.max_num_batched_tokens >= s.max_model_len
-    else replace(s, max_num_batched_tokens=s.max_model_len)
+    lambda s: (
+        s
+        if s.enable_chunked_prefill or s.max_num_batched_tokens >= s.max_model_len
+        else replace(s, max_num_batched_tokens=s.max_model_len)
+    )
 )
 
 
@@ -225,10 +227,7 @@ def test_without_chunked_prefill_prompts_run_whole() -> None:
     setup = Setup(max_num_batched_tokens=64, enable_chunked_prefill=False, num_blocks=32)
     client = play(setup, random.Random(5), num_steps=300, busy=0.3)
     first = [
-        e
-        for batch in runner_of(client.engine).batches
-        for e in batch.scheduled
-        if e.start == 0
+        e for batch in runner_of(client.engine).batches for e in batch.scheduled if e.start == 0
     ]
     assert len(first) > 50
     assert all(e.samples for e in first)

@@ -1,4 +1,4 @@
-"""The whole engine against Hugging Face transformers: equal tokens and logits, however it is run."""
+"""The whole engine against transformers: equal tokens and logits, however it is run."""
 
 from __future__ import annotations
 

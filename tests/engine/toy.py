@@ -160,9 +160,7 @@ class ToyRunner:
             token_ids = [None]
         params = request.sampling_params
         count = params.logprobs if entry.samples else None
-        return _Entry(
-            request.slot, row.block_ids[:], entry.start, token_ids, entry.samples, count
-        )
+        return _Entry(request.slot, row.block_ids[:], entry.start, token_ids, entry.samples, count)
 
 
 @dataclass
@@ -188,7 +186,9 @@ def solo(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> S
             text = TOKENIZER.decode(visible, params.skip_special_tokens)
             return Solo(out, text, "stop", None if eos else out[-1])
         text = TOKENIZER.decode(out, params.skip_special_tokens)
-        ends = [(text.index(s) + len(s), text.index(s), s) for s in params.stop_strings if s in text]
+        ends = [
+            (text.index(s) + len(s), text.index(s), s) for s in params.stop_strings if s in text
+        ]
         if ends:
             end, start, stop = min(ends)
             return Solo(

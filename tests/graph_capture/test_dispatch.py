@@ -33,7 +33,9 @@ def test_the_size_rule() -> None:
         ("FULL", (FULL, 8, 8), (FULL, 8, 20)),
     ],
 )
-def test_modes(mode: str, decode: tuple[GraphKind, int, int], mixed: tuple[GraphKind, int, int]) -> None:
+def test_modes(
+    mode: str, decode: tuple[GraphKind, int, int], mixed: tuple[GraphKind, int, int]
+) -> None:
     chooser = dispatcher(mode)
     assert chooser.choose(5, 5, uniform_decode=True) == Dispatch(*decode)
     assert chooser.choose(5, 3, uniform_decode=False) == Dispatch(*mixed)

@@ -12,14 +12,18 @@ from fusewright.compiler.trace import trace
 
 
 def capture(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:
-    """The graph of ``fn(**inputs)``; dimension 0 of two-dimensional inputs is dynamic."""
+    """The graph of ``fn(**inputs)``; dimension 0 is dynamic but in one-dimensional weights."""
 
     class Positional(nn.Module):
         def forward(self, *args: Tensor) -> Any:
             return fn(**dict(zip(inputs, args, strict=True)))
 
-    dynamic = {name: {0: "num_tokens"} for name, value in inputs.items() if value.dim() > 1}
+    dynamic = {name: {0: "num_tokens"} for name, value in inputs.items() if not is_weight(value)}
     return trace(Positional(), tuple(inputs.values()), inputs, dynamic).gm
+
+
+def is_weight(value: Tensor) -> bool:
+    return value.dim() == 1 and value.is_floating_point()
 
 
 def hidden(*, dtype: torch.dtype = torch.float32, size: int = 32, tokens: int = 7) -> Tensor:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright.passes import build_passes, run_passes
-
 from tests.passes.graphs import capture, hidden, targets
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fusewright import ops
 from fusewright.passes import build_passes, run_passes
-
 from tests.passes.graphs import capture, hidden, targets
 
 

@@ -14,7 +14,6 @@ from fusewright import ops
 from fusewright.passes import PassReport, VerificationError, run_passes
 from fusewright.passes.fuse_add_norm import FuseAddNorm
 from fusewright.passes.rule import EXACT, Context, Tier, is_call
-
 from tests.passes.graphs import capture, hidden
 
 
@@ -78,7 +77,7 @@ WRONG = [_wrong_eps, _dropped_residual, _swapped_outputs, _norm_of_x_alone, _sub
 def test_wrong_rewrites_are_caught(build: Any, dtype: torch.dtype) -> None:
     weight = torch.randn(32).to(dtype)
     gm = capture(model, x=hidden(dtype=dtype), residual=hidden(dtype=dtype), weight=weight)
-    with pytest.raises(VerificationError, match="rewrite wrong at .* inputs from seed"):
+    with pytest.raises(VerificationError, match=r"rewrite wrong at .* inputs from seed"):
         run_passes(gm, [WrongRule(build, Tier(1e-3, 1e-2))], verify=True)
 
 
@@ -94,7 +93,7 @@ def test_an_exact_rule_may_not_move_a_bit() -> None:
         return fused(graph, graph.call_method("to", (nudged, torch.float32)), residual, *rest)
 
     gm = capture(model, x=hidden(), residual=hidden(), weight=torch.randn(32))
-    with pytest.raises(VerificationError, match="atol=0.0, rtol=0.0"):
+    with pytest.raises(VerificationError, match=r"atol=0\.0, rtol=0\.0"):
         run_passes(gm, [WrongRule(rounded_later)], verify=True)
 
 

@@ -1,0 +1,171 @@
+"""``LLM`` and the loop over the toy model: order, streams, errors, aborts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from fusewright.config import UserError
+from fusewright.engine.llm import LLM
+from fusewright.engine.sampling_params import SamplingParams
+
+from .toy import TOKENIZER, Setup, solo
+
+LONG = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+def toy_llm(**setup: Any) -> LLM:
+    return LLM.from_engine(Setup(**setup).engine())
+
+
+def right(prompt: Sequence[int], params: SamplingParams) -> str:
+    return solo(prompt, params, 64).text
+
+
+def test_outputs_are_in_the_order_of_the_prompts() -> None:
+    llm = toy_llm(max_num_seqs=3)
+    prompts = [f"prompt {i}" for i in range(12)]
+    params = [SamplingParams(max_tokens=1 + (7 * i) % 12) for i in range(12)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.prompt for o in outputs] == prompts
+    for output, param in zip(outputs, params, strict=True):
+        ids = TOKENIZER.encode(output.prompt or "")
+        assert output.prompt_token_ids == ids
+        assert output.outputs[0].text == right(ids, param)
+        assert output.finished and output.outputs[0].finish_reason in ("stop", "length")
+    assert not llm.engine.has_unfinished() and not llm._inbox
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [("a", 1), ([1, 2], 1), ({"prompt_token_ids": [1]}, 1), (["a", [1]], 2), ([[1], [2]], 2)],
+)
+def test_one_prompt_or_several(prompts: Any, count: int) -> None:
+    assert len(toy_llm().generate(prompts, use_tqdm=False)) == count
+
+
+def test_no_prompts_give_no_outputs() -> None:
+    assert toy_llm().generate([], use_tqdm=False) == []
+
+
+def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    toy_llm().generate(["a", "b"], LONG)
+    shown = capsys.readouterr()
+    assert "2/2" in shown.err and "tokens/s" in shown.err and shown.out == ""
+    toy_llm().generate(["a", "b"], LONG, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stream_grows_to_what_generate_gives() -> None:
+    llm = toy_llm()
+    outputs = list(llm.stream("abc", LONG))
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, 21))
+    assert [o.finished for o in outputs] == [False] * 19 + [True]
+    assert texts[-1] == llm.generate("abc", LONG, use_tqdm=False)[0].outputs[0].text
+
+
+def test_streams_read_in_turn_share_the_engine() -> None:
+    llm = toy_llm()
+    last: dict[str, str] = {}
+    for first, second in zip(llm.stream("one", LONG), llm.stream("two", LONG), strict=True):
+        last = {"one": first.outputs[0].text, "two": second.outputs[0].text}
+        llm.generate("three", SamplingParams(max_tokens=2), use_tqdm=False)
+    for prompt, text in last.items():
+        assert text == right(TOKENIZER.encode(prompt), LONG)
+
+
+def test_a_closed_stream_aborts_its_request() -> None:
+    llm = toy_llm()
+    stream = llm.stream("abc", LONG)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]  # the iterator is a generator
+    assert not llm.engine.has_unfinished()
+    assert llm.engine.scheduler.pool.num_free == 64
+
+
+def test_a_bad_prompt_among_good_ones_generates_nothing() -> None:
+    llm = toy_llm()
+    with pytest.raises(UserError, match="prompt is empty"):
+        llm.generate(["a", "", "b"], use_tqdm=False)
+    assert not llm.engine.has_unfinished() and not llm._inbox
+    assert llm.generate("a", use_tqdm=False)[0].finished
+
+
+def test_chat_uses_the_template() -> None:
+    llm = toy_llm()
+    message = {"role": "user", "content": "1+2"}
+    (one,) = llm.chat([message], LONG, use_tqdm=False)
+    assert one.prompt_token_ids == [256, *b"1+2="]
+    assert one.outputs[0].text == right(one.prompt_token_ids, LONG)
+    assert len(llm.chat([[message], [message]], LONG, use_tqdm=False)) == 2
+    with pytest.raises(UserError, match="messages is empty"):
+        llm.chat([], LONG, use_tqdm=False)
+
+
+def test_params_for_each_prompt_must_match_them() -> None:
+    with pytest.raises(UserError, match="1 sampling_params for 2 prompts"):
+        toy_llm().generate(["a", "b"], [LONG], use_tqdm=False)
+
+
+def test_an_unknown_option_suggests_the_known_one() -> None:
+    with pytest.raises(UserError, match="unknown option 'max_num_seq': did you mean max_num_seqs"):
+        LLM("abacus", max_num_seq=3)
+
+
+def test_request_ids_are_unique() -> None:
+    engine = Setup().engine()
+    engine.add_request("a", LONG, "x")
+    engine.add_request("a", SamplingParams(n=2), "pair")
+    for taken in ("x", "pair", "pair#1"):
+        with pytest.raises(UserError, match=f"request_id '{taken}' is in use"):
+            engine.add_request("b", LONG, taken)
+    engine.add_request("c", LONG, "request-0")
+    assert engine.add_request("d", LONG) == "request-1", "an id made up is never one in use"
+
+
+def test_the_cache_being_too_small_is_found_before_anything_runs() -> None:
+    engine = Setup(num_blocks=4, block_size=4).engine()
+    with pytest.raises(UserError, match="KV cache too small for one request"):
+        engine.add_request("abc", SamplingParams(max_tokens=30, n=2))
+    assert not engine.has_unfinished()
+
+
+def test_max_tokens_none_runs_to_the_length_limit() -> None:
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    (output,) = toy_llm().generate([[1, 2, 3]], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 61
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_abort_returns_what_there_is() -> None:
+    engine = Setup().engine()
+    engine.add_request("abc", LONG, "x")
+    for _ in range(4):
+        engine.step()
+    output = engine.abort("x")
+    assert output is not None and output.finished
+    assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 3
+    assert engine.abort("x") is None and engine.abort("y") is None
+    assert engine.step() == [], "the token in flight is discarded"
+
+
+def test_one_step_is_in_flight() -> None:
+    """The first output comes one call after its step; synchronous scheduling has it at once."""
+    for async_scheduling, first in ((True, []), (False, [1])):
+        engine = Setup(async_scheduling=async_scheduling).engine()
+        engine.add_request("abc", LONG)
+        assert [len(o.outputs[0].token_ids) for o in engine.step()] == first
+
+
+def test_metrics_tell_times_and_preemptions() -> None:
+    llm = toy_llm(num_blocks=9, block_size=4)
+    outputs = llm.generate(["abc"] * 4, SamplingParams(max_tokens=16, ignore_eos=True), False)
+    assert sum(o.metrics.num_preemptions for o in outputs) == llm.engine.scheduler.num_preemptions
+    assert llm.engine.scheduler.num_preemptions > 0
+    for m in (output.metrics for output in outputs):
+        assert m.first_token_s is not None and m.finished_s is not None
+        assert m.arrival_s <= m.first_token_s <= m.finished_s

@@ -1,0 +1,73 @@
+"""SamplingParams: vLLM's names, one line for a bad value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from fusewright.config import UserError
+from fusewright.engine.sampling_params import SamplingParams
+
+BAD = [
+    ("n", 0, "at least 1"),
+    ("n", True, "an integer"),
+    ("temperature", -0.1, "at least 0"),
+    ("temperature", math.nan, "a finite number"),
+    ("temperature", "1", "a finite number"),
+    ("top_p", 0.0, r"in \(0, 1\]"),
+    ("top_p", 1.1, r"in \(0, 1\]"),
+    ("top_k", -2, "at least 1, or 0 or -1 for off"),
+    ("top_k", 1.5, "an integer"),
+    ("min_p", -0.1, r"in \[0, 1\]"),
+    ("seed", -2, r"in \[0, 2\*\*63\)"),
+    ("seed", 2**63, r"in \[0, 2\*\*63\)"),
+    ("repetition_penalty", 0.0, "more than 0"),
+    ("presence_penalty", 2.1, r"in \[-2, 2\]"),
+    ("frequency_penalty", -2.1, r"in \[-2, 2\]"),
+    ("max_tokens", 0, "at least 1"),
+    ("min_tokens", -1, r"in \[0, max_tokens=16\]"),
+    ("min_tokens", 17, r"in \[0, max_tokens=16\]"),
+    ("stop", ["a", ""], "strings that are not empty"),
+    ("stop", [1], "strings that are not empty"),
+    ("stop_token_ids", [-1], "token ids of at least 0"),
+    ("stop_token_ids", ["a"], "token ids of at least 0"),
+    ("ignore_eos", 1, "True or False"),
+    ("logprobs", 21, r"in \[0, 20\] or None"),
+    ("logprobs", -1, r"in \[0, 20\] or None"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD)
+def test_a_bad_value_is_named_in_one_line(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(UserError, match=f"SamplingParams: {name}=.*expected {expected}") as error:
+        SamplingParams(**{name: value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("values", [{}, {"top_k": -1}, {"top_p": 1, "min_p": 1}, {"logprobs": 0}])
+def test_limits_themselves_are_good(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+def test_values_are_normalized() -> None:
+    params = SamplingParams(stop="end", stop_token_ids=[3, 4], top_k=-1, seed=-1, max_tokens=None)
+    assert params.stop_strings == ("end",) and params.stop_ids == (3, 4)
+    assert params.top_k == 0 and params.seed is None
+    assert SamplingParams(stop=None, stop_token_ids=None).stop_strings == ()
+    assert {params: 1}[params] == 1, "hashable: runners keep them as keys"
+
+
+def test_greedy_has_one_output() -> None:
+    assert SamplingParams(temperature=0).greedy and not SamplingParams().greedy
+    with pytest.raises(UserError, match="n=2: expected 1 with temperature=0"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_children_have_seeds_of_their_own() -> None:
+    params = SamplingParams(n=3, seed=7)
+    assert [params.of_child(i).seed for i in range(3)] == [7, 8, 9]
+    assert {params.of_child(i).n for i in range(3)} == {1}
+    last = SamplingParams(n=2, seed=2**63 - 1)
+    assert [last.of_child(i).seed for i in range(2)] == [2**63 - 1, 0]

@@ -1,0 +1,207 @@
+"""Tokenizer folders as they come: chat templates, end-of-sequence ids, files that are missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusewright.config import UserError
+from fusewright.engine.chat_template import ChatTemplate
+from fusewright.engine.inputs import InputProcessor
+from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.tokenizer import Tokenizer, find_eos_token_ids, load_tokenizer
+
+from .toy import TOKENIZER
+
+USER = {"role": "user", "content": "1+2"}
+DEFAULT = SamplingParams()
+
+
+def folder_with(tmp_path: Path, **files: Any) -> Path:
+    """abacus's tokenizer.json and the given JSON files."""
+    shutil.copy(TOKENIZER.folder / "tokenizer.json", tmp_path)
+    for name, value in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    return tmp_path
+
+
+def inputs(tokenizer: Tokenizer | None = TOKENIZER, max_model_len: int = 32) -> InputProcessor:
+    return InputProcessor(tokenizer, Path("/models/x"), 272, max_model_len)
+
+
+def test_encode_adds_the_special_tokens_of_a_prompt() -> None:
+    assert TOKENIZER.encode("ab") == [256, 97, 98]
+    assert TOKENIZER.encode("ab", add_special_tokens=False) == [97, 98]
+    assert TOKENIZER.decode([256, 97, 271]) == "a", "ids beyond the vocabulary have no text"
+    assert TOKENIZER.token_text(256) == "<|bos|>"
+
+
+def test_truncation_and_padding_in_the_file_change_no_prompt(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    assert Tokenizer(folder).encode("abcdefgh") == [256, *b"abcdefgh"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {5, 6, 257}),
+        ({"eos_token_id": 5}, {}, {5, 257}),
+        ({}, {"eos_token_id": 7}, {7, 257}),
+        ({}, {}, {257}),
+    ],
+)
+def test_eos_ids_of_all_files(
+    tmp_path: Path, generation: dict[str, Any], config: dict[str, Any], ids: set[int]
+) -> None:
+    folder = folder_with(
+        tmp_path,
+        generation_config=generation,
+        config=config,
+        tokenizer_config={"eos_token": {"content": "<|eos|>", "special": True}},
+    )
+    assert find_eos_token_ids(folder, Tokenizer(folder)) == ids
+    assert find_eos_token_ids(folder, None) == ids - {257}
+
+
+def test_the_bundled_chat_template_writes_its_own_bos() -> None:
+    prompt = inputs().chat_prompt([{"role": "system", "content": "x"}, USER])
+    assert prompt == {"prompt": "<|bos|>1+2=", "prompt_token_ids": [256, *b"1+2="]}
+
+
+def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, tokenizer_config={"chat_template": "config"})
+    assert Tokenizer(folder).render_chat([USER]) == "config"
+    (folder / "chat_template.jinja").write_text("file {{ messages | length }}")
+    assert Tokenizer(folder).render_chat([USER]) == "file 1"
+
+
+def test_the_default_of_named_templates_is_used(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    folder = folder_with(tmp_path, tokenizer_config={"chat_template": named})
+    assert Tokenizer(folder).render_chat([USER]) == "d"
+
+
+def test_what_published_templates_use() -> None:
+    source = """
+    {%- for message in messages %}
+        {%- if loop.index0 > 0 %}{% break %}{% endif %}
+        {{- '<' + message.role + '>' }}{% generation %}{{ message.content }}{% endgeneration %}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}
+    {{- tools | tojson }}{{ strftime_now('%Y') | length }}"""
+    template = ChatTemplate(source, {}, "x")
+    text = template.render([USER, USER], tools=[{"q": "<é>"}])
+    assert text == '<user>1+2<assistant>[{"q": "<é>"}]4'
+    text = template.render([USER], add_generation_prompt=False, tools=1)
+    assert text == "<user>1+214"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "chat template fails: roles must"),
+        ("{% if %}", "does not compile"),
+        ("{{ messages[0].__class__.__mro__ }}", "chat template fails: .*unsafe"),
+        ("{{ messages.append(1) }}", "chat template fails: .*unsafe|chat template fails: .*append"),
+        ("{{ 1 // 0 }}", "chat template fails: .*zero"),
+    ],
+)
+def test_a_bad_template_is_one_error(source: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"chat.jinja: .*{message}"):
+        ChatTemplate(source, {}, "chat.jinja").render([USER])
+
+
+@pytest.mark.parametrize("messages", [[], ["hi"], [{"content": "x"}]])
+def test_bad_messages_are_refused(messages: list[Any]) -> None:
+    with pytest.raises(UserError, match="message"):
+        inputs().chat_prompt(messages)
+
+
+def test_a_model_without_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no chat template"):
+        Tokenizer(folder_with(tmp_path)).render_chat([USER])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json: no such file; give prompts as token ids"
+    ):
+        Tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
+        load_tokenizer(tmp_path)
+    folder = folder_with(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: not JSON"):
+        Tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: expected a JSON object"):
+        Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "text"),
+    [
+        ("ab", [256, 97, 98], "ab"),
+        ([5, 6], [5, 6], None),
+        ((5, 6), [5, 6], None),
+        ({"prompt_token_ids": [5]}, [5], None),
+        ({"prompt_token_ids": [5], "prompt": "x"}, [5], "x"),
+        ({"prompt": "a"}, [256, 97], "a"),
+    ],
+)
+def test_forms_of_a_prompt(prompt: Any, ids: list[int], text: str | None) -> None:
+    assert inputs().prepare(prompt, DEFAULT) == (ids, text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        ("x" * 40, "prompt of 41 tokens: max_model_len=32 leaves room for 31"),
+        ([1] * 32, "prompt of 32 tokens"),
+        ([5, 272], r"token id 272: outside the vocabulary, 0\.\.271"),
+        ([-1], "token id -1: outside"),
+        ([True], "token id True: expected an integer"),
+        (["a"], "token id 'a': expected an integer"),
+        ({"text": "a"}, r"keys \['text'\]"),
+        ({"prompt_token_ids": 5}, r"prompt_token_ids \(a list of integers\)"),
+        ({"prompt_token_ids": "ab", "prompt": "ab"}, r"prompt_token_ids \(a list of integers\)"),
+        (7, "prompt of type int"),
+        ("\ud800", "not valid Unicode"),
+    ],
+)
+def test_bad_prompts_are_one_error(prompt: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        inputs().prepare(prompt, DEFAULT)
+
+
+def test_a_stop_id_outside_the_vocabulary_is_an_error() -> None:
+    with pytest.raises(UserError, match="stop_token_ids has 272"):
+        inputs().prepare("a", SamplingParams(stop_token_ids=[272]))
+
+
+def test_without_tokenizer_only_token_ids_work() -> None:
+    without = inputs(None)
+    assert without.prepare([5], DEFAULT) == ([5], None)
+    with pytest.raises(UserError, match=r"/models/x/tokenizer\.json: no such file.*as token ids"):
+        without.prepare("text", DEFAULT)
+    with pytest.raises(UserError, match=r"stop=\('a',\) needs text: /models/x/tokenizer\.json"):
+        without.prepare([5], SamplingParams(stop="a"))
+    with pytest.raises(UserError, match=r"/models/x/tokenizer\.json"):
+        without.chat_prompt([USER])
