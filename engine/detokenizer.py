@@ -7,8 +7,6 @@ from typing import Protocol
 
 from .sampling_params import SamplingParams
 
-# A character has at most 4 bytes: at most 3 trailing replacement characters may become one.
-_MAX_INCOMPLETE = 3
 # Prompt tokens that the first output token is decoded with.
 _CONTEXT_TOKENS = 6
 # Only bytes that are no UTF-8, or special tokens, stay without certain text for so long.
@@ -46,9 +44,9 @@ class TextStream:
         """The text that is certain after this id."""
         self._fresh.append(token_id)
         text = self._fresh_text()
-        certain = text
-        for _ in range(_MAX_INCOMPLETE):
-            certain = certain.removesuffix(_REPLACEMENT)
+        # Usually the bytes of an incomplete character.  All of them, since with byte fallback one
+        # missing byte makes the whole run of bytes unreadable.
+        certain = text.rstrip(_REPLACEMENT)
         # Ids without text (special tokens) stay fresh: as the whole context they would make the
         # next word a first one.
         complete = bool(text) and len(certain) == len(text)

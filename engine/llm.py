@@ -26,10 +26,11 @@ class LLM:
     """
 
     def __init__(self, model: str = "abacus", **options: Any) -> None:
-        # The construction imports torch; this file, and so SamplingParams' users, need not.
+        checked = _engine_options(model, options)
+        # Only now: this imports torch, which takes seconds.
         from .engine import Engine
 
-        self._attach(Engine(_engine_options(model, options)))
+        self._attach(Engine(checked))
 
     @classmethod
     def from_engine(cls, engine: EngineLoop) -> LLM:

@@ -40,6 +40,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        # What runs on "the device" is a GPU test there and a CPU test elsewhere.
+        for item in items:
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker("gpu")
         return
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -254,7 +254,7 @@ REFUSALS: list[tuple[Hardware, dict[str, Any], str]] = [
     (
         GPU,
         {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": (1, 2)},
-        "cudagraph_capture_sizes with cudagraph_mode=NONE: drop one of them",
+        "cudagraph_capture_sizes with cudagraph_mode=NONE: nothing is captured; drop it",
     ),
     (
         GPU,

@@ -15,7 +15,7 @@ from fusewright.engine.sampling_params import SamplingParams
 
 from .toy import TOKENIZER
 
-EMOJI = "naïve 👩‍👩‍👧 déjà-vu 😀😀 日本語 – fin"
+EMOJI = "naïve 👩‍👩‍👧 déjà-vu 😀😀 日本語 … fin"
 
 
 class SentencePiece:
@@ -108,7 +108,7 @@ def test_bytes_that_are_no_text_do_not_pile_up() -> None:
     shown = ""
     for i in range(1000):
         shown += stream.push(0xFF)
-        assert len(shown) >= i - 3
+        assert len(shown) >= i - 33
         assert len(stream._fresh) + len(stream._context) < 100
     assert shown + stream.flush() == "�" * 1000
 

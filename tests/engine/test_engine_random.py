@@ -206,7 +206,7 @@ def test_the_toy_model_tells_contexts_apart() -> None:
     rng = random.Random(0)
     same = 0
     for _ in range(200):
-        tokens = random_prompt(rng, 20) + [1, 2]
+        tokens = [*random_prompt(rng, 20), 1, 2]
         changed = rng.choice([tokens[:-1], [*tokens[:-2], 2, 1], [3, *tokens], [*tokens[:-1], 3]])
         same += next_token(list(enumerate(tokens))) == next_token(list(enumerate(changed)))
     assert same < 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_a_stream_grows_to_what_generate_gives() -> None:
     llm = toy_llm()
     outputs = list(llm.stream("abc", LONG))
     texts = [output.outputs[0].text for output in outputs]
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert all(b.startswith(a) for a, b in pairwise(texts))
     assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, 21))
     assert [o.finished for o in outputs] == [False] * 19 + [True]
     assert texts[-1] == llm.generate("abc", LONG, use_tqdm=False)[0].outputs[0].text

@@ -1,0 +1,79 @@
+"""What only a GPU can show: real graphs, real memory, float32 parity through real kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import LLM
+from fusewright.engine.kv_blocks import BlockPool
+from tests.engine.test_abacus import GREEDY, PROBLEMS, answers
+from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, references
+from tests.model_executor.tiny_models import BY_NAME
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["llama_gqa", "llama_mqa", "qwen3_qk_norm", "mistral_window", "qwen2_bias_tied"]
+)
+def test_tokens_and_logits_equal_transformers(
+    name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 on the GPU against transformers on the CPU, through graphs, chunks, preemption."""
+    BY_NAME[name].save(tmp_path)
+    llm = LLM(
+        str(tmp_path),
+        optimization_level=level,
+        device="cuda",
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=max(CHUNKS),
+        max_model_len=MAX_LEN,
+        verify=True,
+        cudagraph_capture_sizes=(1, 2, 4, 8, 64),
+    )
+    recorder = LogitsRecorder(llm, monkeypatch)
+    scheduler = llm.engine.scheduler
+    for chunk in CHUNKS:
+        scheduler.max_num_batched_tokens = chunk
+        check(llm, recorder, references(name), f"chunk {chunk}")
+    scheduler.pool = BlockPool(10, 16)
+    check(llm, recorder, references(name), "preempted")
+    assert scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "decode", "mixed"),
+    [
+        ("NONE", {"NONE"}, {"NONE"}),
+        ("PIECEWISE", {"PIECEWISE"}, {"PIECEWISE"}),
+        ("FULL_DECODE_ONLY", {"FULL"}, {"NONE"}),
+        ("FULL_AND_PIECEWISE", {"FULL"}, {"PIECEWISE"}),
+        ("FULL", {"FULL"}, {"FULL"}),
+    ],
+)
+def test_every_graph_mode_answers_the_same(mode: str, decode: set[str], mixed: set[str]) -> None:
+    options: dict[str, Any] = {"cudagraph_mode": mode, "max_num_batched_tokens": 64}
+    if mode != "NONE":
+        options["cudagraph_capture_sizes"] = (1, 2, 5, 8, 16, 40, 64)
+    llm = LLM("abacus", max_num_seqs=16, max_model_len=64, **options)
+    problems = PROBLEMS[:200]
+    given = answers(llm, [p.prompt for p in problems], GREEDY)
+    assert sum(a == p.answer for a, p in zip(given, problems, strict=True)) >= 198
+    counters = llm.report()["dispatch"]
+    assert set(counters["decode"]) == decode and set(counters["mixed"]) == mixed
+
+
+def test_the_account_of_memory_agrees_with_the_driver() -> None:
+    llm = LLM("abacus", max_model_len=256, gpu_memory_utilization=0.5)
+    memory = llm.report()["memory"]
+    assert memory["driver"] > 0 and memory["graphs"] > 0
+    parts = ("weights", "kv_cache", "graphs", "activations", "context")
+    assert memory["accounted"] == sum(memory[part] for part in parts)
+    free, total = torch.cuda.mem_get_info()
+    assert abs(total - free - memory["driver"]) < 0.02 * (total - free)
