@@ -19,6 +19,7 @@ from .partition import partition
 from .plan import Plan, make_plan
 from .program import Program, link
 from .trace import trace
+from .tune import Tuner
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Compiled:
     reports: list[PassReport] = field(default_factory=list)
     choices: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
+    tuned_us: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def compile(
@@ -79,13 +81,20 @@ def compile(
         reports = run_passes(traced.gm, build_passes(config.passes), verify=config.verify)
     with phase("partition"):
         regions = partition(traced.gm)
+    tuner = Tuner() if config.tune and sm else None
     with phase("lower"):
         choices = lower(
-            traced.gm, hand_kernels=config.hand_kernels, kernels=dict(config.kernels), sm=sm
+            traced.gm,
+            hand_kernels=config.hand_kernels,
+            kernels=dict(config.kernels),
+            sm=sm,
+            tuner=tuner,
         )
     with phase("dedupe"):
         plan, pieces = make_plan(traced, regions)
     with phase("emit"):
         callables = emit(pieces, tune=config.tune)
     program = link(plan, callables)
-    return Compiled(program, plan, pieces, reports, choices, seconds)
+    return Compiled(
+        program, plan, pieces, reports, choices, seconds, tuner.measured if tuner else {}
+    )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
 from .. import ops
 from ..config import UserError
 from ..passes import fake_value
+from .tune import Tuner
 
 
 class LoweringError(RuntimeError):
@@ -34,7 +36,12 @@ def check_kernels(kernels: Mapping[str, str]) -> None:
 
 
 def lower(
-    gm: fx.GraphModule, *, hand_kernels: bool, kernels: Mapping[str, str], sm: int
+    gm: fx.GraphModule,
+    *,
+    hand_kernels: bool,
+    kernels: Mapping[str, str],
+    sm: int,
+    tuner: Tuner | None = None,
 ) -> Counter[str]:
     """Lower ``gm`` in place; returns how often each choice (printed) was made.
 
@@ -42,6 +49,7 @@ def lower(
         hand_kernels: prefer Triton and CUDA kernels; otherwise what Inductor can fuse.
         kernels: op name -> implementation that must be used.
         sm: compute capability of the target, such as 90; 0 without a GPU.
+        tuner: measures which implementation is fastest; without it each op's own order holds.
 
     Raises:
         UserError: ``kernels`` names what does not exist or does not fit its call.
@@ -56,10 +64,15 @@ def lower(
         op = ops.BY_NAME.get(name)
         if op is None:
             raise LoweringError(f"{node.format_node()}: {name} is not in ops.ALL_OPS")
-        desc = op.describe(fx.node.map_arg(node.args, fake_value), sm=sm)
+        args: Any = fx.node.map_arg(node.args, fake_value)
+        desc = op.describe(args, sm=sm)
         try:
             choice = ops.choose(
-                op, desc, inline_first=not hand_kernels, override=kernels.get(name, "")
+                op,
+                desc,
+                inline_first=not hand_kernels,
+                override=kernels.get(name, ""),
+                order=tuner.order(op, desc, args) if tuner else (),
             )
         except ValueError as error:
             if name in kernels:

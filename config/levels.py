@@ -68,7 +68,7 @@ LEVELS: dict[int, Level] = {
         cudagraph_mode=CudagraphMode.FULL_AND_PIECEWISE,
     ),
     3: Level(
-        summary="-O2, and Inductor's kernels tuned by coordinate descent at compile time",
+        summary="-O2, with kernels chosen and tuned by measurement at compile time",
         trace=True,
         passes=PASSES,
         hand_kernels=True,

@@ -45,7 +45,6 @@ class Engine(EngineLoop):
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware)
             inputs = input_processor(spec, config)
-            context = driver_bytes(hardware)
         with startup.phase("weights"):
             model = load_weights(folder, spec, config)
         with startup.phase("compile"):
@@ -55,8 +54,14 @@ class Engine(EngineLoop):
             buffers = step_buffers(config, dispatcher)
             size = size_kv_cache(compiled.program, spec, config, buffers, dispatcher.num_graphs)
             kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)
+            memory = measure_memory(
+                hardware,
+                weights=weight_bytes(model),
+                kv_cache=kv_bytes,
+                predicted_graphs=size.graph_bytes,
+            )
         with startup.phase("capture"):
-            graphs, graph_bytes = capture(compiled.program, buffers, dispatcher, hardware)
+            graphs, memory.graphs = capture(compiled.program, buffers, dispatcher, hardware)
         with startup.phase("warm-up"):
             table = OpTable(config.compile, hardware.sm)
             sampler = Sampler(table, config, spec.vocab_size)
@@ -83,14 +88,8 @@ class Engine(EngineLoop):
         self.compiled = compiled
         self.dispatcher = dispatcher
         self.startup = startup
-        self.memory = measure_memory(
-            hardware,
-            context=context,
-            weights=weight_bytes(model),
-            kv_cache=kv_bytes,
-            graphs=graph_bytes,
-            predicted=size.graph_bytes,
-        )
+        self.memory = memory
+        memory.driver = driver_bytes(hardware)
 
     def report(self) -> dict[str, Any]:
         """What this engine is, as plain data: level, passes, kernel choices, times in seconds,
@@ -102,6 +101,7 @@ class Engine(EngineLoop):
             "hardware": self.config.hardware.name,
             "passes": [report.to_json() for report in compiled.reports],
             "choices": dict(compiled.choices),
+            "tuned_us": {call: dict(times) for call, times in compiled.tuned_us.items()},
             "pieces": {"steps": len(compiled.program.steps), "unique": len(compiled.pieces)},
             "timings": dict(self.startup.seconds),
             "compile": dict(compiled.seconds),

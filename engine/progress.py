@@ -1,10 +1,22 @@
-"""Progress bars of a start, on stderr and only on a terminal."""
+"""Progress of a start, on stderr and only on a terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+@contextmanager
+def status(label: str) -> Iterator[Callable[[str], None]]:
+    """A spinner for work of unknown length; yields what names the phase it is in."""
+    if not sys.stderr.isatty():
+        yield lambda phase: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(label) as spinner:
+        yield lambda phase: spinner.update(f"{label}: {phase}")
 
 
 @contextmanager

@@ -45,15 +45,17 @@ from ..model_executor.models.decoder import DecoderModel
 from ..model_executor.spec import ModelSpec
 from .inputs import InputProcessor
 from .kv_blocks import BlockPool
-from .progress import track
+from .progress import status, track
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
 
 _STEP_INPUTS = ("input_ids", "positions", "slot_mapping")
 _ATTENTION_INPUTS = AttentionInputs._fields
 _CPU_CACHE_BYTES = 2**30
-_GRAPH_BYTES_PER_LAYER = 192 * 1024
-"""Device memory of one captured graph, a layer: measured on one H200, see bench/NOTES.md."""
+_GRAPH_BYTES_FIXED = 96 * 2**20
+_GRAPH_BYTES_PER_LAYER = 216 * 2**10
+"""Device memory of captured graphs, once and for each graph's layer: fitted to one H200, see
+bench/NOTES.md."""
 
 
 @dataclass
@@ -134,7 +136,8 @@ def compile_model(model: nn.Module, spec: ModelSpec, config: ResolvedConfig) -> 
         return Compiled(program)
     device = torch.device(config.hardware.device)
     example = _example(spec, config.cache.block_size, _max_blocks(config), device)
-    compiled = compile(model, example, config.compile, sm=config.hardware.sm)
+    with status("Compiling") as say:
+        compiled = compile(model, example, config.compile, sm=config.hardware.sm, on_phase=say)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     compiled.program.bind({WEIGHTS + name: tensor for name, tensor in tensors})
     return compiled
@@ -217,6 +220,7 @@ def size_kv_cache(
     per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.dtype)
     activations = _measure_activations(program, spec, config, buffers)
     graph_bytes = num_graphs * spec.num_layers * _GRAPH_BYTES_PER_LAYER
+    graph_bytes += _GRAPH_BYTES_FIXED if num_graphs else 0
     if config.cache.num_blocks is not None:
         return CacheSize(config.cache.num_blocks, activations, graph_bytes)
     if config.cache.kv_cache_memory_bytes is not None:
@@ -285,19 +289,16 @@ def driver_bytes(hardware: Hardware) -> int:
 
 
 def measure_memory(
-    hardware: Hardware, *, context: int, weights: int, kv_cache: int, graphs: int, predicted: int
+    hardware: Hardware, *, weights: int, kv_cache: int, predicted_graphs: int
 ) -> MemoryReport:
-    """The account of device memory once everything is set up; zeros on a CPU."""
-    if hardware.device == "cpu":
-        return MemoryReport(weights=weights, kv_cache=kv_cache)
-    driver = driver_bytes(hardware)
-    torch_other = torch.cuda.memory_reserved() - weights - kv_cache - graphs
-    return MemoryReport(
-        context=context,
-        weights=weights,
-        kv_cache=kv_cache,
-        activations=max(torch_other, 0),
-        graphs=graphs,
-        graphs_predicted=predicted,
-        driver=driver,
-    )
+    """The account of device memory just before graphs are captured; the capture adds its own.
+
+    ``context`` is what is in use outside of PyTorch's allocator: the CUDA context, loaded kernels
+    and library workspaces.
+    """
+    report = MemoryReport(weights=weights, kv_cache=kv_cache, graphs_predicted=predicted_graphs)
+    if hardware.device == "cuda":
+        reserved = torch.cuda.memory_reserved()
+        report.context = driver_bytes(hardware) - reserved
+        report.activations = reserved - weights - kv_cache
+    return report

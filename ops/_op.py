@@ -9,7 +9,7 @@ under the same name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,13 +214,23 @@ def runs_on(impl: Implementation, device: str) -> bool:
     return device in impl.devices or interpreted
 
 
-def choose(op: SemanticOp, desc: OpDesc, *, inline_first: bool, override: str = "") -> Choice:
+def choose(
+    op: SemanticOp,
+    desc: OpDesc,
+    *,
+    inline_first: bool,
+    override: str = "",
+    order: Sequence[Implementation] = (),
+) -> Choice:
     """Pick an implementation for one call: a pure function of its arguments.
 
     ``inline_first`` (``-O1``) prefers implementations that Inductor can fuse; ``override`` names
-    one that must be used.  Raises ``ValueError`` naming op, call and reasons when none fits.
+    one that must be used; ``order`` replaces the op's own preference.
+
+    Raises:
+        ValueError: none fits; names op, call and reasons.
     """
-    candidates = op.implementations
+    candidates = tuple(order) or op.implementations
     if override:
         candidates = (op.implementation(override),)
     elif inline_first:

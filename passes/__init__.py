@@ -9,7 +9,7 @@ from .pipeline import build_passes, run_passes
 from .report import PassReport, RequiredFusionError, Site
 from .rule import Context, Rewrite, Rule
 from .subgraph import Subgraph, digest, extract, fake_value
-from .verify import VerificationError, check_graph, check_rewrite
+from .verify import VerificationError, check_graph, check_rewrite, random_value
 
 __all__ = [
     "Context",
@@ -26,5 +26,6 @@ __all__ = [
     "digest",
     "extract",
     "fake_value",
+    "random_value",
     "run_passes",
 ]

@@ -20,7 +20,8 @@ _ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tenso
 
 
 class FuseAddNorm:
-    """Expected sites: every ``rms_norm`` of a hidden state after the first.
+    """Expected sites: every ``rms_norm`` whose input is a sum.  The first norm of a model reads the
+    embedding and QK-norms read a projection: they have no residual to absorb.
 
     Exact: the sum is rounded to the tensors' dtype before it is normalized, as without fusion.
     """
@@ -34,6 +35,8 @@ class FuseAddNorm:
             if not is_call(norm, torch.ops.fw.rms_norm.default):
                 continue
             add: Any = norm.args[0]
+            if not is_call(add, *_ADDS):
+                continue
             reason = _why_not(norm, add)
             if reason:
                 report.miss(norm.name, reason)
@@ -52,9 +55,7 @@ class FuseAddNorm:
         return report
 
 
-def _why_not(norm: fx.Node, add: Any) -> str:
-    if not is_call(add, *_ADDS):
-        return "its input is not a residual add"
+def _why_not(norm: fx.Node, add: fx.Node) -> str:
     if add.kwargs.get("alpha", 1) != 1:
         return f"the add scales by alpha={add.kwargs['alpha']}"
     operands: tuple[Any, ...] = add.args

@@ -78,17 +78,19 @@ def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int =
 
 
 def _run(module: fx.GraphModule, placeholders: list[fx.Node], seed: int) -> list[Tensor]:
-    values = {n: _random_value(fake_value(n), seed + i) for i, n in enumerate(placeholders)}
+    values = {n: random_value(fake_value(n), seed=seed + i) for i, n in enumerate(placeholders)}
     with torch.no_grad():
         outputs: list[Tensor] = module(*values.values())
     mutated = [v for n, v in values.items() if isinstance(v, Tensor)]
     return [*outputs, *mutated]
 
 
-def _random_value(value: Any, seed: int) -> Any:
+def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
+    """Data of a fake value's shape and dtype, dynamic sizes made ``size``: floats are standard
+    normals with a few outliers, integers 0 or 1; anything but tensors and sizes is kept."""
     if not isinstance(value, Tensor):
-        return _DYNAMIC_SIZE if isinstance(value, torch.SymInt) else value
-    shape = [d if isinstance(d, int) else _DYNAMIC_SIZE for d in value.shape]
+        return size if isinstance(value, torch.SymInt) else value
+    shape = [d if isinstance(d, int) else size for d in value.shape]
     gen = torch.Generator(device=value.device).manual_seed(seed)
     if not value.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=gen, device=value.device).to(value.dtype)

@@ -12,7 +12,7 @@ import typer
 from .evaluate import greedy, solved
 from .flags import engine_flags
 from .options import load
-from .table import table
+from .report import summary
 
 
 @engine_flags
@@ -55,25 +55,3 @@ def demo(
         f"ready in {ready_s - started_s:.2f} s; {tokens} tokens generated in "
         f"{done_s - ready_s:.2f} s, one request at a time"
     )
-
-
-def summary(facts: dict[str, Any]) -> str:
-    """What ``LLM.report()`` says about level, fusions, start-up and steps, for reading."""
-    lines = [f"level -O{facts['level']} on {facts['hardware']}"]
-    rows = [["pass", "sites", "matched", "missed"]]
-    for entry in facts["passes"]:
-        reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
-        missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
-        rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
-    lines.append(table(rows) if facts["passes"] else "no passes at this level")
-    lines.append("start-up: " + _times(facts["timings"]))
-    if facts["compile"]:
-        lines.append("compile:  " + _times(facts["compile"]))
-    for kind, modes in facts["dispatch"].items():
-        counts = ", ".join(f"{count} in graph mode {mode}" for mode, count in modes.items())
-        lines.append(f"{kind} steps: {counts or 'none'}")
-    return "\n".join(lines)
-
-
-def _times(seconds: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())

@@ -14,6 +14,7 @@ from ..config import UserError, option_specs
 from .flags import DEFAULT_MAX_TOKENS, SAMPLING, takes_flags
 from .options import batch, load, merge
 from .prompts import read_prompts
+from .report import summary
 
 if TYPE_CHECKING:
     from ..engine.inputs import Prompt
@@ -50,6 +51,12 @@ def run(
     json_output: Annotated[
         bool, typer.Option("--json", help="print one JSON object a finished request")
     ] = False,
+    show_report: Annotated[
+        bool,
+        typer.Option(
+            "--report", help="print fusions, times, graphs and memory to stderr at the end"
+        ),
+    ] = False,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
@@ -77,6 +84,8 @@ def run(
         for output in batch(llm, prompts, params):
             for completion in output.outputs:
                 typer.echo(completion.text if chat else f"{output.prompt or ''}{completion.text}")
+    if show_report:
+        typer.echo(summary(llm.report()), err=True)
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:

@@ -152,11 +152,7 @@ def test_per_token_steps_are_those_that_no_sequence_count_enters(
 def test_every_fusion_is_accounted_for(five_layers: tuple[Model, Compiled]) -> None:
     reports = {report.name: report for report in five_layers[1].reports}
     assert reports["fuse_act"].matched == 5 and not reports["fuse_act"].missed
-    norms = reports["fuse_add_norm"]
-    assert (norms.matched, [s.reason for s in norms.missed]) == (
-        4,
-        ["its input is not a residual add"],
-    )
+    assert reports["fuse_add_norm"].matched == 4 and not reports["fuse_add_norm"].missed
 
 
 def test_no_piece_copies_the_kv_cache(five_layers: tuple[Model, Compiled]) -> None:

@@ -69,6 +69,15 @@ def test_every_graph_mode_answers_the_same(mode: str, decode: set[str], mixed: s
     assert set(counters["decode"]) == decode and set(counters["mixed"]) == mixed
 
 
+def test_level_3_chooses_by_measurement() -> None:
+    report = LLM("abacus", optimization_level=3, max_num_seqs=4, max_model_len=64).report()
+    times = next(t for call, t in report["tuned_us"].items() if call.startswith("add_rms_norm"))
+    assert {"cuda", "triton"} <= set(times) and all(us > 0 for us in times.values())
+    fastest = min(times, key=lambda name: times[name])
+    (choice,) = [c for c in report["choices"] if c.startswith("add_rms_norm")]
+    assert choice.startswith(f"add_rms_norm -> {fastest}")
+
+
 def test_the_account_of_memory_agrees_with_the_driver() -> None:
     llm = LLM("abacus", max_model_len=256, gpu_memory_utilization=0.5)
     memory = llm.report()["memory"]

@@ -1,0 +1,87 @@
+"""``-O3``: order an op's implementations by measurement on the calls of the graph at hand.
+
+Each distinct call is timed in isolation, so this can choose between kernels, but not see what
+Inductor would gain by fusing a native implementation with its neighbours.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..passes import random_value
+
+NUM_TOKENS = (1, 16, 256)
+"""Decode alone, a decode batch, a prefill chunk: what an implementation is timed at."""
+_CALLS, _ROUNDS = 20, 5
+
+
+class Tuner:
+    """Orders implementations by measured time; remembers each distinct call.
+
+    Args:
+        timer: mean microseconds of a call of ``fn``; on the GPU unless a test gives another.
+    """
+
+    def __init__(self, timer: Callable[[Callable[[], Any]], float] | None = None) -> None:
+        self._timer = timer or graph_us
+        self._orders: dict[ops.OpDesc, tuple[ops.Implementation, ...]] = {}
+        self.measured: dict[str, dict[str, float]] = {}
+
+    def order(
+        self, op: ops.SemanticOp, desc: ops.OpDesc, args: Sequence[Any]
+    ) -> tuple[ops.Implementation, ...]:
+        """``op.implementations``, the fastest for this call first.
+
+        Ops that mutate keep their order: their index arguments cannot be made up.
+
+        Args:
+            args: the call's fake values.
+        """
+        if op.mutates:
+            return op.implementations
+        if desc not in self._orders:
+            self._orders[desc] = self._measure(op, desc, args)
+        return self._orders[desc]
+
+    def _measure(
+        self, op: ops.SemanticOp, desc: ops.OpDesc, args: Sequence[Any]
+    ) -> tuple[ops.Implementation, ...]:
+        fits = [i for i in op.implementations if desc.device in i.devices and not i.supports(desc)]
+        if len(fits) < 2:
+            return op.implementations
+        times = {impl.name: 0.0 for impl in fits}
+        for num_tokens in NUM_TOKENS:
+            values = [random_value(a, seed=i, size=num_tokens) for i, a in enumerate(args)]
+            for impl in fits:
+                call = op.overload(impl.name)
+                times[impl.name] += self._timer(lambda: call(*values))  # noqa: B023 (called now)
+        shapes = [list(a.shape) for a in args if isinstance(a, Tensor)]
+        self.measured[f"{op.name} {shapes}"] = times
+        rest = [impl for impl in op.implementations if impl not in fits]
+        return (*sorted(fits, key=lambda impl: times[impl.name]), *rest)
+
+
+def graph_us(fn: Callable[[], Any]) -> float:
+    """Median microseconds of a call inside a CUDA graph of several, warm caches."""
+    with torch.inference_mode():
+        fn()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_CALLS):
+                fn()
+        rounds = []
+        for _ in range(_ROUNDS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            rounds.append(start.elapsed_time(end) * 1e3 / _CALLS)
+    return float(statistics.median(rounds))

@@ -1,0 +1,53 @@
+"""The engine's account of itself, for reading: level, fusions, start-up, steps, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .table import table
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """What ``LLM.report()`` says about level, fusions, start-up and steps, for reading."""
+    lines = [f"level -O{facts['level']} on {facts['hardware']}"]
+    rows = [["pass", "sites", "matched", "missed"]]
+    for entry in facts["passes"]:
+        reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
+        missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
+        rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
+    lines.append(table(rows) if facts["passes"] else "no passes at this level")
+    lines.append("start-up: " + _times(facts["timings"]))
+    if facts["compile"]:
+        lines.append("compile:  " + _times(facts["compile"]))
+    for kind, modes in facts["dispatch"].items():
+        counts = ", ".join(f"{count} in graph mode {mode}" for mode, count in modes.items())
+        lines.append(f"{kind} steps: {counts or 'none'}")
+    if facts["memory"]["driver"]:
+        lines.append(_memory(facts["memory"]))
+    return "\n".join(lines)
+
+
+def _memory(memory: dict[str, int]) -> str:
+    """Where the GPU's memory went; graphs with what was predicted for them."""
+    parts = ", ".join(
+        f"{label} {_gb(memory[name])}"
+        for label, name in [
+            ("weights", "weights"),
+            ("KV cache", "kv_cache"),
+            ("graphs", "graphs"),
+            ("activations", "activations"),
+            ("CUDA context", "context"),
+        ]
+    )
+    return (
+        f"memory: {parts}; in all {_gb(memory['accounted'])}, the driver says "
+        f"{_gb(memory['driver'])} (graphs were predicted at {_gb(memory['graphs_predicted'])})"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def _times(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())

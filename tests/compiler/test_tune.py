@@ -1,0 +1,72 @@
+"""-O3 prefers what is measured to be fastest, among what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import ops
+from fusewright.compiler.tune import NUM_TOKENS, Tuner
+
+
+def fake_timer(log: list[str], us: dict[str, float]) -> Callable[[Callable[[], Any]], float]:
+    """Runs the call, finds out which implementation it was, and answers with ``us``."""
+
+    def timer(fn: Callable[[], Any]) -> float:
+        called: list[str] = []
+
+        class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                called.append(func.namespace.removeprefix("fw_"))
+                return func(*args, **(kwargs or {}))
+
+        with Spy():
+            fn()
+        name = "triton" if "triton" in called else "native"
+        log.append(name)
+        return us[name]
+
+    return timer
+
+
+def describe(op: ops.SemanticOp, args: tuple[Any, ...]) -> ops.OpDesc:
+    """As on a GPU, where Triton fits; the call itself runs under the interpreter."""
+    desc = op.describe(args)
+    return ops.OpDesc(desc.op, desc.args, "cuda", 90)
+
+
+@pytest.mark.parametrize("fastest", ["triton", "native"])
+def test_the_fastest_comes_first(fastest: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs the interpreter: CPU tensors")
+    op, args = ops.BY_NAME["silu_mul"], (torch.randn(4, 32),)
+    us = {"triton": 2.0, "native": 2.0, fastest: 1.0}
+    log: list[str] = []
+    tuner = Tuner(fake_timer(log, us))
+    desc = describe(op, args)
+    order = tuner.order(op, desc, args)
+    assert order[0].name == fastest and set(order) == set(op.implementations)
+    assert ops.choose(op, desc, inline_first=False, order=order).implementation == fastest
+    assert len(log) == 2 * len(NUM_TOKENS)
+    assert tuner.order(op, desc, args) is order and len(log) == 2 * len(NUM_TOKENS)
+    (times,) = tuner.measured.values()
+    assert times == {name: value * len(NUM_TOKENS) for name, value in us.items()}
+
+
+def test_ops_that_mutate_keep_their_order() -> None:
+    op = ops.BY_NAME["kv_store"]
+    tuner = Tuner(fake_timer([], {}))
+    assert tuner.order(op, describe(op, ()), ()) == op.implementations
+    assert not tuner.measured
+
+
+def test_a_forced_kernel_wins_over_the_measurement() -> None:
+    op, args = ops.BY_NAME["silu_mul"], (torch.randn(4, 32),)
+    order = tuple(reversed(op.implementations))
+    choice = ops.choose(op, describe(op, args), inline_first=False, override="triton", order=order)
+    assert choice.implementation == "triton"
