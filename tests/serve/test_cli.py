@@ -241,7 +241,9 @@ def test_a_message_of_several_lines_becomes_one(capsys: pytest.CaptureFixture[st
 
 
 def test_interrupt_exits_130_without_a_traceback() -> None:
-    code = "import sys; from fusewright.serve.cli import main; print('up', flush=True); "
+    # A job that a shell started in the background inherits "ignore", and Python keeps it.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from fusewright.serve.cli import main; print('up', flush=True); "
     process = subprocess.Popen(
         [sys.executable, "-c", code + "sys.exit(main(['run', '--prompts-file', '-']))"],
         stdin=subprocess.PIPE,
