@@ -41,7 +41,7 @@ endif
 	test -x .venv/bin/python || $(BOOTSTRAP_PYTHON) -m venv .venv
 	$(PY) -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PY) -m pip install -c constraints.txt scikit-build-core cmake ninja
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[dev,serve]'
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 demo: install
@@ -64,4 +64,4 @@ gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test
 
 bench: install
-	@$(PKGROOT); $(PY) -m pytest bench --benchmark-only
+	@$(PKGROOT); $(PY) -m pytest bench --benchmark-only --benchmark-columns=median,iqr,rounds

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..config import CompileConfig
-from ..passes import PassReport, Subgraph, build_passes, run_passes
+from ..passes import PassReport, Subgraph, build_passes, check_required, run_passes
 from .emit import emit
 from .lower import lower
 from .partition import partition
@@ -63,6 +63,7 @@ def compile(
 
     Raises:
         TraceError: the model cannot be captured as one graph.
+        RequiredFusionError: a pass of ``config.required`` missed a site.
         VerificationError: a rewrite changed values beyond its tier (with ``config.verify``).
         LoweringError: an op has no implementation for its call.
     """
@@ -79,6 +80,7 @@ def compile(
         traced = trace(model, example.args, example.named, example.dynamic)
     with phase("passes"):
         reports = run_passes(traced.gm, build_passes(config.passes), verify=config.verify)
+        check_required(reports, config.required)
     with phase("partition"):
         regions = partition(traced.gm)
     tuner = Tuner() if config.tune and sm else None
@@ -93,7 +95,7 @@ def compile(
     with phase("dedupe"):
         plan, pieces = make_plan(traced, regions)
     with phase("emit"):
-        callables = emit(pieces, tune=config.tune)
+        callables = emit(pieces, tune=config.tune, on_piece=lambda i: on_phase(f"piece {i}"))
     program = link(plan, callables)
     return Compiled(
         program, plan, pieces, reports, choices, seconds, tuner.measured if tuner else {}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,16 +20,20 @@ from ..passes import random_value
 NUM_TOKENS = (1, 16, 256)
 """Decode alone, a decode batch, a prefill chunk: what an implementation is timed at."""
 _CALLS, _ROUNDS = 20, 5
+_L2_BYTES = 100 * 2**20
+"""More than any GPU's L2 cache: inputs come from memory, as they do in a model."""
+
+Timer: TypeAlias = Callable[[Sequence[Callable[[], Any]]], float]
 
 
 class Tuner:
     """Orders implementations by measured time; remembers each distinct call.
 
     Args:
-        timer: mean microseconds of a call of ``fn``; on the GPU unless a test gives another.
+        timer: microseconds of a call, one of ``fns`` each; on the GPU unless a test gives another.
     """
 
-    def __init__(self, timer: Callable[[Callable[[], Any]], float] | None = None) -> None:
+    def __init__(self, timer: Timer | None = None) -> None:
         self._timer = timer or graph_us
         self._orders: dict[ops.OpDesc, tuple[ops.Implementation, ...]] = {}
         self.measured: dict[str, dict[str, float]] = {}
@@ -57,25 +62,37 @@ class Tuner:
             return op.implementations
         times = {impl.name: 0.0 for impl in fits}
         for num_tokens in NUM_TOKENS:
-            values = [random_value(a, seed=i, size=num_tokens) for i, a in enumerate(args)]
+            inputs = _rotated(
+                [random_value(a, seed=i, size=num_tokens) for i, a in enumerate(args)]
+            )
             for impl in fits:
                 call = op.overload(impl.name)
-                times[impl.name] += self._timer(lambda: call(*values))  # noqa: B023 (called now)
+                times[impl.name] += self._timer([partial(call, *values) for values in inputs])
         shapes = [list(a.shape) for a in args if isinstance(a, Tensor)]
         self.measured[f"{op.name} {shapes}"] = times
         rest = [impl for impl in op.implementations if impl not in fits]
         return (*sorted(fits, key=lambda impl: times[impl.name]), *rest)
 
 
-def graph_us(fn: Callable[[], Any]) -> float:
-    """Median microseconds of a call inside a CUDA graph of several, warm caches."""
+def _rotated(values: list[Any]) -> list[list[Any]]:
+    """Copies of one call's arguments that together exceed the L2 cache, at most ``_CALLS``."""
+    nbytes = sum(v.nbytes for v in values if isinstance(v, Tensor))
+    copies = min(_CALLS, 1 + _L2_BYTES // max(nbytes, 1))
+    clones = [
+        [v.clone() if isinstance(v, Tensor) else v for v in values] for _ in range(copies - 1)
+    ]
+    return [values, *clones]
+
+
+def graph_us(fns: Sequence[Callable[[], Any]]) -> float:
+    """Median microseconds of a call inside a CUDA graph of several, taking turns over ``fns``."""
     with torch.inference_mode():
-        fn()
+        fns[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(_CALLS):
-                fn()
+            for i in range(_CALLS):
+                fns[i % len(fns)]()
         rounds = []
         for _ in range(_ROUNDS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -42,6 +42,9 @@ class EngineOptions:
         None, "compile", f"run exactly these passes, of: {', '.join(PASSES)}"
     )
     disable_passes: tuple[str, ...] = _option((), "compile", "leave these passes out")
+    require_fusion: tuple[str, ...] = _option(
+        (), "compile", "fail unless this pass matches all its sites, or :N of them at least"
+    )
     kernels: tuple[str, ...] = _option(
         (), "compile", "force implementations, as op=native|triton|cuda"
     )

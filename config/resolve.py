@@ -46,6 +46,7 @@ class CompileConfig:
     level: int
     trace: bool
     passes: tuple[str, ...]
+    required: tuple[tuple[str, int], ...]
     hand_kernels: bool
     tune: bool
     kernels: tuple[tuple[str, str], ...]
@@ -192,15 +193,32 @@ def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig
         raise UserError(f"passes={','.join(options.passes)}: -O0 does not trace; use -O1 or higher")
     if options.verify and not level.trace:
         raise UserError("verify: -O0 rewrites nothing; use -O1 or higher")
+    passes = tuple(p for p in PASSES if p in chosen and p not in options.disable_passes)
     return CompileConfig(
         level=number,
         trace=level.trace,
-        passes=tuple(p for p in PASSES if p in chosen and p not in options.disable_passes),
+        passes=passes,
+        required=_required(options, passes),
         hand_kernels=level.hand_kernels,
         tune=level.tune,
         kernels=_kernels(options, level),
         verify=options.verify,
     )
+
+
+def _required(options: EngineOptions, passes: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    required: list[tuple[str, int]] = []
+    for item in options.require_fusion:
+        name, _, count = item.partition(":")
+        if name not in passes:
+            raise UserError(
+                f"require_fusion={item}: no such pass at this level; it runs: "
+                f"{', '.join(passes) or 'none'}"
+            )
+        if count and not count.isdigit():
+            raise UserError(f"require_fusion={item}: expected NAME or NAME:COUNT")
+        required.append((name, int(count or 1)))
+    return tuple(required)
 
 
 def _kernels(options: EngineOptions, level: Level) -> tuple[tuple[str, str], ...]:

@@ -83,7 +83,7 @@ class Engine(EngineLoop):
             eos_token_ids=find_eos_token_ids(folder, inputs.tokenizer),
             async_scheduling=config.scheduler.async_scheduling,
         )
-        self.spec = spec
+        self.spec, self._table = spec, table
         self.config = config
         self.compiled = compiled
         self.dispatcher = dispatcher
@@ -101,6 +101,7 @@ class Engine(EngineLoop):
             "hardware": self.config.hardware.name,
             "passes": [report.to_json() for report in compiled.reports],
             "choices": dict(compiled.choices),
+            "sampling": dict(self._table.choices),
             "tuned_us": {call: dict(times) for call, times in compiled.tuned_us.items()},
             "pieces": {"steps": len(compiled.program.steps), "unique": len(compiled.pieces)},
             "timings": dict(self.startup.seconds),

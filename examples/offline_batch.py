@@ -20,7 +20,6 @@ PROMPTS = [
 def main() -> None:
     llm = LLM(model=sys.argv[1] if len(sys.argv) > 1 else "abacus", optimization_level=2)
 
-    # Greedy decoding gives the same tokens at every batch size.
     for output in llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=32)):
         completion = output.outputs[0]
         print(f"{output.prompt}{completion.text}  [{completion.finish_reason}]")

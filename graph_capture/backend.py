@@ -21,9 +21,6 @@ class GraphBackend(Protocol):
     def alias(self, tensor: Tensor) -> Tensor:
         """The same memory without ownership: the pool may reuse it for later captures."""
 
-    def memory_bytes(self) -> int:
-        """Device memory in use, by everything, as the driver counts it."""
-
 
 class CudaGraphs:
     """CUDA graphs from one memory pool, captured on a stream of their own."""
@@ -53,10 +50,6 @@ class CudaGraphs:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def memory_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(total - free)
-
 
 class RecordingGraphs:
     """Replays by running the function again and copying into the outputs of the capture, so that
@@ -80,9 +73,6 @@ class RecordingGraphs:
 
     def alias(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def memory_bytes(self) -> int:
-        return 0
 
 
 def make_backend(graphs: str, device: torch.device) -> GraphBackend:

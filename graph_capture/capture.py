@@ -48,13 +48,19 @@ class CapturedGraphs:
         graph = self.piecewise[num_tokens]
         env = graph.env
         self.program.rebind(env, inputs)
+        computed: list[int] = []
         for part in graph.parts:
             if callable(part):
                 part()
                 continue
             for slot, value in zip(part.outputs, part.call(env), strict=True):
                 env[slot] = value
+            computed.extend(part.outputs)
         output: Tensor = env[self.program.output]
+        # What ran between the graphs is memory of its own, which must not live until the next
+        # replay of this size.
+        for slot in computed:
+            env[slot] = None
         return output
 
 

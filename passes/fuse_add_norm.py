@@ -68,8 +68,7 @@ def _why_not(norm: fx.Node, add: fx.Node) -> str:
         return f"the add mixes {left.dtype} and {right.dtype}"
     if not (tuple(left.shape) == tuple(right.shape) == tuple(total.shape)):
         return "the add broadcasts"
-    order = {node: i for i, node in enumerate(norm.graph.nodes)}
-    early = [user for user in add.users if order[user] < order[norm]]
+    early = [user for user in add.users if user < norm]  # in graph order
     if early:
         return f"the sum is used before the norm, by {early[0].name}"
     return ""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..config import UserError
 
-class RequiredFusionError(RuntimeError):
+
+class RequiredFusionError(UserError):
     """A fusion that was required did not match; the message lists the missed sites."""
 
 
@@ -59,3 +62,26 @@ class PassReport:
             "ops_after": self.ops_after,
             "seconds": self.seconds,
         }
+
+
+def check_required(reports: Iterable[PassReport], required: Iterable[tuple[str, int]]) -> None:
+    """Refuse a graph in which a required pass missed a site or matched too few.
+
+    Args:
+        required: (pass name, least number of matches).
+
+    Raises:
+        RequiredFusionError: names the pass and its misses.
+    """
+    by_name = {report.name: report for report in reports}
+    for name, count in required:
+        report = by_name.get(name)
+        if report is None:
+            raise RequiredFusionError(f"require_fusion={name}: this pass does not run here")
+        if report.missed:
+            sites = ", ".join(f"{site.name} ({site.reason})" for site in report.missed)
+            raise RequiredFusionError(f"require_fusion={name}: missed {sites}")
+        if report.matched < count:
+            raise RequiredFusionError(
+                f"require_fusion={name}:{count}: only {report.matched} sites matched"
+            )

@@ -69,8 +69,13 @@ def _attend(
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein, 2018) over the KV positions [begin, end).
 
-    Nothing outside [readable_begin, end) is read when MASKED; row_max is in units of log2.
+    When MASKED, nothing outside [readable_begin, end) is used: no V is read there, no page looked
+    up, and the logits of whatever K lies there are dropped.  row_max is in units of log2.
+    ``row_sum`` of [rows, BLOCK_N] instead of [rows] stays apart by column: where warps share the
+    columns, as with few rows, summing them every tile would cost two barriers.
     """
+    # Without a cap, the scale goes into the exponent's multiply-add instead of over all logits.
+    unit = 1.0 if HAS_CAP else scale * _LOG2_E
     cols = tl.arange(0, q.shape[1])
     first = begin + tl.arange(0, BLOCK_N)
     in_reach = (first >= readable_begin) & (first < end)
@@ -80,15 +85,13 @@ def _attend(
         valid = (pos >= readable_begin) & (pos < end)
         row = page.to(tl.int64) * (2 * PAGE * KV_HEADS * HEAD_DIM)
         row += (pos % PAGE) * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM
-        k = _load_rows(kv_ptr, row, cols, valid, HEAD_DIM, MASKED)
+        k = _load_rows(kv_ptr, row, cols, valid, HEAD_DIM, False)
         # One tile ahead, or K and V could not be pipelined behind the load of their addresses.
         following = pos + BLOCK_N
         page = tl.load(table_ptr + following // PAGE, mask=following < end, other=0)
         logits = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if HAS_CAP:
             logits = _tanh(logits * (scale / soft_cap)) * (soft_cap * _LOG2_E)
-        else:
-            logits *= scale * _LOG2_E
         if MASKED:
             seen = valid[None, :]
             if CAUSAL:
@@ -96,10 +99,13 @@ def _attend(
                 if HAS_WINDOW:
                     seen &= pos[None, :] > query_pos[:, None] - window
             logits = tl.where(seen, logits, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-        p = tl.exp2(logits - new_max[:, None])
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1) * unit)
+        p = tl.exp2(logits * unit - new_max[:, None])
         alpha = tl.exp2(row_max - new_max)
-        row_sum = row_sum * alpha + tl.sum(p, axis=1)
+        if len(row_sum.shape) == 2:
+            row_sum = row_sum * alpha[:, None] + p
+        else:
+            row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
         v = _load_rows(kv_ptr + PAGE * KV_HEADS * HEAD_DIM, row, cols, valid, HEAD_DIM, MASKED)
         acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
@@ -202,11 +208,12 @@ def _decode_kernel(
         acc, row_max, row_sum = _attend(
             tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
             tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32),
-            tl.zeros([BLOCK_M], dtype=tl.float32), q, rows, kv_ptr,
+            tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), q, rows, kv_ptr,
             table_ptr + seq.to(tl.int64) * table_stride, head, begin, end, begin, scale, window,
             soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, True, False, HAS_WINDOW, HAS_CAP,
             PRECISION
         )  # fmt: skip
+        row_sum = tl.sum(row_sum, axis=1)
         acc = acc / row_sum[:, None]
         out_row = out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM)
         if num_splits == 1:

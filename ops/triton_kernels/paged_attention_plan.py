@@ -74,7 +74,7 @@ def plan(
 ) -> Plan:
     block_d = max(16, _next_power_of_2(head_dim))
     # Few variants, since each is a compilation; a larger scan costs little.
-    seqs = next(n for n in (64, 1024, MAX_SEQS) if num_seqs <= n)
+    seqs = next(n for n in (1, 64, 1024, MAX_SEQS) if num_seqs <= n)
     shared = {
         "KV_HEADS": kv_heads,
         "GROUP": group,

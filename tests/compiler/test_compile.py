@@ -21,6 +21,7 @@ from fusewright.compiler import (
     compile,
 )
 from fusewright.config import LEVELS, CompileConfig, UserError
+from fusewright.passes import RequiredFusionError
 
 HIDDEN, HEADS, HEAD_DIM, BLOCK = 32, 2, 16, 8
 
@@ -96,7 +97,16 @@ DYNAMIC = {
 
 def config(level: int = 2, **changes: Any) -> CompileConfig:
     row = LEVELS[level]
-    made = CompileConfig(level, row.trace, row.passes, row.hand_kernels, row.tune, (), verify=True)
+    made = CompileConfig(
+        level=level,
+        trace=row.trace,
+        passes=row.passes,
+        required=(),
+        hand_kernels=row.hand_kernels,
+        tune=row.tune,
+        kernels=(),
+        verify=True,
+    )
     return replace(made, **changes)
 
 
@@ -255,6 +265,24 @@ def test_impossible_kernel_choices_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         compile_model(Model(2).requires_grad_(False), 2, config(kernels=kernels))
+
+
+def test_required_fusions_that_match_pass_and_those_that_miss_stop() -> None:
+    class Early(Model):
+        """Its last norm reads a sum that was used before."""
+
+        def forward(self, ids: Tensor, slots: Tensor, table: Any, caches: Any) -> Tensor:
+            x = super().forward(ids, slots, table, caches)
+            total = x + x
+            return ops.rms_norm(total, self.embed[:, 0] * total.sum(), 1e-5)
+
+    model = Model(2).requires_grad_(False)
+    compile_model(model, 2, config(required=(("fuse_act", 2), ("fuse_add_norm", 1))))
+    with pytest.raises(RequiredFusionError, match="require_fusion=fuse_act:3: only 2 sites"):
+        compile_model(model, 2, config(required=(("fuse_act", 3),)))
+    early = Early(2).requires_grad_(False)
+    with pytest.raises(RequiredFusionError, match=r"missed .* \(the sum is used before the norm"):
+        compile_model(early, 2, config(required=(("fuse_add_norm", 1),)))
 
 
 def test_forced_kernels_run_in_the_program() -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from fusewright import ops
-from fusewright.compiler.tune import NUM_TOKENS, Tuner
+from fusewright.compiler.tune import NUM_TOKENS, Timer, Tuner
 
 
-def fake_timer(log: list[str], us: dict[str, float]) -> Callable[[Callable[[], Any]], float]:
-    """Runs the call, finds out which implementation it was, and answers with ``us``."""
+def fake_timer(log: list[str], us: dict[str, float]) -> Timer:
+    """Runs the calls, finds out which implementation they are, and answers with ``us``."""
 
-    def timer(fn: Callable[[], Any]) -> float:
+    def timer(fns: Sequence[Callable[[], Any]]) -> float:
         called: list[str] = []
 
         class Spy(torch.utils._python_dispatch.TorchDispatchMode):
@@ -26,7 +26,8 @@ def fake_timer(log: list[str], us: dict[str, float]) -> Callable[[Callable[[], A
                 return func(*args, **(kwargs or {}))
 
         with Spy():
-            fn()
+            for fn in fns[:2]:
+                fn()
         name = "triton" if "triton" in called else "native"
         log.append(name)
         return us[name]

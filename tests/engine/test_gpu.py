@@ -82,7 +82,6 @@ def test_the_account_of_memory_agrees_with_the_driver() -> None:
     llm = LLM("abacus", max_model_len=256, gpu_memory_utilization=0.5)
     memory = llm.report()["memory"]
     assert memory["driver"] > 0 and memory["graphs"] > 0
-    parts = ("weights", "kv_cache", "graphs", "activations", "context")
-    assert memory["accounted"] == sum(memory[part] for part in parts)
+    assert abs(memory["accounted"] - memory["driver"]) < 0.02 * memory["driver"]
     free, total = torch.cuda.mem_get_info()
     assert abs(total - free - memory["driver"]) < 0.02 * (total - free)

@@ -1,0 +1,129 @@
+"""Capture and replay over a small program, on the recording backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.compiler import Program, Step
+from fusewright.config import CaptureConfig, CudagraphMode
+from fusewright.graph_capture import (
+    CapturedGraphs,
+    Dispatcher,
+    RecordingGraphs,
+    StepBuffers,
+    capture_all,
+)
+
+MAX_TOKENS, MAX_SEQS = 8, 4
+NAMES = ("input_ids", "positions", "seq_lens", "hidden", "mixed", "tail", "output")
+SLOT = {name: i for i, name in enumerate(NAMES)}
+
+
+def program(log: list[str]) -> Program:
+    """Per-token, per-sequence, per-token, per-sequence: as pieces, attention and the head are."""
+
+    def step(name: str, output: str, per_token: bool, *inputs: str) -> Step:
+        def call(env: list[Any]) -> Sequence[Any]:
+            log.append(name)
+            return [sum(env[SLOT[i]].float().sum() for i in inputs) + torch.zeros(2)]
+
+        return Step(name, call, (SLOT[output],), (), per_token)
+
+    steps = [
+        step("first", "hidden", True, "input_ids"),
+        step("attention", "mixed", False, "hidden", "seq_lens"),
+        step("last", "tail", True, "hidden", "positions"),
+        step("head", "output", False, "tail", "mixed"),
+    ]
+    return Program(steps, SLOT, ("input_ids", "positions", "seq_lens"), {}, SLOT["output"])
+
+
+def buffers() -> StepBuffers:
+    return StepBuffers(torch.device("cpu"), max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_blocks=2)
+
+
+def captured(mode: str, log: list[str]) -> tuple[CapturedGraphs, StepBuffers, RecordingGraphs]:
+    made, backend = buffers(), RecordingGraphs()
+    dispatcher = Dispatcher(CaptureConfig(CudagraphMode(mode), (2, 4, 8)), MAX_SEQS)
+    graphs = capture_all(program(log), made, dispatcher, backend)
+    log.clear()
+    return graphs, made, backend
+
+
+def fill(made: StepBuffers, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
+    views = made.views(num_tokens=num_tokens, num_seqs=num_seqs)
+    for name, value in (("input_ids", 3), ("positions", 5), ("seq_lens", 7)):
+        views[name].fill_(value)
+    return views
+
+
+def test_piecewise_runs_what_is_per_sequence_between_the_graphs() -> None:
+    log: list[str] = []
+    graphs, made, backend = captured("PIECEWISE", log)
+    assert sorted(graphs.piecewise) == [2, 4, 8] and not graphs.full
+    assert backend.captures == 6
+    views = fill(made, 4, 3)
+    hidden = 4 * 3  # twice, as is every value
+    mixed, tail = 2 * hidden + 3 * 7, 2 * hidden + 4 * 5
+    want = torch.full((2,), float(2 * tail + 2 * mixed))
+    assert torch.equal(graphs.replay_piecewise(4, views), want)
+    assert log == ["first", "attention", "last", "head"] and backend.replays == 2
+
+
+def test_what_ran_between_the_graphs_is_not_kept() -> None:
+    graphs, made, _ = captured("PIECEWISE", [])
+    graphs.replay_piecewise(4, fill(made, 4, 3))
+    env = graphs.piecewise[4].env
+    assert env[SLOT["output"]] is None and env[SLOT["mixed"]] is None
+    assert env[SLOT["hidden"]] is not None
+    first = graphs.replay_piecewise(4, fill(made, 4, 3))
+    assert torch.equal(graphs.replay_piecewise(4, fill(made, 4, 2)), first - 14)
+
+
+def test_a_full_graph_is_the_whole_program() -> None:
+    log: list[str] = []
+    graphs, made, backend = captured("FULL_AND_PIECEWISE", log)
+    assert sorted(graphs.full) == [(2, 2), (4, 4)] and backend.captures == 8
+    views = fill(made, 4, 4)
+    want = graphs.program.run(views)
+    assert torch.equal(graphs.replay_full(4, 4), want) and backend.replays == 1
+
+
+def test_largest_sizes_are_captured_first() -> None:
+    sizes: list[int] = []
+
+    class Watch(StepBuffers):
+        def dummy(self, *, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
+            sizes.append(num_tokens)
+            return super().dummy(num_tokens=num_tokens, num_seqs=num_seqs)
+
+    made = Watch(torch.device("cpu"), max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_blocks=2)
+    dispatcher = Dispatcher(CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (2, 4, 8)), MAX_SEQS)
+    capture_all(program([]), made, dispatcher, RecordingGraphs())
+    assert sizes == [8, 4, 2, 4, 2]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_seqs"), [(8, 4), (5, 3), (1, 1)])
+def test_a_dummy_step_stores_nothing_and_is_well_formed(num_tokens: int, num_seqs: int) -> None:
+    views = buffers().dummy(num_tokens=num_tokens, num_seqs=num_seqs)
+    starts = views["query_start_loc"]
+    assert starts[0] == 0 and starts[-1] == num_tokens and bool((starts.diff() > 0).all())
+    assert torch.equal(views["seq_lens"], starts.diff())
+    assert bool((views["slot_mapping"] == -1).all())
+
+
+def test_uploads_fill_prefixes_and_leave_the_rest() -> None:
+    made = buffers()
+    made.device["input_ids"].fill_(9)
+    host = made.next_host()
+    host.arrays["input_ids"][:3] = [1, 2, 3]
+    host.arrays["block_table"][:4] = [10, 11, 20, 21]
+    made.upload(host, num_tokens=3, num_seqs=2, num_blocks=2)
+    assert made.device["input_ids"].tolist() == [1, 2, 3, 9, 9, 9, 9, 9]
+    assert made.device["block_table"][:2].tolist() == [[10, 11], [20, 21]]
+    assert made.next_host() is not host
