@@ -1,7 +1,7 @@
 """Paged attention on a GPU: decode and prefill of the Llama-3-8B shape against PyTorch's SDPA.
 
 Each figure is a CUDA graph of calls that rotate over enough KV blocks to miss the L2 cache.
-``--sweep`` also times other tiles of the same launches: a Launch is data.
+``--sweep`` times other tiles of the same launches instead: a Launch is data.
 
     python -m fusewright.bench.ops.bench_paged_attention [--json FILE] [--sweep]
 """
@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...ops import Launch
-from ...ops.paged_attention import OP, context_symbols
+from ...ops.paged_attention import OP, _batch, context_symbols
 from ...ops.triton_kernels import paged_attention as kernels
+from ...ops.triton_kernels.paged_attention_plan import _max_splits
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 MAX_MODEL_LEN = 4096
@@ -82,7 +86,9 @@ def default_launches(args: tuple[Any, ...]) -> list[Launch]:
     return kernels.paged_attention(*args)[0]
 
 
-def ours_us(calls: list[tuple[Any, ...]], launches: Launches = default_launches) -> float:
+def ours_us(
+    calls: list[tuple[Any, ...]], launches: Launches = default_launches, budget_ms: float = 60.0
+) -> float:
     def call(args: tuple[Any, ...]) -> Callable[[], None]:
         def run() -> None:
             for launch in launches(args):
@@ -90,7 +96,7 @@ def ours_us(calls: list[tuple[Any, ...]], launches: Launches = default_launches)
 
         return run
 
-    return graph_us([call(args) for args in calls])
+    return graph_us([call(args) for args in calls], budget_ms)
 
 
 def sdpa_us(query_lens: list[int], seq_lens: list[int]) -> float:
@@ -121,7 +127,9 @@ def measure(label: str, query_lens: list[int], seq_lens: list[int]) -> dict[str,
     us = ours_us(calls)
     cost = OP.cost(OP.describe(calls[0]))
     values = context_symbols(query_lens, seq_lens)
-    equal = len({*zip(query_lens, seq_lens, strict=True)}) == 1
+    # SDPA's causal mask starts at the first key: a chunk after earlier tokens is other work.
+    kinds = {*zip(query_lens, seq_lens, strict=True)}
+    equal = len(kinds) == 1 and all(n in (1, context) for n, context in kinds)
     return {
         "work": label,
         "us": round(us, 2),
@@ -143,121 +151,149 @@ def works() -> Iterator[tuple[str, list[int], list[int]]]:
     yield "mixed: 63 decodes ctx=192 + prefill 512", [1] * 63 + [512], [192] * 63 + [512]
 
 
-def prefill_sweep() -> Iterator[dict[str, Any]]:
-    tiles = [
-        (128, 64, 8, 3),
-        (128, 64, 8, 2),
-        (128, 64, 8, 4),
-        (128, 128, 8, 2),
-        (128, 128, 8, 3),
-        (128, 32, 8, 4),
-        (64, 64, 4, 3),
-        (64, 64, 4, 2),
-        (64, 128, 4, 2),
-        (128, 64, 4, 3),
-    ]
-    for tokens in (128, 2048, 8192):
-        calls = list(batches([tokens], [tokens]))
-        for block_m, block_n, warps, stages in tiles:
+@dataclass(frozen=True)
+class DecodeTile:
+    """One way to launch the decode kernel; ``programs`` a multiprocessor."""
 
-            def launches(
-                args: tuple[Any, ...],
-                block_m: int = block_m,
-                block_n: int = block_n,
-                warps: int = warps,
-                stages: int = stages,
-                rows: int = tokens,
-            ) -> list[Launch]:
-                prefill, _ = default_launches(args)
-                constexprs = {**prefill.constexprs, "BLOCK_M": block_m, "BLOCK_N": block_n}
-                block_q = block_m // (HEADS // KV_HEADS)
-                return [
-                    dataclasses.replace(
-                        prefill,
-                        grid=(KV_HEADS, rows // block_q + 1),
-                        constexprs=constexprs,
-                        num_warps=warps,
-                        num_stages=stages,
-                    )
-                ]
+    block_n: int
+    warps: int
+    stages: int
+    programs: int
+    min_split: int = 256
+    chunk: int = 8
 
-            tile = f"M={block_m} N={block_n} warps={warps} stages={stages}"
-            yield {"work": f"prefill {tokens}", "tile": tile, "us": timed(calls, launches)}
+    def launches(self, args: tuple[Any, ...]) -> list[Launch]:
+        decode = default_launches(args)[-1]
+        num_seqs, max_context = len(args[3]), args[2].shape[1] * PAGE
+        splits = _max_splits(num_seqs, KV_HEADS, max_context, self.min_split)
+        partial_rows = num_seqs * HEADS * splits
+        programs = self.programs * kernels._num_sms(args[0].device)
+        changed = {
+            "max_splits": splits,
+            "partial_rows": partial_rows,
+            "scratch_ptr": torch.empty(partial_rows * (HEAD_DIM + 1), device=args[0].device),
+        }
+        tile = {"BLOCK_N": self.block_n, "MIN_SPLIT": self.min_split, "CHUNK": self.chunk}
+        return [
+            dataclasses.replace(
+                decode,
+                grid=(min(num_seqs * KV_HEADS * splits, programs),),
+                args={**decode.args, **changed},
+                constexprs={**decode.constexprs, **tile},
+                num_warps=self.warps,
+                num_stages=self.stages,
+            )
+        ]
 
 
-def decode_sweep() -> Iterator[dict[str, Any]]:
-    for batch, context in ((1, 192), (1, 1024), (64, 192), (64, 4096), (256, 1024)):
-        calls = list(batches([1] * batch, [context] * batch))
-        for block_n, stages, min_split, programs in (
-            (64, 4, 256, 264),
-            (64, 3, 256, 264),
-            (64, 3, 256, 396),
-            (64, 5, 256, 132),
-            (32, 4, 256, 396),
-            (128, 3, 256, 132),
-            (64, 4, 128, 264),
-            (64, 4, 512, 264),
-        ):
+@dataclass(frozen=True)
+class PrefillTile:
+    """One way to launch the prefill kernel."""
 
-            def launches(
-                args: tuple[Any, ...],
-                block_n: int = block_n,
-                stages: int = stages,
-                min_split: int = min_split,
-                programs: int = programs,
-            ) -> list[Launch]:
-                (decode,) = default_launches(args)
-                constexprs = {**decode.constexprs, "BLOCK_N": block_n, "MIN_SPLIT": min_split}
-                num_seqs, splits = decode.args["num_seqs"], -(-MAX_MODEL_LEN // min_split)
-                partial_rows = num_seqs * HEADS * splits
-                scratch = torch.empty(partial_rows * (HEAD_DIM + 1), device="cuda")
-                return [
-                    dataclasses.replace(
-                        decode,
-                        grid=(min(num_seqs * KV_HEADS * splits, programs),),
-                        args={
-                            **decode.args,
-                            "max_splits": splits,
-                            "partial_rows": partial_rows,
-                            "scratch_ptr": scratch,
-                        },
-                        constexprs=constexprs,
-                        num_stages=stages,
-                    )
-                ]
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
 
-            tile = f"N={block_n} stages={stages} min_split={min_split} programs={programs}"
-            work = f"decode b={batch} ctx={context}"
-            yield {"work": work, "tile": tile, "us": timed(calls, launches)}
+    def launches(self, args: tuple[Any, ...]) -> list[Launch]:
+        prefill = default_launches(args)[0]
+        block_q = self.block_m // (HEADS // KV_HEADS)
+        num_tokens, num_seqs = len(args[0]), len(args[3])
+        tile = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+        return [
+            dataclasses.replace(
+                prefill,
+                grid=(KV_HEADS, min(num_tokens // block_q + num_seqs, num_tokens)),
+                constexprs={**prefill.constexprs, **tile},
+                num_warps=self.warps,
+                num_stages=self.stages,
+            )
+        ]
 
 
-def timed(calls: list[tuple[Any, ...]], launches: Launches) -> float | str:
-    """Microseconds, or why the tile does not fit this GPU."""
+Tile = DecodeTile | PrefillTile
+DECODE_TILES = (
+    DecodeTile(32, 4, 4, 4),
+    DecodeTile(64, 4, 4, 2),
+    DecodeTile(64, 4, 3, 3),
+    DecodeTile(64, 8, 4, 2),
+    DecodeTile(32, 2, 4, 4),
+    DecodeTile(32, 2, 3, 5),
+    DecodeTile(16, 2, 4, 6),
+    DecodeTile(32, 4, 4, 4, min_split=512),
+    DecodeTile(64, 4, 3, 3, min_split=512),
+    DecodeTile(64, 4, 3, 3, min_split=128),
+)
+PREFILL_TILES = (
+    PrefillTile(128, 64, 8, 3),
+    PrefillTile(128, 128, 8, 3),
+    PrefillTile(64, 64, 4, 3),
+    PrefillTile(64, 64, 4, 2),
+    PrefillTile(128, 64, 8, 4),
+    PrefillTile(64, 32, 4, 3),
+)
+DECODE_WORKS = ((1, 192), (1, 1024), (64, 192), (64, 1024), (64, 4096), (256, 1024))
+PREFILL_WORKS = (128, 2048, 8192)
+
+
+def check(tile: Tile, device_type: str = "cuda") -> str:
+    """Compile the tile and compare it with the reference; why it cannot be used, or nothing."""
+    device = torch.device(device_type)
+    gen = torch.Generator(device=device).manual_seed(0)
+    decodes = [(1, 1), (1, 0), (1, 33), (1, 700), (1, 1024), (1, 257)]
+    lengths: list[list[tuple[int, int]]] = [[(1, 700)], decodes, decodes * 11]
+    if isinstance(tile, PrefillTile):
+        lengths = [[(200, 200)], [(2, 9), (70, 300), (150, 150)]]
+    tolerance = OP.tolerances[torch.bfloat16]
     try:
-        return round(ours_us(calls, launches), 2)
-    except triton.runtime.errors.OutOfResources as error:
-        return str(error)
+        for batch in lengths:
+            args = _batch(torch.bfloat16, device, gen, batch, (HEADS, KV_HEADS, HEAD_DIM), PAGE)
+            want = args[5].clone()
+            OP.overload("")(*args[:5], want, *args[6:])
+            for launch in tile.launches(args):
+                launch.run()
+            torch.testing.assert_close(args[5], want, atol=tolerance.atol, rtol=tolerance.rtol)
+    except (AssertionError, RuntimeError, triton.runtime.errors.OutOfResources) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def sweep() -> Iterator[dict[str, Any]]:
+    """Every tile on every work; each is compiled and checked first, in a process of its own."""
+    tiles: tuple[Tile, ...] = (*DECODE_TILES, *PREFILL_TILES)
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(len(tiles), spawn, max_tasks_per_child=1) as pool:
+        wrong = dict(zip(tiles, pool.map(check, tiles), strict=True))
+    for tile in filter(wrong.get, tiles):
+        yield {"work": "check", "tile": str(tile), "us": wrong[tile]}
+    lengths: list[tuple[str, list[int], list[int], Sequence[Tile]]] = [
+        (f"decode b={batch} ctx={context}", [1] * batch, [context] * batch, DECODE_TILES)
+        for batch, context in DECODE_WORKS
+    ]
+    lengths += [(f"prefill {n}", [n], [n], PREFILL_TILES) for n in PREFILL_WORKS]
+    for work, query_lens, seq_lens, candidates in lengths:
+        calls = list(batches(query_lens, seq_lens))
+        for tile in candidates:
+            if not wrong[tile]:
+                us = round(ours_us(calls, tile.launches, budget_ms=20.0), 2)
+                yield {"work": work, "tile": str(tile), "us": us}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--sweep", action="store_true", help="also time other tiles")
+    parser.add_argument("--sweep", action="store_true", help="time other tiles instead")
     options = parser.parse_args()
     torch.manual_seed(0)
-    figures = []
-    for label, query_lens, seq_lens in works():
-        figures.append(measure(label, query_lens, seq_lens))
-        print(figures[-1], flush=True)
-    sweep = []
-    for sweeper in (prefill_sweep, decode_sweep) if options.sweep else ():
-        for line in sweeper():
-            sweep.append(line)
-            print(line, flush=True)
+    figures: list[dict[str, Any]] = []
+    lines = sweep() if options.sweep else (measure(*work) for work in works())
+    for line in lines:
+        figures.append(line)
+        print(*line.values() if options.sweep else [line], flush=True)
     if options.json:
         device = torch.cuda.get_device_name()
         versions = {"torch": torch.__version__, "triton": triton.__version__}
-        report = {"gpu": device, **versions, "figures": figures, "sweep": sweep}
+        report = {"gpu": device, **versions, "figures": figures}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -80,6 +80,7 @@ def _attend(
     first = begin + tl.arange(0, BLOCK_N)
     in_reach = (first >= readable_begin) & (first < end)
     page = tl.load(table_ptr + first // PAGE, mask=in_reach, other=0)
+    v_ptr = kv_ptr + PAGE * KV_HEADS * HEAD_DIM
     for tile in range(begin, end, BLOCK_N):
         pos = tile + tl.arange(0, BLOCK_N)
         valid = (pos >= readable_begin) & (pos < end)
@@ -107,7 +108,7 @@ def _attend(
         else:
             row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
-        v = _load_rows(kv_ptr + PAGE * KV_HEADS * HEAD_DIM, row, cols, valid, HEAD_DIM, MASKED)
+        v = _load_rows(v_ptr, row, cols, valid, HEAD_DIM, MASKED)
         acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
     return acc, row_max, row_sum
 
@@ -399,7 +400,7 @@ def paged_attention(
         decode_args,
         p.decode_constexprs | flags,
         p.decode_warps,
-        num_stages=4,
+        p.decode_stages,
     )
     if num_tokens == num_seqs:
         return [decode], None

@@ -15,6 +15,10 @@ MAX_SEQS = 4096
 # Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
 MAX_PARTIALS = 8192
 
+# Of a multiprocessor, sm_90.
+SHARED_BYTES = 227 << 10
+DECODE_STAGES = 4
+
 
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
@@ -27,6 +31,7 @@ class Plan:
     decode_grid: tuple[int, ...]
     decode_constexprs: dict[str, Any]
     decode_warps: int
+    decode_stages: int
     max_splits: int
     partial_rows: int
     scratch_numel: int
@@ -84,8 +89,9 @@ def plan(
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if itemsize == 4 else "tf32",
     }
-    # At most 16 KiB of K a tile: with four stages two programs fit one multiprocessor.
-    block_n = max(16, min(64, 16384 // (block_d * itemsize)))
+    # At most 8 KiB of K a tile, so that four programs fit one multiprocessor: while one has
+    # nothing in flight, between its items, the others must have.
+    block_n = max(16, min(64, 8192 // (block_d * itemsize)))
     min_split = max(block_n, 256 if kv_heads >= 8 else 128)
     max_splits = _max_splits(num_seqs, kv_heads, max_context, min_split)
     partial_rows = num_seqs * kv_heads * max_splits * group if max_splits > 1 else 0
@@ -95,23 +101,28 @@ def plan(
         "BLOCK_M": max(16, block_g),
         "BLOCK_N": block_n,
         "BLOCK_G": block_g,
-        "CHUNK": max(1, min(16, 8192 // (block_g * block_d))),
+        "CHUNK": max(1, min(16, 4096 // (block_g * block_d))),
     }
-    block_m, prefill_n, warps, stages = _prefill_tile(
+    block_m, prefill_n, prefill_warps, stages = _prefill_tile(
         block_d, itemsize, group, num_tokens * group, kv_heads, num_sms
     )
     tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
-    # As many as fit at once, by registers.
-    persistent = (2 if block_d >= 128 else 3) * num_sms
+    warps = 4 if block_g <= 32 else 8
+    tile_bytes = block_n * block_d * itemsize
+    shared_bytes = 2 * (DECODE_STAGES - 1) * tile_bytes + max(16, block_g) * block_d * itemsize
+    # As many programs as fit at once: by registers, 128 a thread, and by shared memory, where
+    # Triton needs some more for exchanges between warps.
+    persistent = max(1, min(16 // warps, SHARED_BYTES // (shared_bytes + 4096))) * num_sms
     return Plan(
         decode_grid=(min(num_seqs * kv_heads * max_splits, persistent),),
         decode_constexprs=decode,
-        decode_warps=4 if block_g <= 32 else 8,
+        decode_warps=warps,
+        decode_stages=DECODE_STAGES,
         max_splits=max_splits,
         partial_rows=partial_rows,
         scratch_numel=max(1, partial_rows * (head_dim + 1)),
         prefill_grid=(kv_heads, tiles),
         prefill_constexprs=shared | {"BLOCK_M": block_m, "BLOCK_N": prefill_n},
-        prefill_warps=warps,
+        prefill_warps=prefill_warps,
         prefill_stages=stages,
     )

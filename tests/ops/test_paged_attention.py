@@ -12,6 +12,7 @@ import torch
 from fusewright.ops import PAGED_ATTENTION as OP
 from fusewright.ops import TensorDesc
 from fusewright.ops.paged_attention import _batch, context_symbols
+from fusewright.ops.triton_kernels.paged_attention_plan import plan
 
 IMPLEMENTATIONS = ["", "native", "triton"]
 OUT = 5
@@ -201,8 +202,6 @@ def test_pure_decode_is_one_launch(device: torch.device) -> None:
 
 
 def test_prefill_tiles_cover_every_split_of_the_tokens() -> None:
-    from fusewright.ops.triton_kernels.paged_attention_plan import plan
-
     rng = random.Random(0)
     for _ in range(300):
         group = rng.choice([1, 3, 4, 7, 16])
@@ -210,6 +209,42 @@ def test_prefill_tiles_cover_every_split_of_the_tokens() -> None:
         p = plan(sum(lens), len(lens), 4096, 2, group, 64, 16, 2, 132)
         block_q = p.prefill_constexprs["BLOCK_M"] // group
         assert sum(math.ceil(n / block_q) for n in lens) <= p.prefill_grid[1]
+
+
+SHAPES = [
+    (8, 4, 128, 2),
+    (8, 4, 64, 2),
+    (1, 16, 256, 2),
+    (2, 1, 256, 4),
+    (32, 1, 128, 4),
+    (4, 64, 64, 2),
+]
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim", "itemsize"), SHAPES)
+def test_the_persistent_decode_programs_are_resident_together(
+    kv_heads: int, group: int, head_dim: int, itemsize: int
+) -> None:
+    p = plan(256, 256, 4096, kv_heads, group, head_dim, 16, itemsize, 132)
+    tile_bytes = p.decode_constexprs["BLOCK_N"] * head_dim * itemsize
+    # K and V of every stage but one, which is in registers; q; what Triton needs besides.
+    q_bytes = p.decode_constexprs["BLOCK_M"] * head_dim * itemsize
+    shared_bytes = (p.decode_stages - 1) * 2 * tile_bytes + q_bytes + 2048
+    assert shared_bytes * p.decode_grid[0] / 132 <= 227 * 1024
+    assert 32 * p.decode_warps * p.decode_grid[0] / 132 <= 2048
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim", "itemsize"), SHAPES)
+def test_what_rounds_a_decode_does_not_depend_on_its_batch(
+    kv_heads: int, group: int, head_dim: int, itemsize: int
+) -> None:
+    rounding = {
+        (tuple(p.decode_constexprs[n] for n in ("BLOCK_N", "MIN_SPLIT", "CHUNK")), p.decode_warps)
+        for num_seqs in (1, 7, 64, 200)
+        for num_tokens in (num_seqs, num_seqs + 300)
+        for p in [plan(num_tokens, num_seqs, 4096, kv_heads, group, head_dim, 16, itemsize, 132)]
+    }
+    assert len(rounding) == 1
 
 
 def test_costs_count_what_a_query_by_query_walk_counts() -> None:
