@@ -72,8 +72,8 @@ def capture_all(
     on_graph: Callable[[], None] = lambda: None,
 ) -> CapturedGraphs:
     """Capture all sizes of ``dispatcher``, largest first, so that smaller ones fit the memory of
-    larger ones.  Each size runs once before it is captured: kernels compile and libraries set up
-    their workspaces outside of capture.
+    larger ones.  Each distinct step runs once at each size before it is captured: kernels compile
+    and libraries set up their workspaces outside of capture.
 
     Args:
         on_graph: called after each captured size, for progress bars.
@@ -82,15 +82,29 @@ def capture_all(
     for size in sorted(dispatcher.piecewise_sizes, reverse=True):
         num_seqs = min(size, buffers.max_seqs)
         inputs = buffers.dummy(num_tokens=size, num_seqs=num_seqs)
-        program.run(inputs)
+        _warm_up(program, inputs)
         graphs.piecewise[size] = _capture_piecewise(program, inputs, backend)
         on_graph()
     for num_tokens, num_seqs in sorted(dispatcher.full_sizes, reverse=True):
         inputs = buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs)
-        program.run(inputs)
+        _warm_up(program, inputs)
         graphs.full[num_tokens, num_seqs] = _capture_full(program, inputs, backend)
         on_graph()
     return graphs
+
+
+def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:
+    """Run every distinct step once.  Steps of one name do the same to values of the same shapes,
+    so the outputs of the first stand for those of the others."""
+    env = program.environment(inputs)
+    done: dict[str, Sequence[Any]] = {}
+    for step in program.steps:
+        if step.name not in done:
+            done[step.name] = step.call(env)
+        for slot, value in zip(step.outputs, done[step.name], strict=True):
+            env[slot] = value
+        for slot in step.release:
+            env[slot] = None
 
 
 def _capture_full(

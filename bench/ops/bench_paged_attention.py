@@ -159,13 +159,12 @@ class DecodeTile:
     warps: int
     stages: int
     programs: int
-    min_split: int = 256
     chunk: int = 8
 
     def launches(self, args: tuple[Any, ...]) -> list[Launch]:
         decode = default_launches(args)[-1]
         num_seqs, max_context = len(args[3]), args[2].shape[1] * PAGE
-        splits = _max_splits(num_seqs, KV_HEADS, max_context, self.min_split)
+        splits = _max_splits(num_seqs, KV_HEADS, max_context)
         partial_rows = num_seqs * HEADS * splits
         programs = self.programs * kernels._num_sms(args[0].device)
         changed = {
@@ -173,7 +172,7 @@ class DecodeTile:
             "partial_rows": partial_rows,
             "scratch_ptr": torch.empty(partial_rows * (HEAD_DIM + 1), device=args[0].device),
         }
-        tile = {"BLOCK_N": self.block_n, "MIN_SPLIT": self.min_split, "CHUNK": self.chunk}
+        tile = {"BLOCK_N": self.block_n, "CHUNK": self.chunk}
         return [
             dataclasses.replace(
                 decode,
@@ -214,22 +213,13 @@ class PrefillTile:
 Tile = DecodeTile | PrefillTile
 DECODE_TILES = (
     DecodeTile(32, 4, 4, 4),
-    DecodeTile(64, 4, 4, 2),
     DecodeTile(64, 4, 3, 3),
-    DecodeTile(64, 8, 4, 2),
     DecodeTile(32, 2, 4, 4),
-    DecodeTile(32, 2, 3, 5),
-    DecodeTile(16, 2, 4, 6),
-    DecodeTile(32, 4, 4, 4, min_split=512),
-    DecodeTile(64, 4, 3, 3, min_split=512),
-    DecodeTile(64, 4, 3, 3, min_split=128),
 )
 PREFILL_TILES = (
     PrefillTile(128, 64, 8, 3),
     PrefillTile(128, 128, 8, 3),
-    PrefillTile(64, 64, 4, 3),
     PrefillTile(64, 64, 4, 2),
-    PrefillTile(128, 64, 8, 4),
     PrefillTile(64, 32, 4, 3),
 )
 DECODE_WORKS = ((1, 192), (1, 1024), (64, 192), (64, 1024), (64, 4096), (256, 1024))

@@ -1,8 +1,9 @@
 """Paged attention: a split-KV kernel for sequences with one query, a flash kernel for the rest.
 
 Both plan on the device: each program reads all lengths as one vector, scans them and finds its
-work by counting.  So grids depend on shapes alone (CUDA graphs), padding costs nothing, and what
-a sequence computes depends on its own lengths, not on its batch.
+work by counting.  So grids depend on shapes alone (CUDA graphs) and padding costs nothing.  A
+prefill computes the same whatever its batch; a decode longer than two ``MIN_SPLIT`` is split as its
+batch leaves room for.
 
 Shape legend: rows are (query, head of the group) pairs that share one KV head.
 """
@@ -155,6 +156,18 @@ def _combine(
     tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tokens of each split of a sequence that reads ``read`` of them, in whole tiles.
+
+    A split costs its start, its partial result and the merge, so short sequences have one; longer
+    ones have splits of about ``share`` tokens, what gives every program equal work.
+    """
+    least = tl.where(read <= 2 * MIN_SPLIT, 2 * MIN_SPLIT, tl.maximum(share, MIN_SPLIT))
+    splits = tl.maximum(tl.minimum(tl.cdiv(read, least), max_splits), 1)
+    return tl.maximum(tl.cdiv(tl.cdiv(read, splits), BLOCK_N), 1) * BLOCK_N
+
+
 @triton.jit(
     do_not_specialize=["num_seqs", "table_stride", "max_splits", "partial_rows", "window"],
 )
@@ -178,8 +191,10 @@ def _decode_kernel(
     if HAS_WINDOW:
         reads = tl.minimum(reads, window)
     reads = tl.where(query_stop - query_start == 1, reads, 0)
-    split_len = tl.cdiv(tl.cdiv(reads, max_splits), BLOCK_N) * BLOCK_N
-    units = tl.cdiv(reads, tl.maximum(split_len, MIN_SPLIT))
+    # Two items a program: the second evens out what the first leaves uneven.
+    total = tl.sum(reads.to(tl.int64), axis=0) * KV_HEADS
+    share = tl.cdiv(total, 2 * tl.num_programs(0)).to(tl.int32)
+    units = tl.cdiv(reads, _split_span(reads, share, max_splits, MIN_SPLIT, BLOCK_N))
     units_to_here = tl.cumsum(units, axis=0)
     num_items = tl.sum(units, axis=0) * KV_HEADS
 
@@ -198,7 +213,7 @@ def _decode_kernel(
         read = seq_len
         if HAS_WINDOW:
             read = tl.minimum(seq_len, window)
-        span = tl.maximum(tl.cdiv(tl.cdiv(read, max_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+        span = _split_span(read, share, max_splits, MIN_SPLIT, BLOCK_N)
         num_splits = tl.cdiv(read, span)
         begin = seq_len - read + split * span
         end = tl.minimum(begin + span, seq_len)

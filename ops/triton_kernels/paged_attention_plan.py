@@ -1,7 +1,7 @@
 """What one shape of paged attention launches: grids, tiles and scratch, as pure data.
 
-Everything that decides how a sequence's sum is split into tiles and splits depends on its own
-lengths and the model's shape, so that results do not change with the batch.
+Tiles depend on the model's shape alone; how many splits a long decode has, the kernel decides from
+all lengths of its batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ MAX_PARTIALS = 8192
 # Of a multiprocessor, sm_90.
 SHARED_BYTES = 227 << 10
 DECODE_STAGES = 4
+# Tokens of the shortest split; no tile is longer.
+MIN_SPLIT = 128
 
 
 def _next_power_of_2(n: int) -> int:
@@ -41,13 +43,13 @@ class Plan:
     prefill_stages: int
 
 
-def _max_splits(num_seqs: int, kv_heads: int, max_context: int, min_split: int) -> int:
+def _max_splits(num_seqs: int, kv_heads: int, max_context: int) -> int:
     """Splits of the longest sequence: enough programs for one sequence to fill the device.
 
     Falls with ``num_seqs`` only where scratch would pass MAX_PARTIALS.
     """
     fill_device = max(32, min(64, 256 // kv_heads))
-    return max(1, min(fill_device, -(-max_context // min_split), MAX_PARTIALS // num_seqs))
+    return max(1, min(fill_device, -(-max_context // MIN_SPLIT), MAX_PARTIALS // num_seqs))
 
 
 def _prefill_tile(
@@ -61,7 +63,7 @@ def _prefill_tile(
     stages = 3 if block_d <= 128 else 2
     few_programs = -(-rows // 128) * kv_heads < num_sms
     if few_programs and group_rows <= 64:
-        return 64, 64, 4 if block_d <= 128 else 8, stages
+        return 64, 64, 4 if block_d <= 128 else 8, 2
     return 128, 64, 8, stages
 
 
@@ -92,12 +94,11 @@ def plan(
     # At most 8 KiB of K a tile, so that four programs fit one multiprocessor: while one has
     # nothing in flight, between its items, the others must have.
     block_n = max(16, min(64, 8192 // (block_d * itemsize)))
-    min_split = max(block_n, 256 if kv_heads >= 8 else 128)
-    max_splits = _max_splits(num_seqs, kv_heads, max_context, min_split)
+    max_splits = _max_splits(num_seqs, kv_heads, max_context)
     partial_rows = num_seqs * kv_heads * max_splits * group if max_splits > 1 else 0
     block_g = _next_power_of_2(group)
     decode = shared | {
-        "MIN_SPLIT": min_split,
+        "MIN_SPLIT": MIN_SPLIT,
         "BLOCK_M": max(16, block_g),
         "BLOCK_N": block_n,
         "BLOCK_G": block_g,

@@ -94,6 +94,18 @@ def test_a_full_graph_is_the_whole_program() -> None:
     assert torch.equal(graphs.replay_full(4, 4), want) and backend.replays == 1
 
 
+def test_each_distinct_step_warms_up_once_a_size() -> None:
+    """Two layers of one piece: captured twice, run once before."""
+    log: list[str] = []
+    twice = program(log)
+    first, attention, *rest = twice.steps
+    layers = [first, attention, first, attention, *rest]
+    made = Program(layers, SLOT, ("input_ids", "positions", "seq_lens"), {}, SLOT["output"])
+    dispatcher = Dispatcher(CaptureConfig(CudagraphMode.PIECEWISE, (2,)), MAX_SEQS)
+    capture_all(made, buffers(), dispatcher, RecordingGraphs())
+    assert log == ["first", "attention", "last", "head", "first", "first", "last"]
+
+
 def test_largest_sizes_are_captured_first() -> None:
     sizes: list[int] = []
 

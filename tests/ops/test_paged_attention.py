@@ -112,11 +112,11 @@ def _one_sequence(args: tuple[Any, ...], s: int, first: int, queries: int) -> tu
     )
 
 
-def test_a_decode_is_bitwise_the_same_alone_among_decodes_and_in_a_mixed_batch(
+def test_an_unsplit_decode_is_bitwise_the_same_alone_among_decodes_and_in_a_mixed_batch(
     device: torch.device,
 ) -> None:
     device = torch.device(device)
-    lengths = [(1, 700), (30, 60), (1, 130), (1, 31)]
+    lengths = [(1, 256), (30, 60), (1, 130), (1, 31)]
     args = _batch(torch.bfloat16, device, _gen(device, 1), lengths, (4, 2, 64), 16)
     mixed = _run("triton", args)
     q, cache, table, seq_lens, starts, out, *rest = args
@@ -235,11 +235,11 @@ def test_the_persistent_decode_programs_are_resident_together(
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim", "itemsize"), SHAPES)
-def test_what_rounds_a_decode_does_not_depend_on_its_batch(
+def test_the_tiles_of_a_decode_do_not_depend_on_its_batch(
     kv_heads: int, group: int, head_dim: int, itemsize: int
 ) -> None:
     rounding = {
-        (tuple(p.decode_constexprs[n] for n in ("BLOCK_N", "MIN_SPLIT", "CHUNK")), p.decode_warps)
+        (tuple(p.decode_constexprs[n] for n in ("BLOCK_N", "CHUNK")), p.decode_warps)
         for num_seqs in (1, 7, 64, 200)
         for num_tokens in (num_seqs, num_seqs + 300)
         for p in [plan(num_tokens, num_seqs, 4096, kv_heads, group, head_dim, 16, itemsize, 132)]
@@ -334,3 +334,16 @@ def test_a_captured_graph_follows_lengths_written_after_capture(lengths: Any) ->
         graph.replay()
         want = _run("", (*args[:OUT], torch.full_like(args[OUT], 7.0), *args[OUT + 1 :]))
         torch.testing.assert_close(args[OUT], want, atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize(
+    "contexts",
+    [[1], [256], [257], [900], [257, 1, 600], [5, 0, 700, 256, 31], [130] * 40, [300] * 9],
+)
+def test_long_decodes_are_right_however_the_batch_splits_them(
+    contexts: list[int], device: torch.device
+) -> None:
+    device = torch.device(device)
+    lengths = [(1, context) for context in contexts]
+    args = _batch(torch.float32, device, _gen(device, 4), lengths, (2, 1, 16), 16)
+    torch.testing.assert_close(_run("triton", args), _run("", args), atol=2e-5, rtol=2e-5)
