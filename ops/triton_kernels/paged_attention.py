@@ -160,11 +160,13 @@ def _combine(
 def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tokens of each split of a sequence that reads ``read`` of them, in whole tiles.
 
-    A split costs its start, its partial result and the merge, so short sequences have one; longer
-    ones have splits of about ``share`` tokens, what gives every program equal work.
+    A split costs its start, its partial result and the merge.  So short sequences have one, and
+    longer ones no more than 16 before these reach 4 * MIN_SPLIT; none is shorter than ``share``,
+    what gives every program equal work.
     """
-    least = tl.where(read <= 2 * MIN_SPLIT, 2 * MIN_SPLIT, tl.maximum(share, MIN_SPLIT))
-    splits = tl.maximum(tl.minimum(tl.cdiv(read, least), max_splits), 1)
+    least = tl.maximum(tl.minimum(read // 16, 4 * MIN_SPLIT), MIN_SPLIT)
+    least = tl.where(read <= 2 * MIN_SPLIT, 2 * MIN_SPLIT, tl.maximum(share, least))
+    splits = tl.maximum(tl.minimum(read // least, max_splits), 1)
     return tl.maximum(tl.cdiv(tl.cdiv(read, splits), BLOCK_N), 1) * BLOCK_N
 
 
