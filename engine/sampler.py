@@ -82,7 +82,7 @@ class Sampler:
         self.last_tokens = torch.zeros(self._max_num_seqs, dtype=torch.int32, device=self._device)
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
-        self._rows: tuple[tuple[int, ...], _RowParameters] | None = None
+        self._rows: tuple[tuple[Any, ...], _RowParameters] | None = None
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what a greedy step runs, so that the first request does not wait for it."""
@@ -158,7 +158,7 @@ class Sampler:
 
     def _parameters(self, entries: list[ScheduledRequest]) -> _RowParameters:
         """Device rows of this batch; those of the last batch when nobody came or went."""
-        key = tuple(hash((e.request.arrival, e.request.slot, e.samples)) for e in entries)
+        key = tuple((e.request.arrival, e.request.slot, e.samples) for e in entries)
         if self._rows is None or self._rows[0] != key:
             self._rows = key, self._upload(entries)
         return self._rows[1]

@@ -186,19 +186,31 @@ def _example(spec: ModelSpec, block_size: int, max_blocks: int, device: torch.de
 def bind_kv_caches(
     program: Program, spec: ModelSpec, config: ResolvedConfig, num_blocks: int
 ) -> int:
-    """Allocate ``num_blocks`` in every layer, fix them in the program; their bytes."""
+    """Allocate ``num_blocks`` in every layer, fix them in the program; their bytes.
+
+    Raises:
+        UserError: the device has no room for them.
+    """
+    size = config.cache.block_size
     device = torch.device(config.hardware.device)
-    caches = allocate_kv_caches(spec, num_blocks, config.cache.block_size, spec.dtype, device)
+    try:
+        caches = allocate_kv_caches(spec, num_blocks, size, spec.dtype, device)
+    except torch.OutOfMemoryError as error:
+        needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.dtype)
+        raise UserError(
+            f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
+            "the GPU has left; lower num_gpu_blocks_override, kv_cache_memory_bytes or "
+            "gpu_memory_utilization"
+        ) from error
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
     return sum(cache.nbytes for cache in caches)
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Number of KV blocks, and the memory predictions behind it."""
+    """Number of KV blocks, and the bytes that were left for graphs."""
 
     num_blocks: int
-    activation_bytes: int
     graph_bytes: int
 
 
@@ -218,16 +230,16 @@ def size_kv_cache(
         UserError: not even one block fits.
     """
     per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.dtype)
-    activations = _measure_activations(program, spec, config, buffers)
     graph_bytes = num_graphs * spec.num_layers * _GRAPH_BYTES_PER_LAYER
     graph_bytes += _GRAPH_BYTES_FIXED if num_graphs else 0
     if config.cache.num_blocks is not None:
-        return CacheSize(config.cache.num_blocks, activations, graph_bytes)
+        return CacheSize(config.cache.num_blocks, graph_bytes)
     if config.cache.kv_cache_memory_bytes is not None:
         budget, source = config.cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif config.hardware.device == "cpu":
         budget, source = _CPU_CACHE_BYTES, "1 GiB of memory"
     else:
+        activations = _measure_activations(program, spec, config, buffers)
         free, total = torch.cuda.mem_get_info()
         share = config.cache.gpu_memory_utilization
         budget = int(share * total) - (total - free) - activations - graph_bytes
@@ -239,15 +251,13 @@ def size_kv_cache(
             f"tokens takes {per_block}; raise it, or use a smaller model or max_num_batched_tokens"
         )
     most_useful = config.scheduler.max_num_seqs * buffers.max_blocks
-    return CacheSize(min(num_blocks, most_useful), activations, graph_bytes)
+    return CacheSize(min(num_blocks, most_useful), graph_bytes)
 
 
 def _measure_activations(
     program: Program, spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers
 ) -> int:
-    """Peak bytes of the largest step beyond what is allocated before it; 0 on a CPU."""
-    if config.hardware.device == "cpu":
-        return 0
+    """Peak bytes of the largest step beyond what is allocated before it, on a GPU."""
     bind_kv_caches(program, spec, config, 1)
     inputs = buffers.dummy(num_tokens=buffers.max_tokens, num_seqs=buffers.max_seqs)
     torch.cuda.reset_peak_memory_stats()

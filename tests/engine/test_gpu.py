@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusewright import LLM
+from fusewright.config import UserError
 from fusewright.engine.kv_blocks import BlockPool
 from tests.engine.test_abacus import GREEDY, PROBLEMS, answers
 from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, references
@@ -67,6 +68,11 @@ def test_every_graph_mode_answers_the_same(mode: str, decode: set[str], mixed: s
     assert sum(a == p.answer for a, p in zip(given, problems, strict=True)) >= 198
     counters = llm.report()["dispatch"]
     assert set(counters["decode"]) == decode and set(counters["mixed"]) == mixed
+
+
+def test_a_cache_larger_than_the_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match=r"KV cache: 9999999 blocks of 16 tokens take .* GB, more"):
+        LLM("abacus", optimization_level=0, num_gpu_blocks_override=9_999_999)
 
 
 def test_level_3_chooses_by_measurement() -> None:
