@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,15 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": _commit(),
-        "command": " ".join(sys.argv),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """The command line, without the folders of this machine."""
+    program, *args = sys.argv
+    names = [Path(arg).name if Path(arg).is_absolute() else arg for arg in args]
+    return " ".join(["python", "-m", f"fusewright.bench.{Path(program).stem}", *names])
 
 
 def _commit() -> str:
