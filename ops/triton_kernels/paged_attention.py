@@ -162,7 +162,7 @@ def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.co
 
     A split costs its start, its partial result and the merge.  So short sequences have one, and
     longer ones no more than 16 before these reach 4 * MIN_SPLIT; none is shorter than ``share``,
-    what gives every program equal work.
+    a program's part of all the work.
     """
     least = tl.maximum(tl.minimum(read // 16, 4 * MIN_SPLIT), MIN_SPLIT)
     least = tl.where(read <= 2 * MIN_SPLIT, 2 * MIN_SPLIT, tl.maximum(share, least))
@@ -193,9 +193,10 @@ def _decode_kernel(
     if HAS_WINDOW:
         reads = tl.minimum(reads, window)
     reads = tl.where(query_stop - query_start == 1, reads, 0)
-    # Two items a program: the second evens out what the first leaves uneven.
     total = tl.sum(reads.to(tl.int64), axis=0) * KV_HEADS
-    share = tl.cdiv(total, 2 * tl.num_programs(0)).to(tl.int32)
+    share = tl.cdiv(total, tl.num_programs(0)).to(tl.int32)
+    # Two items a program, where they are long: the second evens out what the first left uneven.
+    share = tl.where(share > 8 * MIN_SPLIT, tl.cdiv(share, 2), share)
     units = tl.cdiv(reads, _split_span(reads, share, max_splits, MIN_SPLIT, BLOCK_N))
     units_to_here = tl.cumsum(units, axis=0)
     num_items = tl.sum(units, axis=0) * KV_HEADS
