@@ -157,12 +157,20 @@ def _combine(
 
 
 @triton.jit
+def _share(reads, KV_HEADS: tl.constexpr, MIN_SPLIT: tl.constexpr):
+    """Tokens of a work item when all programs have equal work: all of a program's, or half where
+    that is long, so that a second item evens out what the first left uneven."""
+    total = tl.sum(reads.to(tl.int64), axis=0) * KV_HEADS
+    share = tl.cdiv(total, tl.num_programs(0)).to(tl.int32)
+    return tl.where(share > 8 * MIN_SPLIT, tl.cdiv(share, 2), share)
+
+
+@triton.jit
 def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tokens of each split of a sequence that reads ``read`` of them, in whole tiles.
 
     A split costs its start, its partial result and the merge.  So short sequences have one, and
-    longer ones no more than 16 before these reach 4 * MIN_SPLIT; none is shorter than ``share``,
-    a program's part of all the work.
+    longer ones no more than 16 before these reach 4 * MIN_SPLIT; none is shorter than ``share``.
     """
     least = tl.maximum(tl.minimum(read // 16, 4 * MIN_SPLIT), MIN_SPLIT)
     least = tl.where(read <= 2 * MIN_SPLIT, 2 * MIN_SPLIT, tl.maximum(share, least))
@@ -193,10 +201,7 @@ def _decode_kernel(
     if HAS_WINDOW:
         reads = tl.minimum(reads, window)
     reads = tl.where(query_stop - query_start == 1, reads, 0)
-    total = tl.sum(reads.to(tl.int64), axis=0) * KV_HEADS
-    share = tl.cdiv(total, tl.num_programs(0)).to(tl.int32)
-    # Two items a program, where they are long: the second evens out what the first left uneven.
-    share = tl.where(share > 8 * MIN_SPLIT, tl.cdiv(share, 2), share)
+    share = _share(reads, KV_HEADS, MIN_SPLIT)
     units = tl.cdiv(reads, _split_span(reads, share, max_splits, MIN_SPLIT, BLOCK_N))
     units_to_here = tl.cumsum(units, axis=0)
     num_items = tl.sum(units, axis=0) * KV_HEADS
