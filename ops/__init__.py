@@ -4,19 +4,22 @@ One file an op.  ``ALL_OPS`` is the visible list; conformance tests, benchmarks,
 lowering all run over it.
 """
 
+from ._cuda import find_cuda_library, load_cuda_library
+from ._kernel_table import KERNELS, KernelMissingError, KernelTable
+from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
     NAMESPACE,
     Case,
     Choice,
     Cost,
     Implementation,
-    Launch,
     OpDesc,
     SemanticOp,
     TensorDesc,
     choose,
     runs_on,
 )
+from ._variant import Binary, Variant
 from .add_rms_norm import OP as ADD_RMS_NORM
 from .add_rms_norm import add_rms_norm
 from .apply_penalties import OP as APPLY_PENALTIES
@@ -76,15 +79,20 @@ BY_NAME: dict[str, SemanticOp] = {op.name: op for op in ALL_OPS}
 __all__ = [
     "ALL_OPS",
     "BY_NAME",
+    "KERNELS",
     "NAMESPACE",
+    "Binary",
     "Case",
     "Choice",
     "Cost",
     "Implementation",
+    "KernelMissingError",
+    "KernelTable",
     "Launch",
     "OpDesc",
     "SemanticOp",
     "TensorDesc",
+    "Variant",
     "add_rms_norm",
     "apply_penalties",
     "argmax",
@@ -92,16 +100,20 @@ __all__ = [
     "count_tokens",
     "embedding",
     "feed_tokens",
+    "find_cuda_library",
     "gather_last_token",
     "gelu_tanh_mul",
     "keep_tokens",
     "kv_store",
     "linear",
+    "load_cuda_library",
     "paged_attention",
+    "representative_sizes",
     "rms_norm",
     "rotary_embedding",
     "runs_on",
     "sample",
     "silu_mul",
     "token_logprobs",
+    "variants_of",
 ]

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from .launches import activation as kernels
 
 
 def _check_even(gate_up: Tensor) -> None:
@@ -48,8 +50,6 @@ def gated_op(name: str, reference: Callable[[Tensor], Tensor], activation: str) 
     """The op ``name``: [..., 2 * I] -> [..., I]; ``activation`` is the kernel's constant."""
 
     def launches(gate_up: Tensor) -> tuple[list[Launch], Tensor]:
-        from .triton_kernels import activation as kernels
-
         _check_even(gate_up)
         return kernels.gated_activation(gate_up, activation)
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from ._launch import Launch
+
 NAMESPACE = "fw"
 _LIBRARIES: dict[str, Library] = {}
 
@@ -80,36 +82,6 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.bfloat16: Tolerance(1e-2, 1.6e-2),
     torch.float16: Tolerance(2e-3, 2e-3),
 }
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One Triton kernel launch as data, so that the call, the sm_90 compile test and (later) the
-    artifact loader share one description."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: Mapping[str, Any]
-    constexprs: Mapping[str, Any] = field(default_factory=dict)
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def run(self) -> None:
-        self.kernel[self.grid](
-            **self.args, **self.constexprs, num_warps=self.num_warps, num_stages=self.num_stages
-        )
-
-
-def run_launches(launches: Callable[..., tuple[list[Launch], Any]]) -> Callable[..., Any]:
-    """The function of a Triton implementation: run what ``launches(*args)`` describes."""
-
-    def run(*args: Any) -> Any:
-        planned, result = launches(*args)
-        for launch in planned:
-            launch.run()
-        return result
-
-    return run
 
 
 def always(desc: OpDesc) -> str:

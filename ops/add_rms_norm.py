@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ._cuda import load_cuda_library
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from .launches import norm
 from .rms_norm import rms_norm_native
 
 _MAX_HIDDEN = 16384
@@ -46,8 +48,6 @@ def _fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 def _launches(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
-    from .triton_kernels import norm
-
     return norm.add_rms_norm(x, residual, weight, eps)
 
 

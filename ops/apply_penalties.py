@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from .launches import penalties
 
 
 def apply_penalties(
@@ -87,8 +89,6 @@ def _launches(
     frequency_penalty: Tensor,
     presence_penalty: Tensor,
 ) -> tuple[list[Launch], None]:
-    from .triton_kernels import penalties
-
     launch = penalties.apply_penalties(
         logits,
         output_counts,
@@ -99,28 +99,6 @@ def _launches(
         presence_penalty,
     )
     return [launch], None
-
-
-def _triton(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    slots: Tensor,
-    repetition_penalty: Tensor,
-    frequency_penalty: Tensor,
-    presence_penalty: Tensor,
-) -> None:
-    launches, _ = _launches(
-        logits,
-        output_counts,
-        prompt_mask,
-        slots,
-        repetition_penalty,
-        frequency_penalty,
-        presence_penalty,
-    )
-    for launch in launches:
-        launch.run()
 
 
 def _triton_supports(desc: OpDesc) -> str:
@@ -169,7 +147,13 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", _triton, _triton_supports, devices=("cuda",), launches=_launches),
+        Implementation(
+            "triton",
+            run_launches(_launches),
+            _triton_supports,
+            devices=("cuda",),
+            launches=_launches,
+        ),
         Implementation("native", _reference),
     ),
     mutates=("logits",),

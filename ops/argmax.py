@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from ._sampling import clean_logits
+from .launches import sampling
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -32,16 +34,7 @@ def _fake(logits: Tensor) -> Tensor:
 
 
 def _launches(logits: Tensor) -> tuple[list[Launch], Tensor]:
-    from .triton_kernels import sampling
-
     return sampling.argmax(logits)
-
-
-def _triton(logits: Tensor) -> Tensor:
-    launches, out = _launches(logits)
-    for launch in launches:
-        launch.run()
-    return out
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -71,7 +64,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", _triton, devices=("cuda",), launches=_launches),
+        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
         Implementation("native", _reference, inline=True),
     ),
 )

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from .launches import penalties
 
 
 def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> None:
@@ -32,15 +34,7 @@ def _fake(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> None:
 
 
 def _launches(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> tuple[list[Launch], None]:
-    from .triton_kernels import penalties
-
     return [penalties.count_tokens(token_ids, slots, output_counts)], None
-
-
-def _triton(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> None:
-    launches, _ = _launches(token_ids, slots, output_counts)
-    for launch in launches:
-        launch.run()
 
 
 def _triton_supports(desc: OpDesc) -> str:
@@ -76,7 +70,13 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", _triton, _triton_supports, devices=("cuda",), launches=_launches),
+        Implementation(
+            "triton",
+            run_launches(_launches),
+            _triton_supports,
+            devices=("cuda",),
+            launches=_launches,
+        ),
         Implementation("native", _reference),
     ),
     mutates=("output_counts",),

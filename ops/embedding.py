@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, Tolerance, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from .launches import gather
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -33,8 +35,6 @@ def _fake(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def _launches(ids: Tensor, weight: Tensor) -> tuple[list[Launch], Tensor]:
-    from .triton_kernels import gather
-
     return gather.gather_rows(ids, weight, ids.shape[0])
 
 

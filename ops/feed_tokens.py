@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from .launches import tokens
 
 
 def feed_tokens(input_ids: Tensor, last_tokens: Tensor, slots: Tensor) -> None:
@@ -31,8 +33,6 @@ def _fake(input_ids: Tensor, last_tokens: Tensor, slots: Tensor) -> None:
 
 
 def _launches(input_ids: Tensor, last_tokens: Tensor, slots: Tensor) -> tuple[list[Launch], None]:
-    from .triton_kernels import tokens
-
     return tokens.feed_tokens(input_ids, last_tokens, slots), None
 
 

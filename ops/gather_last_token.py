@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, Tolerance, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from .launches import gather
 
 
 def gather_last_token(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
@@ -36,8 +38,6 @@ def _fake(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
 
 
 def _launches(hidden: Tensor, query_start_loc: Tensor) -> tuple[list[Launch], Tensor]:
-    from .triton_kernels import gather
-
     num_seqs = query_start_loc.shape[0] - 1
     return gather.gather_rows(query_start_loc, hidden, num_seqs, index_offset=1, row_offset=-1)
 

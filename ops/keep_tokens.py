@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from .launches import tokens
 
 
 def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
@@ -30,8 +32,6 @@ def _fake(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
 
 
 def _launches(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> tuple[list[Launch], None]:
-    from .triton_kernels import tokens
-
     return tokens.keep_tokens(last_tokens, token_ids, slots), None
 
 

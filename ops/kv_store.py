@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, Tolerance, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from .launches import kv_store as kernels
 
 
 def kv_store(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -76,8 +78,6 @@ def _fake(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
 def _launches(
     k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[list[Launch], None]:
-    from .triton_kernels import kv_store as kernels
-
     _check(k, v, kv_cache, slot_mapping)
     return kernels.kv_store(k, v, kv_cache, slot_mapping), None
 

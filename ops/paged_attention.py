@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._op import TOLERANCES, Case, Cost, Implementation, Launch, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch, run_launches
+from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from .launches import paged_attention as kernels
 
 # The reference holds at most this many float32 logits at once.
 _MAX_LOGITS = 1 << 24
@@ -188,35 +190,7 @@ def _fake(
 
 
 def _launches(*args: Any) -> tuple[list[Launch], None]:
-    from .triton_kernels import paged_attention as kernels
-
     return kernels.paged_attention(*args)
-
-
-def _triton(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
-) -> None:
-    launches, _ = _launches(
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        scale,
-        sliding_window,
-        soft_cap,
-    )
-    for launch in launches:
-        launch.run()
 
 
 def _triton_supports(desc: OpDesc) -> str:
@@ -353,7 +327,13 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", _triton, _triton_supports, devices=("cuda",), launches=_launches),
+        Implementation(
+            "triton",
+            run_launches(_launches),
+            _triton_supports,
+            devices=("cuda",),
+            launches=_launches,
+        ),
         Implementation("native", _native),
     ),
     mutates=("out",),

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from .launches import norm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -36,8 +38,6 @@ def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _launches(x: Tensor, weight: Tensor, eps: float) -> tuple[list[Launch], Tensor]:
-    from .triton_kernels import norm
-
     return norm.rms_norm(x, weight, eps)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, run_launches
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from .launches import rotary
 
 
 def rotary_embedding(
@@ -66,8 +68,6 @@ def _fake(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> tup
 def _launches(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
-    from .triton_kernels import rotary
-
     _check(q.shape[-1], cos_sin_cache.shape[1])
     return rotary.rotary_embedding(positions, q, k, cos_sin_cache)
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from ._sampling import GREEDY_TEMPERATURE, clean_logits, gumbel_noise
+from .launches import sampling
 
 
 def sample(
@@ -132,24 +134,7 @@ def _launches(
     seeds: Tensor,
     positions: Tensor,
 ) -> tuple[list[Launch], Tensor]:
-    from .triton_kernels import sampling
-
     return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
-
-
-def _triton(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    launches, out = _launches(logits, temperature, top_k, top_p, min_p, seeds, positions)
-    for launch in launches:
-        launch.run()
-    return out
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -207,7 +192,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", _triton, devices=("cuda",), launches=_launches),
+        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
         Implementation("native", _reference, inline=True),
     ),
 )

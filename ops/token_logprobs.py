@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, Launch, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from ._sampling import clean_logits, ordered_bits
-
-_MAX_TRITON_LOGPROBS = 32
+from .launches import logprobs
 
 
 def token_logprobs(
@@ -82,27 +82,16 @@ def _fake(
 def _launches(
     logits: Tensor, token_ids: Tensor, num_logprobs: int
 ) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    from .triton_kernels import logprobs
-
     _check(logits.shape[-1], num_logprobs)
     return logprobs.token_logprobs(logits, token_ids, num_logprobs)
-
-
-def _triton(
-    logits: Tensor, token_ids: Tensor, num_logprobs: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    launches, out = _launches(logits, token_ids, num_logprobs)
-    for launch in launches:
-        launch.run()
-    return out
 
 
 def _triton_supports(desc: OpDesc) -> str:
     k = desc["num_logprobs"]
     return (
         ""
-        if k <= _MAX_TRITON_LOGPROBS
-        else f"num_logprobs {k} > {_MAX_TRITON_LOGPROBS}: one selection round each"
+        if k <= logprobs.MAX_LOGPROBS
+        else f"num_logprobs {k} > {logprobs.MAX_LOGPROBS}: one selection round each"
     )
 
 
@@ -137,7 +126,13 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", _triton, _triton_supports, devices=("cuda",), launches=_launches),
+        Implementation(
+            "triton",
+            run_launches(_launches),
+            _triton_supports,
+            devices=("cuda",),
+            launches=_launches,
+        ),
         Implementation("native", _reference, inline=True),
     ),
     tolerances={

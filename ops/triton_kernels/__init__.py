@@ -1,1 +1,4 @@
-"""Triton kernels of the semantic ops; imported lazily: a start without them pays nothing."""
+"""Device code of the Triton kernels, and nothing else: only compiling or interpreting imports it.
+
+``ops/launches`` has the host side, one file for one file.
+"""

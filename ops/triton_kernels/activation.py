@@ -6,15 +6,8 @@ Bandwidth-bound: a row of 2 * I elements is read and I are written.  Each thread
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from .._op import Launch
-
-# Below this many tokens the grid is small: short blocks spread the row over more SMs.
-_FEW_TOKENS = 32
 
 
 @triton.jit
@@ -40,29 +33,3 @@ def _gated_activation_kernel(
         exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     out = gate / (1.0 + tl.exp(-exponent)) * up
     tl.store(out_ptr + row * intermediate + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def gated_activation(gate_up: Tensor, activation: str) -> tuple[list[Launch], Tensor]:
-    intermediate = gate_up.shape[-1] // 2
-    out = torch.empty(
-        (*gate_up.shape[:-1], intermediate), dtype=gate_up.dtype, device=gate_up.device
-    )
-    if gate_up.stride(-1) != 1:
-        gate_up = gate_up.contiguous()
-    rows = gate_up.reshape(-1, 2 * intermediate)
-    num_tokens = rows.shape[0]
-    widest = 512 if num_tokens <= _FEW_TOKENS else 2048
-    block = min(triton.next_power_of_2(max(intermediate, 1)), widest)
-    launch = Launch(
-        kernel=_gated_activation_kernel,
-        grid=(num_tokens, triton.cdiv(intermediate, block)),
-        args={
-            "gate_up_ptr": rows,
-            "out_ptr": out,
-            "intermediate": intermediate,
-            "row_stride": rows.stride(0),
-        },
-        constexprs={"ACTIVATION": activation, "BLOCK": block},
-        num_warps=min(max(block // 256, 1), 4),
-    )
-    return [launch], out

@@ -6,15 +6,10 @@ N * K elements read once, and its tiles are short in M so that many programs str
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .._op import Launch
-
-# Row tiles walked before the next column tile, so that weight tiles stay in L2.
-_GROUP_M = 8
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -29,7 +24,6 @@ def _linear_kernel(
     x_stride,
     weight_stride,
     HAS_BIAS: tl.constexpr,
-    UPCAST: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -52,7 +46,7 @@ def _linear_kernel(
         k = start + depth
         x = tl.load(x_rows + k[None, :], mask=row_mask & (k < K)[None, :], other=0.0)
         w = tl.load(weight_rows + k[:, None], mask=(k < K)[:, None] & col_mask, other=0.0)
-        if UPCAST:
+        if _INTERPRETED:  # it holds bfloat16 as integers and would multiply those
             x = x.to(tl.float32)
             w = w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision="ieee")
@@ -61,43 +55,3 @@ def _linear_kernel(
         total += bias.to(tl.float32)[None, :]
     out = out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=row_mask & col_mask)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch], Tensor]:
-    n, k = weight.shape
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    x = x if x.stride(-1) == 1 or k == 1 else x.contiguous()
-    weight = weight if weight.stride(-1) == 1 or k == 1 else weight.contiguous()
-    rows = x.reshape(-1, k)
-    m = rows.shape[0]
-    wide = x.dtype.itemsize > 2  # float32 runs on the plain cores: keep its tiles in registers
-    block_m = min(max(triton.next_power_of_2(max(m, 1)), 16), 64 if wide else 128)
-    block_n = 32 if wide or block_m == 16 else 128
-    block_k = 32 if wide else (128 if block_m == 16 else 64)
-    launch = Launch(
-        kernel=_linear_kernel,
-        grid=(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),),
-        args={
-            "x_ptr": rows,
-            "weight_ptr": weight,
-            "bias_ptr": bias,
-            "out_ptr": out,
-            "M": m,
-            "N": n,
-            "K": k,
-            "x_stride": rows.stride(0),
-            "weight_stride": weight.stride(0),
-        },
-        constexprs={
-            "HAS_BIAS": bias is not None,
-            # The interpreter holds bfloat16 as integers and would multiply those.
-            "UPCAST": triton.knobs.runtime.interpret and x.dtype == torch.bfloat16,
-            "GROUP_M": _GROUP_M,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-        },
-        num_warps=8 if block_m * block_n >= 128 * 128 else 4,
-        num_stages=4 if block_m == 16 else 3,
-    )
-    return [launch], out

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .._op import Launch
-from .sampling import FLOAT32_MAX, load_clean, ordered_bits, rows_of, split_rows
+from .sampling import FLOAT32_MAX, load_clean, ordered_bits
 
 _NO_KEY = tl.constexpr(-(2**63))
-_TOP_BLOCK = 4096
 
 
 @triton.jit
@@ -23,7 +19,7 @@ def _logsumexp_partial_kernel(
     ahead_ptr,
     vocab,
     row_stride,
-    chunk,
+    num_blocks,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -31,11 +27,11 @@ def _logsumexp_partial_kernel(
     row_ptr = logits_ptr + row * row_stride
     chosen_id = tl.minimum(tl.maximum(tl.load(token_ids_ptr + row), 0), vocab - 1)
     chosen = load_clean(row_ptr, chosen_id, vocab)
-    cols = split * chunk + tl.arange(0, BLOCK)
+    cols = split * num_blocks * BLOCK + tl.arange(0, BLOCK)
     best = tl.full((), -FLOAT32_MAX, tl.float32)  # finite: -inf - -inf is no number
     total = tl.zeros((), tl.float32)
     ahead = tl.zeros((BLOCK,), tl.int32)
-    for _ in range(0, chunk, BLOCK):
+    for _ in range(num_blocks):
         values = load_clean(row_ptr, cols, vocab)
         before = (values > chosen) | ((values == chosen) & (cols < chosen_id))
         ahead += before.to(tl.int32)
@@ -50,17 +46,15 @@ def _logsumexp_partial_kernel(
 
 
 @triton.jit
-def _top_partial_kernel(
-    logits_ptr, keys_ptr, vocab, row_stride, K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The K best of one block of a row as int64 keys: ordered value above, inverted index below."""
+def _top_partial_kernel(logits_ptr, keys_ptr, vocab, row_stride, num_logprobs, BLOCK: tl.constexpr):
+    """The best of one block of a row as int64 keys: ordered value above, inverted index below."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = load_clean(logits_ptr + row * row_stride, cols, vocab)
     keys = (ordered_bits(values).to(tl.int64) << 32) | (0xFFFFFFFF - cols.to(tl.int64))
     keys = tl.where(cols < vocab, keys, _NO_KEY)
-    out_ptr = keys_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * K
-    for place in range(K):
+    out_ptr = keys_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * num_logprobs
+    for place in range(num_logprobs):
         top = tl.max(keys, axis=0)
         tl.store(out_ptr + place, top)
         keys = tl.where(keys == top, _NO_KEY, keys)
@@ -82,7 +76,7 @@ def _logprobs_reduce_kernel(
     row_stride,
     splits,
     num_keys,
-    K: tl.constexpr,
+    num_logprobs,
     SPLITS_BLOCK: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
 ):
@@ -101,102 +95,13 @@ def _logprobs_reduce_kernel(
     logprob = tl.where(chosen == float("-inf"), chosen, chosen - top - total)
     tl.store(chosen_logprob_ptr + row, logprob)
     tl.store(chosen_rank_ptr + row, 1 + tl.sum(ahead, axis=0))
-    if K > 0:
-        slots = tl.arange(0, KEYS_BLOCK)
-        keys = tl.load(keys_ptr + row * num_keys + slots, mask=slots < num_keys, other=_NO_KEY)
-        for place in range(K):
-            key = tl.max(keys, axis=0)
-            keys = tl.where(keys == key, _NO_KEY, keys)
-            index = (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
-            value = load_clean(row_ptr, index, vocab)
-            logprob = tl.where(value == float("-inf"), value, value - top - total)
-            tl.store(top_logprobs_ptr + row * K + place, logprob)
-            tl.store(top_ids_ptr + row * K + place, index)
-
-
-def token_logprobs(
-    logits: Tensor, token_ids: Tensor, num_logprobs: int
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    logits = rows_of(logits)
-    num_seqs, vocab = logits.shape
-    chosen = torch.empty(num_seqs, dtype=torch.float32, device=logits.device)
-    rank = torch.empty(num_seqs, dtype=torch.int32, device=logits.device)
-    shape = (num_seqs, num_logprobs)
-    top = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    top_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    partial, scratch = _logsumexp_partial(logits, token_ids)
-    tops, keys = _top_partial(logits, num_logprobs)
-    splits, num_keys = scratch["best_ptr"].shape[1], keys.shape[1]
-    reduce = Launch(
-        kernel=_logprobs_reduce_kernel,
-        grid=(num_seqs,),
-        args={
-            "logits_ptr": logits,
-            "token_ids_ptr": token_ids,
-            **scratch,
-            "keys_ptr": keys,
-            "chosen_logprob_ptr": chosen,
-            "chosen_rank_ptr": rank,
-            "top_logprobs_ptr": top,
-            "top_ids_ptr": top_ids,
-            "vocab": vocab,
-            "row_stride": logits.stride(0),
-            "splits": splits,
-            "num_keys": num_keys,
-        },
-        constexprs={
-            "K": num_logprobs,
-            "SPLITS_BLOCK": triton.next_power_of_2(splits),
-            "KEYS_BLOCK": triton.next_power_of_2(max(num_keys, 1)),
-        },
-        num_warps=4,
-    )
-    return [partial, *tops, reduce], (chosen, rank, top, top_ids)
-
-
-def _logsumexp_partial(logits: Tensor, token_ids: Tensor) -> tuple[Launch, dict[str, Tensor]]:
-    num_seqs, vocab = logits.shape
-    block, chunk, splits = split_rows(num_seqs, vocab)
-    shape, device = (num_seqs, splits), logits.device
-    scratch = {
-        "best_ptr": torch.empty(shape, dtype=torch.float32, device=device),
-        "sum_ptr": torch.empty(shape, dtype=torch.float32, device=device),
-        "ahead_ptr": torch.empty(shape, dtype=torch.int32, device=device),
-    }
-    launch = Launch(
-        kernel=_logsumexp_partial_kernel,
-        grid=(num_seqs, splits),
-        args={
-            "logits_ptr": logits,
-            "token_ids_ptr": token_ids,
-            **scratch,
-            "vocab": vocab,
-            "row_stride": logits.stride(0),
-            "chunk": chunk,
-        },
-        constexprs={"BLOCK": block},
-        num_warps=4 if block <= 1024 else 8,
-    )
-    return launch, scratch
-
-
-def _top_partial(logits: Tensor, num_logprobs: int) -> tuple[list[Launch], Tensor]:
-    num_seqs, vocab = logits.shape
-    block = min(_TOP_BLOCK, triton.next_power_of_2(vocab))
-    blocks = triton.cdiv(vocab, block)
-    keys = torch.empty((num_seqs, blocks * num_logprobs), dtype=torch.int64, device=logits.device)
-    if num_logprobs == 0:
-        return [], keys
-    launch = Launch(
-        kernel=_top_partial_kernel,
-        grid=(num_seqs, blocks),
-        args={
-            "logits_ptr": logits,
-            "keys_ptr": keys,
-            "vocab": vocab,
-            "row_stride": logits.stride(0),
-        },
-        constexprs={"K": num_logprobs, "BLOCK": block},
-        num_warps=8,
-    )
-    return [launch], keys
+    slots = tl.arange(0, KEYS_BLOCK)
+    keys = tl.load(keys_ptr + row * num_keys + slots, mask=slots < num_keys, other=_NO_KEY)
+    for place in range(num_logprobs):
+        key = tl.max(keys, axis=0)
+        keys = tl.where(keys == key, _NO_KEY, keys)
+        index = (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
+        value = load_clean(row_ptr, index, vocab)
+        logprob = tl.where(value == float("-inf"), value, value - top - total)
+        tl.store(top_logprobs_ptr + row * num_logprobs + place, logprob)
+        tl.store(top_ids_ptr + row * num_logprobs + place, index)

@@ -10,22 +10,12 @@ Shape legend: rows are (query, head of the group) pairs that share one KV head.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .._op import Launch
-from .paged_attention_plan import MAX_SEQS, plan
-
-LOG2_E = 1.4426950408889634
-# Arrival counters of split sequences: one per (sequence, KV head).  Zero between launches.
-MAX_COUNTERS = 1 << 16
 # Finite, so that rows whose tile is fully masked give exp2(-inf) = 0 and never inf - inf.
 _NO_MAX = tl.constexpr(-1.0e30)
-_LOG2_E = tl.constexpr(LOG2_E)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -178,9 +168,7 @@ def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.co
     return tl.maximum(tl.cdiv(tl.cdiv(read, splits), BLOCK_N), 1) * BLOCK_N
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "table_stride", "max_splits", "partial_rows", "window"],
-)
+@triton.jit
 def _decode_kernel(
     q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, scratch_ptr, counter_ptr,
     num_seqs, q_stride, table_stride, max_splits, partial_rows, scale, window, soft_cap,
@@ -261,7 +249,7 @@ def _decode_kernel(
                 tl.store(counter_ptr + pair, 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "window"])
+@triton.jit
 def _prefill_kernel(
     q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, num_seqs, q_stride,
     table_stride, scale, window, soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -332,107 +320,3 @@ def _prefill_kernel(
     result = acc / tl.where(row_live, row_sum, 1.0)[:, None]
     result = result.to(out_ptr.dtype.element_ty)
     tl.store(out_row[:, None] + cols[None, :], result, mask=mask)
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    # Under the interpreter few programs: it runs them one after the other, and they must loop.
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that every launch leaves as zeros.  One stream a device may run this op at a time."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"paged_attention's first call on {device} is inside a CUDA graph capture, where its"
-            " counters cannot be allocated: run the op once before capturing"
-        )
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
-
-
-def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor) -> None:
-    head_dim = q.shape[2]
-    if q.stride(2) != 1 or q.stride(1) != head_dim:
-        raise ValueError(f"q has strides {q.stride()}: heads must be contiguous, only tokens apart")
-    if not (out.is_contiguous() and kv_cache.is_contiguous() and block_table.stride(1) == 1):
-        raise ValueError("paged_attention needs contiguous out, kv_cache and block_table rows")
-
-
-def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
-) -> tuple[list[Launch], None]:
-    """The launches of one call; nothing of them depends on values on the device."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_seqs, max_blocks = block_table.shape
-    _, _, page, kv_heads, _ = kv_cache.shape
-    _check_layout(q, kv_cache, block_table, out)
-    if num_seqs > MAX_SEQS or num_seqs * kv_heads > MAX_COUNTERS:
-        raise ValueError(
-            f"paged_attention takes {MAX_SEQS} sequences and {MAX_COUNTERS} pairs of a sequence"
-            f" and a KV head at most, got {num_seqs} sequences of {kv_heads} KV heads"
-        )
-    if num_tokens == 0 or num_seqs == 0:
-        return [], None
-    p = plan(
-        num_tokens,
-        num_seqs,
-        max_blocks * page,
-        kv_heads,
-        num_heads // kv_heads,
-        head_dim,
-        page,
-        q.element_size(),
-        _num_sms(q.device),
-    )
-    args = {
-        "q_ptr": q,
-        "kv_ptr": kv_cache,
-        "table_ptr": block_table,
-        "seq_lens_ptr": seq_lens,
-        "query_start_ptr": query_start_loc,
-        "out_ptr": out,
-        "num_seqs": num_seqs,
-        "q_stride": q.stride(0),
-        "table_stride": block_table.stride(0),
-        "scale": scale,
-        "window": sliding_window,
-        "soft_cap": soft_cap,
-    }
-    flags = {"HAS_WINDOW": sliding_window > 0, "HAS_CAP": soft_cap > 0}
-    scratch = torch.empty(p.scratch_numel, dtype=torch.float32, device=q.device)
-    decode_args = args | {
-        "scratch_ptr": scratch,
-        "counter_ptr": _counters(q.device),
-        "max_splits": p.max_splits,
-        "partial_rows": p.partial_rows,
-    }
-    decode = Launch(
-        _decode_kernel,
-        p.decode_grid,
-        decode_args,
-        p.decode_constexprs | flags,
-        p.decode_warps,
-        p.decode_stages,
-    )
-    if num_tokens == num_seqs:
-        return [decode], None
-    prefill = Launch(
-        _prefill_kernel,
-        p.prefill_grid,
-        args,
-        p.prefill_constexprs | flags,
-        p.prefill_warps,
-        p.prefill_stages,
-    )
-    return [prefill, decode], None

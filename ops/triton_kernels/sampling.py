@@ -7,20 +7,14 @@ Top-k and top-p search their threshold by radix digits of the float's bits, one 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .. import _sampling
-from .._op import Launch
 
 FLOAT32_MAX = tl.constexpr(_sampling.FLOAT32_MAX)
 _GREEDY_TEMPERATURE = tl.constexpr(_sampling.GREEDY_TEMPERATURE)
 _NO_INDEX = tl.constexpr(2**31 - 1)
-# Programs that fill an H200 (132 SMs) several times over, so that reads overlap reductions.
-_TARGET_PROGRAMS = 1056
-_SEARCH_BLOCK = 8192
 
 
 @triton.jit
@@ -72,7 +66,7 @@ def _argmax_partial_kernel(
     index_ptr,
     vocab,
     row_stride,
-    chunk,
+    num_blocks,
     SAMPLE: tl.constexpr,
     FILTER: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,13 +74,13 @@ def _argmax_partial_kernel(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row_ptr = logits_ptr + row * row_stride
-    cols = split * chunk + tl.arange(0, BLOCK)
+    cols = split * num_blocks * BLOCK + tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     index = cols
     if SAMPLE:
         temperature = tl.load(temperature_ptr + row)
         key0, key1 = _row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-    for _ in range(0, chunk, BLOCK):
+    for _ in range(num_blocks):
         values = load_clean(row_ptr, cols, vocab)
         if SAMPLE:  # noqa: SIM102 (a compile-time condition around a run-time one)
             if temperature >= _GREEDY_TEMPERATURE:
@@ -262,111 +256,3 @@ def _threshold_kernel(
                 )
                 threshold = tl.maximum(threshold, nucleus)
     tl.store(threshold_ptr + row, threshold)
-
-
-def rows_of(logits: Tensor) -> Tensor:
-    if logits.dim() != 2:
-        raise ValueError(f"logits have shape {list(logits.shape)}, expected [num_seqs, vocab]")
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
-
-
-def split_rows(num_seqs: int, vocab: int, *, largest: int = 4096) -> tuple[int, int, int]:
-    """Block (at most ``largest``), columns a program (whole blocks) and programs a row."""
-    block = min(1024 if num_seqs <= 4 else largest, triton.next_power_of_2(vocab))
-    blocks = triton.cdiv(vocab, block)
-    wanted = min(max(triton.cdiv(_TARGET_PROGRAMS, max(num_seqs, 1)), 1), blocks)
-    chunk = triton.cdiv(blocks, wanted) * block
-    return block, chunk, triton.cdiv(vocab, chunk)
-
-
-def _argmax_launches(
-    logits: Tensor, sampling_args: dict[str, Tensor], *, draw: bool, filtered: bool
-) -> tuple[list[Launch], Tensor]:
-    num_seqs, vocab = logits.shape
-    # The noise needs registers: with 4096 columns only two programs would fit a SM.
-    block, chunk, splits = split_rows(num_seqs, vocab, largest=2048 if draw else 4096)
-    best = torch.empty((num_seqs, splits), dtype=torch.float32, device=logits.device)
-    index = torch.empty((num_seqs, splits), dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_seqs, dtype=torch.int32, device=logits.device)
-    partial = Launch(
-        kernel=_argmax_partial_kernel,
-        grid=(num_seqs, splits),
-        args={
-            "logits_ptr": logits,
-            **sampling_args,
-            "best_ptr": best,
-            "index_ptr": index,
-            "vocab": vocab,
-            "row_stride": logits.stride(0),
-            "chunk": chunk,
-        },
-        constexprs={"SAMPLE": draw, "FILTER": filtered, "BLOCK": block},
-        num_warps=4 if block <= 1024 else 8,
-    )
-    reduce = Launch(
-        kernel=_argmax_reduce_kernel,
-        grid=(num_seqs,),
-        args={"best_ptr": best, "index_ptr": index, "out_ptr": out, "splits": splits},
-        constexprs={"BLOCK": triton.next_power_of_2(splits)},
-        num_warps=1,
-    )
-    return [partial, reduce], out
-
-
-def argmax(logits: Tensor) -> tuple[list[Launch], Tensor]:
-    logits = rows_of(logits)
-    unused = ("temperature_ptr", "threshold_ptr", "seeds_ptr", "positions_ptr")
-    return _argmax_launches(logits, dict.fromkeys(unused, logits), draw=False, filtered=False)
-
-
-def _search_rounds(dtype: torch.dtype) -> int:
-    """Rounds of two bits after which the radix search tells all values of a dtype apart."""
-    return {torch.bfloat16: 8, torch.float16: 10}.get(dtype, 16)  # 16, 19 -> 20 and 32 bits
-
-
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[list[Launch], Tensor]:
-    logits = rows_of(logits)
-    num_seqs, vocab = logits.shape
-    filtered = not (top_k is None and top_p is None and min_p is None)
-    threshold = torch.empty_like(temperature) if filtered else temperature
-    sampling_args = {
-        "temperature_ptr": temperature,
-        "threshold_ptr": threshold,
-        "seeds_ptr": seeds,
-        "positions_ptr": positions,
-    }
-    launches, out = _argmax_launches(logits, sampling_args, draw=True, filtered=filtered)
-    if not filtered:
-        return launches, out
-    block = min(_SEARCH_BLOCK, triton.next_power_of_2(vocab))
-    search = Launch(
-        kernel=_threshold_kernel,
-        grid=(num_seqs,),
-        args={
-            "logits_ptr": logits,
-            "temperature_ptr": temperature,
-            "top_k_ptr": temperature if top_k is None else top_k,
-            "top_p_ptr": temperature if top_p is None else top_p,
-            "min_p_ptr": temperature if min_p is None else min_p,
-            "threshold_ptr": threshold,
-            "vocab": vocab,
-            "row_stride": logits.stride(0),
-        },
-        constexprs={
-            "HAS_TOP_K": top_k is not None,
-            "HAS_TOP_P": top_p is not None,
-            "HAS_MIN_P": min_p is not None,
-            "ROUNDS": _search_rounds(logits.dtype),
-            "BLOCK": block,
-        },
-        num_warps=max(block // 256, 1),
-    )
-    return [search, *launches], out

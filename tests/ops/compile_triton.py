@@ -2,11 +2,13 @@
 
 A program, not a test module: ``test_triton_compile.py`` runs it in a process of its own, because
 Triton decides between interpreter and compiler when it is imported.  Prints one JSON line a kernel
-variant; with ``--self-test`` it compiles two kernels of its own instead, the second of them wrong.
+variant; with ``--self-test`` it compiles two kernels of its own instead, the second of them wrong;
+with ``--table`` it fills a table and prints one line about it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -17,13 +19,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
 
-from fusewright.ops import ALL_OPS, Launch
+from fusewright.ops import ALL_OPS, KernelTable, Launch, Variant, variants_of
+from fusewright.ops._triton_compile import compile_variant
 
-TARGET = GPUTarget("cuda", 90, 32)
+SM = 90
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
 SEED = 0  # contents do not matter to the compiler, shapes and strides do
 
@@ -40,9 +40,11 @@ def wrong_kernel(x_ptr, n, BLOCK: tl.constexpr):
 
 
 def self_test_launches() -> Iterator[tuple[str, str, Launch]]:
+    # A launch names its kernel by module and function: this program is such a module.
+    sys.modules["fusewright.ops.triton_kernels.self_test"] = sys.modules["__main__"]
     args = {"x_ptr": torch.empty(8), "n": 8}
-    for kernel in (right_kernel, wrong_kernel):
-        yield "self_test", "case", Launch(kernel, (1,), args, {"BLOCK": 8})
+    for kernel in ("right_kernel", "wrong_kernel"):
+        yield "self_test", "case", Launch(f"self_test:{kernel}", (1,), args, {"BLOCK": 8})
 
 
 def op_launches() -> Iterator[tuple[str, str, Launch]]:
@@ -61,41 +63,28 @@ def op_launches() -> Iterator[tuple[str, str, Launch]]:
                 if dtype == torch.float16 and torch.bfloat16 in op.dtypes:
                     cases = islice(cases, 1)
                 for case in cases:
-                    if impl.supports(op.describe(case.args, sm=90)):
+                    if impl.supports(op.describe(case.args, sm=SM)):
                         continue
                     for launch in impl.launches(*case.args)[0]:
                         yield op.name, f"{case.label}, {dtype}", launch
 
 
-def specialize(launch: Launch) -> tuple[str, ASTSource, dict[str, Any]]:
-    """(key, source, options) exactly as Triton's own launch path derives them."""
-    backend = make_backend(TARGET)
-    kernel = launch.kernel
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    kwargs = {**launch.args, **launch.constexprs, **options}
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, _ = bind(**kwargs)
-    _, signature, constexprs, attrs = kernel._pack_args(
-        backend, kwargs, bound, specialization, None
-    )
-    # Alignment alone makes no new variant here: it changes the width of accesses, not the program.
-    key = f"{kernel.__module__}.{kernel.__name__} {signature} {constexprs} {options}"
-    return key, ASTSource(kernel, signature, constexprs, attrs), options
-
-
 def compile_unique(launches: Iterator[tuple[str, str, Launch]]) -> Iterator[dict[str, Any]]:
-    seen: set[str] = set()
+    seen: set[Variant] = set()
     for op, case, launch in launches:
-        result: dict[str, Any] = {"op": op, "case": case, "kernel": launch.kernel.__name__}
+        variant = launch.variant()
+        # Alignment alone makes no new variant here: it changes the width of accesses, not the
+        # program.
+        plain = dataclasses.replace(variant, divisible=())
+        if plain in seen:
+            continue
+        seen.add(plain)
+        result: dict[str, Any] = {"op": op, "case": case, "kernel": variant.function}
         started = time.perf_counter()
         try:
-            key, source, options = specialize(launch)
-            if key in seen:
-                continue
-            seen.add(key)
-            compiled = triton.compile(source, target=TARGET, options=options)
-            shared = compiled.metadata.shared
-            assert compiled.asm["cubin"], "no cubin"
+            binary = compile_variant(variant, SM)
+            assert binary.cubin, "no cubin"
+            shared = binary.shared_bytes
             assert shared <= MAX_SHARED_BYTES, f"{shared} bytes of shared memory"
             result["error"] = ""
         except Exception as error:  # every failure is a line of the report
@@ -104,9 +93,33 @@ def compile_unique(launches: Iterator[tuple[str, str, Launch]]) -> Iterator[dict
         yield result
 
 
+def table_report() -> dict[str, Any]:
+    """What a table compiled: two variants ahead, in threads, and a third when asked for it."""
+    found = (launch for _, _, launch in op_launches() if launch.kernel.startswith("activation:"))
+    *ahead, late = sorted(variants_of(islice(found, 3)), key=lambda variant: variant.name)
+    table, done = KernelTable(), list[Variant]()
+    table.precompile(ahead, SM, on_done=done.append, jobs=2)
+    table.precompile(ahead, SM, on_done=done.append)  # nothing is left to do
+    table.get(late, SM)
+    table.sealed = True
+    held = table.binaries()
+    assert [table.get(variant, SM) for variant in ahead] == [held[variant] for variant in ahead]
+    return {
+        "ahead": [variant.name for variant in ahead],
+        "done": sorted(variant.name for variant in done),
+        "late": [variant.name for variant in table.compiled_late],
+        "machine_code": all(binary.cubin[:4] == b"\x7fELF" for binary in held.values()),
+        "entries": sorted({binary.function for binary in held.values()}),
+        "threads": [32 * variant.num_warps == held[variant].num_threads for variant in ahead],
+    }
+
+
 def main() -> None:
     if triton.knobs.runtime.interpret:
         sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
+    if "--table" in sys.argv:
+        print(json.dumps(table_report()))
+        return
     launches = self_test_launches() if "--self-test" in sys.argv else op_launches()
     for result in compile_unique(launches):
         print(json.dumps(result), flush=True)

@@ -11,8 +11,8 @@ import torch
 
 from fusewright.ops import PAGED_ATTENTION as OP
 from fusewright.ops import TensorDesc
+from fusewright.ops.launches.paged_attention_plan import plan
 from fusewright.ops.paged_attention import _batch, context_symbols
-from fusewright.ops.triton_kernels.paged_attention_plan import plan
 
 IMPLEMENTATIONS = ["", "native", "triton"]
 OUT = 5
@@ -158,7 +158,7 @@ def test_prefill_in_chunks_is_the_whole_prefill(window: int, device: torch.devic
 
 
 def test_split_decode_repeats_and_leaves_its_counters_zero(device: torch.device) -> None:
-    from fusewright.ops.triton_kernels import paged_attention as kernels
+    from fusewright.ops.launches import paged_attention as kernels
 
     device = torch.device(device)
     args = _batch(torch.float32, device, _gen(device, 3), [(1, 600), (1, 900)], (4, 2, 32), 16)
@@ -171,7 +171,7 @@ def test_split_decode_repeats_and_leaves_its_counters_zero(device: torch.device)
 
 
 def test_launches_depend_on_shapes_only(device: torch.device) -> None:
-    from fusewright.ops.triton_kernels import paged_attention as kernels
+    from fusewright.ops.launches import paged_attention as kernels
 
     device = torch.device(device)
     args = _batch(torch.float32, device, _gen(device, 4), [(3, 40), (1, 9)], (4, 2, 32), 16)
@@ -193,7 +193,7 @@ def test_launches_depend_on_shapes_only(device: torch.device) -> None:
 
 
 def test_pure_decode_is_one_launch(device: torch.device) -> None:
-    from fusewright.ops.triton_kernels import paged_attention as kernels
+    from fusewright.ops.launches import paged_attention as kernels
 
     device = torch.device(device)
     args = _batch(torch.float32, device, _gen(device, 5), [(1, 40), (1, 9)], (4, 2, 32), 16)

@@ -38,7 +38,7 @@ def test_argmax_takes_the_lowest_of_ties(
 def test_results_do_not_depend_on_the_split_of_a_row(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, num_seqs: int, programs: int
 ) -> None:
-    from fusewright.ops.triton_kernels import sampling
+    from fusewright.ops.launches import sampling
 
     # 1: a program loops over the blocks of its row, as in large batches; 1056: a block each.
     monkeypatch.setattr(sampling, "_TARGET_PROGRAMS", programs)
@@ -46,8 +46,9 @@ def test_results_do_not_depend_on_the_split_of_a_row(
     logits = (2 * randn(device, num_seqs, vocab)).to(torch.bfloat16)  # with ties
     logits[0] = 0.0
     logits[0, 700::1024] = 5.0
-    _, chunk, splits = sampling.split_rows(num_seqs, vocab)
-    assert chunk * splits >= vocab and (splits == 1) == (programs == 1)
+    split = sampling.split_rows(num_seqs, vocab)
+    assert split.block * split.num_blocks * split.splits >= vocab
+    assert split.splits <= split.lanes and (split.splits == 1) == (programs == 1)
     rows = torch.arange(num_seqs, device=device)
     temperature, seeds, positions = rows * 0.9, rows - 1, rows.int() + 40
     calls = {

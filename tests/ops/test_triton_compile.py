@@ -20,6 +20,7 @@ WITH_TRITON = [op.name for op in ALL_OPS if any(i.launches for i in op.implement
 def compile_kernels(*flags: str) -> list[dict[str, Any]]:
     """The program's report, from a process in which Triton compiles instead of interprets."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["CC"] = "/bin/false"  # Triton's driver would call it
     env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *flags], env=env, capture_output=True, text=True, check=False
@@ -45,3 +46,11 @@ def test_a_kernel_that_does_not_compile_is_reported() -> None:
     right, wrong = compile_kernels("--self-test")
     assert right["kernel"] == "right_kernel" and not right["error"]
     assert wrong["kernel"] == "wrong_kernel" and "undefined_name" in wrong["error"]
+
+
+def test_a_table_compiles_ahead_in_threads_and_the_rest_when_asked() -> None:
+    (report,) = compile_kernels("--table")
+    assert report["done"] == report["ahead"] and len(report["ahead"]) == 2
+    assert len(report["late"]) == 1 and report["late"][0] not in report["ahead"]
+    assert report["machine_code"] and all(report["threads"])
+    assert report["entries"] == ["_gated_activation_kernel"]

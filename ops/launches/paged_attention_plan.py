@@ -10,6 +10,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from .tiles import cdiv, next_power_of_2
+
 # Every program holds all lengths in registers.
 MAX_SEQS = 4096
 # Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
@@ -20,10 +22,6 @@ SHARED_BYTES = 227 << 10
 DECODE_STAGES = 4
 # Tokens of the shortest split; no tile is longer.
 MIN_SPLIT = 128
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,19 @@ def _max_splits(num_seqs: int, kv_heads: int, max_context: int) -> int:
     Falls with ``num_seqs`` only where scratch would pass MAX_PARTIALS.
     """
     fill_device = max(32, min(64, 256 // kv_heads))
-    return max(1, min(fill_device, -(-max_context // MIN_SPLIT), MAX_PARTIALS // num_seqs))
+    return max(1, min(fill_device, cdiv(max_context, MIN_SPLIT), MAX_PARTIALS // num_seqs))
 
 
 def _prefill_tile(
     block_d: int, itemsize: int, group: int, rows: int, kv_heads: int, num_sms: int
 ) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages).  BLOCK_N never depends on the batch: rounding would."""
-    group_rows = _next_power_of_2(group)
+    group_rows = next_power_of_2(group)
     if itemsize == 4:
         return max(16, group_rows), 32 if block_d <= 64 else 16, 4, 2
     # Three stages, where shared memory has room, so that loads also overlap QK and softmax.
     stages = 3 if block_d <= 128 else 2
-    few_programs = -(-rows // 128) * kv_heads < num_sms
+    few_programs = cdiv(rows, 128) * kv_heads < num_sms
     if few_programs and group_rows <= 64:
         return 64, 64, 4 if block_d <= 128 else 8, 2
     return 128, 64, 8, stages
@@ -79,7 +77,7 @@ def plan(
     itemsize: int,
     num_sms: int,
 ) -> Plan:
-    block_d = max(16, _next_power_of_2(head_dim))
+    block_d = max(16, next_power_of_2(head_dim))
     # Few variants, since each is a compilation; a larger scan costs little.
     seqs = next(n for n in (1, 64, 1024, MAX_SEQS) if num_seqs <= n)
     shared = {
@@ -96,7 +94,7 @@ def plan(
     block_n = max(16, min(64, 8192 // (block_d * itemsize)))
     max_splits = _max_splits(num_seqs, kv_heads, max_context)
     partial_rows = num_seqs * kv_heads * max_splits * group if max_splits > 1 else 0
-    block_g = _next_power_of_2(group)
+    block_g = next_power_of_2(group)
     decode = shared | {
         "MIN_SPLIT": MIN_SPLIT,
         "BLOCK_M": max(16, block_g),

@@ -1,0 +1,126 @@
+"""The process's compiled kernels: filled from an artifact or by the compiler, loaded when launched.
+
+``KERNELS`` is to Triton kernels what a loaded library is to those of ``csrc/``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from ..config import UserError
+from ._driver import Function
+from ._variant import Binary, Variant
+
+
+class KernelMissingError(UserError):
+    """A launch needs a variant that a sealed table does not hold."""
+
+
+class KernelTable:
+    """Binaries by variant, and what of them is loaded.
+
+    ``sealed``: nothing may be compiled any more; a missing variant is an error.
+    ``compiled_late``: variants that a launch had to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.sealed = False
+        self.compiled_late: list[Variant] = []
+        self.functions: dict[Hashable, Function] = {}
+        """By a launch's key, as ``Launch.run`` makes it."""
+        self._binaries: dict[Variant, Binary] = {}
+        self._loaded: dict[tuple[Variant, int], Function] = {}
+        self._lock = threading.RLock()
+
+    def add(self, variant: Variant, binary: Binary) -> None:
+        self._binaries[variant] = binary
+
+    def binaries(self) -> dict[Variant, Binary]:
+        return dict(self._binaries)
+
+    def precompile(
+        self,
+        variants: Iterable[Variant],
+        sm: int,
+        on_done: Callable[[Variant], None] | None = None,
+        jobs: int | None = None,
+    ) -> None:
+        """Compile what is not there yet, in threads: Triton's compiler releases the GIL.
+
+        Args:
+            sm: compute capability to compile for, such as 90; no GPU is needed.
+            on_done: called after each, from the thread that compiled it.
+            jobs: threads; None: one a processor.
+
+        Raises:
+            Exception: the first failure of the compiler; its notes name the variant.
+        """
+        from ._triton_compile import compile_variant
+
+        def compile_one(variant: Variant) -> None:
+            self.add(variant, compile_variant(variant, sm))
+            if on_done is not None:
+                on_done(variant)
+
+        missing = [variant for variant in {*variants} if not self._fits(variant, sm)]
+        missing.sort(key=lambda variant: variant.name)
+        with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+            for _ in pool.map(compile_one, missing):
+                pass
+
+    def get(self, variant: Variant, sm: int) -> Binary:
+        """The binary of ``variant`` for ``sm``, compiled now when it is missing.
+
+        Raises:
+            KernelMissingError: it is missing and the table is sealed.
+        """
+        with self._lock:
+            if not self._fits(variant, sm):
+                if self.sealed:
+                    raise KernelMissingError(self._why_missing(variant, sm))
+                from ._triton_compile import compile_variant
+
+                self.add(variant, compile_variant(variant, sm))
+                self.compiled_late.append(variant)
+            return self._binaries[variant]
+
+    def load(self, key: Hashable, variant: Variant, device: int) -> Function:
+        """The loaded kernel for launches with ``key``, on the current device ``device``."""
+        with self._lock:
+            function = self._loaded.get((variant, device))
+            if function is None:
+                major, minor = torch.cuda.get_device_capability(device)
+                binary = self.get(variant, 10 * major + minor)
+                function = self._loaded[variant, device] = Function(variant, binary, device)
+            self.functions[key] = function
+            return function
+
+    def _fits(self, variant: Variant, sm: int) -> bool:
+        binary = self._binaries.get(variant)
+        return binary is not None and binary.sm == sm
+
+    def _why_missing(self, variant: Variant, sm: int) -> str:
+        remedy = "nothing may be compiled here: rebuild the artifact with these sources and model"
+        if variant in self._binaries:
+            held = self._binaries[variant].sm
+            return f"{variant.name} is there for sm_{held}, expected sm_{sm}; {remedy}"
+        wanted = variant.facts()
+        differing = [
+            [
+                f"{name} is {wanted.get(name, 'absent')}, there {held.get(name, 'absent')}"
+                for name in {**wanted, **held}
+                if wanted.get(name) != held.get(name)
+            ]
+            for held in (v.facts() for v in self._binaries if v.kernel == variant.kernel)
+        ]
+        nearest: list[str] = min(differing, key=len, default=["no variant of it is there"])
+        what = f"kernel {variant.kernel} is missing as {variant.name}"
+        return f"{what}: {'; '.join(nearest)}; {remedy}"
+
+
+KERNELS = KernelTable()

@@ -1,0 +1,188 @@
+"""A Triton kernel launch as data: what runs, interprets and compiles all read one description.
+
+What a kernel is specialized on is decided here, by rule: see ``Launch``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._kernel_table import KERNELS
+from ._variant import DIVISOR, POINTERS, Constant, Variant
+
+# Triton decides the same when it is imported.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch.
+
+    The code is specialized on: dtypes of tensors; whether their addresses are multiples of 16; None
+    and bools, by value; integers, whether they are 1 (then fixed) or multiples of 16, unless they
+    are ``dynamic``.  So a model needs few variants, whatever is in a batch.
+
+    Args:
+        kernel: ``module:function`` in ``ops/triton_kernels``.
+        args: run-time arguments by name, in the kernel's order.
+        constexprs: what the code fixes: tiles and flags.
+        dynamic: integer arguments that change with tokens, sequences, blocks or limits of these:
+            always int32, nothing else is assumed of them.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    args: Mapping[str, Any]
+    constexprs: Mapping[str, Constant] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+    dynamic: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """Launch on the current stream of the tensors' device; run interpreted under
+        TRITON_INTERPRET=1.
+
+        Raises:
+            ValueError: a tensor is not on a GPU, or not on that of the others.
+            KernelMissingError: the variant is missing and KERNELS is sealed.
+            DriverError: the driver refuses it.
+        """
+        if _INTERPRETED:
+            self._interpret()
+            return
+        if 0 in self.grid:
+            return
+        # The key holds what ``variant`` looks at, or more; computing that would take longer.
+        constexprs = self.constexprs
+        key: list[Any] = [
+            self.kernel,
+            self.num_warps,
+            self.num_stages,
+            *self.args,
+            *constexprs,
+            *constexprs.values(),
+        ]
+        values: list[int | float] = []
+        device, dynamic = -2, self.dynamic  # -1 is the CPU
+        for name, value in self.args.items():
+            if isinstance(value, Tensor):
+                if (index := value.get_device()) != device:
+                    if device >= 0 or index < 0:
+                        raise ValueError(
+                            f"{self.kernel}: {name} is on {value.device}, expected one GPU for all"
+                        )
+                    device = index
+                address = value.data_ptr()
+                values.append(address)
+                key += (value.dtype, address % DIVISOR == 0)
+            elif name in dynamic:
+                values.append(value)
+            elif value.__class__ is float:
+                values.append(value)
+                key.append(float)
+            elif value is None or value.__class__ is bool:
+                key.append(str(value))
+            else:
+                key.append(value)
+                if value != 1:
+                    values.append(value)
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self.run()
+            return
+        key.append(device)
+        found = tuple(key)
+        function = KERNELS.functions.get(found)
+        if function is None:
+            function = KERNELS.load(found, self.variant(), device)
+        function.launch(self.grid, torch._C._cuda_getCurrentRawStream(device), values)
+
+    def _interpret(self) -> None:
+        from ._triton_compile import jit_function
+
+        jit_function(self.kernel)[self.grid](
+            **self.args, **self.constexprs, num_warps=self.num_warps, num_stages=self.num_stages
+        )
+
+    def variant(self) -> Variant:
+        """What must be compiled for this launch; tensors may be meta or fake.
+
+        Raises:
+            TypeError: an argument is of a type that kernels do not take.
+        """
+        signature: list[tuple[str, str]] = []
+        fixed: list[tuple[str, Constant]] = []
+        divisible: list[str] = []
+        for name, value in self.args.items():
+            if isinstance(value, Tensor) and value.dtype in POINTERS:
+                signature.append((name, POINTERS[value.dtype]))
+                if _address(value) % DIVISOR == 0:
+                    divisible.append(name)
+            elif type(value) is float:
+                signature.append((name, "fp32"))
+            elif type(value) is int and name in self.dynamic:
+                signature.append((name, "i32"))
+            elif value is None or type(value) is bool or (type(value) is int and value == 1):
+                fixed.append((name, value))
+            elif type(value) is int:
+                signature.append((name, "i32" if -(2**31) <= value < 2**31 else "i64"))
+                if value % DIVISOR == 0:
+                    divisible.append(name)
+            else:
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(
+                    f"{self.kernel}: {name} is {kind}, expected a tensor of {[*POINTERS]}, an int, "
+                    "a float, a bool or None"
+                )
+        return Variant(
+            self.kernel,
+            tuple(signature),
+            (*fixed, *self.constexprs.items()),
+            tuple(divisible),
+            self.num_warps,
+            self.num_stages,
+        )
+
+
+def _address(tensor: Tensor) -> int:
+    """Where it lies, up to a multiple of any alignment: memory without data counts from 0."""
+    if tensor.untyped_storage().device.type == "meta":
+        return int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.data_ptr()
+
+
+def variants_of(launches: Iterable[Launch]) -> set[Variant]:
+    """What must be compiled for these launches."""
+    return {launch.variant() for launch in launches}
+
+
+def representative_sizes() -> list[tuple[int, int]]:
+    """(num_tokens, num_seqs) that together need every variant which any batch needs.
+
+    Tiles follow the number of tokens by powers of two up to 1024, and the number of sequences in
+    few steps: sampling above 4, attention above 1, 64 and 1024.  At each step, attention sees a
+    uniform decode, the smallest mixed batch, and one that fills any GPU.
+    """
+    by_tokens = [(1 << n, 1) for n in range(11)]
+    by_seqs = [
+        (tokens, seqs) for seqs in (1, 2, 5, 65, 1025) for tokens in (seqs, seqs + 1, 1 << 15)
+    ]
+    return sorted({*by_tokens, *by_seqs})
+
+
+def run_launches(launches: Callable[..., tuple[list[Launch], Any]]) -> Callable[..., Any]:
+    """The function of a Triton implementation: run what ``launches(*args)`` describes."""
+
+    def run(*args: Any) -> Any:
+        planned, result = launches(*args)
+        for launch in planned:
+            launch.run()
+        return result
+
+    return run

@@ -1,0 +1,61 @@
+"""Variants to machine code by Triton; the only host module that imports it, and only to compile or
+to interpret.  Its driver, which would call a C compiler, is never started."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ._variant import DIVISOR, Binary, Variant
+
+
+@functools.cache
+def jit_function(kernel: str) -> Any:
+    """The ``@triton.jit`` function that ``module:function`` names in ``ops/triton_kernels``."""
+    module, _, function = kernel.partition(":")
+    return getattr(importlib.import_module(f"{__package__}.triton_kernels.{module}"), function)
+
+
+def compile_variant(variant: Variant, sm: int) -> Binary:
+    """Compile for compute capability ``sm``, such as 90; needs no GPU.
+
+    Raises:
+        ValueError: the variant's parameters are not the function's, in its order.
+        RuntimeError: Triton interprets in this process, or the kernel needs scratch memory.
+        Exception: whatever Triton's compiler raises; its notes name the variant.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError(f"TRITON_INTERPRET is set: {variant.name} cannot be compiled here")
+    function = jit_function(variant.kernel)
+    types, constexprs = dict(variant.signature), dict(variant.constexprs)
+    names: list[str] = function.arg_names
+    if [*types] != [n for n in names if n in types] or {*types, *constexprs} != {*names}:
+        raise ValueError(
+            f"{variant.kernel} has parameters {names}, expected {[*types]} in this order and, "
+            f"fixed, {[*constexprs]}: the launch must name them as the kernel does"
+        )
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attributes = {(names.index(n),): [["tt.divisibility", DIVISOR]] for n in variant.divisible}
+    source = ASTSource(function, signature, constexprs, attributes)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    except Exception as error:
+        error.add_note(f"while compiling {variant.name} for sm_{sm}: {variant.to_json()}")
+        raise
+    metadata = compiled.metadata
+    scratch = metadata.global_scratch_size + metadata.profile_scratch_size
+    if scratch:
+        raise RuntimeError(f"{variant.name} needs {scratch} bytes of scratch memory, expected none")
+    return Binary(
+        function=metadata.name,
+        sm=sm,
+        shared_bytes=metadata.shared,
+        num_threads=32 * metadata.num_warps,
+        cubin=compiled.asm["cubin"],
+    )

@@ -1,0 +1,35 @@
+"""Launch that copies rows of a matrix picked by an index."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+
+def gather_rows(
+    index: Tensor, table: Tensor, num_items: int, *, index_offset: int = 0, row_offset: int = 0
+) -> tuple[list[Launch], Tensor]:
+    """``out[i] = table[clamp(index[i + index_offset] + row_offset)]``."""
+    num_rows, width = table.shape
+    out = torch.empty((num_items, width), dtype=table.dtype, device=table.device)
+    table = table if table.stride(1) == 1 else table.contiguous()
+    block = min(next_power_of_2(width), 2048)
+    launch = Launch(
+        kernel="gather:_gather_rows_kernel",
+        grid=(num_items, cdiv(width, block)),
+        args={
+            "index_ptr": index,
+            "table_ptr": table,
+            "out_ptr": out,
+            "num_rows": num_rows,
+            "width": width,
+            "table_stride": table.stride(0),
+        },
+        constexprs={"INDEX_OFFSET": index_offset, "ROW_OFFSET": row_offset, "BLOCK": block},
+        num_warps=min(max(block // 512, 1), 4),
+        dynamic=("num_rows",),
+    )
+    return [launch], out

@@ -1,0 +1,51 @@
+"""Launch of the tiled GEMM."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+# Row tiles walked before the next column tile, so that weight tiles stay in L2.
+_GROUP_M = 8
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch], Tensor]:
+    n, k = weight.shape
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    x = x if x.stride(-1) == 1 or k == 1 else x.contiguous()
+    weight = weight if weight.stride(-1) == 1 or k == 1 else weight.contiguous()
+    rows = x.reshape(-1, k)
+    m = rows.shape[0]
+    wide = x.dtype.itemsize > 2  # float32 runs on the plain cores: keep its tiles in registers
+    block_m = min(max(next_power_of_2(max(m, 1)), 16), 64 if wide else 128)
+    block_n = 32 if wide or block_m == 16 else 128
+    block_k = 32 if wide else (128 if block_m == 16 else 64)
+    launch = Launch(
+        kernel="linear:_linear_kernel",
+        grid=(cdiv(m, block_m) * cdiv(n, block_n),),
+        args={
+            "x_ptr": rows,
+            "weight_ptr": weight,
+            "bias_ptr": bias,
+            "out_ptr": out,
+            "M": m,
+            "N": n,
+            "K": k,
+            "x_stride": rows.stride(0),
+            "weight_stride": weight.stride(0),
+        },
+        constexprs={
+            "HAS_BIAS": bias is not None,
+            "GROUP_M": _GROUP_M,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": block_k,
+        },
+        num_warps=8 if block_m * block_n >= 128 * 128 else 4,
+        num_stages=4 if block_m == 16 else 3,
+        dynamic=("M",),
+    )
+    return [launch], out

@@ -1,0 +1,84 @@
+"""Launches of RMSNorm and add + RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+# Elements of a tile below which one program takes several rows (QK-norm has rows of 64 to 256).
+_TILE_ELEMENTS = 1024
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """``x`` as rows: (tensor, rows, inner rows, outer stride, inner stride), copied if it must be.
+
+    Two strides, because heads of a packed qkv tensor [tokens, heads, head_dim] have two.
+    """
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+    if x.dim() > 3:
+        x = x.reshape(-1, x.shape[-2], x.shape[-1])
+    if x.dim() == 3:
+        return x, x.shape[0] * x.shape[1], max(x.shape[1], 1), x.stride(0), x.stride(1)
+    rows = x if x.dim() == 2 else x.reshape(1, -1)
+    return rows, rows.shape[0], 1, rows.stride(0), 0
+
+
+def _plan(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Launch, Tensor, Tensor | None]:
+    hidden = x.shape[-1]
+    if weight.shape != (hidden,) or (residual is not None and residual.shape != x.shape):
+        found = None if residual is None else list(residual.shape)
+        raise ValueError(
+            f"x is {list(x.shape)}: expected weight [{hidden}], found {list(weight.shape)}, and a "
+            f"residual like x, found {found}"
+        )
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    residual_out = None if residual is None else torch.empty_like(out)
+    x_rows, num_rows, inner, x_outer, x_inner = _rows(x)
+    r_rows, _, _, r_outer, r_inner = _rows(x if residual is None else residual)
+    block = next_power_of_2(hidden)
+    tile_rows = max(min(_TILE_ELEMENTS // block, next_power_of_2(max(num_rows, 1))), 1)
+    args: dict[str, Any] = {
+        "x_ptr": x_rows,
+        "residual_ptr": None if residual is None else r_rows,
+        "weight_ptr": weight,
+        "out_ptr": out,
+        "residual_out_ptr": residual_out,
+        "num_rows": num_rows,
+        "inner": inner,
+        "hidden": hidden,
+        "x_outer_stride": x_outer,
+        "x_inner_stride": x_inner,
+        "residual_outer_stride": r_outer,
+        "residual_inner_stride": r_inner,
+        "eps": eps,
+    }
+    launch = Launch(
+        kernel="norm:_rms_norm_kernel",
+        grid=(cdiv(num_rows, tile_rows),),
+        args=args,
+        constexprs={"ADD": residual is not None, "ROWS": tile_rows, "BLOCK": block},
+        num_warps=min(max(tile_rows * block // 512, 1), 16),
+        dynamic=("num_rows",),
+    )
+    return launch, out, residual_out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[list[Launch], Tensor]:
+    launch, out, _ = _plan(x, None, weight, eps)
+    return [launch], out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    launch, out, residual_out = _plan(x, residual, weight, eps)
+    assert residual_out is not None
+    return [launch], (out, residual_out)

@@ -1,0 +1,120 @@
+"""Launches of paged attention: one for sequences with one query, one for the rest."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .paged_attention_plan import MAX_SEQS, plan
+
+# Arrival counters of split sequences: one per (sequence, KV head).  Zero between launches.
+MAX_COUNTERS = 1 << 16
+_H200_SMS = 132
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type == "meta":
+        return _H200_SMS  # any: variants follow from sizes that fill or leave empty every GPU
+    # Under the interpreter few programs: it runs them one after the other, and they must loop.
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros that every launch leaves as zeros.  One stream a device may run this op at a time."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"paged_attention's first call on {device} is inside a CUDA graph capture, where its"
+            " counters cannot be allocated: run the op once before capturing"
+        )
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor) -> None:
+    head_dim = q.shape[2]
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        raise ValueError(f"q has strides {q.stride()}: heads must be contiguous, only tokens apart")
+    if not (out.is_contiguous() and kv_cache.is_contiguous() and block_table.stride(1) == 1):
+        raise ValueError("paged_attention needs contiguous out, kv_cache and block_table rows")
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+) -> tuple[list[Launch], None]:
+    """The launches of one call; nothing of them depends on values on the device."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs, max_blocks = block_table.shape
+    _, _, page, kv_heads, _ = kv_cache.shape
+    _check_layout(q, kv_cache, block_table, out)
+    if num_seqs > MAX_SEQS or num_seqs * kv_heads > MAX_COUNTERS:
+        raise ValueError(
+            f"paged_attention takes {MAX_SEQS} sequences and {MAX_COUNTERS} pairs of a sequence"
+            f" and a KV head at most, got {num_seqs} sequences of {kv_heads} KV heads"
+        )
+    if num_tokens == 0 or num_seqs == 0:
+        return [], None
+    p = plan(
+        num_tokens,
+        num_seqs,
+        max_blocks * page,
+        kv_heads,
+        num_heads // kv_heads,
+        head_dim,
+        page,
+        q.element_size(),
+        _num_sms(q.device),
+    )
+    tensors = {
+        "q_ptr": q,
+        "kv_ptr": kv_cache,
+        "table_ptr": block_table,
+        "seq_lens_ptr": seq_lens,
+        "query_start_ptr": query_start_loc,
+        "out_ptr": out,
+    }
+    sizes = {
+        "num_seqs": num_seqs,
+        "q_stride": q.stride(0),
+        "table_stride": block_table.stride(0),
+    }
+    logits = {"scale": scale, "window": sliding_window, "soft_cap": soft_cap}
+    flags = {"HAS_WINDOW": sliding_window > 0, "HAS_CAP": soft_cap > 0}
+    splits = {"max_splits": p.max_splits, "partial_rows": p.partial_rows}
+    scratch = torch.empty(p.scratch_numel, dtype=torch.float32, device=q.device)
+    scratches = {"scratch_ptr": scratch, "counter_ptr": _counters(q.device)}
+    dynamic = ("num_seqs", "table_stride", "window")
+    decode = Launch(
+        "paged_attention:_decode_kernel",
+        p.decode_grid,
+        tensors | scratches | sizes | splits | logits,
+        p.decode_constexprs | flags,
+        p.decode_warps,
+        p.decode_stages,
+        (*dynamic, *splits),
+    )
+    if num_tokens == num_seqs:
+        return [decode], None
+    prefill = Launch(
+        "paged_attention:_prefill_kernel",
+        p.prefill_grid,
+        tensors | sizes | logits,
+        p.prefill_constexprs | flags,
+        p.prefill_warps,
+        p.prefill_stages,
+        dynamic,
+    )
+    return [prefill, decode], None

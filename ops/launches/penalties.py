@@ -1,0 +1,69 @@
+"""Launches of the penalties for tokens seen before, and of the counting that feeds them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+_COUNT_BLOCK = 256
+
+
+def apply_penalties(
+    logits: Tensor,
+    output_counts: Tensor,
+    prompt_mask: Tensor,
+    slots: Tensor,
+    repetition_penalty: Tensor,
+    frequency_penalty: Tensor,
+    presence_penalty: Tensor,
+) -> Launch:
+    num_seqs, vocab = logits.shape
+    for name, rows in [("logits", logits), ("counts", output_counts), ("mask", prompt_mask)]:
+        if rows.stride(-1) != 1 or rows.shape[-1] != vocab:
+            raise ValueError(
+                f"{name} has shape {list(rows.shape)} and stride {rows.stride()}, "
+                f"expected rows of {vocab} contiguous columns"
+            )
+    block = min(2048, next_power_of_2(vocab))
+    return Launch(
+        kernel="penalties:_penalties_kernel",
+        grid=(num_seqs, cdiv(vocab, block)),
+        args={
+            "logits_ptr": logits,
+            "counts_ptr": output_counts,
+            "prompt_mask_ptr": prompt_mask.view(torch.int8),
+            "slots_ptr": slots,
+            "repetition_ptr": repetition_penalty,
+            "frequency_ptr": frequency_penalty,
+            "presence_ptr": presence_penalty,
+            "vocab": vocab,
+            "logits_stride": logits.stride(0),
+            "counts_stride": output_counts.stride(0),
+            "mask_stride": prompt_mask.stride(0),
+        },
+        constexprs={"BLOCK": block},
+        num_warps=8,
+    )
+
+
+def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Launch:
+    if output_counts.stride(-1) != 1:
+        raise ValueError(f"output_counts has stride {output_counts.stride()}, expected (..., 1)")
+    num_tokens = token_ids.shape[0]
+    return Launch(
+        kernel="penalties:_count_tokens_kernel",
+        grid=(cdiv(num_tokens, _COUNT_BLOCK),),
+        args={
+            "token_ids_ptr": token_ids,
+            "slots_ptr": slots,
+            "counts_ptr": output_counts,
+            "num_tokens": num_tokens,
+            "counts_stride": output_counts.stride(0),
+        },
+        constexprs={"BLOCK": _COUNT_BLOCK},
+        num_warps=4,
+        dynamic=("num_tokens",),
+    )

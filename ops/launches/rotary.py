@@ -1,0 +1,60 @@
+"""Launch of the rotary embedding: queries and keys in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+# Fewer heads a program while the grid would leave SMs idle.
+_FEW_TOKENS = 64
+
+
+def rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_k_heads = k.shape[1]
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    q = q if q.stride(2) == 1 else q.contiguous()
+    k = k if k.stride(2) == 1 else k.contiguous()
+    half = cos_sin_cache.shape[1] // 2
+    half_block = next_power_of_2(half)
+    rest_block = next_power_of_2(max(head_dim - 2 * half, 1))
+    heads = 4 if num_tokens <= _FEW_TOKENS else 8
+    heads = min(heads, next_power_of_2(max(num_q_heads, num_k_heads)))
+    args: dict[str, Any] = {
+        "positions_ptr": positions,
+        "q_ptr": q,
+        "k_ptr": k,
+        "cache_ptr": cos_sin_cache,
+        "q_out_ptr": q_out,
+        "k_out_ptr": k_out,
+        "num_q_heads": num_q_heads,
+        "num_k_heads": num_k_heads,
+        "max_position": cos_sin_cache.shape[0],
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_token_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+    }
+    launch = Launch(
+        kernel="rotary:_rotary_kernel",
+        grid=(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_k_heads, heads)),
+        args=args,
+        constexprs={
+            "HEAD_DIM": head_dim,
+            "HALF": half,
+            "HALF_BLOCK": half_block,
+            "REST_BLOCK": rest_block,
+            "HEADS": heads,
+        },
+        num_warps=min(max(heads * half_block // 256, 1), 4),
+        dynamic=("max_position",),
+    )
+    return [launch], (q_out, k_out)

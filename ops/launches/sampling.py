@@ -1,0 +1,139 @@
+"""Launches of the sampling kernels over rows of logits [num_seqs, vocab]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+# Programs that fill an H200 (132 SMs) several times over, so that reads overlap reductions.
+_TARGET_PROGRAMS = 1056
+_SEARCH_BLOCK = 8192
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    if logits.dim() != 2:
+        raise ValueError(f"logits have shape {list(logits.shape)}, expected [num_seqs, vocab]")
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """How a row is divided among programs.
+
+    Columns a ``block``; blocks a program, ``num_blocks``; programs a row, ``splits``; ``lanes``: a
+    power of two, no less than ``splits``, the same for any number of rows above 4.
+    """
+
+    block: int
+    num_blocks: int
+    splits: int
+    lanes: int
+
+
+def split_rows(num_seqs: int, vocab: int, *, largest: int = 4096) -> RowSplit:
+    """Split rows of ``vocab`` columns so that the device is full; blocks of at most ``largest``."""
+    block = min(1024 if num_seqs <= 4 else largest, next_power_of_2(vocab))
+    blocks = cdiv(vocab, block)
+    wanted = min(max(cdiv(_TARGET_PROGRAMS, max(num_seqs, 1)), 1), blocks)
+    num_blocks = cdiv(blocks, wanted)
+    return RowSplit(block, num_blocks, cdiv(blocks, num_blocks), next_power_of_2(blocks))
+
+
+def _argmax_launches(
+    logits: Tensor, sampling_args: dict[str, Tensor], *, draw: bool, filtered: bool
+) -> tuple[list[Launch], Tensor]:
+    num_seqs, vocab = logits.shape
+    # The noise needs registers: with 4096 columns only two programs would fit a SM.
+    split = split_rows(num_seqs, vocab, largest=2048 if draw else 4096)
+    best = torch.empty((num_seqs, split.splits), dtype=torch.float32, device=logits.device)
+    index = torch.empty((num_seqs, split.splits), dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_seqs, dtype=torch.int32, device=logits.device)
+    partial = Launch(
+        kernel="sampling:_argmax_partial_kernel",
+        grid=(num_seqs, split.splits),
+        args={
+            "logits_ptr": logits,
+            **sampling_args,
+            "best_ptr": best,
+            "index_ptr": index,
+            "vocab": vocab,
+            "row_stride": logits.stride(0),
+            "num_blocks": split.num_blocks,
+        },
+        constexprs={"SAMPLE": draw, "FILTER": filtered, "BLOCK": split.block},
+        num_warps=4 if split.block <= 1024 else 8,
+        dynamic=("num_blocks",),
+    )
+    reduce = Launch(
+        kernel="sampling:_argmax_reduce_kernel",
+        grid=(num_seqs,),
+        args={"best_ptr": best, "index_ptr": index, "out_ptr": out, "splits": split.splits},
+        constexprs={"BLOCK": split.lanes},
+        num_warps=1,
+        dynamic=("splits",),
+    )
+    return [partial, reduce], out
+
+
+def argmax(logits: Tensor) -> tuple[list[Launch], Tensor]:
+    logits = rows_of(logits)
+    unused = ("temperature_ptr", "threshold_ptr", "seeds_ptr", "positions_ptr")
+    return _argmax_launches(logits, dict.fromkeys(unused, logits), draw=False, filtered=False)
+
+
+def _search_rounds(dtype: torch.dtype) -> int:
+    """Rounds of two bits after which the radix search tells all values of a dtype apart."""
+    return {torch.bfloat16: 8, torch.float16: 10}.get(dtype, 16)  # 16, 19 -> 20 and 32 bits
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[list[Launch], Tensor]:
+    logits = rows_of(logits)
+    num_seqs, vocab = logits.shape
+    filtered = not (top_k is None and top_p is None and min_p is None)
+    threshold = torch.empty_like(temperature) if filtered else temperature
+    sampling_args = {
+        "temperature_ptr": temperature,
+        "threshold_ptr": threshold,
+        "seeds_ptr": seeds,
+        "positions_ptr": positions,
+    }
+    launches, out = _argmax_launches(logits, sampling_args, draw=True, filtered=filtered)
+    if not filtered:
+        return launches, out
+    block = min(_SEARCH_BLOCK, next_power_of_2(vocab))
+    search = Launch(
+        kernel="sampling:_threshold_kernel",
+        grid=(num_seqs,),
+        args={
+            "logits_ptr": logits,
+            "temperature_ptr": temperature,
+            "top_k_ptr": temperature if top_k is None else top_k,
+            "top_p_ptr": temperature if top_p is None else top_p,
+            "min_p_ptr": temperature if min_p is None else min_p,
+            "threshold_ptr": threshold,
+            "vocab": vocab,
+            "row_stride": logits.stride(0),
+        },
+        constexprs={
+            "HAS_TOP_K": top_k is not None,
+            "HAS_TOP_P": top_p is not None,
+            "HAS_MIN_P": min_p is not None,
+            "ROUNDS": _search_rounds(logits.dtype),
+            "BLOCK": block,
+        },
+        num_warps=max(block // 256, 1),
+    )
+    return [search, *launches], out

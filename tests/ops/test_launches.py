@@ -1,0 +1,215 @@
+"""Launches as data: what they are specialized on, and that a model needs few variants of them."""
+
+from __future__ import annotations
+
+import pkgutil
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fusewright.ops.launches as host
+from fusewright import ops
+from fusewright.ops import BY_NAME, Launch, Variant, representative_sizes, variants_of
+
+META = torch.device("meta")
+WITH_TRITON = [op.name for op in ops.ALL_OPS if any(i.launches for i in op.implementations)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shapes of a model, and limits of an engine that must change nothing."""
+
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    intermediate: int = 14336
+    vocab: int = 128256
+    window: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    max_num_seqs: int = 256
+    max_blocks: int = 512
+    num_blocks: int = 5000
+
+
+LLAMA_3_8B = Model()
+OTHERS = {
+    "abacus": Model(256, 4, 2, 64, 768, 40, 0, torch.float32),
+    "smol, 9 heads": Model(576, 9, 3, 64, 1536, 49152),
+    "one head, window": Model(64, 1, 1, 256, 100, 262144, 512),
+}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]]:
+    """Arguments of every call of ``op`` that a model and its sampler make at these sizes."""
+    x = empty(tokens, m.hidden, dtype=m.dtype)
+    qkv = empty(tokens, m.heads + 2 * m.kv_heads, m.dim, dtype=m.dtype)
+    q, k, v = qkv.split([m.heads, m.kv_heads, m.kv_heads], dim=1)
+    weight, cache = empty(m.hidden, dtype=m.dtype), (m.num_blocks, 2, 16, m.kv_heads, m.dim)
+    starts, per_token, per_seq = empty(seqs + 1), empty(tokens), empty(seqs)
+    floats, slots = empty(seqs, dtype=torch.float32), empty(m.max_num_seqs)
+    logits = empty(seqs, m.vocab, dtype=m.dtype)
+    state = (m.max_num_seqs, m.vocab)
+    if op == "rms_norm":
+        yield x, weight, 1e-5
+        yield q, empty(m.dim, dtype=m.dtype), 1e-5
+        yield k, empty(m.dim, dtype=m.dtype), 1e-5
+    elif op == "add_rms_norm":
+        yield x, x, weight, 1e-5
+    elif op in ("silu_mul", "gelu_tanh_mul"):
+        yield (empty(tokens, 2 * m.intermediate, dtype=m.dtype),)
+    elif op == "rotary_embedding":
+        yield per_token, q, k, empty(8192, m.dim, dtype=torch.float32)
+    elif op == "kv_store":
+        yield k, v, empty(*cache, dtype=m.dtype), per_token
+    elif op == "paged_attention":
+        table, out = empty(seqs, m.max_blocks), empty(tokens, m.heads, m.dim, dtype=m.dtype)
+        kv_cache = empty(*cache, dtype=m.dtype)
+        yield q, kv_cache, table, per_seq, starts, out, m.dim**-0.5, m.window, 0.0
+    elif op == "linear":
+        yield x, empty(m.intermediate, m.hidden, dtype=m.dtype), None
+    elif op == "embedding":
+        yield per_token, empty(m.vocab, m.hidden, dtype=m.dtype)
+    elif op == "gather_last_token":
+        yield x, starts
+    elif op == "feed_tokens":
+        yield per_token, slots, per_seq
+    elif op == "keep_tokens":
+        yield slots, per_seq, per_seq
+    elif op == "argmax":
+        yield (logits,)
+    elif op == "sample":
+        for filters in (0, 1, 2, 4, 7):
+            some = [(floats if filters & bit else None) for bit in (1, 2, 4)]
+            seeds = empty(seqs, dtype=torch.int64)
+            yield (logits.float(), floats, *some, seeds, per_seq)
+    elif op == "token_logprobs":
+        for num_logprobs in (0, 1, 5, 32):
+            yield logits, per_seq, num_logprobs
+    elif op == "apply_penalties":
+        masks = empty(*state, dtype=torch.bool)
+        yield (logits.float(), empty(*state), masks, per_seq, *[floats] * 3)
+    elif op == "count_tokens":
+        yield per_seq, per_seq, empty(*state)
+    else:
+        raise AssertionError(f"{op} has Triton kernels: add its calls here")
+
+
+def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[Launch]:
+    describe = BY_NAME[op].implementation("triton").launches
+    assert describe is not None
+    for tokens, seqs in sizes:
+        for args in calls(op, m, tokens, seqs):
+            yield from describe(*args)[0]
+
+
+def every_size() -> list[tuple[int, int]]:
+    ones = range(1, 601)
+    found = {(tokens, 1) for tokens in ones} | {(seqs, seqs) for seqs in ones}
+    found |= {(seqs + 1, seqs) for seqs in ones} | {(8192, seqs) for seqs in ones}
+    found |= {(tokens, seqs) for seqs in (2, 64, 65) for tokens in ones if tokens >= seqs}
+    large = (1023, 1024, 1025, 2048, 4096)
+    for seqs in (1, 2, 64, 65, *large):
+        found |= {(tokens, seqs) for tokens in (*large, 4097, 16384, 32768) if tokens >= seqs}
+    return sorted(found)
+
+
+def names(variants: set[Variant]) -> set[str]:
+    return {f"{variant.name} {variant.to_json()}" for variant in variants}
+
+
+@pytest.mark.parametrize("op", WITH_TRITON)
+def test_representative_sizes_need_every_variant_of_llama_3_8b(op: str) -> None:
+    few = variants_of(launches(op, LLAMA_3_8B, representative_sizes()))
+    assert names(variants_of(launches(op, LLAMA_3_8B, every_size()))) == names(few)
+
+
+@pytest.mark.parametrize("model", OTHERS)
+@pytest.mark.parametrize("op", WITH_TRITON)
+def test_representative_sizes_need_every_variant_of_other_models(
+    op: str, model: str, fw_seed: int
+) -> None:
+    rng = random.Random(fw_seed)
+    sizes = []
+    for _ in range(150):
+        tokens = int(2 ** rng.uniform(0, 15))
+        sizes.append((tokens, min(rng.randint(1, tokens), 4096)))
+    few = variants_of(launches(op, OTHERS[model], representative_sizes()))
+    more = variants_of(launches(op, OTHERS[model], sizes))
+    assert not names(more) - names(few), f"--fw-seed={fw_seed}"
+
+
+@pytest.mark.parametrize("op", WITH_TRITON)
+def test_limits_and_memory_add_no_variants(op: str) -> None:
+    sizes = representative_sizes()
+    usual = variants_of(launches(op, LLAMA_3_8B, sizes))
+    for limits in ((1, 1, 1), (16, 16, 16), (4096, 8192, 123457)):
+        max_num_seqs, max_blocks, num_blocks = limits
+        model = Model(max_num_seqs=max_num_seqs, max_blocks=max_blocks, num_blocks=num_blocks)
+        assert names(variants_of(launches(op, model, sizes))) == names(usual)
+
+
+def test_a_model_needs_few_variants() -> None:
+    sizes = representative_sizes()
+    count = {op: len(variants_of(launches(op, LLAMA_3_8B, sizes))) for op in WITH_TRITON}
+    assert len(sizes) < 30 and max(count.values()) <= 16, count
+
+
+def example(**args: Any) -> Launch:
+    return Launch("module:kernel", (1,), args, {"BLOCK": 8}, dynamic=("n",))
+
+
+def test_what_a_launch_is_specialized_on() -> None:
+    data = empty(64, dtype=torch.bfloat16)
+    launch = example(x=data, y=data[1:], none=None, flag=True, one=1, n=1, m=48, k=3, eps=1.0)
+    variant = launch.variant()
+    assert dict(variant.signature) == {
+        "x": "*bf16", "y": "*bf16", "n": "i32", "m": "i32", "k": "i32", "eps": "fp32"
+    }  # fmt: skip
+    assert dict(variant.constexprs) == {"none": None, "flag": True, "one": 1, "BLOCK": 8}
+    assert variant.divisible == ("x", "m")
+    assert dict(example(far=2**31, n=16).variant().signature) == {"far": "i64", "n": "i32"}
+
+
+def test_dynamic_integers_make_no_variants() -> None:
+    assert len({example(n=n).variant() for n in (0, 1, 2, 16, 2**31 - 1)}) == 1
+    assert len({example(m=m).variant() for m in (1, 2, 16)}) == 3
+
+
+def test_memory_without_data_counts_as_if_it_began_aligned() -> None:
+    real = torch.zeros(64)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(real)
+        for make in (lambda t: t, lambda t: t[1:], lambda t: t[4:]):
+            expected = example(x=make(empty(64, dtype=torch.float32))).variant()
+            assert example(x=make(fake)).variant() == expected
+
+
+@pytest.mark.parametrize("value", ["text", 1 + 2j, torch.zeros(2, dtype=torch.complex64)])
+def test_an_argument_that_no_kernel_takes_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="module:kernel: x is"):
+        example(x=value).variant()
+
+
+def test_importing_ops_and_launches_imports_no_triton() -> None:
+    names = [module.name for module in pkgutil.iter_modules(host.__path__)]
+    modules = [f"{host.__name__}.{name}" for name in names]
+    assert len(modules) > 10
+    code = (
+        f"import sys, importlib, fusewright.ops\nfor m in {modules}: importlib.import_module(m)\n"
+    )
+    code += "sys.exit('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
