@@ -1,102 +1,103 @@
-"""``compile()``: the table of contents of the compiler."""
+"""``compile()``: the program of a key, from a store, or built and put there."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-
+from .. import ops
 from ..config import CompileConfig
-from ..passes import PassReport, Subgraph, build_passes, check_required, run_passes
-from .emit import emit
-from .lower import lower
-from .partition import partition
-from .plan import Plan, make_plan
-from .program import Program, link
-from .trace import trace
-from .tune import Tuner
+from .artifact import Artifact
+from .key import Key
+from .load import load
+from .plan import Plan
+from .program import Program
+from .source import Source
+from .store import Store
+from .timer import Timer
 
-
-@dataclass(frozen=True)
-class Example:
-    """What a model is traced with: see ``trace()``."""
-
-    args: tuple[Any, ...]
-    named: Mapping[str, Tensor]
-    dynamic: Mapping[str, Mapping[int, str]]
+_log = logging.getLogger(__name__)
 
 
 @dataclass
 class Compiled:
-    """A program with the account of how it came to be; at ``-O0`` there is only the program."""
+    """A program with the account of how it came to be; at ``-O0`` there is only the program.
+
+    ``report`` is what the artifact says of its build: passes, choices, pieces, seconds.
+    """
 
     program: Program
     plan: Plan | None = None
-    pieces: Mapping[str, Subgraph] = field(default_factory=dict)
-    reports: list[PassReport] = field(default_factory=list)
-    choices: Counter[str] = field(default_factory=Counter)
+    artifact: Artifact | None = None
+    built: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    tuned_us: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        return self.artifact.manifest.report if self.artifact else {}
 
 
 def compile(
-    model: nn.Module,
-    example: Example,
+    source: Callable[[], Source],
     config: CompileConfig,
     *,
+    key: Key,
+    store: Store,
+    require: bool = False,
+    label: str = "",
+    device: str = "cpu",
     sm: int = 0,
     on_phase: Callable[[str], None] = lambda phase: None,
+    dump: Path | None = None,
 ) -> Compiled:
-    """Compile ``model`` for every batch size: trace, rewrite, split, compile what differs, link.
+    """The program of ``key``: loaded from ``store``, built and published there when it is missing.
 
     Args:
-        model: the module; its weights become inputs and are bound to the program by the caller.
-        example: arguments to trace with.
+        source: makes what is compiled; called only when there is no artifact.
         config: level, passes, kernel choices.
+        key: names everything that the compiled code depends on.
+        require: refuse to build.
+        label: what the artifact is, for people.
+        device: "cpu" or "cuda".
         sm: compute capability of the target GPU, such as 90; 0 for none.
         on_phase: told the name of each phase as it starts.
+        dump: build in any case and write what each phase made into this folder.
 
     Raises:
-        TraceError: the model cannot be captured as one graph.
-        RequiredFusionError: a pass of ``config.required`` missed a site.
-        VerificationError: a rewrite changed values beyond its tier (with ``config.verify``).
-        LoweringError: an op has no implementation for its call.
+        UserError: there is no artifact that may be used and ``require`` is set, with the reason;
+            or the store cannot be written.
+        TraceError, RequiredFusionError, VerificationError, LoweringError, EmitError: see the
+            phases.
     """
-    seconds: dict[str, float] = {}
+    timer = Timer(on_phase)
+    built = False
+    with timer.phase("find artifact"):
+        artifact = store.find(key) if dump is None else None
+    if artifact is None:
+        if require:
+            raise store.missing(key)
+        with store.lock(key, on_wait=lambda: on_phase("another process compiles this")):
+            artifact = store.find(key) if dump is None else None
+            if artifact is None:
+                from .build import build
 
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        on_phase(name)
-        start = time.perf_counter()
-        yield
-        seconds[name] = time.perf_counter() - start
+                for refusal in store.refusals:
+                    _log.warning("%s: %s; compiling anew", refusal.path, refusal.reason)
+                built = True
+                files, report = build(
+                    source(), config, device=device, sm=sm, label=label, timer=timer, dump=dump
+                )
+                with timer.phase("publish"):
+                    artifact = store.publish(key, files, report, label)
+    with timer.phase("load"):
+        ops.KERNELS.sealed = require
+        plan, program = load(artifact)
+    compiled = Compiled(program, plan, artifact, built, timer.seconds)
+    if config.required:
+        from ..passes import PassReport, check_required
 
-    with phase("trace"):
-        traced = trace(model, example.args, example.named, example.dynamic)
-    with phase("passes"):
-        reports = run_passes(traced.gm, build_passes(config.passes), verify=config.verify)
-        check_required(reports, config.required)
-    with phase("partition"):
-        regions = partition(traced.gm)
-    tuner = Tuner() if config.tune and sm else None
-    with phase("lower"):
-        choices = lower(
-            traced.gm,
-            hand_kernels=config.hand_kernels,
-            kernels=dict(config.kernels),
-            sm=sm,
-            tuner=tuner,
-        )
-    with phase("dedupe"):
-        plan, pieces = make_plan(traced, regions)
-    with phase("emit"):
-        callables = emit(pieces, tune=config.tune, on_piece=lambda i: on_phase(f"piece {i}"))
-    program = link(plan, callables)
-    return Compiled(
-        program, plan, pieces, reports, choices, seconds, tuner.measured if tuner else {}
-    )
+        check_required(map(PassReport.from_json, compiled.report["passes"]), config.required)
+    return compiled

@@ -1,13 +1,34 @@
-"""Compile the distinct pieces with Inductor."""
+"""Lowered pieces into code: printed where there is nothing to fuse, else compiled by Inductor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
-import torch
+from ..passes import Subgraph
+from .emit_direct import emit_direct, fusable
+from .piece_code import EmitError, PieceCode
 
-from ..passes import Subgraph, fake_value
+__all__ = ["EmitError", "EmitterChoice", "PieceCode", "choose_emitter", "emit"]
+
+
+@dataclass(frozen=True)
+class EmitterChoice:
+    """Which emitter makes a piece's code, and why; prints as both."""
+
+    emitter: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.emitter}: {self.reason}"
+
+
+def choose_emitter(piece: Subgraph) -> EmitterChoice:
+    """``direct`` when Inductor would only call the piece's ops in turn, else ``inductor``."""
+    names = list(dict.fromkeys(fusable(piece)))
+    if not names:
+        return EmitterChoice("direct", "opaque ops, library calls and views only")
+    return EmitterChoice("inductor", f"it can fuse {', '.join(names)}")
 
 
 def emit(
@@ -15,23 +36,26 @@ def emit(
     *,
     tune: bool,
     on_piece: Callable[[str], None] = lambda progress: None,
-) -> dict[str, Callable[..., Any]]:
-    """Compile each lowered piece once; a piece maps its inputs to a sequence of outputs.
+    dims: Mapping[str, str] | None = None,
+) -> dict[str, PieceCode]:
+    """Make the code of each lowered piece.
 
     Args:
         tune: search each Triton kernel's configuration by coordinate descent (``-O3``).
         on_piece: told "1 of 3" and so on before each piece.
-    """
-    from torch._inductor import standalone_compile
+        dims: name of each size symbol ("s88" -> "num_tokens"), for reading.
 
-    options = {"coordinate_descent_tuning": tune}
-    compiled: dict[str, Callable[..., Any]] = {}
+    Raises:
+        EmitError: a piece cannot stand alone; names what is in the way.
+    """
+    code: dict[str, PieceCode] = {}
     for number, (name, piece) in enumerate(pieces.items(), start=1):
         on_piece(f"{number} of {len(pieces)}")
-        placeholders = piece.module.graph.find_nodes(op="placeholder")
-        example_inputs = [fake_value(node) for node in placeholders]
-        with torch.inference_mode(), torch._inductor.config.patch(options):
-            compiled[name] = standalone_compile(
-                piece.module, example_inputs, dynamic_shapes="from_graph"
-            )
-    return compiled
+        if choose_emitter(piece).emitter == "direct":
+            code[name] = emit_direct(piece, dims or {})
+        else:
+            # Takes seconds to import, which the other emitter does without.
+            from .emit_inductor import emit_inductor
+
+            code[name] = emit_inductor(piece, dims or {}, tune=tune)
+    return code

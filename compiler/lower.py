@@ -11,28 +11,12 @@ from torch import fx
 from .. import ops
 from ..config import UserError
 from ..passes import fake_value
+from .check_kernels import check_kernels
 from .tune import Tuner
 
 
 class LoweringError(RuntimeError):
     """A semantic op was left, or none of its implementations fits the call."""
-
-
-def check_kernels(kernels: Mapping[str, str]) -> None:
-    """Refuse forced implementations of ops that do not exist or do not have them.
-
-    Raises:
-        UserError: names what is there.
-    """
-    for name, implementation in kernels.items():
-        if name not in ops.BY_NAME:
-            raise UserError(f"kernels={name}=…: no such op; known: {', '.join(ops.BY_NAME)}")
-        known = [impl.name for impl in ops.BY_NAME[name].implementations]
-        if implementation not in known:
-            raise UserError(
-                f"kernels={name}={implementation}: {name} has no such implementation; "
-                f"it has: {', '.join(known)}"
-            )
 
 
 def lower(

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
-
-import torch
-from torch import fx
-
-from ..passes import Subgraph, digest, fake_value
-from .partition import Region, free_symbols
-from .trace import GraphInput, Traced
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,72 +35,56 @@ class OpStep:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Steps in order.  ``sizes`` says which dimension of which step input each size value is.
+class TensorInput:
+    """What the program requires of a tensor: a dimension is a size or the name of what it counts,
+    and tensors that count the same have the same size there."""
 
-    A step is ``per_token`` when no shape in it counts sequences: it can then be captured for a
-    padded number of tokens, whatever the sequences are.
+    dtype: str
+    shape: tuple[int | str, ...]
+    device: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps in order.
+
+    Attributes:
+        steps: a step is ``per_token`` when no shape in it counts sequences: it can then be captured
+            for a padded number of tokens, whatever the sequences are.
+        inputs: the tensors that come from outside, by name; all are contiguous.
+        sizes: size value -> (name, dimension) of the input that carries it.
+        ranges: what a dynamic dimension counts -> least and largest size that the code is for.
+        output: name of the result.
     """
 
     steps: tuple[PieceStep | OpStep, ...]
-    inputs: tuple[str, ...]
+    inputs: Mapping[str, TensorInput]
     sizes: Mapping[str, tuple[str, int]]
+    ranges: Mapping[str, tuple[int, int]]
     output: str
 
     def to_json(self) -> dict[str, Any]:
+        """Plain JSON; a step has either ``piece`` or ``op``, a named value is ``{"name": …}``."""
         return asdict(self)
 
-
-PER_SEQUENCE = ("num_seqs", "num_seqs_plus_1")
-"""Names of the dynamic dimensions that count sequences."""
-
-
-def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Subgraph]]:
-    """Name every value, give each region a step, and keep one subgraph for identical regions.
-
-    Returns the plan and the distinct pieces by digest.
-    """
-    placeholders = traced.gm.graph.find_nodes(op="placeholder")
-    names: dict[fx.Node, str] = {}
-    sizes: dict[str, tuple[str, int]] = {}
-    for node, source in zip(placeholders, traced.inputs, strict=True):
-        names[node] = _input_name(source)
-        if source.dim is not None:
-            sizes[names[node]] = (source.name, source.dim)
-    pieces: dict[str, Subgraph] = {}
-    steps: list[PieceStep | OpStep] = []
-    for region in regions:
-        for node in region.nodes:
-            names[node] = f"%{node.name}"
-        outputs = tuple(names[node] for node in region.outputs)
-        per_token = not _counts_sequences(traced, region)
-        if region.is_single_op:
-            node = region.nodes[0]
-            args: Any = fx.node.map_arg(node.args, lambda n: cast("Any", Value(names[n])))
-            steps.append(OpStep(_op_name(node), args, outputs, per_token))
-            continue
-        subgraph = region.subgraph()
-        piece = digest(subgraph.module)
-        pieces.setdefault(piece, subgraph)
-        inputs = tuple(names[node] for node in region.inputs)
-        steps.append(PieceStep(piece, inputs, outputs, per_token))
-    (result,) = next(iter(traced.gm.graph.find_nodes(op="output"))).args[0]
-    plan = Plan(tuple(steps), tuple(names[p] for p in placeholders), sizes, names[result])
-    return plan, pieces
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """The plan that ``to_json`` gave."""
+        return Plan(
+            steps=tuple(_step(step) for step in data["steps"]),
+            inputs={
+                name: TensorInput(spec["dtype"], tuple(spec["shape"]), spec["device"])
+                for name, spec in data["inputs"].items()
+            },
+            sizes={name: (source, dim) for name, (source, dim) in data["sizes"].items()},
+            ranges={name: (low, high) for name, (low, high) in data["ranges"].items()},
+            output=data["output"],
+        )
 
 
-def _op_name(node: fx.Node) -> str:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        raise TypeError(f"{node.format_node()} does not call a dispatcher op")
-    return str(node.target.name())
-
-
-def _input_name(source: GraphInput) -> str:
-    return source.name if source.dim is None else f"size:{source.name}:{source.dim}"
-
-
-def _counts_sequences(traced: Traced, region: Region) -> bool:
-    symbols = set()
-    for node in (*region.nodes, *region.inputs):
-        symbols |= {str(s) for s in free_symbols(fake_value(node))}
-    return any(traced.dims.get(s) in PER_SEQUENCE for s in symbols)
+def _step(data: Mapping[str, Any]) -> PieceStep | OpStep:
+    outputs, per_token = tuple(data["outputs"]), data["per_token"]
+    if "piece" in data:
+        return PieceStep(data["piece"], tuple(data["inputs"]), outputs, per_token)
+    args = tuple(Value(arg["name"]) if isinstance(arg, dict) else arg for arg in data["args"])
+    return OpStep(data["op"], args, outputs, per_token)

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .plan import OpStep, PieceStep, Plan, Value
+from .plan import OpStep, PieceStep, Plan, TensorInput, Value
 
 Environment = list[Any]
 """One value a slot; temporaries are dropped after their last use."""
+
+
+class InputError(RuntimeError):
+    """A tensor given to a program is not what its code was compiled for."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Program:
 
     Args:
         slots: value name -> index in the environment; ``inputs`` of them come from outside.
+        inputs: the tensors that come from outside and what is required of each; None: nothing.
         sizes: size value -> (name, dimension) of the tensor that carries it.
+        ranges: what a dynamic dimension counts -> its least and largest size.
         output: slot of the result.
     """
 
@@ -47,19 +53,26 @@ class Program:
         self,
         steps: Sequence[Step],
         slots: Mapping[str, int],
-        inputs: Sequence[str],
-        sizes: Mapping[str, tuple[str, int]],
+        inputs: Mapping[str, TensorInput | None],
         output: int,
+        sizes: Mapping[str, tuple[str, int]] | None = None,
+        ranges: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.steps = tuple(steps)
         self.output = output
         self._slots = dict(slots)
-        self._inputs = tuple(inputs)
-        self._sizes = dict(sizes)
+        self._inputs = dict(inputs)
+        self._sizes = dict(sizes or {})
+        self._ranges = dict(ranges or {})
         self._template: Environment = [None] * (max(slots.values(), default=-1) + 1)
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
-        """Fix values for every later step; names that the program does not read are ignored."""
+        """Fix values for every later step; names that the program does not read are ignored.
+
+        Raises:
+            InputError: a tensor is not what the compiled code was made for.
+        """
+        self._check(constants)
         for name, value in constants.items():
             if name in self._slots:
                 self._template[self._slots[name]] = value
@@ -71,14 +84,36 @@ class Program:
         """A fresh environment for one step.
 
         Raises:
-            RuntimeError: a value that the program reads was neither bound nor given.
+            InputError: a value that the program reads was neither bound nor given, or is not what
+                the compiled code was made for.
         """
+        self._check(inputs)
         env = self._template.copy()
         self.rebind(env, inputs)
         missing = [name for name in self._inputs if env[self._slots[name]] is None]
         if missing:
-            raise RuntimeError(f"program inputs without a value: {', '.join(missing)}")
+            raise InputError(f"program inputs without a value: {', '.join(missing)}")
         return env
+
+    def _check(self, values: Mapping[str, Tensor]) -> None:
+        """Compiled code has no guards: what it assumes of its inputs is checked here."""
+        counted: dict[str, tuple[int, str]] = {}
+        for name, value in values.items():
+            if spec := self._inputs.get(name):
+                _check_tensor(name, value, spec)
+                for size, count in zip(value.shape, spec.shape, strict=True):
+                    if isinstance(count, str):
+                        self._check_size(name, size, count, counted)
+
+    def _check_size(
+        self, name: str, size: int, count: str, counted: dict[str, tuple[int, str]]
+    ) -> None:
+        low, high = self._ranges.get(count, (0, size))
+        if not low <= size <= high:
+            raise InputError(f"{name}: {count} is {size}, compiled for {low} to {high}")
+        known, first = counted.setdefault(count, (size, name))
+        if size != known:
+            raise InputError(f"{name} has {count} {size}, but {first} has {known}")
 
     def rebind(self, env: Environment, inputs: Mapping[str, Tensor]) -> None:
         """Replace step inputs in an environment, such as one that a captured graph keeps."""
@@ -115,12 +150,12 @@ def eager_program(
         return [model(*arguments({name: env[slots[name]] for name in names}))]
 
     step = Step("model", call, (slots["logits"],), (), per_token=False)
-    return Program([step], slots, names, {}, slots["logits"])
+    return Program([step], slots, dict.fromkeys(names), slots["logits"])
 
 
 def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
     """Turn a plan and its compiled pieces into a program."""
-    slots = {name: index for index, name in enumerate(plan.inputs)}
+    slots = {name: index for index, name in enumerate([*plan.inputs, *plan.sizes])}
     for planned in plan.steps:
         for name in planned.outputs:
             slots[name] = len(slots)
@@ -134,7 +169,29 @@ def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
         else:
             name, call = planned.op, _op_call(planned, slots)
         steps.append(Step(name, call, outputs, release, planned.per_token))
-    return Program(steps, slots, plan.inputs, plan.sizes, slots[plan.output])
+    inputs: dict[str, TensorInput | None] = {**plan.inputs}
+    return Program(steps, slots, inputs, slots[plan.output], plan.sizes, plan.ranges)
+
+
+def _check_tensor(name: str, value: Tensor, spec: TensorInput) -> None:
+    dtype = str(value.dtype).removeprefix("torch.")
+    fixed = all(
+        isinstance(want, str) or have == want
+        for have, want in zip(value.shape, spec.shape, strict=False)
+    )
+    if (
+        not fixed
+        or value.dim() != len(spec.shape)
+        or dtype != spec.dtype
+        or value.device.type != spec.device
+    ):
+        wanted = ", ".join(map(str, spec.shape))
+        raise InputError(
+            f"{name} is {dtype}{list(value.shape)} on {value.device.type}, compiled for "
+            f"{spec.dtype}[{wanted}] on {spec.device}"
+        )
+    if not value.is_contiguous():
+        raise InputError(f"{name} has strides {value.stride()}, compiled for a contiguous tensor")
 
 
 def _reads(step: PieceStep | OpStep) -> list[str]:
@@ -148,7 +205,7 @@ def _last_uses(plan: Plan) -> dict[str, int]:
     for index, step in enumerate(plan.steps):
         for name in (*_reads(step), *step.outputs):
             last[name] = index
-    keep = {plan.output, *plan.inputs}
+    keep = {plan.output, *plan.inputs, *plan.sizes}
     return {name: index for name, index in last.items() if name not in keep}
 
 

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-WEIGHTS = "weights/"
+from .source import WEIGHTS
 
 
 class TraceError(RuntimeError):

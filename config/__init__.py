@@ -5,9 +5,11 @@
 """
 
 from .errors import UserError
+from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
-from .resolve import (
+from .resolve import capture_sizes, resolve
+from .resolved import (
     CacheConfig,
     CaptureConfig,
     CompileConfig,
@@ -16,8 +18,7 @@ from .resolve import (
     ModelLimits,
     ResolvedConfig,
     SchedulerConfig,
-    capture_sizes,
-    resolve,
+    StoreConfig,
 )
 
 __all__ = [
@@ -35,8 +36,12 @@ __all__ = [
     "OptionSpec",
     "ResolvedConfig",
     "SchedulerConfig",
+    "StoreConfig",
     "UserError",
     "capture_sizes",
+    "key_factors",
     "option_specs",
+    "outside_fields",
+    "outside_key",
     "resolve",
 ]

@@ -8,8 +8,11 @@ from typing import Any
 from .levels import PASSES, CudagraphMode
 
 
-def _option(default: Any, group: str, help: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"group": group, "help": help, "choices": choices})
+def _option(
+    default: Any, group: str, help: str, choices: tuple[str, ...] = (), flag: str = ""
+) -> Any:
+    metadata = {"group": group, "help": help, "choices": choices, "flag": flag}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,32 @@ class EngineOptions:
     )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
 
+    compile_cache: bool = _option(
+        True, "artifact", "keep what was compiled, and load it at the next start", flag="--cache"
+    )
+    require_cache: bool = _option(
+        False, "artifact", "compile nothing: stop with the reason when no artifact fits"
+    )
+    compile_cache_dir: tuple[str, ...] = _option(
+        (),
+        "artifact",
+        "folders of artifacts, searched in order after the baked one; new ones go to the first",
+    )
+    compile_cache_limit_gb: float = _option(
+        20.0, "artifact", "prune the least recently used artifacts beyond this size"
+    )
+    trusted_keys: tuple[str, ...] = _option(
+        (), "artifact", "load only artifacts signed by these public keys (PEM files or folders)"
+    )
+
     cudagraph_mode: str | None = _option(
         None, "capture", "which steps replay CUDA graphs", tuple(CudagraphMode)
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(
         None, "capture", "token counts to capture; 1, 2, 4, 8..248 by 8, then by 16 if unset"
+    )
+    lazy_capture: bool = _option(
+        True, "capture", "serve at once and capture each size when it is first needed or at rest"
     )
 
     max_num_seqs: int = _option(256, "scheduler", "most requests a step")
@@ -90,7 +114,7 @@ def option_specs() -> list[OptionSpec]:
     return [
         OptionSpec(
             name=f.name,
-            flag="--" + f.name.replace("_", "-"),
+            flag=f.metadata["flag"] or "--" + f.name.replace("_", "-"),
             type=str(f.type),
             default=f.default,
             group=f.metadata["group"],

@@ -2,87 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .errors import UserError
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions
+from .resolved import (
+    CacheConfig,
+    CaptureConfig,
+    CompileConfig,
+    Hardware,
+    ModelConfig,
+    ModelLimits,
+    ResolvedConfig,
+    SchedulerConfig,
+    StoreConfig,
+)
 
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What the engine runs on; ``graphs`` is "cuda", "recording" (tests) or "none"."""
-
-    device: str
-    name: str
-    sm: int = 0
-    num_sms: int = 0
-    memory_bytes: int = 0
-    graphs: str = "none"
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """The facts of a model that options are checked against."""
-
-    max_position_embeddings: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    path: str
-    tokenizer: str
-    dtype: str
-    load_format: str
-    max_model_len: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class CompileConfig:
-    level: int
-    trace: bool
-    passes: tuple[str, ...]
-    required: tuple[tuple[str, int], ...]
-    hand_kernels: bool
-    tune: bool
-    kernels: tuple[tuple[str, str], ...]
-    verify: bool
-
-
-@dataclass(frozen=True)
-class CaptureConfig:
-    mode: CudagraphMode
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_chunked_prefill: bool
-    async_scheduling: bool
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    block_size: int
-    gpu_memory_utilization: float
-    kv_cache_memory_bytes: int | None
-    num_blocks: int | None
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    hardware: Hardware
-    model: ModelConfig
-    compile: CompileConfig
-    capture: CaptureConfig
-    scheduler: SchedulerConfig
-    cache: CacheConfig
 
 
 def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -115,6 +50,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
             seed=options.seed,
         ),
         compile=_compile(options, level_number, level),
+        store=_store(options, level),
         capture=_capture(options, level, hardware, scheduler.max_num_batched_tokens),
         scheduler=scheduler,
         cache=CacheConfig(
@@ -206,6 +142,33 @@ def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig
     )
 
 
+def _store(options: EngineOptions, level: Level) -> StoreConfig:
+    given = [
+        flag
+        for flag, is_given in [
+            ("require_cache", options.require_cache),
+            ("compile_cache_dir", bool(options.compile_cache_dir)),
+            ("trusted_keys", bool(options.trusted_keys)),
+        ]
+        if is_given
+    ]
+    if given and not options.compile_cache:
+        raise UserError(f"{given[0]} contradicts no_cache: give one of them")
+    if given and not level.trace:
+        raise UserError(f"{given[0]}: -O0 compiles nothing; use -O1 or higher")
+    if options.compile_cache_limit_gb <= 0:
+        raise UserError(
+            f"compile_cache_limit_gb={options.compile_cache_limit_gb}: expected more than 0"
+        )
+    return StoreConfig(
+        enabled=options.compile_cache and level.trace,
+        require=options.require_cache,
+        search=options.compile_cache_dir,
+        trusted_keys=options.trusted_keys,
+        size_limit_bytes=int(options.compile_cache_limit_gb * 1e9),
+    )
+
+
 def _required(options: EngineOptions, passes: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     required: list[tuple[str, int]] = []
     for item in options.require_fusion:
@@ -269,8 +232,9 @@ def _capture(
     if not sizes or min(sizes) < 1:
         raise UserError(f"cudagraph_capture_sizes={sizes}: expected token counts of at least 1")
     if mode is CudagraphMode.NONE:
-        return CaptureConfig(mode, ())
-    return CaptureConfig(mode, tuple(sorted({size for size in sizes if size <= max_tokens})))
+        return CaptureConfig(mode, (), options.lazy_capture)
+    fitting = tuple(sorted({size for size in sizes if size <= max_tokens}))
+    return CaptureConfig(mode, fitting, options.lazy_capture)
 
 
 def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -> SchedulerConfig:

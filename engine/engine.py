@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..config import EngineOptions, Hardware
-from ..graph_capture import Dispatcher
+from ..graph_capture import Dispatcher, MemoryReport
 from .hardware import detect_hardware
 from .loop import EngineLoop
+from .progress import show_progress
 from .runner import Runner
 from .sampler import OpTable, Sampler
 from .startup import (
-    StartupReport,
     bind_kv_caches,
-    capture,
     compile_model,
     driver_bytes,
     input_processor,
-    load_weights,
+    load_beside,
+    make_graphs,
     make_scheduler,
     measure_memory,
     read_model,
@@ -25,6 +28,7 @@ from .startup import (
     step_buffers,
     weight_bytes,
 )
+from .startup_report import StartupReport
 from .tokenizer import find_eos_token_ids
 
 
@@ -45,23 +49,22 @@ class Engine(EngineLoop):
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware)
             inputs = input_processor(spec, config)
-        with startup.phase("weights"):
-            model = load_weights(folder, spec, config)
-        with startup.phase("compile"):
-            compiled = compile_model(model, spec, config)
-        with startup.phase("kv cache"):
-            dispatcher = Dispatcher(config.capture, config.scheduler.max_num_seqs)
-            buffers = step_buffers(config, dispatcher)
-            size = size_kv_cache(compiled.program, spec, config, buffers, dispatcher.num_graphs)
-            kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)
-            memory = measure_memory(
-                hardware,
-                weights=weight_bytes(model),
-                kv_cache=kv_bytes,
-                predicted_graphs=size.graph_bytes,
-            )
-        with startup.phase("capture"):
-            graphs, memory.graphs = capture(compiled.program, buffers, dispatcher, hardware)
+        with show_progress() as progress:
+            with load_beside(folder, spec, config, startup, progress) as weights:
+                compiled = compile_model(spec, config, weights, startup, progress)
+            with startup.phase("kv cache"):
+                dispatcher = Dispatcher(config.capture, config.scheduler.max_num_seqs)
+                buffers = step_buffers(config, dispatcher)
+                size = size_kv_cache(compiled.program, spec, config, buffers, dispatcher.num_graphs)
+                kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)
+                memory = measure_memory(
+                    hardware,
+                    weights=weight_bytes(weights.result()),
+                    kv_cache=kv_bytes,
+                    predicted_graphs=size.graph_bytes,
+                )
+            with startup.phase("capture"):
+                graphs = make_graphs(compiled.program, buffers, dispatcher, config, progress)
         with startup.phase("warm-up"):
             table = OpTable(config.compile, hardware.sm)
             sampler = Sampler(table, config, spec.vocab_size)
@@ -88,25 +91,52 @@ class Engine(EngineLoop):
         self.compiled = compiled
         self.dispatcher = dispatcher
         self.startup = startup
-        self.memory = memory
-        memory.driver = driver_bytes(hardware)
+        self.graphs = graphs
+        self._memory = memory
 
     def report(self) -> dict[str, Any]:
         """What this engine is, as plain data: level, passes, kernel choices, times in seconds,
         graph counters, bytes of memory."""
-        compiled = self.compiled
+        built = self.compiled.report
+        artifact = self.compiled.artifact
         return {
             "level": self.config.compile.level,
             "num_layers": self.spec.num_layers,
             "hardware": self.config.hardware.name,
-            "passes": [report.to_json() for report in compiled.reports],
-            "choices": dict(compiled.choices),
+            "passes": built.get("passes", []),
+            "choices": built.get("choices", {}),
             "sampling": dict(self._table.choices),
-            "tuned_us": {call: dict(times) for call, times in compiled.tuned_us.items()},
-            "pieces": {"steps": len(compiled.program.steps), "unique": len(compiled.pieces)},
-            "timings": dict(self.startup.seconds),
-            "compile": dict(compiled.seconds),
+            "tuned_us": built.get("tuned_us", {}),
+            "pieces": {
+                "steps": len(self.compiled.program.steps),
+                "unique": len(built.get("pieces", {})),
+            },
+            "artifact": {
+                "key": artifact.manifest.key if artifact else None,
+                "built": self.compiled.built,
+            },
+            "startup": self.startup.to_json(),
+            "timings": self.startup.seconds,
+            "compile": self.compiled.seconds,
+            "graphs": {
+                "captured": self.graphs.num_captured,
+                "pending": self.graphs.num_pending,
+            },
             "dispatch": self.dispatcher.report(),
-            "memory": self.memory.to_json(),
+            "memory": self.memory().to_json(),
             **super().report(),
         }
+
+    def memory(self) -> MemoryReport:
+        """The account of device memory, with the graphs that are captured by now."""
+        return replace(
+            self._memory,
+            graphs=self.graphs.bytes,
+            driver=driver_bytes(self.config.hardware),
+        )
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one graph that no step has needed yet; False when all are captured.  For when
+        the engine is at rest."""
+        return self.graphs.capture_next()

@@ -32,6 +32,5 @@ def detect_hardware(device: str) -> Hardware:
         name=properties.name,
         sm=properties.major * 10 + properties.minor,
         num_sms=properties.multi_processor_count,
-        memory_bytes=properties.total_memory,
         graphs="cuda",
     )

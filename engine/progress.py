@@ -1,34 +1,61 @@
-"""Progress of a start, on stderr and only on a terminal."""
+"""Progress of a start, on stderr and only on a terminal; threads may show theirs at once."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+
+class Progress:
+    """Bars and spinners of one display, or nothing.
+
+    Args:
+        display: a started ``rich.progress.Progress``; None shows nothing.
+    """
+
+    def __init__(self, display: Any = None) -> None:
+        self._display = display
+
+    @contextmanager
+    def bar(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar of ``total`` units that vanishes at the end; yields what advances it."""
+        if self._display is None or total == 0:
+            yield lambda count: None
+            return
+        task = self._display.add_task(label, total=total)
+        yield lambda count: self._display.advance(task, count)
+        self._display.remove_task(task)
+
+    @contextmanager
+    def status(self, label: str) -> Iterator[Callable[[str], None]]:
+        """A spinner for work of unknown length; yields what names the phase it is in."""
+        if self._display is None:
+            yield lambda phase: None
+            return
+        task = self._display.add_task(label, total=None)
+        yield lambda phase: self._display.update(task, description=f"{label}: {phase}")
+        self._display.remove_task(task)
 
 
 @contextmanager
-def status(label: str) -> Iterator[Callable[[str], None]]:
-    """A spinner for work of unknown length; yields what names the phase it is in."""
+def show_progress() -> Iterator[Progress]:
+    """The display of one start."""
     if not sys.stderr.isatty():
-        yield lambda phase: None
+        yield Progress()
         return
     from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
+    from rich.progress import Progress as Display
+    from rich.progress import TimeElapsedColumn as Elapsed
 
-    with Console(stderr=True).status(label) as spinner:
-        yield lambda phase: spinner.update(f"{label}: {phase}")
-
-
-@contextmanager
-def track(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar of ``total`` units that vanishes at the end; yields what advances it by one."""
-    if not sys.stderr.isatty() or total == 0:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    columns = (label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        Elapsed(),
+    )
+    with Display(*columns, console=Console(stderr=True), transient=True) as display:
+        yield Progress(display)

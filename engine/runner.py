@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..compiler import Program
-from ..graph_capture import CapturedGraphs, Dispatch, Dispatcher, GraphKind, StepBuffers
+from ..compiler.program import Program
+from ..graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
 from .sampler import OpTable, Sampled, Sampler
 
@@ -44,7 +44,6 @@ class BlockTables:
 class LaunchedStep:
     """A step on its way; results are copied to pinned memory behind ``done``."""
 
-    batch_size: int
     num_logprobs: list[int | None]
     token_ids: Tensor
     logprobs: tuple[Tensor, ...] | None
@@ -73,7 +72,7 @@ class Runner:
 
     Args:
         program: bound to weights and KV caches.
-        graphs: what was captured of it.
+        graphs: of that program; one that is missing is captured when a step needs it.
         dispatcher: chooses the graph of every step, and counts.
         buffers: the static inputs that the graphs read.
         sampler: turns logits into tokens.
@@ -84,7 +83,7 @@ class Runner:
     def __init__(
         self,
         program: Program,
-        graphs: CapturedGraphs,
+        graphs: Graphs,
         dispatcher: Dispatcher,
         buffers: StepBuffers,
         sampler: Sampler,
@@ -92,7 +91,7 @@ class Runner:
         *,
         block_size: int,
     ) -> None:
-        self._program, self._graphs, self._dispatcher = program, graphs, dispatcher
+        self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
         self._buffers, self._sampler, self._ops = buffers, sampler, table
         self._block_size = block_size
         self._tables = BlockTables(buffers.max_seqs, buffers.max_blocks)
@@ -107,6 +106,7 @@ class Runner:
         dispatch = self._dispatcher.choose(
             num_tokens, num_seqs, uniform_decode=batch.is_uniform_decode
         )
+        self.graphs.ensure(dispatch)
         self._write_inputs(batch, dispatch)
         device = self._buffers.device
         self._ops(
@@ -116,11 +116,11 @@ class Runner:
             device["feed_slots"][:num_seqs],
         )
         if dispatch.kind is GraphKind.FULL:
-            logits = self._graphs.replay_full(dispatch.num_tokens, dispatch.num_seqs)[:num_seqs]
+            logits = self.graphs.replay_full(dispatch.num_tokens, dispatch.num_seqs)[:num_seqs]
         else:
             views = self._buffers.views(num_tokens=dispatch.num_tokens, num_seqs=num_seqs)
             if dispatch.kind is GraphKind.PIECEWISE:
-                logits = self._graphs.replay_piecewise(dispatch.num_tokens, views)
+                logits = self.graphs.replay_piecewise(dispatch.num_tokens, views)
             else:
                 logits = self._program.run(views)
         sampled = self._sampler.sample(
@@ -196,7 +196,7 @@ class Runner:
         if self._on_gpu:
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(batch.num_seqs, wanted, token_ids, logprobs, done)
+        return LaunchedStep(wanted, token_ids, logprobs, done)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._on_gpu:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..config import CompileConfig, ResolvedConfig
+from ..model_executor.spec import ModelSpec
 from .batch import Batch, ScheduledRequest
 from .request import Request
 
@@ -63,6 +66,30 @@ class OpTable:
             self.choices[name] = str(choice)
             overload = self._chosen[key] = op.overload(choice.implementation)
         return overload(*args)
+
+
+def outside_calls(spec: ModelSpec, num_seqs: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Every form in which a step of ``num_seqs`` calls an op outside of the compiled program, with
+    arguments on the meta device."""
+
+    def column(dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_seqs, dtype=dtype, device="meta")
+
+    ids, floats = column(torch.int32), column(torch.float32)
+    shape = (num_seqs, spec.vocab_size)
+    logits = torch.empty(shape, dtype=spec.dtype, device="meta")
+    counts = torch.empty(shape, dtype=torch.int32, device="meta")
+    values = torch.empty(shape, dtype=torch.float32, device="meta")
+    yield "feed_tokens", (ids, ids, ids)
+    yield "keep_tokens", (ids, ids, ids)
+    yield "argmax", (logits,)
+    for num_logprobs in (0, 1):
+        yield "token_logprobs", (logits, ids, num_logprobs)
+    yield "apply_penalties", (values, counts, counts.bool(), ids, floats, floats, floats)
+    yield "count_tokens", (ids, ids, counts)
+    for top_k, top_p, min_p in itertools.product((None, ids), (None, floats), (None, floats)):
+        seeds = column(torch.int64)
+        yield "sample", (values, floats, top_k, top_p, min_p, seeds, ids)
 
 
 class Sampler:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from threading import Event
 
 import torch
 from torch import nn
 
-from ..compiler import (
-    WEIGHTS,
-    Compiled,
-    Example,
-    Program,
-    check_kernels,
-    compile,
-    eager_program,
-)
+from ..compiler.check_kernels import check_kernels
+from ..compiler.compiled import Compiled, compile
+from ..compiler.program import Program, eager_program
+from ..compiler.source import WEIGHTS, Source
 from ..config import (
     EngineOptions,
     Hardware,
@@ -29,15 +24,7 @@ from ..config import (
     UserError,
     resolve,
 )
-from ..graph_capture import (
-    CapturedGraphs,
-    Dispatcher,
-    MemoryReport,
-    StepBuffers,
-    capture_all,
-    make_backend,
-)
-from ..model_executor.attention import AttentionInputs
+from ..graph_capture import Dispatcher, Graphs, MemoryReport, StepBuffers, make_backend
 from ..model_executor.hf_config import read_spec
 from ..model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
 from ..model_executor.loader import load_model
@@ -45,30 +32,26 @@ from ..model_executor.models.decoder import DecoderModel
 from ..model_executor.spec import ModelSpec
 from .inputs import InputProcessor
 from .kv_blocks import BlockPool
-from .progress import status, track
+from .progress import Progress
 from .scheduler import Scheduler
-from .tokenizer import Tokenizer
+from .source import (
+    ATTENTION_INPUTS,
+    STEP_INPUTS,
+    artifact_key,
+    artifact_label,
+    artifact_store,
+    kv_cache_name,
+    model_source,
+    module_arguments,
+)
+from .startup_report import StartupReport
+from .tokenizer import load_tokenizer
 
-_STEP_INPUTS = ("input_ids", "positions", "slot_mapping")
-_ATTENTION_INPUTS = AttentionInputs._fields
 _CPU_CACHE_BYTES = 2**30
 _GRAPH_BYTES_FIXED = 96 * 2**20
 _GRAPH_BYTES_PER_LAYER = 216 * 2**10
 """Device memory of captured graphs, once and for each graph's layer: fitted to one H200, see
 bench/NOTES.md."""
-
-
-@dataclass
-class StartupReport:
-    """How long each phase took, in order."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def model_folder(model: str) -> Path:
@@ -78,16 +61,6 @@ def model_folder(model: str) -> Path:
 
         return Path(FOLDER)
     return Path(model)
-
-
-def kv_cache_name(layer: int) -> str:
-    return f"kv_cache/{layer}"
-
-
-def _module_arguments(values: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
-    attention = AttentionInputs(*(values[name] for name in _ATTENTION_INPUTS))
-    kv_caches = [values[kv_cache_name(i)] for i in range(num_layers)]
-    return (*(values[name] for name in _STEP_INPUTS), attention, kv_caches)
 
 
 def read_model(
@@ -106,38 +79,100 @@ def read_model(
     return folder, replace(spec, dtype=getattr(torch, config.model.dtype)), config
 
 
-def load_weights(folder: Path, spec: ModelSpec, config: ResolvedConfig) -> DecoderModel:
-    """The model on the device, with the weights of ``folder`` or random ones."""
-    return load_model(
-        spec,
-        folder,
-        config.hardware.device,
-        load_format=config.model.load_format,
-        seed=config.model.seed,
-    )
+class Stopped(Exception):
+    """Weights that nobody waits for any more are not loaded further."""
+
+
+@contextmanager
+def load_beside(
+    folder: Path,
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    startup: StartupReport,
+    progress: Progress,
+) -> Iterator[Future[DecoderModel]]:
+    """Load the model in a thread; leaving the block on an error stops it."""
+    stop = Event()
+
+    @contextmanager
+    def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+        with progress.bar(label, total) as advance:
+
+            def checked(count: int) -> None:
+                if stop.is_set():
+                    raise Stopped
+                advance(count)
+
+            yield checked
+
+    def load() -> DecoderModel:
+        with startup.phase("weights", beside=True):
+            return load_model(
+                spec,
+                folder,
+                config.hardware.device,
+                load_format=config.model.load_format,
+                seed=config.model.seed,
+                progress=bar,
+            )
+
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+        try:
+            yield pool.submit(load)
+        except BaseException:
+            stop.set()
+            raise
 
 
 def input_processor(spec: ModelSpec, config: ResolvedConfig) -> InputProcessor:
     """The prompt side of the engine; without a tokenizer, token-id prompts still work."""
     folder = model_folder(config.model.tokenizer)
-    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = load_tokenizer(folder)
     return InputProcessor(tokenizer, folder, spec.vocab_size, config.model.max_model_len)
 
 
-def compile_model(model: nn.Module, spec: ModelSpec, config: ResolvedConfig) -> Compiled:
-    """The model as a program with its weights bound: compiled, or at ``-O0`` as it is."""
+def compile_model(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    weights: Future[DecoderModel],
+    startup: StartupReport,
+    progress: Progress,
+) -> Compiled:
+    """The model as a program with its weights bound: loaded or compiled while they are read, or
+    at ``-O0`` as it is."""
     if not config.compile.trace:
         names = [kv_cache_name(i) for i in range(spec.num_layers)]
-        program = eager_program(
-            model,
-            lambda values: _module_arguments(values, spec.num_layers),
-            [*_STEP_INPUTS, *_ATTENTION_INPUTS, *names],
+        return Compiled(
+            eager_program(
+                weights.result(),
+                lambda values: module_arguments(values, spec.num_layers),
+                [*STEP_INPUTS, *ATTENTION_INPUTS, *names],
+            )
         )
-        return Compiled(program)
-    device = torch.device(config.hardware.device)
-    example = _example(spec, config.cache.block_size, _max_blocks(config), device)
-    with status("Compiling") as say:
-        compiled = compile(model, example, config.compile, sm=config.hardware.sm, on_phase=say)
+
+    def source() -> Source:
+        if config.compile.tune:
+            weights.result()  # measurements want the device for themselves
+        return model_source(spec, config)
+
+    with (
+        startup.phase("compile"),
+        artifact_store(config.store) as store,
+        progress.status("Compiling") as say,
+    ):
+        compiled = compile(
+            source,
+            config.compile,
+            key=artifact_key(spec, config),
+            store=store,
+            require=config.store.require,
+            label=artifact_label(spec, config),
+            device=config.hardware.device,
+            sm=config.hardware.sm,
+            on_phase=say,
+        )
+    with startup.phase("wait for weights"):
+        model = weights.result()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     compiled.program.bind({WEIGHTS + name: tensor for name, tensor in tensors})
     return compiled
@@ -167,20 +202,6 @@ def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
         max_model_len=config.model.max_model_len,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
     )
-
-
-def _example(spec: ModelSpec, block_size: int, max_blocks: int, device: torch.device) -> Example:
-    """Example inputs for tracing; sizes that count different things differ."""
-    num_tokens, num_seqs, num_blocks = 37, 3, 5
-    buffers = StepBuffers(device, max_tokens=num_tokens, max_seqs=num_seqs, max_blocks=max_blocks)
-    named = buffers.views(num_tokens=num_tokens, num_seqs=num_seqs)
-    dynamic = {name: {0: "num_tokens"} for name in _STEP_INPUTS}
-    dynamic |= {name: {0: "num_seqs"} for name in ("block_table", "seq_lens")}
-    dynamic["query_start_loc"] = {0: "num_seqs_plus_1"}
-    for i, cache in enumerate(allocate_kv_caches(spec, num_blocks, block_size, spec.dtype, device)):
-        named[kv_cache_name(i)] = cache
-        dynamic[kv_cache_name(i)] = {0: "num_blocks"}
-    return Example(_module_arguments(named, spec.num_layers), named, dynamic)
 
 
 def bind_kv_caches(
@@ -270,18 +291,24 @@ def _measure_activations(
     return peak
 
 
-def capture(
-    program: Program, buffers: StepBuffers, dispatcher: Dispatcher, hardware: Hardware
-) -> tuple[CapturedGraphs, int]:
-    """Capture what the dispatcher may choose, nothing where there are no graphs; the graphs and
-    the device memory that they took, in bytes."""
-    if not dispatcher.num_graphs:
-        return CapturedGraphs(program), 0
-    before = driver_bytes(hardware)
-    backend = make_backend(hardware.graphs, torch.device(hardware.device))
-    with torch.inference_mode(), track("Capturing graphs", dispatcher.num_graphs) as advance:
-        graphs = capture_all(program, buffers, dispatcher, backend, advance)
-    return graphs, driver_bytes(hardware) - before
+def make_graphs(
+    program: Program,
+    buffers: StepBuffers,
+    dispatcher: Dispatcher,
+    config: ResolvedConfig,
+    progress: Progress,
+) -> Graphs:
+    """The graphs that the dispatcher may choose: the largest captured, and all unless lazy."""
+    hardware = config.hardware
+    device = torch.device(hardware.device)
+    backend = make_backend(hardware.graphs, device) if dispatcher.num_graphs else None
+    graphs = Graphs(program, buffers, dispatcher, backend, lambda: driver_bytes(hardware))
+    with torch.inference_mode(), progress.bar("Capturing graphs", graphs.num_pending) as advance:
+        graphs.capture_largest()
+        advance(graphs.num_captured)
+        while not config.capture.lazy and graphs.capture_next():
+            advance(1)
+    return graphs
 
 
 def weight_bytes(model: nn.Module) -> int:

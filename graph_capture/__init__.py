@@ -6,20 +6,19 @@ machine without a GPU.
 
 from .backend import CudaGraphs, GraphBackend, RecordingGraphs, make_backend
 from .buffers import StepBuffers
-from .capture import CapturedGraphs, capture_all
+from .capture import Graphs
 from .dispatch import Dispatch, Dispatcher, GraphKind
 from .memory import MemoryReport
 
 __all__ = [
-    "CapturedGraphs",
     "CudaGraphs",
     "Dispatch",
     "Dispatcher",
     "GraphBackend",
     "GraphKind",
+    "Graphs",
     "MemoryReport",
     "RecordingGraphs",
     "StepBuffers",
-    "capture_all",
     "make_backend",
 ]

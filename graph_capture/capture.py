@@ -1,16 +1,16 @@
-"""Capture a program at every size, largest first into one pool, and replay it."""
+"""Capture a program at every size, the largest first into one pool, and replay it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from .backend import GraphBackend, Replay
 from .buffers import StepBuffers
-from .dispatch import Dispatcher
+from .dispatch import Dispatch, Dispatcher, GraphKind
 from .protocol import Program, Step
 
 
@@ -29,25 +29,104 @@ class _PiecewiseGraph:
     env: list[Any]
 
 
-@dataclass
-class CapturedGraphs:
-    """Every captured graph of a program."""
+@dataclass(frozen=True)
+class GraphSize:
+    """What one graph serves.  A FULL graph has a number of sequences, a piecewise one any."""
 
-    program: Program
-    full: dict[tuple[int, int], _FullGraph] = field(default_factory=dict)
-    piecewise: dict[int, _PiecewiseGraph] = field(default_factory=dict)
+    kind: GraphKind
+    num_tokens: int
+    num_seqs: int
+
+
+class Graphs:
+    """The graphs of a program: captured at once, at rest, or when a step first needs one.
+
+    All share one memory pool.  Its extent is that of the largest sizes, which are captured first;
+    smaller ones fit into it, whenever they come.
+
+    Args:
+        program: bound to weights and KV caches.
+        buffers: the static inputs that graphs read.
+        dispatcher: says which sizes there are.
+        backend: captures; None where nothing is captured.
+        used_bytes: device memory in use, for the account in ``bytes``.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        buffers: StepBuffers,
+        dispatcher: Dispatcher,
+        backend: GraphBackend | None,
+        used_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._program, self._buffers = program, buffers
+        self._backend, self._used_bytes = backend, used_bytes
+        self._full: dict[tuple[int, int], _FullGraph] = {}
+        self._piecewise: dict[int, _PiecewiseGraph] = {}
+        self._pending = dict.fromkeys(_largest_first(dispatcher)) if backend else {}
+        self.bytes = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Graphs that are not captured yet."""
+        return len(self._pending)
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._full) + len(self._piecewise)
+
+    def capture_largest(self) -> None:
+        """Capture the largest graph of each kind, whose memory the others share."""
+        seen: set[GraphKind] = set()
+        for size in list(self._pending):
+            if size.kind not in seen:
+                seen.add(size.kind)
+                self._capture(size)
+
+    def capture_next(self) -> bool:
+        """Capture the largest graph that is missing; False when there is none."""
+        size = next(iter(self._pending), None)
+        if size is not None:
+            self._capture(size)
+        return size is not None
+
+    def ensure(self, dispatch: Dispatch) -> None:
+        """Capture the graph that ``dispatch`` replays, if it is missing.  Overwrites the static
+        inputs."""
+        num_seqs = dispatch.num_seqs if dispatch.kind is GraphKind.FULL else 0
+        size = GraphSize(dispatch.kind, dispatch.num_tokens, num_seqs)
+        if size in self._pending:
+            self._capture(size)
+
+    def _capture(self, size: GraphSize) -> None:
+        """Each distinct step runs once before it is captured: libraries load their kernels and set
+        up their workspaces outside of capture."""
+        assert self._backend is not None
+        before = self._used_bytes()
+        del self._pending[size]
+        num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
+        inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
+        _warm_up(self._program, inputs)
+        if size.kind is GraphKind.FULL:
+            graph = _capture_full(self._program, inputs, self._backend)
+            self._full[size.num_tokens, size.num_seqs] = graph
+        else:
+            pieces = _capture_piecewise(self._program, inputs, self._backend)
+            self._piecewise[size.num_tokens] = pieces
+        self.bytes += self._used_bytes() - before
 
     def replay_full(self, num_tokens: int, num_seqs: int) -> Tensor:
         """Replay the whole step of captured sizes; its output, valid until the next replay."""
-        graph = self.full[num_tokens, num_seqs]
+        graph = self._full[num_tokens, num_seqs]
         graph.replay()
         return graph.output
 
     def replay_piecewise(self, num_tokens: int, inputs: Mapping[str, Tensor]) -> Tensor:
         """Replay the captured parts, running the others on this step's ``inputs``."""
-        graph = self.piecewise[num_tokens]
+        graph = self._piecewise[num_tokens]
         env = graph.env
-        self.program.rebind(env, inputs)
+        self._program.rebind(env, inputs)
         computed: list[int] = []
         for part in graph.parts:
             if callable(part):
@@ -56,7 +135,7 @@ class CapturedGraphs:
             for slot, value in zip(part.outputs, part.call(env), strict=True):
                 env[slot] = value
             computed.extend(part.outputs)
-        output: Tensor = env[self.program.output]
+        output: Tensor = env[self._program.output]
         # What ran between the graphs is memory of its own, which must not live until the next
         # replay of this size.
         for slot in computed:
@@ -64,33 +143,11 @@ class CapturedGraphs:
         return output
 
 
-def capture_all(
-    program: Program,
-    buffers: StepBuffers,
-    dispatcher: Dispatcher,
-    backend: GraphBackend,
-    on_graph: Callable[[], None] = lambda: None,
-) -> CapturedGraphs:
-    """Capture all sizes of ``dispatcher``, largest first, so that smaller ones fit the memory of
-    larger ones.  Each distinct step runs once at each size before it is captured: kernels compile
-    and libraries set up their workspaces outside of capture.
-
-    Args:
-        on_graph: called after each captured size, for progress bars.
-    """
-    graphs = CapturedGraphs(program)
+def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
     for size in sorted(dispatcher.piecewise_sizes, reverse=True):
-        num_seqs = min(size, buffers.max_seqs)
-        inputs = buffers.dummy(num_tokens=size, num_seqs=num_seqs)
-        _warm_up(program, inputs)
-        graphs.piecewise[size] = _capture_piecewise(program, inputs, backend)
-        on_graph()
+        yield GraphSize(GraphKind.PIECEWISE, size, 0)
     for num_tokens, num_seqs in sorted(dispatcher.full_sizes, reverse=True):
-        inputs = buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs)
-        _warm_up(program, inputs)
-        graphs.full[num_tokens, num_seqs] = _capture_full(program, inputs, backend)
-        on_graph()
-    return graphs
+        yield GraphSize(GraphKind.FULL, num_tokens, num_seqs)
 
 
 def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,11 @@ def kv_cache_bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtyp
     return spec.num_layers * block_size * per_token
 
 
+def kv_cache_shape(spec: ModelSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    """One layer's: [num_blocks, 2, block_size, num_kv_heads, head_dim]; index 1: K, V."""
+    return (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_dim)
+
+
 def allocate_kv_caches(
     spec: ModelSpec,
     num_blocks: int,
@@ -21,10 +26,10 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """One cache a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; index 1: K, V.
+    """One cache a layer, of ``kv_cache_shape``.
 
     Zeroed: a kernel may read whole blocks and mask by length afterwards, where a NaN left in
     fresh memory survives as 0 * NaN.
     """
-    shape = (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_dim)
+    shape = kv_cache_shape(spec, num_blocks, block_size)
     return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]

@@ -6,13 +6,12 @@ Every name and shape is checked against the shards' headers before the first byt
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,16 @@ from .spec import ModelSpec
 # Old Llama checkpoints carry rope's tables; they are computed here.
 _IGNORED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _NAMES_SHOWN = 3
+
+
+ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
+"""(label, total) -> a context that gives what advances the bar by a number of units."""
+
+
+@contextmanager
+def no_progress(label: str, total: int) -> Iterator[Callable[[int], Any]]:
+    """Shows nothing."""
+    yield lambda count: None
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def load_model(
     *,
     load_format: str = "auto",
     seed: int = 0,
-    progress: bool = True,
+    progress: ProgressBar = no_progress,
 ) -> DecoderModel:
     """Build the model of ``spec`` on ``device`` with the weights of ``folder``.
 
@@ -72,7 +81,7 @@ def load_model(
         device: where the parameters live; tensors go there one at a time.
         load_format: "auto" or "safetensors" reads the folder; "dummy" reads nothing and fills
             the weights at random from ``seed``.
-        progress: show a bar on stderr when that is a terminal.
+        progress: shows the bytes that are loaded, see ``ProgressBar``.
 
     Raises:
         UserError: a shard is missing or damaged, its tensors are not those of the model, or the
@@ -85,10 +94,22 @@ def load_model(
     elif load_format in ("auto", "safetensors"):
         reads = plan_reads(slots(model, Shard()), read_headers(Path(folder)), spec)
         materialize(model, spec.dtype, device)
-        with _progress_bar(sum(r.source.nbytes for r in reads), shown=progress) as advance:
+        with progress("Loading weights", sum(r.source.nbytes for r in reads)) as advance:
             stream(dict(model.named_parameters(remove_duplicate=False)), reads, advance)
     else:
         raise UserError(f"load_format={load_format!r}: expected auto, safetensors or dummy")
+    return model.eval()
+
+
+def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
+    """The model with weights of the right shapes and nothing in them; under ``FakeTensorMode``
+    without memory either."""
+    model = DecoderModel(spec)
+    _replace_tensors(
+        model,
+        lambda param: torch.empty(param.shape, dtype=spec.dtype, device=device),
+        lambda buffer: torch.empty(buffer.shape, dtype=buffer.dtype, device=device),
+    )
     return model.eval()
 
 
@@ -98,22 +119,33 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str
     Raises:
         UserError: the device has no room.
     """
-    made: dict[int, nn.Parameter] = {}
     try:
-        for module in model.modules():
-            for name, param in module.named_parameters(recurse=False):
-                if id(param) not in made:
-                    memory = torch.empty(param.shape, dtype=dtype, device=device)
-                    made[id(param)] = nn.Parameter(memory, requires_grad=False)
-                setattr(module, name, made[id(param)])
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
+        _replace_tensors(
+            model,
+            lambda param: torch.empty(param.shape, dtype=dtype, device=device),
+            lambda buffer: buffer.to(device),
+        )
     except torch.OutOfMemoryError as error:
         needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize
         raise UserError(
             f"{device} has no room for {needed / 1e9:.1f} GB of weights; free memory there, or use "
             "a smaller model or a larger device"
         ) from error
+
+
+def _replace_tensors(
+    model: nn.Module,
+    new_param: Callable[[Tensor], Tensor],
+    new_buffer: Callable[[Tensor], Tensor],
+) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in made:
+                made[id(param)] = nn.Parameter(new_param(param), requires_grad=False)
+            setattr(module, name, made[id(param)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, new_buffer(buffer))
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
@@ -209,18 +241,3 @@ def stream(
                 param = params[read.slot.parameter]
                 param.narrow(place.dim, place.dest_start, place.length).copy_(tensor)
                 advance(read.source.nbytes)
-
-
-@contextmanager
-def _progress_bar(total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], Any]]:
-    if not (shown and sys.stderr.isatty()):
-        yield lambda nbytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = ("Loading weights", BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total_bytes)
-        yield lambda nbytes: bar.advance(task, nbytes)

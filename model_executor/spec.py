@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from ..config import outside_key
 from ..ops.rotary_cache import RopeParameters
 
 
@@ -39,5 +40,9 @@ class ModelSpec:
     qk_norm: bool
     sliding_windows: tuple[int, ...]
     dtype: torch.dtype
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = field(
+        metadata=outside_key("prompts are made outside of the program")
+    )
+    eos_token_ids: tuple[int, ...] = field(
+        metadata=outside_key("stopping is decided outside of the program")
+    )

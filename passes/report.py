@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..config import UserError
 
@@ -52,16 +53,26 @@ class PassReport:
         reasons = Counter(site.reason for site in self.missed)
         return line + "".join(f"; {n} missed: {reason}" for reason, n in reasons.items())
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "sites": len(self.sites),
             "matched": self.matched,
+            "matched_sites": [site.name for site in self.sites if site.matched],
             "missed": [{"site": s.name, "reason": s.reason} for s in self.missed],
             "ops_before": self.ops_before,
             "ops_after": self.ops_after,
             "seconds": self.seconds,
         }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> PassReport:
+        """The report that ``to_json`` gave."""
+        sites = [Site(name, matched=True) for name in data["matched_sites"]]
+        sites += [Site(miss["site"], False, miss["reason"]) for miss in data["missed"]]
+        return PassReport(
+            data["name"], sites, data["ops_before"], data["ops_after"], data["seconds"]
+        )
 
 
 def check_required(reports: Iterable[PassReport], required: Iterable[tuple[str, int]]) -> None:

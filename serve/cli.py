@@ -14,6 +14,9 @@ import typer
 
 from .. import __version__
 from ..config import UserError
+from . import bench
+from .cache import app as cache
+from .compile import compile
 from .demo import demo
 from .env import env
 from .evaluate import evaluate
@@ -35,8 +38,11 @@ app = typer.Typer(
 app.command("run", cls=GroupedHelp)(run)
 app.command("eval", cls=GroupedHelp)(evaluate)
 app.command("demo", cls=GroupedHelp)(demo)
+app.command("compile", cls=GroupedHelp)(compile)
+app.add_typer(bench.app, name="bench")
 app.command("explain", cls=GroupedHelp)(explain)
 app.command("env", cls=GroupedHelp)(env)
+app.add_typer(cache, name="cache")
 
 
 def _print_version(asked: bool) -> None:

@@ -16,15 +16,27 @@ def summary(facts: dict[str, Any]) -> str:
         missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
         rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
     lines.append(table(rows) if facts["passes"] else "no passes at this level")
-    lines.append("start-up: " + _times(facts["timings"]))
-    if facts["compile"]:
-        lines.append("compile:  " + _times(facts["compile"]))
+    lines.append(startup_table(facts["startup"], facts["compile"]))
     for kind, modes in facts["dispatch"].items():
         counts = ", ".join(f"{count} in graph mode {mode}" for mode, count in modes.items())
         lines.append(f"{kind} steps: {counts or 'none'}")
     if facts["memory"]["driver"]:
         lines.append(_memory(facts["memory"]))
     return "\n".join(lines)
+
+
+def startup_table(startup: dict[str, Any], compile_s: dict[str, float]) -> str:
+    """Every phase of a start: when it began, counted from the process's birth, and how long it
+    took."""
+    rows = [["start-up", "began", "took"]]
+    rows.append(["python and imports", "0.00 s", f"{startup['imports_s']:.2f} s"])
+    for phase in startup["phases"]:
+        beside = " (beside)" if phase["beside"] else ""
+        began, took = f"{phase['begin_s']:.2f} s", f"{phase['seconds']:.2f} s"
+        rows.append([phase["name"] + beside, began, took])
+        if phase["name"] == "compile":
+            rows += [[f"  {name}", "", f"{took:.2f} s"] for name, took in compile_s.items()]
+    return table(rows)
 
 
 def _memory(memory: dict[str, int]) -> str:
@@ -47,7 +59,3 @@ def _memory(memory: dict[str, int]) -> str:
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
-
-
-def _times(seconds: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -11,6 +14,13 @@ import torch
 # Triton reads this once, at import: it must be set before any test module is collected.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Artifacts of one run are shared by its tests and by its worker processes, and by nothing else.
+if "FUSEWRIGHT_CACHE_DIR" not in os.environ:
+    _STORE = tempfile.mkdtemp(prefix="fusewright-tests-")
+    os.environ["FUSEWRIGHT_CACHE_DIR"] = _STORE
+    atexit.register(shutil.rmtree, _STORE, ignore_errors=True)
+os.environ["FUSEWRIGHT_BAKED_DIR"] = os.environ["FUSEWRIGHT_CACHE_DIR"] + "/baked"
 
 _SEED = pytest.StashKey[int]()
 

@@ -6,6 +6,8 @@ depend on the batch are never read, so that one trace serves every batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -102,6 +104,14 @@ class DecoderLayer(nn.Module):
         residual = residual + x
         y: Tensor = self.mlp(self.mlp_norm(residual))
         return residual + y
+
+
+def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
+    """A model with one layer of each kind, in order of first use; and for each layer of ``spec``,
+    the layer of that model which differs from it in weights alone."""
+    kinds = list(dict.fromkeys(spec.sliding_windows))
+    short = replace(spec, num_layers=len(kinds), sliding_windows=tuple(kinds))
+    return short, tuple(kinds.index(window) for window in spec.sliding_windows)
 
 
 class DecoderModel(nn.Module):

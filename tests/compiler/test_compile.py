@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fusewright import ops
-from fusewright.compiler import (
-    Compiled,
-    Example,
-    OpStep,
-    PieceStep,
-    TraceError,
-    compile,
-)
+from fusewright.compiler.compiled import Compiled, compile
+from fusewright.compiler.key import Key
+from fusewright.compiler.plan import OpStep, PieceStep, Plan
+from fusewright.compiler.program import InputError
+from fusewright.compiler.source import Example, Source
+from fusewright.compiler.store import Store
+from fusewright.compiler.trace import TraceError
 from fusewright.config import LEVELS, CompileConfig, UserError
 from fusewright.passes import RequiredFusionError
 
@@ -114,7 +115,10 @@ def compile_model(model: nn.Module, num_layers: int, options: CompileConfig) -> 
     inputs = step_inputs([9, 3, 5], num_layers)
     caches = {name: {0: "num_blocks"} for name in inputs if name.startswith("cache")}
     example = Example(arguments(inputs, num_layers), inputs, {**DYNAMIC, **caches})
-    compiled = compile(model, example, options)
+    with TemporaryDirectory() as folder:
+        store = Store((), write_to=Path(folder))
+        source = Source(model, example)
+        compiled = compile(lambda: source, options, key=Key({"test": "1"}), store=store)
     compiled.program.bind({f"weights/{n}": p for n, p in model.named_parameters()})
     return compiled
 
@@ -160,7 +164,7 @@ def test_per_token_steps_are_those_that_no_sequence_count_enters(
 
 
 def test_every_fusion_is_accounted_for(five_layers: tuple[Model, Compiled]) -> None:
-    reports = {report.name: report for report in five_layers[1].reports}
+    reports = {report.name: report for report in five_layers[1].passes}
     assert reports["fuse_act"].matched == 5 and not reports["fuse_act"].missed
     assert reports["fuse_add_norm"].matched == 4 and not reports["fuse_add_norm"].missed
 
@@ -200,13 +204,40 @@ def test_the_plan_is_plain_data(five_layers: tuple[Model, Compiled]) -> None:
     assert plan is not None
     text = json.dumps(plan.to_json())
     assert "weights/layers.3.qkv" in text and "fw_native::paged_attention" in text
+    assert Plan.from_json(json.loads(text)) == plan
 
 
 def test_missing_input_is_named(five_layers: tuple[Model, Compiled]) -> None:
     inputs = step_inputs([3], 5)
     del inputs["slots"]
-    with pytest.raises(RuntimeError, match="program inputs without a value: slots"):
+    with pytest.raises(InputError, match="program inputs without a value: slots"):
         five_layers[1].program.run(inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("ids", lambda t: t.long(), r"ids is int64\[17\] on cpu, compiled for int32\[num_tokens\]"),
+        ("ids", lambda t: t[:, None], r"ids is int32\[17, 1\]"),
+        ("ids", lambda t: t[:5], "slots has num_tokens 17, but ids has 5"),
+        ("ids", lambda t: t.repeat(2)[::2], r"ids has strides \(2,\), compiled for a contiguous"),
+        ("seq_lens", lambda t: t[:0], "seq_lens: num_seqs is 0, compiled for 1 to "),
+        ("cache/2", lambda t: t[:, :, :4], r"cache/2 is float32\[14, 2, 4, 2, 16\]"),
+    ],
+)
+def test_inputs_that_the_code_is_not_for_are_refused(
+    five_layers: tuple[Model, Compiled], name: str, change: Any, message: str
+) -> None:
+    inputs = step_inputs([9, 3, 5], 5)
+    inputs[name] = change(inputs[name])
+    with pytest.raises(InputError, match=message):
+        five_layers[1].program.run(inputs)
+
+
+def test_weights_that_the_code_is_not_for_are_refused(five_layers: tuple[Model, Compiled]) -> None:
+    wrong = {"weights/layers.3.qkv": torch.zeros(3 * HIDDEN, HIDDEN, dtype=torch.float64)}
+    with pytest.raises(InputError, match=r"weights/layers\.3\.qkv is float64"):
+        five_layers[1].program.bind(wrong)
 
 
 def test_a_graph_break_is_an_error() -> None:
@@ -293,7 +324,7 @@ def test_forced_kernels_run_in_the_program() -> None:
         (name, "triton") for name in ("rms_norm", "add_rms_norm", "silu_mul", "kv_store")
     )
     compiled = compile_model(model, 1, config(kernels=forced))
-    assert any("silu_mul -> triton" in choice for choice in compiled.choices)
+    assert any("silu_mul -> triton" in choice for choice in compiled.report["choices"])
     ours, theirs = step_inputs([4, 2], 1), step_inputs([4, 2], 1)
     with torch.inference_mode():
         got, want = compiled.program.run(ours), model(*arguments(theirs, 1))

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.compiler import Program, Step
+from fusewright.compiler.program import Program, Step
 from fusewright.config import CaptureConfig, CudagraphMode
 from fusewright.graph_capture import (
-    CapturedGraphs,
+    Dispatch,
     Dispatcher,
+    GraphKind,
+    Graphs,
     RecordingGraphs,
     StepBuffers,
-    capture_all,
 )
 
 MAX_TOKENS, MAX_SEQS = 8, 4
@@ -40,17 +41,23 @@ def program(log: list[str]) -> Program:
         step("last", "tail", True, "hidden", "positions"),
         step("head", "output", False, "tail", "mixed"),
     ]
-    return Program(steps, SLOT, ("input_ids", "positions", "seq_lens"), {}, SLOT["output"])
+    names = ("input_ids", "positions", "seq_lens")
+    return Program(steps, SLOT, dict.fromkeys(names), SLOT["output"])
 
 
 def buffers() -> StepBuffers:
     return StepBuffers(torch.device("cpu"), max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_blocks=2)
 
 
-def captured(mode: str, log: list[str]) -> tuple[CapturedGraphs, StepBuffers, RecordingGraphs]:
+def dispatcher(mode: str, sizes: tuple[int, ...] = (2, 4, 8)) -> Dispatcher:
+    return Dispatcher(CaptureConfig(CudagraphMode(mode), sizes, lazy=True), MAX_SEQS)
+
+
+def captured(mode: str, log: list[str]) -> tuple[Graphs, StepBuffers, RecordingGraphs]:
     made, backend = buffers(), RecordingGraphs()
-    dispatcher = Dispatcher(CaptureConfig(CudagraphMode(mode), (2, 4, 8)), MAX_SEQS)
-    graphs = capture_all(program(log), made, dispatcher, backend)
+    graphs = Graphs(program(log), made, dispatcher(mode), backend)
+    while graphs.capture_next():
+        pass
     log.clear()
     return graphs, made, backend
 
@@ -65,8 +72,7 @@ def fill(made: StepBuffers, num_tokens: int, num_seqs: int) -> dict[str, Tensor]
 def test_piecewise_runs_what_is_per_sequence_between_the_graphs() -> None:
     log: list[str] = []
     graphs, made, backend = captured("PIECEWISE", log)
-    assert sorted(graphs.piecewise) == [2, 4, 8] and not graphs.full
-    assert backend.captures == 6
+    assert graphs.num_captured == 3 and backend.captures == 6
     views = fill(made, 4, 3)
     hidden = 4 * 3  # twice, as is every value
     mixed, tail = 2 * hidden + 3 * 7, 2 * hidden + 4 * 5
@@ -78,7 +84,7 @@ def test_piecewise_runs_what_is_per_sequence_between_the_graphs() -> None:
 def test_what_ran_between_the_graphs_is_not_kept() -> None:
     graphs, made, _ = captured("PIECEWISE", [])
     graphs.replay_piecewise(4, fill(made, 4, 3))
-    env = graphs.piecewise[4].env
+    env = graphs._piecewise[4].env
     assert env[SLOT["output"]] is None and env[SLOT["mixed"]] is None
     assert env[SLOT["hidden"]] is not None
     first = graphs.replay_piecewise(4, fill(made, 4, 3))
@@ -88,9 +94,9 @@ def test_what_ran_between_the_graphs_is_not_kept() -> None:
 def test_a_full_graph_is_the_whole_program() -> None:
     log: list[str] = []
     graphs, made, backend = captured("FULL_AND_PIECEWISE", log)
-    assert sorted(graphs.full) == [(2, 2), (4, 4)] and backend.captures == 8
+    assert graphs.num_captured == 5 and backend.captures == 8
     views = fill(made, 4, 4)
-    want = graphs.program.run(views)
+    want = program([]).run(views)
     assert torch.equal(graphs.replay_full(4, 4), want) and backend.replays == 1
 
 
@@ -100,9 +106,10 @@ def test_each_distinct_step_warms_up_once_a_size() -> None:
     twice = program(log)
     first, attention, *rest = twice.steps
     layers = [first, attention, first, attention, *rest]
-    made = Program(layers, SLOT, ("input_ids", "positions", "seq_lens"), {}, SLOT["output"])
-    dispatcher = Dispatcher(CaptureConfig(CudagraphMode.PIECEWISE, (2,)), MAX_SEQS)
-    capture_all(made, buffers(), dispatcher, RecordingGraphs())
+    names = ("input_ids", "positions", "seq_lens")
+    made = Program(layers, SLOT, dict.fromkeys(names), SLOT["output"])
+    graphs = Graphs(made, buffers(), dispatcher("PIECEWISE", (2,)), RecordingGraphs())
+    assert graphs.capture_next() and not graphs.capture_next()
     assert log == ["first", "attention", "last", "head", "first", "first", "last"]
 
 
@@ -115,9 +122,37 @@ def test_largest_sizes_are_captured_first() -> None:
             return super().dummy(num_tokens=num_tokens, num_seqs=num_seqs)
 
     made = Watch(torch.device("cpu"), max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_blocks=2)
-    dispatcher = Dispatcher(CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (2, 4, 8)), MAX_SEQS)
-    capture_all(program([]), made, dispatcher, RecordingGraphs())
-    assert sizes == [8, 4, 2, 4, 2]
+    wanted = dispatcher("FULL_AND_PIECEWISE")
+    graphs = Graphs(program([]), made, wanted, RecordingGraphs())
+    graphs.capture_largest()  # one of each kind: what the others share memory with
+    assert sizes == [8, 4] and graphs.num_pending == 3
+    while graphs.capture_next():
+        pass
+    assert sizes == [8, 4, 4, 2, 2] and graphs.num_pending == 0
+
+
+def test_a_step_waits_for_its_own_graph_only() -> None:
+    backend = RecordingGraphs()
+    graphs = Graphs(program([]), buffers(), dispatcher("FULL_AND_PIECEWISE"), backend)
+    graphs.capture_largest()
+    before = backend.captures
+    missing = Dispatch(GraphKind.FULL, 2, 2)
+    graphs.ensure(missing)
+    assert backend.captures == before + 1 and graphs.num_pending == 2
+    graphs.ensure(missing)
+    graphs.ensure(Dispatch(GraphKind.NONE, 7, 3))
+    graphs.ensure(Dispatch(GraphKind.FULL, 4, 4))
+    assert backend.captures == before + 1
+    made = Dispatch(GraphKind.PIECEWISE, 4, 3)  # one graph for any number of sequences
+    graphs.ensure(made)
+    assert graphs.num_pending == 1 and backend.captures == before + 3
+
+
+def test_nothing_is_captured_without_a_backend() -> None:
+    graphs = Graphs(program([]), buffers(), dispatcher("FULL_AND_PIECEWISE"), None)
+    graphs.capture_largest()
+    graphs.ensure(Dispatch(GraphKind.NONE, 2, 2))
+    assert not graphs.capture_next() and graphs.num_captured == 0
 
 
 @pytest.mark.parametrize(("num_tokens", "num_seqs"), [(8, 4), (5, 3), (1, 1)])

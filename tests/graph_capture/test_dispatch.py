@@ -11,7 +11,9 @@ FULL, PIECEWISE, NONE = GraphKind.FULL, GraphKind.PIECEWISE, GraphKind.NONE
 
 
 def dispatcher(mode: str, max_num_seqs: int = 20) -> Dispatcher:
-    return Dispatcher(CaptureConfig(CudagraphMode(mode), capture_sizes(max_num_seqs)), max_num_seqs)
+    return Dispatcher(
+        CaptureConfig(CudagraphMode(mode), capture_sizes(max_num_seqs), True), max_num_seqs
+    )
 
 
 def test_the_size_rule() -> None:

@@ -78,7 +78,8 @@ def test_help_names_every_engine_flag_in_full(
 ) -> None:
     assert main([command, "-h"]) == 0
     words = set(capsys.readouterr().out.replace(",", " ").split())
-    assert {"--" + f.name.replace("_", "-") for f in fields(EngineOptions)} <= words
+    assert {spec.flag for spec in option_specs()} <= words
+    assert {spec.name for spec in option_specs()} == {f.name for f in fields(EngineOptions)}
     assert "-O" in words
 
 

@@ -1,0 +1,133 @@
+"""``build()``: from a model to an artifact's files, the ordered list of what the compiler does.
+
+Imported only when something must be compiled: it brings Dynamo, sympy and the passes along.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..config import CompileConfig, UserError
+from ..passes import Subgraph, build_passes, check_required, run_passes
+from .dump import Dump
+from .emit import choose_emitter, emit
+from .kernels import outside_variants, program_variants
+from .load import KERNELS, PLAN, kernel_file, kernels_json, piece_file
+from .lower import lower
+from .make_plan import limit_ranges, make_plan
+from .partition import partition
+from .source import Source
+from .timer import Timer
+from .trace import trace
+from .tune import Tuner
+from .unroll import unroll
+
+
+def build(
+    source: Source,
+    config: CompileConfig,
+    *,
+    device: str,
+    sm: int,
+    label: str,
+    timer: Timer,
+    dump: Path | None,
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Trace, rewrite, split, lower, compile what differs: an artifact's files and its report.
+
+    Arguments and errors are those of ``compile()``.
+    """
+    record = Dump(dump)
+    with timer.phase("trace"):
+        example = source.example
+        traced = trace(source.model, example.args, example.named, example.dynamic)
+    with timer.phase("unroll"):
+        traced = unroll(traced, source.repeat) if source.repeat else traced
+    record.graph("traced", traced)
+    with timer.phase("passes"):
+        reports = run_passes(
+            traced.gm,
+            build_passes(config.passes),
+            verify=config.verify,
+            on_pass=lambda name, gm: record.graph(f"after {name}", traced),
+        )
+        check_required(reports, config.required)
+    with timer.phase("partition"):
+        regions = partition(traced.gm)
+    tuner = Tuner() if config.tune and device == "cuda" else None
+    with timer.phase("lower"):
+        choices = lower(
+            traced.gm,
+            hand_kernels=config.hand_kernels,
+            kernels=dict(config.kernels),
+            sm=sm,
+            tuner=tuner,
+        )
+    with timer.phase("dedupe"):
+        plan, pieces = make_plan(traced, regions)
+    record.graph("lowered", traced)
+    if device == "cuda" and sm != _sm_here():
+        _check_direct(pieces.values(), sm)
+    with timer.phase("emit"):
+        code = emit(
+            pieces,
+            tune=config.tune,
+            dims=traced.dims,
+            on_piece=lambda number: timer.say(f"piece {number}"),
+        )
+        plan = limit_ranges(plan, code.values())
+    with timer.phase("kernels"):
+        variants: set[ops.Variant] = set()
+        if device == "cuda":
+            variants = program_variants(traced)
+            variants |= outside_variants(source.outside, config, device=device, sm=sm)
+        ops.KERNELS.precompile(variants, sm, on_done=timer.count("kernel", len(variants)))
+        held = ops.KERNELS.binaries()
+        binaries = {variant: held[variant] for variant in sorted(variants, key=lambda v: v.name)}
+    files = {PLAN: _json(plan.to_json())}
+    for digest, piece in code.items():
+        files[piece_file(digest)] = piece.source.encode()
+        folder = piece_file(digest).rpartition("/")[0]
+        files |= {f"{folder}/{name}": content for name, content in piece.files.items()}
+    files |= {kernel_file(variant): binary.cubin for variant, binary in binaries.items()}
+    files[KERNELS] = _json(kernels_json(binaries))
+    record.write(files, label)
+    report = {
+        "passes": [report.to_json() for report in reports],
+        "choices": dict(choices),
+        "pieces": {digest: piece.emitter for digest, piece in code.items()},
+        "steps": len(plan.steps),
+        "kernels": len(binaries),
+        "tuned_us": tuner.measured if tuner else {},
+        "seconds": {name: round(value, 4) for name, value in timer.seconds.items()},
+    }
+    return files, report
+
+
+def _sm_here() -> int:
+    """Compute capability of the GPU here, 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def _check_direct(pieces: Iterable[Subgraph], sm: int) -> None:
+    """Refuse pieces for Inductor, which compiles for the GPU that it finds."""
+    for piece in pieces:
+        choice = choose_emitter(piece)
+        if choice.emitter != "direct":
+            raise UserError(
+                f"a piece of this model needs Inductor ({choice.reason}), which needs the sm_{sm} "
+                "that is compiled for; compile there, or use -O2 with all its passes and kernels"
+            )
+
+
+def _json(data: Any) -> bytes:
+    return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()

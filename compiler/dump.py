@@ -1,0 +1,91 @@
+"""``--dump DIR``: what each phase of a build made, as files to read in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ..passes import fake_value
+from .trace import Traced
+
+_SHOWN = (".py", ".json")
+
+
+class Dump:
+    """Writes graphs as they are, one file each, then the generated code and ``index.md``.
+
+    Args:
+        folder: made when missing; None writes nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._graphs: list[tuple[str, str, int]] = []
+
+    def graph(self, title: str, traced: Traced) -> None:
+        """Write the graph in its present state."""
+        if self._folder is None:
+            return
+        name = f"{len(self._graphs):02d}-{re.sub(r'[^a-z0-9_]+', '-', title)}.txt"
+        lines = graph_lines(traced)
+        self._write(name, "\n".join(lines) + "\n")
+        self._graphs.append((title, name, len(lines)))
+
+    def write(self, files: Mapping[str, bytes], label: str) -> None:
+        """Write an artifact's readable files and the index of everything."""
+        if self._folder is None:
+            return
+        index = [f"# {label}", "", "## Graphs", ""]
+        index += [f"- [{title}]({name}): {count} lines" for title, name, count in self._graphs]
+        index += ["", "## What was generated from them", ""]
+        for name, content in sorted(files.items()):
+            if name.endswith(_SHOWN):
+                self._write(f"artifact/{name}", content.decode())
+                index.append(f"- [{name}](artifact/{name})")
+        kernels = sorted(name for name in files if not name.endswith(_SHOWN))
+        index += ["", f"{len(kernels)} compiled kernels are in the artifact itself.", ""]
+        index += [f"- {name}, {len(files[name])} bytes" for name in kernels]
+        self._write("index.md", "\n".join(index) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        assert self._folder is not None
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def graph_lines(traced: Traced) -> list[str]:
+    """One line a node: name, type and shape in named dimensions, target and arguments."""
+    lines = []
+    for node in traced.gm.graph.nodes:
+        value = describe(fake_value(node), traced.dims)
+        what = "" if node.op in ("placeholder", "output") else f" {_target(node.target)}"
+        lines.append(f"{node.op} {node.name}: {value} ={what} {_arguments(node)}".rstrip())
+    return lines
+
+
+def describe(value: object, dims: Mapping[str, str]) -> str:
+    """A fake value as text: ``bfloat16[num_tokens, 4096]``."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(_named(dim, dims) for dim in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(describe(item, dims) for item in value)})"
+    return _named(value, dims) if isinstance(value, torch.SymInt) else type(value).__name__
+
+
+def _named(size: object, dims: Mapping[str, str]) -> str:
+    return re.sub(r"[A-Za-z_]\w*", lambda m: dims.get(m[0], m[0]), str(size))
+
+
+def _target(target: object) -> str:
+    return str(getattr(target, "__name__", target) if callable(target) else target)
+
+
+def _arguments(node: torch.fx.Node) -> str:
+    args = [str(arg) for arg in node.args]
+    args += [f"{name}={value}" for name, value in node.kwargs.items()]
+    return f"({', '.join(args)})"

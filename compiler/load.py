@@ -1,0 +1,70 @@
+"""An artifact back into a program: reads files, checks them, loads kernels; compiles nothing.
+
+Imports neither Dynamo nor Inductor nor Triton.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+from .. import ops
+from .artifact import Artifact
+from .plan import PieceStep, Plan
+from .program import Program, link
+from .runtime import load_piece
+
+PLAN = "plan.json"
+KERNELS = "kernels.json"
+
+
+def piece_file(piece: str) -> str:
+    """The generated code of a piece; its compiled kernels lie beside it."""
+    return f"pieces/{piece}/code.py"
+
+
+def kernel_file(variant: ops.Variant) -> str:
+    """The compiled code of one Triton kernel variant."""
+    return f"kernels/{variant.name}.cubin"
+
+
+def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, Any]]:
+    """What ``load`` needs to know of each kernel besides its machine code."""
+    names = [f.name for f in fields(ops.Binary) if f.name != "cubin"]
+    return [
+        {"variant": variant.to_json(), "binary": {name: getattr(binary, name) for name in names}}
+        for variant, binary in binaries.items()
+    ]
+
+
+def load(artifact: Artifact) -> tuple[Plan, Program]:
+    """The plan and the program of an artifact, whose Triton kernels are made known to ``ops``.
+
+    Raises:
+        UserError: a file is missing or not what the manifest says.
+    """
+    plan = Plan.from_json(json.loads(artifact.read(PLAN)))
+    if any(spec.device == "cuda" for spec in plan.inputs.values()):
+        ops.load_cuda_library()
+    for entry in json.loads(artifact.read(KERNELS)):
+        variant = ops.Variant.from_json(entry["variant"])
+        cubin = artifact.read(kernel_file(variant))
+        ops.KERNELS.add(variant, ops.Binary(**entry["binary"], cubin=cubin))
+    pieces = {step.piece for step in plan.steps if isinstance(step, PieceStep)}
+    callables = {
+        piece: load_piece(
+            artifact.read(piece_file(piece)),
+            artifact.path / piece_file(piece),
+            partial(_read_beside, artifact, piece),
+        )
+        for piece in pieces
+    }
+    return plan, link(plan, callables)
+
+
+def _read_beside(artifact: Artifact, piece: str, name: str) -> bytes:
+    return artifact.read(str(PurePosixPath(piece_file(piece)).with_name(name)))

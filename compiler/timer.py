@@ -1,0 +1,29 @@
+"""How long each phase takes, and what is said of it meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Timer:
+    """Seconds of each phase, in order, and what is told of them while they run."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.say(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def count(self, what: str, total: int) -> Callable[[Any], None]:
+        """What says "kernel 3 of 12" and so on, a call each; calls may come from threads."""
+        numbers = itertools.count(1)
+        return lambda item: self.say(f"{what} {next(numbers)} of {total}")

@@ -1,0 +1,111 @@
+"""``ResolvedConfig``: what the engine runs with; nothing changes it once ``resolve()`` made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .key_factors import outside_key
+from .levels import CudagraphMode
+
+_EACH_START = "decided and applied anew at every start"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the engine runs on; ``graphs`` is "cuda", "recording" (tests) or "none"."""
+
+    device: str
+    name: str = field(
+        metadata=outside_key("only measured choices depend on it: -O3 adds it to the key")
+    )
+    sm: int = 0
+    num_sms: int = field(default=0, metadata=outside_key("grids are computed at every launch"))
+    graphs: str = field(default="none", metadata=outside_key(_EACH_START))
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """The facts of a model that options are checked against."""
+
+    max_position_embeddings: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = field(
+        metadata=outside_key("the model's own fields are in the key, its place is not")
+    )
+    tokenizer: str = field(
+        metadata=outside_key("text is turned to token ids outside of the program")
+    )
+    dtype: str
+    load_format: str = field(metadata=outside_key("values of weights never enter the code"))
+    max_model_len: int = field(
+        metadata=outside_key("block tables are of any width in compiled code")
+    )
+    seed: int = field(metadata=outside_key("values of weights never enter the code"))
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    level: int
+    trace: bool
+    passes: tuple[str, ...]
+    required: tuple[tuple[str, int], ...] = field(
+        metadata=outside_key("checked against the artifact's report")
+    )
+    hand_kernels: bool
+    tune: bool
+    kernels: tuple[tuple[str, str], ...]
+    verify: bool
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Where compiled artifacts are kept: ``search`` in order, the default folders when empty; new
+    ones go to its first folder.  With ``trusted_keys``, only what they signed is loaded."""
+
+    enabled: bool = field(metadata=outside_key(_EACH_START))
+    require: bool = field(metadata=outside_key(_EACH_START))
+    search: tuple[str, ...] = field(metadata=outside_key(_EACH_START))
+    trusted_keys: tuple[str, ...] = field(metadata=outside_key(_EACH_START))
+    size_limit_bytes: int = field(metadata=outside_key(_EACH_START))
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    mode: CudagraphMode = field(metadata=outside_key(_EACH_START))
+    sizes: tuple[int, ...] = field(metadata=outside_key(_EACH_START))
+    lazy: bool = field(metadata=outside_key(_EACH_START))
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int = field(metadata=outside_key("compiled code serves any number of sequences"))
+    max_num_batched_tokens: int = field(
+        metadata=outside_key("compiled code serves any number of tokens")
+    )
+    enable_chunked_prefill: bool = field(metadata=outside_key(_EACH_START))
+    async_scheduling: bool = field(metadata=outside_key(_EACH_START))
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int
+    gpu_memory_utilization: float = field(metadata=outside_key(_EACH_START))
+    kv_cache_memory_bytes: int | None = field(metadata=outside_key(_EACH_START))
+    num_blocks: int | None = field(
+        metadata=outside_key("compiled code serves any number of KV blocks")
+    )
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    hardware: Hardware
+    model: ModelConfig
+    compile: CompileConfig
+    store: StoreConfig
+    capture: CaptureConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig

@@ -1,0 +1,126 @@
+"""Compile without starting: for images, and for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..compiler.compiled import Compiled, compile
+from ..compiler.store import open_store
+from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
+from .hardware import detect_hardware
+from .progress import show_progress
+from .source import artifact_key, artifact_label, model_source
+from .startup import read_model
+from .startup_report import StartupReport
+
+
+@dataclass(frozen=True)
+class CompiledAhead:
+    """An artifact that is in a store now, and what it leaves to the first start."""
+
+    compiled: Compiled
+    label: str
+    startup: StartupReport
+    left: tuple[str, ...]
+
+
+def compile_ahead(
+    options: EngineOptions, *, target_sm: int | None = None, dump: Path | None = None
+) -> CompiledAhead:
+    """Compile what ``options`` would run and keep it.
+
+    Args:
+        options: as for a start; a model folder with ``config.json`` is enough.
+        target_sm: compute capability to compile for, such as 90; that of the GPU here if None.
+        dump: write what each phase made into this folder.
+
+    Raises:
+        UserError: the options compile nothing, or not without the GPU; the artifact cannot be kept.
+    """
+    startup = StartupReport()
+    with startup.phase("config"):
+        hardware = target_hardware(options, target_sm)
+        _, spec, config = read_model(options, hardware)
+    absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
+    _check(config, absent, dump)
+    store = open_store(
+        config.store.search,
+        trusted_keys=config.store.trusted_keys,
+        size_limit_bytes=config.store.size_limit_bytes,
+    )
+    label = artifact_label(spec, config)
+    with (
+        show_progress() as progress,
+        startup.phase("compile"),
+        progress.status("Compiling") as say,
+    ):
+        compiled = compile(
+            lambda: model_source(spec, config),
+            config.compile,
+            key=artifact_key(spec, config),
+            store=store,
+            require=config.store.require,
+            label=label,
+            device=hardware.device,
+            sm=hardware.sm,
+            on_phase=say,
+            dump=dump,
+        )
+    return CompiledAhead(compiled, label, startup, _left(hardware, absent))
+
+
+def target_hardware(options: EngineOptions, target_sm: int | None) -> Hardware:
+    """What to compile for: what is here, or a GPU of ``target_sm``.
+
+    Raises:
+        UserError: the two contradict each other.
+    """
+    if target_sm is None:
+        return detect_hardware(options.device)
+    if options.device == "cpu":
+        raise UserError(f"target_sm={target_sm} contradicts device=cpu: give one of them")
+    if not 80 <= target_sm <= 121:
+        raise UserError(f"target_sm={target_sm}: expected a compute capability such as 90")
+    target = Hardware(device="cuda", name=f"sm_{target_sm}", sm=target_sm, graphs="cuda")
+    here = detect_hardware("auto")
+    return here if here.sm == target_sm else target
+
+
+def _check(config: ResolvedConfig, absent: bool, dump: Path | None) -> None:
+    if not config.compile.trace:
+        raise UserError("compile: -O0 compiles nothing; use -O1 or higher")
+    if not config.store.enabled:
+        raise UserError("compile: no_cache would throw the artifact away; drop it")
+    if absent and config.compile.tune:
+        raise UserError(
+            f"compile: -O3 measures kernels on the GPU, and there is no sm_{config.hardware.sm} "
+            "here; use -O2, or compile there"
+        )
+    if config.hardware.device == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
+        raise UserError("TRITON_INTERPRET=1: nothing can be compiled for a GPU; unset it")
+    if dump is None:
+        return
+    if config.store.require:
+        raise UserError("dump: needs a build, which require_cache forbids: give one of them")
+    try:
+        dump.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"dump={dump}: {error.strerror}; give a folder to write to") from error
+
+
+def _left(hardware: Hardware, absent: bool) -> tuple[str, ...]:
+    if hardware.device == "cpu":
+        return ()
+    left = ["capture of CUDA graphs", "cuBLAS's choice of GEMM kernels"]
+    if absent:
+        left.append(f"a run on a real sm_{hardware.sm}: nothing has been executed there yet")
+    if torch.version.cuda is None:
+        left.append(
+            f"compilation: an artifact serves the torch that made it, and {torch.__version__} "
+            "cannot use a GPU; compile with the torch that will serve"
+        )
+    return tuple(left)

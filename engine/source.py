@@ -1,0 +1,148 @@
+"""What the compiler is given of a model: its key, and, when it must be compiled, what to trace.
+
+The model that is traced has one layer of each kind, on fake tensors: no memory, no GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compiler.factors import source_factors, toolchain_factors
+from ..compiler.key import Key
+from ..compiler.source import Example, Repeat, Source
+from ..compiler.store import Store, open_store
+from ..config import ResolvedConfig, StoreConfig, key_factors
+from ..model_executor.attention import AttentionInputs
+from ..model_executor.kv_cache import kv_cache_shape
+from ..model_executor.loader import fake_model
+from ..model_executor.models.decoder import distinct_layers
+from ..model_executor.spec import ModelSpec
+from .sampler import outside_calls
+
+_log = logging.getLogger(__name__)
+
+STEP_INPUTS = ("input_ids", "positions", "slot_mapping")
+ATTENTION_INPUTS = AttentionInputs._fields
+KV_CACHE = "kv_cache/{}"
+_MODEL_SOURCES = (
+    "model_executor/models",
+    "model_executor/attention",
+    "model_executor/layers.py",
+    "model_executor/kv_cache.py",
+    "engine/source.py",
+    "engine/sampler.py",
+)
+
+
+def kv_cache_name(layer: int) -> str:
+    return KV_CACHE.format(layer)
+
+
+def module_arguments(values: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
+    """The arguments of ``DecoderModel.forward`` from values by name."""
+    attention = AttentionInputs(*(values[name] for name in ATTENTION_INPUTS))
+    kv_caches = [values[kv_cache_name(i)] for i in range(num_layers)]
+    return (*(values[name] for name in STEP_INPUTS), attention, kv_caches)
+
+
+def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
+    """The key of a model's artifact: its fields, the configuration, sources and toolchain."""
+    hardware = config.hardware
+    factors = key_factors(spec, "model") | key_factors(config, "config")
+    factors |= source_factors(_MODEL_SOURCES) | toolchain_factors(hardware.device)
+    if config.compile.tune:
+        factors["config.hardware.name"] = hardware.name
+    return Key(factors)
+
+
+@contextmanager
+def artifact_store(config: StoreConfig) -> Iterator[Store]:
+    """The store of a start: the configured one, with a temporary folder for what it cannot keep."""
+    if config.require:
+        yield open_store(config.search, trusted_keys=config.trusted_keys)
+        return
+    with TemporaryDirectory(prefix="fusewright-") as folder:
+        if not config.enabled:
+            yield Store((), write_to=Path(folder))
+            return
+        store = open_store(
+            config.search,
+            trusted_keys=config.trusted_keys,
+            size_limit_bytes=config.size_limit_bytes,
+        )
+        if _can_write(store.write_to):
+            yield store
+            return
+        _log.warning(
+            "%s cannot be written: what is compiled now will be compiled again at the next start; "
+            "give another --compile-cache-dir",
+            store.write_to or "the home directory",
+        )
+        yield Store(
+            store.search_paths,
+            write_to=Path(folder),
+            trusted_keys=[Path(name).expanduser() for name in config.trusted_keys],
+        )
+
+
+def _can_write(folder: Path | None) -> bool:
+    while folder is not None and not folder.exists():
+        folder = folder.parent
+    return folder is not None and os.access(folder, os.W_OK)
+
+
+def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
+    """What an artifact is, for people."""
+    hardware = config.hardware
+    target = f"sm_{hardware.sm}" if hardware.sm else hardware.device
+    return (
+        f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}, "
+        f"{config.model.dtype}, -O{config.compile.level}, {target}"
+    )
+
+
+def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
+    """What is traced for ``spec``."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    short, layers = distinct_layers(spec)
+    device = torch.device(config.hardware.device)
+    with FakeTensorMode():
+        model = fake_model(short, device)
+        given = example(short, config.cache.block_size, device)
+    return Source(
+        model,
+        given,
+        Repeat("layers", layers, ("weights/layers.{}.", KV_CACHE)),
+        lambda num_tokens, num_seqs: outside_calls(spec, num_seqs),
+    )
+
+
+def example(spec: ModelSpec, block_size: int, device: torch.device) -> Example:
+    """Example inputs; sizes that count different things differ."""
+    num_tokens, num_seqs, num_blocks, max_blocks = 37, 3, 5, 11
+    named: dict[str, Tensor] = {}
+    dynamic: dict[str, dict[int, str]] = {}
+
+    def add(name: str, dtype: torch.dtype, shape: tuple[int, ...], *counts: str) -> None:
+        named[name] = torch.empty(shape, dtype=dtype, device=device)
+        dynamic[name] = dict(enumerate(counts))
+
+    for name in STEP_INPUTS:
+        add(name, torch.int32, (num_tokens,), "num_tokens")
+    add("block_table", torch.int32, (num_seqs, max_blocks), "num_seqs", "max_blocks")
+    add("seq_lens", torch.int32, (num_seqs,), "num_seqs")
+    add("query_start_loc", torch.int32, (num_seqs + 1,), "num_seqs_plus_1")
+    for layer in range(spec.num_layers):
+        shape = kv_cache_shape(spec, num_blocks, block_size)
+        add(kv_cache_name(layer), spec.dtype, shape, "num_blocks")
+    return Example(module_arguments(named, spec.num_layers), named, dynamic)

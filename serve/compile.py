@@ -1,0 +1,59 @@
+"""``fusewright compile``: compile ahead of time, into a store that later starts load from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import EngineOptions
+from .flags import engine_flags
+from .options import merge
+from .report import startup_table
+
+
+@engine_flags
+def compile(
+    engine: dict[str, Any],
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
+    ] = None,
+    target_sm: Annotated[
+        int | None,
+        typer.Option("--target-sm", help="Compile for this compute capability, such as 90."),
+    ] = None,
+    dump: Annotated[
+        Path | None,
+        typer.Option("--dump", help="Write graphs, pieces and code of each phase to this folder."),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compile a model ahead of time and keep the artifact."""
+    options = merge(engine, model=model_argument)
+    from ..engine.ahead import compile_ahead
+
+    ahead = compile_ahead(EngineOptions(**options), target_sm=target_sm, dump=dump)
+    artifact = ahead.compiled.artifact
+    assert artifact is not None
+    if json_output:
+        record = {
+            "key": artifact.manifest.key,
+            "path": str(artifact.path),
+            "label": ahead.label,
+            "built": ahead.compiled.built,
+            "startup": ahead.startup.to_json(),
+            "compile": ahead.compiled.seconds,
+            "left": list(ahead.left),
+            "report": dict(artifact.manifest.report),
+        }
+        typer.echo(json.dumps(record))
+        return
+    verb = "compiled" if ahead.compiled.built else "found"
+    typer.echo(f"{verb} {ahead.label}\n{artifact.path}")
+    typer.echo(startup_table(ahead.startup.to_json(), ahead.compiled.seconds))
+    for item in ahead.left:
+        typer.echo(f"left to the first start: {item}")
+    if dump is not None:
+        typer.echo(f"read {dump / 'index.md'}")

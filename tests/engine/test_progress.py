@@ -1,0 +1,36 @@
+"""The display of a start: on a terminal, side by side; nothing in a pipe."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from fusewright.engine.progress import show_progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stderr", [Terminal(), io.StringIO()])
+def test_bars_and_spinners_show_on_a_terminal_only(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with show_progress() as progress:
+        with progress.bar("Loading weights", 100) as advance, progress.status("Compiling") as say:
+            advance(50)
+            say("trace")
+            if stderr.isatty():
+                assert progress._display is not None
+                progress._display.refresh()
+        with progress.bar("nothing", 0) as advance:
+            advance(0)
+    text = stderr.getvalue()
+    assert ("Loading weights" in text) == stderr.isatty()
+    assert ("50%" in text and "Compiling: trace" in text) == stderr.isatty()
+    assert bool(text) == stderr.isatty()
