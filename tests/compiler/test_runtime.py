@@ -24,11 +24,18 @@ NUM_TOKENS = (1, 2, 17, 300)
 
 CHILD = """
 import sys
+from importlib.machinery import ModuleSpec
 
-class Refuse:
+class Refuse:  # torch itself looks whether there is a Triton, which is no import
     def find_spec(self, name, path=None, target=None):
         if name.startswith(("torch._dynamo", "torch._inductor", "triton")):
-            raise ImportError(f"{name} is forbidden here")
+            return ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        raise AssertionError(f"{module.__name__} is forbidden here")
 
 sys.meta_path.insert(0, Refuse())
 from pathlib import Path

@@ -58,8 +58,12 @@ def test_tokens_and_logits_equal_transformers(
         ("FULL", {"FULL"}, {"FULL"}),
     ],
 )
-def test_every_graph_mode_answers_the_same(mode: str, decode: set[str], mixed: set[str]) -> None:
+@pytest.mark.parametrize("lazy", [True, False])
+def test_every_graph_mode_answers_the_same(
+    mode: str, decode: set[str], mixed: set[str], lazy: bool
+) -> None:
     options: dict[str, Any] = {"cudagraph_mode": mode, "max_num_batched_tokens": 64}
+    options["lazy_capture"] = lazy
     if mode != "NONE":
         options["cudagraph_capture_sizes"] = (1, 2, 5, 8, 16, 40, 64)
     llm = LLM("abacus", max_num_seqs=16, max_model_len=64, **options)
@@ -84,8 +88,9 @@ def test_level_3_chooses_by_measurement() -> None:
     assert choice.startswith(f"add_rms_norm -> {fastest}")
 
 
-def test_the_account_of_memory_agrees_with_the_driver() -> None:
-    llm = LLM("abacus", max_model_len=256, gpu_memory_utilization=0.5)
+@pytest.mark.parametrize("lazy", [True, False])
+def test_the_account_of_memory_agrees_with_the_driver(lazy: bool) -> None:
+    llm = LLM("abacus", max_model_len=256, gpu_memory_utilization=0.5, lazy_capture=lazy)
     memory = llm.report()["memory"]
     assert memory["driver"] > 0 and memory["graphs"] > 0
     assert abs(memory["accounted"] - memory["driver"]) < 0.02 * memory["driver"]
