@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from ..passes import fake_value
+from .piece_code import describe, op_name
 from .trace import Traced
 
-_SHOWN = (".py", ".json")
+_SHOWN = (".py", ".json", ".cpp")
 
 
 class Dump:
@@ -62,27 +63,14 @@ def graph_lines(traced: Traced) -> list[str]:
     lines = []
     for node in traced.gm.graph.nodes:
         value = describe(fake_value(node), traced.dims)
-        what = "" if node.op in ("placeholder", "output") else f" {_target(node.target)}"
-        lines.append(f"{node.op} {node.name}: {value} ={what} {_arguments(node)}".rstrip())
+        made = f"{node.name}: {value}" if value else node.name
+        if node.op == "placeholder":
+            lines.append(f"input {made}")
+        elif node.op == "output":
+            lines.append(f"return {node.args[0]}")
+        else:
+            lines.append(f"{made} = {op_name(node)}{_arguments(node)}")
     return lines
-
-
-def describe(value: object, dims: Mapping[str, str]) -> str:
-    """A fake value as text: ``bfloat16[num_tokens, 4096]``."""
-    if isinstance(value, torch.Tensor):
-        shape = ", ".join(_named(dim, dims) for dim in value.shape)
-        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(describe(item, dims) for item in value)})"
-    return _named(value, dims) if isinstance(value, torch.SymInt) else type(value).__name__
-
-
-def _named(size: object, dims: Mapping[str, str]) -> str:
-    return re.sub(r"[A-Za-z_]\w*", lambda m: dims.get(m[0], m[0]), str(size))
-
-
-def _target(target: object) -> str:
-    return str(getattr(target, "__name__", target) if callable(target) else target)
 
 
 def _arguments(node: torch.fx.Node) -> str:
