@@ -82,14 +82,16 @@ def compile(
         with store.lock(key, on_wait=lambda: on_phase("another process compiles this")):
             artifact = store.find(key) if dump is None else None
             if artifact is None:
-                from .build import build
-
                 for refusal in store.refusals:
                     _log.warning("%s: %s; compiling anew", refusal.path, refusal.reason)
-                built = True
+                with timer.phase("import compiler"):
+                    from .build import build
+                with timer.phase("make model"):
+                    model = source()
                 files, report = build(
-                    source(), config, device=device, sm=sm, label=label, timer=timer, dump=dump
+                    model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
                 )
+                built = True
                 with timer.phase("publish"):
                     artifact = store.publish(key, files, report, label)
     with timer.phase("load"):

@@ -155,6 +155,11 @@ def compile_model(
             weights.result()  # measurements want the device for themselves
         return model_source(spec, config)
 
+    def on_phase(phase: str) -> None:
+        if weights.done():
+            weights.result()  # a bad checkpoint ends the start now, not when compilation is done
+        say(phase)
+
     with (
         startup.phase("compile"),
         artifact_store(config.store) as store,
@@ -169,7 +174,7 @@ def compile_model(
             label=artifact_label(spec, config),
             device=config.hardware.device,
             sm=config.hardware.sm,
-            on_phase=say,
+            on_phase=on_phase,
         )
     with startup.phase("wait for weights"):
         model = weights.result()
