@@ -69,9 +69,11 @@ def _check(kind: str, run: Mapping[str, Any], first: Mapping[str, Any]) -> None:
 
 
 def _start(options: Mapping[str, Any], store: Path, scratch: Path) -> dict[str, Any]:
-    scratch.mkdir()
+    temporary = scratch / "tmp"  # where Inductor keeps C++ headers, whatever it is told
+    temporary.mkdir(parents=True)
     env = dict(os.environ)
     env |= {
+        "TMPDIR": str(temporary),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "FUSEWRIGHT_BAKED_DIR": str(scratch / "baked"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import getpass
 import importlib.abc
 import io
 import json
@@ -17,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 FORBIDDEN = ("torch._dynamo", "torch._inductor", "triton")
@@ -35,7 +38,7 @@ class Sandbox:
         self.folder, self.marks = folder, folder / "marks"
         self.caches = [folder / name for name in ("triton", "inductor")]
         tools = folder / "tools"
-        tools.mkdir()
+        tools.mkdir(parents=True)
         for name in COMPILERS:
             (tools / name).write_text(
                 f'#!/bin/sh\necho {name} "$@" >> {self.marks}/{name}\nexit 1\n'
@@ -75,9 +78,17 @@ def open_folder() -> Iterator[Path]:
 def environment(folder: Path) -> dict[str, str]:
     """This environment, with the stores of a fresh user and kernels that are not interpreted."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Where they are by default, even if the test moves TMPDIR and HOME.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(inductor_folder()))
+    env.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     for name in ("FUSEWRIGHT_BAKED_DIR", "FUSEWRIGHT_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
         env[name] = str(folder / "absent" / name.lower())
     return env
+
+
+def inductor_folder() -> Path:
+    """Where Inductor keeps what it compiled, and C++ headers even if told another place."""
+    return Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
 
 
 def writable(folder: Path, allowed: bool) -> None:
@@ -85,26 +96,42 @@ def writable(folder: Path, allowed: bool) -> None:
     subprocess.run(["chmod", "-R", "u+w" if allowed else "a-w", folder], check=True)
 
 
+def _setpriv() -> str:
+    import pytest
+
+    if path := shutil.which("setpriv"):
+        return path
+    raise pytest.skip.Exception("root cannot drop its rights: setpriv (util-linux) is missing")
+
+
+def bound_by_modes() -> tuple[str, ...]:
+    """Words before a command that have it obey the modes of files, if this user is root."""
+    return (_setpriv(), "--bounding-set=-dac_override,-dac_read_search") if _is_root() else ()
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
 @functools.cache
 def unprivileged() -> tuple[str, ...]:
-    """Words before a command that have it run without root's rights.
+    """Words before a command that have it run as nobody, if this user is root.
 
     An interpreter in root's own folders is out of nobody's reach: then one right, to read all, is
     left.
     """
-    import pytest
-
-    if os.geteuid() != 0:
+    if not _is_root():
         return ()
-    if (setpriv := shutil.which("setpriv")) is None:
-        raise pytest.skip.Exception("root cannot drop its rights: setpriv (util-linux) is missing")
-    drop = (setpriv, "--reuid=65534", "--regid=65534", "--clear-groups")
+    drop = (_setpriv(), "--reuid=65534", "--regid=65534", "--clear-groups")
     reading = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
-    check = "import importlib.util as u, fusewright; assert u.find_spec('torch')"
+    check = "import os, sys, fusewright; os.execv(sys.executable, [sys.executable, '-c', ''])"
     for words in (drop, (*drop, *reading)):
+        # It must find itself again: setpriv still has root's rights when it executes Python.
         done = subprocess.run([*words, sys.executable, "-c", check], capture_output=True, cwd="/")
         if done.returncode == 0:
             return words
+    import pytest
+
     raise pytest.skip.Exception(f"nobody cannot run {sys.executable}: {done.stderr.decode()}")
 
 
@@ -132,12 +159,18 @@ def run(task: str, **arguments: Any) -> Any:
 # The side of the process
 
 
-class _Refuse(importlib.abc.MetaPathFinder):
-    """Makes the import of a compiler an error that nothing takes for an optional package."""
+class _Refuse(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the import of a compiler an error that nothing takes for an optional package.
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if any(name == root or name.startswith(f"{root}.") for root in FORBIDDEN):
-            raise AssertionError(f"{name} is imported")
+    To look whether there is one, as torch does for Triton, is no import.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        forbidden = any(name == root or name.startswith(f"{root}.") for root in FORBIDDEN)
+        return ModuleSpec(name, self) if forbidden else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        raise AssertionError(f"{module.__name__} is imported")
 
 
 _executed: list[str] = []
@@ -179,9 +212,10 @@ def start_all(starts: list[dict[str, Any]], batches: list[Any]) -> Any:
 
 
 def _exact(completion: Any) -> Any:
-    """Tokens and log probabilities, every bit of them."""
+    """Text, tokens and log probabilities, every bit of them."""
     steps = completion.logprobs or []
     return {
+        "text": completion.text,
         "token_ids": list(completion.token_ids),
         "logprobs": [{str(i): [e.logprob.hex(), e.rank] for i, e in s.items()} for s in steps],
         "cumulative": float(completion.cumulative_logprob or 0).hex(),
@@ -206,8 +240,7 @@ def _main() -> None:
     if given.pop("guard", False):
         sys.meta_path.insert(0, _Refuse())
         sys.addaudithook(_record)
-    task = {"start_all": start_all, "commands": commands}[given.pop("task")]
-    told = task(**given)
+    told = (start_all if given.pop("task") == "start_all" else commands)(**given)
     loaded = [name for name in FORBIDDEN if name in sys.modules]
     print(json.dumps({"told": told, "loaded": loaded, "executed": _executed}))
 

@@ -1,0 +1,352 @@
+"""A warm start compiles nothing and gives the bits of the cold one; what it refuses, and how."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from fusewright.compiler.artifact import Artifact
+from fusewright.compiler.key import Key
+from fusewright.compiler.store import Store
+from tests.engine.start_process import (
+    Sandbox,
+    begin,
+    bound_by_modes,
+    environment,
+    inductor_folder,
+    open_folder,
+    run,
+    unprivileged,
+    writable,
+)
+from tests.model_executor.tiny_models import BY_NAME
+
+pytestmark = pytest.mark.slow
+
+GREEDY = {"temperature": 0.0, "max_tokens": 9, "ignore_eos": True, "logprobs": 5}
+SAMPLED: dict[str, Any] = {"temperature": 1.3, "max_tokens": 5, "ignore_eos": True, "logprobs": 5}
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+PROMPTS = [[1, 50, 43, 51, 52, 61], [7, 9], list(range(3, 40))]
+BATCHES = [
+    [[prompt, GREEDY] for prompt in PROMPTS],
+    [[prompt, SAMPLED | {"seed": seed}] for seed, prompt in enumerate(PROMPTS)],
+]
+ADD: list[Any] = ["12+34=", {"temperature": 0.0, "max_tokens": 8}]
+SUM = "46"
+
+
+def options(model: Path | str, device: torch.device, level: int, store: Path) -> dict[str, Any]:
+    """Of a cold start."""
+    given = {
+        "model": str(model),
+        "device": device.type,
+        "optimization_level": level,
+        "compile_cache_dir": [str(store)],
+        "max_num_seqs": 4,
+        "max_model_len": 128,
+        "num_gpu_blocks_override": 64,
+    }
+    return given | (capturing(1, 2, 4) if device.type == "cuda" else {})
+
+
+def other_limits(device: torch.device) -> dict[str, Any]:
+    """Limits that compiled code is not bound to, such that requests meet the same graphs."""
+    given = {"max_num_seqs": 16, "num_gpu_blocks_override": 99}
+    if device.type == "cuda":
+        # max_model_len stays: it decides into how many parts attention splits a context.
+        return given | capturing(1, 2, 4, 8)
+    return given | {"max_model_len": 160}
+
+
+def capturing(*sizes: int) -> dict[str, Any]:
+    return {"cudagraph_capture_sizes": list(sizes)}
+
+
+# Equal bits
+
+
+@dataclass(frozen=True)
+class Cold:
+    """What cold starts at levels 1, 2 and 3 told, and the store that they filled."""
+
+    model: str
+    store: Path
+    told: dict[int, Any]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with open_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module", params=["abacus", "llama_gqa"])
+def cold(request: pytest.FixtureRequest, folder: Path, device: torch.device) -> Cold:
+    model, store = request.param, folder / request.param / "cold"
+    store.parent.mkdir()
+    more = {}
+    if model in BY_NAME:
+        BY_NAME[model].config().save_pretrained(store.parent / "model")
+        model, more = str(store.parent / "model"), {"load_format": "dummy"}
+    starts = [options(model, device, level, store) | more for level in (1, 2, 3)]
+    env = environment(folder)
+    told = run("start_all", env=env, starts=starts, batches=BATCHES)["told"]
+    moved = store.parent / "moved" / "far"
+    moved.parent.mkdir()
+    store.rename(moved)
+    writable(moved, False)
+    return Cold(model, moved, dict(zip((1, 2, 3), told, strict=True)))
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_moved_read_only_store_starts_without_compilers_and_with_equal_bits(
+    cold: Cold, level: int, device: torch.device
+) -> None:
+    assert cold.told[level]["artifact"]["built"]
+    more = {"require_cache": True} | other_limits(device)
+    more |= {"load_format": "dummy"} if cold.model != "abacus" else {}
+    start = options(cold.model, device, level, cold.store) | more
+    with open_folder() as folder:
+        sandbox = Sandbox(folder)
+        done = run(
+            "start_all",
+            env=sandbox.env(),
+            before=unprivileged(),
+            guard=True,
+            starts=[start],
+            batches=BATCHES,
+        )
+        assert sandbox.traces() == []
+    (warm,) = done["told"]
+    assert warm["outputs"] == cold.told[level]["outputs"]
+    assert warm["artifact"] == {"key": cold.told[level]["artifact"]["key"], "built": False}
+    assert (warm["sealed"], warm["late"], done["loaded"]) == (True, [], [])
+    assert warm["kv_blocks"] != cold.told[level]["kv_blocks"]
+    assert set(done["executed"]) <= {"uname"}, "platform.processor() asks it"
+
+
+def test_a_start_that_compiles_does_not_get_past_the_guard(device: torch.device) -> None:
+    with open_folder() as folder:
+        start = options("abacus", device, 2, folder / "store")
+        env = Sandbox(folder).env()
+        process = begin("start_all", env=env, guard=True, starts=[start], batches=BATCHES)
+        _, err = process.communicate()
+    assert process.returncode != 0
+    assert "AssertionError: torch._dynamo is imported" in err
+
+
+# One store of abacus at -O2, for all that follows
+
+
+@dataclass(frozen=True)
+class Made:
+    folder: Path
+    store: Path
+    key: str
+    device: str
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        return options("abacus", torch.device(self.device), 2, self.store) | more
+
+    def argv(self, *more: str, store: Path | None = None) -> list[str]:
+        """A command line that answers a sum, from the store or another one."""
+        words = ["run", "abacus", "-p", ADD[0], "--temperature", "0", "--json"]
+        words += ["--device", self.device, "--num-gpu-blocks-override", "64"]
+        words += ["--cudagraph-capture-sizes", "1,2"] if self.device == "cuda" else []
+        return [*words, "--compile-cache-dir", str(store or self.store), *more]
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path, device: torch.device) -> Made:
+    store = folder / "made"
+    env, start = environment(folder), options("abacus", device, 2, store)
+    (told,) = run("start_all", env=env, starts=[start], batches=[[ADD]])["told"]
+    return Made(folder, store, told["artifact"]["key"], device.type)
+
+
+def answer(out: str) -> str:
+    return str(json.loads(out)["outputs"][0]["text"])
+
+
+def test_no_way_of_sampling_compiles_anything(made: Made) -> None:
+    ways: list[dict[str, Any]] = [
+        SAMPLED | {"seed": 1} | top_k | top_p | min_p | penalties
+        for top_k in ({}, {"top_k": 7})
+        for top_p in ({}, {"top_p": 0.9})
+        for min_p in ({}, {"min_p": 0.02})
+        for penalties in ({}, PENALTIES)
+    ]
+    alone = [[[PROMPTS[0], way]] for way in ways]
+    together = [[[PROMPTS[i % 3], way] for i, way in enumerate(ways)]]
+    greedy = [[[PROMPTS[0], GREEDY | PENALTIES], [PROMPTS[1], GREEDY | {"min_tokens": 3}]]]
+    done = run(
+        "start_all",
+        env=Sandbox(made.folder / "sampling").env(),
+        guard=True,
+        starts=[made.options(require_cache=True, max_num_seqs=64, num_gpu_blocks_override=128)],
+        batches=[*alone, *together, *greedy],
+    )
+    (told,) = done["told"]
+    assert (told["sealed"], told["late"], done["loaded"]) == (True, [], [])
+    counts = [[len(c["token_ids"]) for c in batch] for batch in told["outputs"]]
+    assert counts == [[5]] * 16 + [[5] * 16, [9, 9]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("-O1",), ["config.compile.level: 2 -> 1", "config.compile.hand_kernels: True -> False"]),
+        (("--block-size", "32"), ["config.cache.block_size: 16 -> 32"]),
+        (("--require-fusion", "fuse_act:999"), ["fuse_act"]),
+    ],
+    ids=["level", "block size", "fusion"],
+)
+def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(
+    made: Made, flags: tuple[str, ...], expected: list[str]
+) -> None:
+    with open_folder() as folder:
+        sandbox = Sandbox(folder)
+        argv = made.argv("--require-cache", *flags)
+        done = run("commands", env=sandbox.env(), guard=True, argvs=[argv])
+        assert sandbox.traces() == []
+    ((code, out, err),) = done["told"]
+    assert (code, out, err.count("\n"), done["loaded"]) == (2, "", 1, [])
+    assert err.startswith("error: ")
+    for words in expected:
+        assert words in err
+    if "--require-fusion" not in flags:
+        assert f" is {made.key} (LlamaForCausalLM, 5 layers, " in err
+
+
+# Damage
+
+
+def flip(path: Path, position: int = 700) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def first(artifact: Path, *patterns: str) -> Path:
+    return next(path for pattern in patterns for path in sorted(artifact.rglob(pattern)))
+
+
+def kernel(artifact: Path) -> Path:
+    return first(artifact, "*.cubin", "*.so")
+
+
+def other_torch(path: Path) -> None:
+    """Put the same files there under the key of another torch."""
+    artifact = Artifact.open(path)
+    manifest, files = artifact.manifest, {n: artifact.read(n) for n in artifact.manifest.files}
+    key = Key({**manifest.factors, "toolchain.torch": "0.1"})
+    root = path.parent.parent
+    Store([root], write_to=root).publish(key, files, manifest.report, manifest.label)
+    shutil.rmtree(path)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """``reason`` is what ``--require-cache`` says after ``harm`` was done to an artifact."""
+
+    reason: str
+    harm: Callable[[Path], object]
+    flags: tuple[str, ...] = ()
+
+
+DAMAGES = {
+    "flipped plan": Damage("plan.json: ", lambda a: flip(a / "plan.json")),
+    "flipped code": Damage("code.py: ", lambda a: flip(first(a, "code.py"))),
+    "flipped kernel": Damage("SHA-256", lambda a: flip(kernel(a))),
+    "truncated kernel": Damage("expected", lambda a: kernel(a).write_bytes(b"\x7fELF")),
+    "deleted kernel": Damage("is missing", lambda a: kernel(a).unlink()),
+    "world-writable": Damage("may be written by others", lambda a: a.chmod(0o777)),
+    "foreign owner": Damage(
+        "belongs to uid 12345", lambda a: shutil.chown(a / "plan.json", user=12345)
+    ),
+    "unsigned": Damage("signature.json: is missing", lambda a: None, ("--trusted-keys",)),
+    "other torch": Damage(f"toolchain.torch: 0.1 -> {torch.__version__}", other_torch),
+}
+
+
+@pytest.fixture(scope="module")
+def damaged(made: Made) -> dict[str, list[Any]]:
+    """For each damage: a start that must not compile, one that may, and again one that must not,
+    all from a copy of the store with that damage."""
+    private = Ed25519PrivateKey.generate()
+    public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    trusted = made.folder / "trusted.pem"
+    trusted.write_bytes(public)
+    trusted.chmod(0o644)
+    argvs = []
+    for name, damage in DAMAGES.items():
+        store = made.folder / "damaged" / name.replace(" ", "-")
+        store.parent.mkdir(exist_ok=True)
+        subprocess.run(["cp", "-a", made.store, store], check=True)  # with its hard links
+        if name != "foreign owner" or made.store.owner() == "root":
+            damage.harm(store / "artifacts" / made.key)
+        flags = [word for flag in damage.flags for word in (flag, str(trusted))]
+        strict = made.argv("--require-cache", *flags, store=store)
+        argvs += [strict, made.argv(*flags, store=store), strict]
+    told = run("commands", env=environment(made.folder), argvs=argvs)["told"]
+    return {name: told[3 * i : 3 * i + 3] for i, name in enumerate(DAMAGES)}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_refused_under_require_cache_and_else_repaired(
+    damaged: dict[str, list[Any]], name: str, made: Made
+) -> None:
+    if name == "foreign owner" and made.store.owner() != "root":
+        pytest.skip("only root can give files away")
+    (code, out, err), (built_code, built_out, warning), (again, again_out, _) = damaged[name]
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("error: no artifact of key ")
+    assert DAMAGES[name].reason in err
+    assert (built_code, answer(built_out)) == (0, SUM)
+    if name == "unsigned":
+        assert again == 2, "what is built here is not signed"
+    else:
+        assert (again, answer(again_out)) == (0, SUM)
+    if name != "other torch":
+        assert "compiling anew" in warning
+
+
+# Caches that are not wanted or cannot be written
+
+
+def test_no_cache_leaves_nothing_behind(made: Made, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    link = scratch / inductor_folder().name
+    inductor_folder().mkdir(exist_ok=True)
+    link.symlink_to(inductor_folder())  # torch's own, not ours
+    env = environment(tmp_path)
+    argv = ["--no-cache" if w == "--compile-cache-dir" else w for w in made.argv()[:-1]]
+    ((code, out, err),) = run("commands", env=env | {"TMPDIR": str(scratch)}, argvs=[argv])["told"]
+    assert (code, answer(out), err) == (0, SUM, "")
+    assert list(scratch.iterdir()) == [link]
+    home = tmp_path / "absent" / "home"
+    made_there = [*home.parent.rglob("*")] if home.parent.exists() else []
+    ours = [p for p in made_there if p != home and home / ".nv" not in (p, *p.parents)]
+    assert not ours, "HOME, but for what NVIDIA's driver keeps there, and stores of a fresh user"
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(made: Made) -> None:
+    with open_folder() as folder:
+        writable(folder, False)
+        argv = made.argv(store=folder / "store")
+        done = run("commands", env=environment(folder), before=bound_by_modes(), argvs=[argv])
+        assert list(folder.iterdir()) == []
+    ((code, out, err),) = done["told"]
+    assert (code, answer(out), err.count("\n")) == (0, SUM, 1)
+    assert f"{folder}/store cannot be written: what is compiled now will be compiled again" in err

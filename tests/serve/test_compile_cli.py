@@ -1,0 +1,244 @@
+"""Claims about ``fusewright compile``, its dump, other GPUs, and ``fusewright bench startup``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.compiler.artifact import Artifact
+from fusewright.ops import KERNELS
+from fusewright.serve.cli import main
+from tests.engine.start_process import environment
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's store; nothing is baked, and --require-cache seals no table but this test's."""
+    monkeypatch.setattr(KERNELS, "sealed", False)
+    monkeypatch.setenv("FUSEWRIGHT_BAKED_DIR", str(tmp_path / "baked"))
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+def refusal(capsys: Capture, *argv: str) -> str:
+    """The one line with which the command line refuses ``argv``."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def shell(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """``fusewright`` in a process where kernels are compiled, not interpreted."""
+    env = environment(folder) | {"FUSEWRIGHT_CACHE_DIR": str(folder / "store")}
+    command = [sys.executable, "-m", "fusewright.serve.cli", *argv]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+
+
+# Here
+
+
+@pytest.mark.slow
+def test_compile_keeps_what_the_second_run_finds_and_dumps_how_it_came_to_be(
+    device: torch.device, stores: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    argv = ["compile", "abacus", "-O2", "--device", device.type]
+    assert main([*argv, "--dump", str(tmp_path / "dump"), "--max-model-len", "256"]) == 0
+    out = capsys.readouterr().out
+    path = Path(out.splitlines()[1])
+    assert re.match(r"compiled LlamaForCausalLM, 5 layers, hidden 256, bfloat16, -O2, \w+\n", out)
+    assert path.parent == stores / "artifacts"
+    for phase in ("trace", "passes", "emit", "publish", "load"):
+        assert re.search(rf"\n  {phase} +\d+\.\d\d s", out), phase
+    assert out.endswith(f"read {tmp_path}/dump/index.md\n")
+    check_dump(tmp_path / "dump", Artifact.open(path))
+
+    assert main([*argv, "--json", "--max-num-seqs", "7", "--max-model-len", "99"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["built"], facts["path"]) == (False, str(path))
+    assert facts["key"] == path.name
+    assert facts["report"] == Artifact.open(path).manifest.report
+    assert {"find artifact", "load"} == set(facts["compile"])
+    assert (facts["left"] == []) == (device.type == "cpu")
+    assert main(argv) == 0
+    assert capsys.readouterr().out.startswith(f"found {facts['label']}\n{path}\n")
+    assert main([*argv, "--require-cache"]) == 0
+
+
+def check_dump(folder: Path, artifact: Artifact) -> None:
+    """Graphs in order, each pass changing what it says it changed, then the generated code."""
+    index = (folder / "index.md").read_text()
+    links = re.findall(r"^- \[(.+)\]\((.+)\)", index, re.M)
+    texts = {title: (folder / name).read_text() for title, name in links}
+    assert {name for _, name in links} | {"index.md"} == {
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    }
+    passes = artifact.manifest.report["passes"]
+    titles = ["traced", *(f"after {entry['name']}" for entry in passes), "lowered"]
+    assert [title for title, _ in links][: len(titles)] == titles
+    assert [name[:2] for _, name in links][: len(titles)] == [f"{i:02}" for i in range(len(titles))]
+    matched = 0
+    for before, after, entry in zip(titles, titles[1:], passes, strict=False):
+        assert (texts[before] != texts[after]) == bool(entry["matched"]), after
+        matched += entry["matched"]
+    assert matched > 0
+    readable = {name for name in artifact.manifest.files if name.endswith((".py", ".json"))}
+    assert {name: texts[name].encode() for name in readable} == {
+        name: artifact.read(name) for name in readable
+    }
+    code = [text for title, text in texts.items() if title.endswith("/code.py")]
+    assert code and all("def call(" in text for text in code)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["-O0"], "compile: -O0 compiles nothing; use -O1 or higher"),
+        (["--enforce-eager"], "compile: -O0 compiles nothing; use -O1 or higher"),
+        (["--no-cache"], "compile: no_cache would throw the artifact away; drop it"),
+        (["--require-cache", "--dump", "x"], "dump: needs a build, which require_cache forbids"),
+        (["--dump", "/proc/x"], "dump=/proc/x: No such file or directory"),
+        (["--require-cache"], "no artifact of key"),
+        (["--target-sm", "90"], "target_sm=90 contradicts device=cpu"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_compile_refuses(
+    flags: list[str], expected: str, capsys: Capture, tmp_path: Path, stores: Path
+) -> None:
+    assert expected in refusal(capsys, "compile", "abacus", "--device", "cpu", *flags)
+    assert not stores.exists()
+
+
+def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    where = str(tmp_path / "file" / "store")
+    line = refusal(capsys, "compile", "abacus", "--device", "cpu", "--compile-cache-dir", where)
+    assert "the artifact store cannot be written" in line
+
+
+# GPUs that are not here
+
+ABSENT = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@ABSENT
+@pytest.mark.slow
+def test_kernels_for_an_absent_gpu_are_compiled(tmp_path: Path) -> None:
+    argv = ["compile", "abacus", "-O2", "--target-sm", "90", "--dtype", "bfloat16", "--json"]
+    done = shell(tmp_path, *argv)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["label"].endswith("bfloat16, -O2, sm_90")
+    artifact = Artifact.open(Path(facts["path"]))
+    artifact.verify()
+    cubins = [name for name in artifact.manifest.files if name.endswith(".cubin")]
+    assert len(cubins) == facts["report"]["kernels"] > 0
+    assert all(artifact.read(name).startswith(b"\x7fELF") for name in cubins)
+    names = {name.removeprefix("kernels/").partition("_kernel")[0] for name in cubins}
+    for kernel in ("_decode", "_prefill", "_rms_norm", "_argmax", "_threshold", "_penalties"):
+        assert kernel in names or f"{kernel}_partial" in names, sorted(names)
+    assert artifact.manifest.factors["config.hardware.sm"] == "90"
+    assert set(facts["report"]["pieces"].values()) == {"direct"}
+    left = " | ".join(facts["left"])
+    for item in ("CUDA graphs", "cuBLAS", "a real sm_90", torch.__version__):
+        assert item in left
+    assert "compile with the torch that will serve" in left
+
+
+@ABSENT
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["-O3"], "-O3 measures kernels on the GPU, and there is no sm_90 here"),
+        (["-O1"], "needs Inductor (it can fuse "),
+        (["--device", "cpu"], "target_sm=90 contradicts device=cpu"),
+        (["--target-sm", "70"], "target_sm=70: expected a compute capability such as 90"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_needs_the_gpu_is_refused(
+    flags: list[str], expected: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert expected in refusal(capsys, "compile", "abacus", "--target-sm", "90", *flags)
+
+
+@ABSENT
+def test_nothing_is_compiled_for_a_gpu_where_triton_interprets(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "unset it" in refusal(capsys, "compile", "abacus", "--target-sm", "90")
+
+
+# bench startup
+
+
+@pytest.fixture
+def measured(tmp_path: Path, device: torch.device) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Table, progress and JSON of one cold and one warm start."""
+    argv = ["bench", "startup", "abacus", "-O2", "--device", device.type, "--iterations", "1"]
+    argv += ["--num-gpu-blocks-override", "64", "--output", str(tmp_path / "startup.json")]
+    done = shell(tmp_path, *argv)
+    assert done.returncode == 0, done.stderr
+    yield done.stdout, done.stderr, json.loads((tmp_path / "startup.json").read_text())
+    assert not (tmp_path / "store").exists(), "it has stores of its own"
+
+
+@pytest.mark.slow
+def test_bench_startup_tells_every_phase_of_cold_and_warm_starts(
+    measured: tuple[str, str, dict[str, Any]],
+) -> None:
+    table, progress, record = measured
+    assert re.fullmatch(r"cold: first token .* s\nwarm: first token .* s\n", progress)
+    assert {"environment", "options", "cold", "warm"} == set(record)
+    assert record["environment"]["torch"] == torch.__version__
+    (cold,), (warm,) = record["cold"]["runs"], record["warm"]["runs"]
+    assert (cold["built"], warm["built"]) == (True, False)
+    assert cold["token_ids"] == warm["token_ids"]
+    assert "emit" in cold["compile_s"]
+    assert set(warm["compile_s"]) == {"find artifact", "load"}
+    for kind in ("cold", "warm"):
+        mean, spread = record[kind]["mean_s"], record[kind]["spread_s"]
+        assert mean == record[kind]["runs"][0]["seconds"]
+        assert set(spread.values()) == {0.0}, "one run"
+        parts = mean["python and imports"] + mean["compile"] + mean["first request"]
+        assert 0 < parts <= mean["first token"] + 0.02  # ages of processes come in 10 ms
+    assert warm["seconds"]["first token"] < cold["seconds"]["first token"]
+    rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+    assert rows[0] == ["seconds", "cold", "spread", "warm", "spread"]
+    shown = {name: (cold_s, warm_s) for name, cold_s, _, warm_s, _ in rows[2:]}
+    assert set(shown) == set(record["cold"]["mean_s"]) | set(record["warm"]["mean_s"])
+    assert shown["first token"] == tuple(
+        f"{record[kind]['mean_s']['first token']:.2f}" for kind in ("cold", "warm")
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--iterations", "0"], "iterations=0: expected at least 1"),
+        (["-O0"], "-O0 compiles nothing"),
+        (["--no-cache"], "compile_cache: every start is measured with a store of its own"),
+        (["--compile-cache-dir", "x"], "compile_cache_dir: every start is measured"),
+        (["--output", "/nowhere/x.json"], "output=/nowhere/x.json: cannot be written"),
+        (["--max-num-seqs", "0"], "max_num_seqs=0: expected at least 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bench_startup_refuses(flags: list[str], expected: str, capsys: Capture) -> None:
+    argv = ["bench", "startup", "abacus", "--device", "cpu", "--iterations", "1"]
+    assert expected in refusal(capsys, *argv, *flags)
