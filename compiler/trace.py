@@ -76,8 +76,11 @@ def trace(
         for dim in set(range(tensor.dim())) - set(dynamic.get(name, ())):
             torch._dynamo.mark_static(tensor, dim)
     torch._dynamo.reset_code(type(model).forward.__code__)  # type: ignore[attr-defined]
+    # What Dynamo remembers of earlier compilations of this code would give equal sizes symbols of
+    # their own.
+    options = {"specialize_float": True, "automatic_dynamic_shapes": False}
     try:
-        with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
+        with torch.inference_mode(), torch._dynamo.config.patch(options):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=True)(*args)
     except _Captured:
         pass

@@ -127,9 +127,11 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     )
 
 
-def example(spec: ModelSpec, block_size: int, device: torch.device) -> Example:
+def example(
+    spec: ModelSpec, block_size: int, device: torch.device, num_tokens: int = 37
+) -> Example:
     """Example inputs; sizes that count different things differ."""
-    num_tokens, num_seqs, num_blocks, max_blocks = 37, 3, 5, 11
+    num_seqs, num_blocks, max_blocks = 3, 5, 11
     named: dict[str, Tensor] = {}
     dynamic: dict[str, dict[int, str]] = {}
 

@@ -22,7 +22,7 @@ from fusewright.compiler.source import Example, Source
 from fusewright.compiler.store import Store
 from fusewright.compiler.trace import TraceError
 from fusewright.config import LEVELS, CompileConfig, UserError
-from fusewright.passes import RequiredFusionError
+from fusewright.passes import PassReport, RequiredFusionError
 
 HIDDEN, HEADS, HEAD_DIM, BLOCK = 32, 2, 16, 8
 
@@ -164,9 +164,11 @@ def test_per_token_steps_are_those_that_no_sequence_count_enters(
 
 
 def test_every_fusion_is_accounted_for(five_layers: tuple[Model, Compiled]) -> None:
-    reports = {report.name: report for report in five_layers[1].passes}
+    entries = five_layers[1].report["passes"]
+    reports = {entry["name"]: PassReport.from_json(entry) for entry in entries}
     assert reports["fuse_act"].matched == 5 and not reports["fuse_act"].missed
     assert reports["fuse_add_norm"].matched == 4 and not reports["fuse_add_norm"].missed
+    assert [report.to_json() for report in reports.values()] == entries
 
 
 def test_no_piece_copies_the_kv_cache(five_layers: tuple[Model, Compiled]) -> None:

@@ -119,3 +119,17 @@ def test_layers_that_are_not_in_the_trace_are_refused() -> None:
     repeat = Repeat("blocks", layers, ("weights/layers.{}.", KV_CACHE))
     with pytest.raises(TraceError, match=r"nodes of layers \[\] in 'blocks', expected \[0\]"):
         unroll(traced(short, "cpu"), repeat)
+
+
+def test_what_else_compiled_the_model_does_not_matter() -> None:
+    """Dynamo remembers, by code, which sizes have changed; a trace must not depend on it."""
+    short, _ = distinct_layers(SPEC)
+    before = traced(short, "cpu")
+    for num_tokens in (3, 5, 9):
+        with FakeTensorMode():
+            model = fake_model(short, torch.device("cpu"))
+            given = example(short, 16, torch.device("cpu"), num_tokens=num_tokens)
+        torch.compile(model, backend="eager", fullgraph=True)(*given.args)
+    after = traced(short, "cpu")
+    assert [str(i) for i in after.inputs] == [str(i) for i in before.inputs]
+    assert sorted(after.dims.values()) == sorted(before.dims.values())
