@@ -46,6 +46,8 @@ from .paged_attention import OP as PAGED_ATTENTION
 from .paged_attention import paged_attention
 from .rms_norm import OP as RMS_NORM
 from .rms_norm import rms_norm
+from .rope_kv_store import OP as ROPE_KV_STORE
+from .rope_kv_store import rope_kv_store
 from .rotary_embedding import OP as ROTARY_EMBEDDING
 from .rotary_embedding import rotary_embedding
 from .sample import OP as SAMPLE
@@ -69,6 +71,7 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     GELU_TANH_MUL,
     ROTARY_EMBEDDING,
     KV_STORE,
+    ROPE_KV_STORE,
     PAGED_ATTENTION,
     LINEAR,
     EMBEDDING,
@@ -110,6 +113,7 @@ __all__ = [
     "paged_attention",
     "representative_sizes",
     "rms_norm",
+    "rope_kv_store",
     "rotary_embedding",
     "runs_on",
     "sample",

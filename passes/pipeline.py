@@ -10,11 +10,12 @@ from torch import fx
 from .cleanup import Cleanup
 from .fuse_act import FuseAct
 from .fuse_add_norm import FuseAddNorm
+from .fuse_rope_store import FuseRopeStore
 from .report import PassReport
 from .rule import Context, Rule
 from .verify import check_graph, check_rewrite
 
-PIPELINE: tuple[Rule, ...] = (Cleanup(), FuseAddNorm(), FuseAct())
+PIPELINE: tuple[Rule, ...] = (Cleanup(), FuseAddNorm(), FuseAct(), FuseRopeStore())
 
 
 def build_passes(names: Iterable[str]) -> list[Rule]:

@@ -78,11 +78,21 @@ def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int =
 
 
 def _run(module: fx.GraphModule, placeholders: list[fx.Node], seed: int) -> list[Tensor]:
-    values = {n: random_value(fake_value(n), seed=seed + i) for i, n in enumerate(placeholders)}
+    values = {n: _input(fake_value(n), seed=seed + i) for i, n in enumerate(placeholders)}
     with torch.no_grad():
         outputs: list[Tensor] = module(*values.values())
     mutated = [v for n, v in values.items() if isinstance(v, Tensor)]
     return [*outputs, *mutated]
+
+
+def _input(value: Any, *, seed: int) -> Any:
+    """Like ``random_value``, but that vectors of integers are fit to index memory that is written
+    to: in random order, distinct and from -1 up, which is the slot of a padding row."""
+    made = random_value(value, seed=seed)
+    if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim() == 1:
+        order = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
+        return (order - 1).to(made)
+    return made
 
 
 def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:

@@ -21,7 +21,15 @@ from fusewright.model_executor.loader import load_model
 from fusewright.passes import Subgraph, build_passes, digest, fake_value, run_passes
 
 BLOCK_SIZE = 16
-HAND_KERNELS = ("rms_norm", "add_rms_norm", "silu_mul", "rotary_embedding", "kv_store", "embedding")
+HAND_KERNELS = (
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "rotary_embedding",
+    "kv_store",
+    "rope_kv_store",
+    "embedding",
+)
 
 
 @dataclass(frozen=True)

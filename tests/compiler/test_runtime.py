@@ -18,7 +18,7 @@ from fusewright.compiler.emit import PieceCode, emit
 from fusewright.compiler.emit_inductor import compile_piece
 from fusewright.compiler.runtime import load_piece
 from fusewright.passes import Subgraph, fake_value
-from tests.compiler.pieces import Pieces, copied, lowered_pieces, piece_inputs
+from tests.compiler.pieces import HAND_KERNELS, Pieces, copied, lowered_pieces, piece_inputs
 
 NUM_TOKENS = (1, 2, 17, 300)
 
@@ -96,9 +96,7 @@ def compiled(
     return pieces, emit(pieces.by_digest, tune=False, dims=pieces.dims)
 
 
-NATIVE = dict.fromkeys(
-    ("rms_norm", "add_rms_norm", "silu_mul", "rotary_embedding", "kv_store", "embedding"), "native"
-)
+NATIVE = dict.fromkeys(HAND_KERNELS, "native")
 
 
 def test_pieces_run_without_compilers_as_inductor_runs_them(

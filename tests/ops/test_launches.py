@@ -74,6 +74,11 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield per_token, q, k, empty(8192, m.dim, dtype=torch.float32)
     elif op == "kv_store":
         yield k, v, empty(*cache, dtype=m.dtype), per_token
+    elif op == "rope_kv_store":
+        table, head = empty(8192, m.dim, dtype=torch.float32), empty(m.dim, dtype=m.dtype)
+        given = (per_token, q, k, v, table, empty(*cache, dtype=m.dtype), per_token)
+        yield *given, None, None, 0.0
+        yield *given, head, head, 1e-6
     elif op == "paged_attention":
         table, out = empty(seqs, m.max_blocks), empty(tokens, m.heads, m.dim, dtype=m.dtype)
         kv_cache = empty(*cache, dtype=m.dtype)

@@ -1,0 +1,76 @@
+"""Launch of [QK-norm +] rotary embedding + KV store: heads of q, and of k with v, in one grid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+# Fewer heads a program while the grid would leave SMs idle.
+_FEW_TOKENS = 64
+
+
+def rope_kv_store(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[list[Launch], Tensor]:
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    half = cos_sin_cache.shape[1] // 2
+    half_block = next_power_of_2(half)
+    heads = 4 if num_tokens <= _FEW_TOKENS else 8
+    heads = min(heads, next_power_of_2(max(num_q_heads, num_kv_heads)))
+    launch = Launch(
+        kernel="rope_kv_store:_rope_kv_store_kernel",
+        grid=(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_kv_heads, heads)),
+        args={
+            "positions_ptr": positions,
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            "table_ptr": cos_sin_cache,
+            "cache_ptr": kv_cache,
+            "slots_ptr": slot_mapping,
+            "q_weight_ptr": q_weight,
+            "k_weight_ptr": k_weight,
+            "q_out_ptr": q_out,
+            "num_q_heads": num_q_heads,
+            "num_kv_heads": num_kv_heads,
+            "max_position": cos_sin_cache.shape[0],
+            "q_token_stride": q.stride(0),
+            "q_head_stride": q.stride(1),
+            "k_token_stride": k.stride(0),
+            "k_head_stride": k.stride(1),
+            "v_token_stride": v.stride(0),
+            "v_head_stride": v.stride(1),
+            "cache_block_stride": kv_cache.stride(0),
+            "cache_kv_stride": kv_cache.stride(1),
+            "cache_slot_stride": kv_cache.stride(2),
+            "cache_head_stride": kv_cache.stride(3),
+            "eps": eps,
+        },
+        constexprs={
+            "BLOCK_SIZE": kv_cache.shape[2],
+            "HEAD_DIM": head_dim,
+            "HALF": half,
+            "HALF_BLOCK": half_block,
+            "REST_BLOCK": next_power_of_2(max(head_dim - 2 * half, 1)),
+            "DIM_BLOCK": next_power_of_2(head_dim),
+            "HEADS": heads,
+        },
+        num_warps=min(max(heads * half_block // 256, 1), 4),
+        dynamic=("max_position",),
+    )
+    return [launch], q_out

@@ -1,0 +1,201 @@
+"""``rope_kv_store``: [QK-norm +] rotary embedding + KV store, in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._launch import Launch, run_launches
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from .kv_store import OP as KV_STORE
+from .kv_store import _check as _check_store
+from .launches import rope_kv_store as kernels
+from .rms_norm import rms_norm_native
+from .rotary_embedding import OP as ROTARY_EMBEDDING
+from .rotary_embedding import _check as _check_rotary
+
+
+def rope_kv_store(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norm the heads of q and k if weights are given, rotate both, store k and v into the cache.
+
+    ``rms_norm``, ``rotary_embedding`` and ``kv_store`` one after another, with their roundings;
+    only the cache gets the rotated keys.
+
+    Args:
+        positions: [num_tokens] int32, clamped to the table.
+        q: [num_tokens, num_heads, head_dim], any strides; often a slice of packed qkv.
+        k: [num_tokens, num_kv_heads, head_dim], q's dtype.
+        v: like ``k``.
+        cos_sin_cache: [max_position, rotary_dim] float32, contiguous, as for ``rotary_embedding``.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], last dimension contiguous;
+            mutated.
+        slot_mapping: [num_tokens] int32; negative slots are skipped, others must be distinct.
+        q_weight, k_weight: [head_dim] in q's dtype, both or neither.
+        eps: added to the mean square of a head; without weights it has no meaning.
+
+    Returns:
+        q rotated, contiguous, in its dtype.
+
+    Raises:
+        ValueError: the shapes disagree, or one weight is given without the other.
+    """
+    return torch.ops.fw.rope_kv_store.default(  # type: ignore[no-any-return]
+        positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping, q_weight, k_weight, eps
+    )
+
+
+def _check(
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> None:
+    _check_rotary(q.shape[-1], cos_sin_cache.shape[1])
+    _check_store(k, v, kv_cache, slot_mapping)
+    shapes = [None if weight is None else list(weight.shape) for weight in (q_weight, k_weight)]
+    if shapes not in ([None, None], [[q.shape[-1]]] * 2):
+        raise ValueError(
+            f"q_weight is {shapes[0]} and k_weight {shapes[1]}, expected [{q.shape[-1]}] for both "
+            "or None for both"
+        )
+
+
+def _composition(store: Callable[..., None]) -> Callable[..., Tensor]:
+    """The definition, of the definitions of its parts, but for ``store``."""
+
+    def compose(
+        positions: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos_sin_cache: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        _check(positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping, q_weight, k_weight, eps)
+        if q_weight is not None and k_weight is not None:
+            q, k = rms_norm_native(q, q_weight, eps), rms_norm_native(k, k_weight, eps)
+        q, k = ROTARY_EMBEDDING.reference(positions, q, k, cos_sin_cache)
+        store(k, v, kv_cache, slot_mapping)
+        return q
+
+    return compose
+
+
+def _fake(positions: Tensor, q: Tensor, *rest: Any) -> Tensor:
+    _check(positions, q, *rest)
+    return q.new_empty(q.shape)
+
+
+def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
+    _check(*args)
+    return kernels.rope_kv_store(*args)
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    def call(
+        label: str,
+        tokens: int,
+        heads: tuple[int, int],
+        dim: int,
+        rotary: int,
+        *,
+        padding: int = 0,
+        block_size: int = 16,
+        norm: bool = False,
+    ) -> Case:
+        num_q, num_kv = heads
+        packed = torch.randn((tokens, num_q + 2 * num_kv, dim), generator=gen, device=device)
+        q, k, v = packed.to(dtype).split([num_q, num_kv, num_kv], dim=1)
+        angle = torch.rand((50, rotary // 2), generator=gen, device=device) * 6.3
+        table = torch.cat((angle.cos(), angle.sin()), dim=-1)
+        positions = torch.randint(-2, 53, (tokens,), generator=gen, device=device).int()
+        blocks = tokens // block_size + 2
+        cache = torch.randn((blocks, 2, block_size, num_kv, dim), generator=gen, device=device)
+        slots = torch.randperm(blocks * block_size, generator=gen, device=device)[:tokens].int()
+        slots[torch.randperm(tokens, generator=gen, device=device)[:padding]] = -1
+        weights: list[Any] = [None, None]
+        if norm:
+            weights = [
+                (torch.rand(dim, generator=gen, device=device) + 0.5).to(dtype) for _ in range(2)
+            ]
+        eps = 1e-6 if norm else 0.0
+        return Case(label, (positions, q, k, v, table, cache.to(dtype), slots, *weights, eps))
+
+    yield call("one token, MHA", 1, (4, 4), 64, 64)
+    yield call("one token, GQA, norm", 1, (8, 2), 128, 128, norm=True)
+    yield call("GQA, head 128", 9, (8, 2), 128, 128)
+    yield call("9 heads to 3, norm", 7, (9, 3), 64, 64, norm=True, block_size=8)
+    yield call("many tokens, MQA", 70, (9, 1), 32, 32, padding=3)
+    yield call("many tokens, norm", 66, (3, 2), 64, 64, padding=5, norm=True)
+    yield call("partial 32 of 80, padding", 6, (3, 3), 80, 32, padding=3)
+    yield call("partial 20 of 72, norm", 5, (5, 2), 72, 20, padding=1, norm=True)
+    yield call("head 256", 3, (2, 1), 256, 256, block_size=1)
+    yield call("head 256, norm", 3, (2, 1), 256, 256, norm=True)
+    yield call("all padding", 4, (2, 2), 16, 16, padding=4)
+    yield call("no tokens", 0, (2, 2), 16, 16)
+    positions, q, k, v, *rest = call("", 6, (4, 2), 24, 24, padding=2, norm=True).args
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    yield Case("contiguous", (positions, q.contiguous(), k.contiguous(), v.contiguous(), *rest))
+    yield Case("heads innermost", (positions, *turned, *rest))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    """The sum of its parts less what stays in registers: normed and rotated heads."""
+    q, k, cache, table = desc["q"], desc["k"], desc["kv_cache"], desc["cos_sin_cache"]
+    num_tokens, rotary_dim = q.shape[0], table.shape[1]
+    indices = desc["positions"].nbytes + desc["slot_mapping"].nbytes
+    rows = num_tokens * rotary_dim * table.dtype.itemsize
+    normed, weights = desc["q_weight"] is not None, 0
+    if normed:
+        weights = desc["q_weight"].nbytes + desc["k_weight"].nbytes
+    stored = k.numel * cache.dtype.itemsize
+    heads = q.shape[1] + k.shape[1]
+    return Cost(
+        bytes=2 * (q.nbytes + k.nbytes + stored) + indices + rows + weights,
+        flops=3 * num_tokens * heads * rotary_dim + (4 * (q.numel + k.numel) if normed else 0),
+    )
+
+
+OP = SemanticOp(
+    name="rope_kv_store",
+    reference=_composition(KV_STORE.reference),
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    implementations=(
+        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        Implementation("native", _composition(KV_STORE.implementation("native").fn)),
+    ),
+    mutates=("kv_cache",),
+    # Heads are rounded after the norm and after the weight: where statistics differ in the last
+    # bit of float32 either may flip, and the difference of two rotated halves keeps the error.
+    tolerances={
+        torch.float32: Tolerance(1e-5, 1e-5),
+        torch.bfloat16: Tolerance(3e-2, 1.6e-2),
+        torch.float16: Tolerance(4e-3, 2e-3),
+    },
+)

@@ -1,0 +1,147 @@
+"""[RMSNorm of each head +] rotary embedding of q and k, and the KV store, in one launch.
+
+Bandwidth-bound: q, k and v are read once and written once, 2 * T * (H + 2 * KVH) * D elements; a
+program holds a few heads of one token, of q or of k and v.  All loads come before all stores, so
+that their latencies overlap.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scale_columns(x, scale, weight_ptr, mask, dtype: tl.constexpr):
+    """Rounded before the weight and after it, as by ``rms_norm``."""
+    weight = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotate_heads(
+    in_rows,
+    out_rows,
+    exists,
+    stored,
+    weight_ptr,
+    eps,
+    cos_ptr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+):
+    """From rows to rows: pointers, ``exists`` and ``stored`` are [heads, 1]."""
+    dtype: tl.constexpr = in_rows.dtype.element_ty
+    out_dtype: tl.constexpr = out_rows.dtype.element_ty
+    col = tl.arange(0, HALF_BLOCK)[None, :]
+    rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+    mask, rest_mask = exists & (col < HALF), exists & (rest < HEAD_DIM)
+    first = tl.load(in_rows + col, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(in_rows + HALF + col, mask=mask, other=0.0).to(tl.float32)
+    if 2 * HALF < HEAD_DIM:
+        tail = tl.load(in_rows + rest, mask=rest_mask, other=0.0).to(tl.float32)
+    # Tables and weights are loaded as whole tiles, all rows alike and out of L1: a single row would
+    # be spread over threads and passed on through shared memory, with barriers.
+    cos_tile = tl.broadcast_to(cos_ptr + col, mask.shape)
+    cos = tl.load(cos_tile, mask=mask, other=0.0)
+    sin = tl.load(cos_tile + HALF, mask=mask, other=0.0)
+    if weight_ptr is not None:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if 2 * HALF < HEAD_DIM:
+            squares += tl.sum(tail * tail, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first_weight = tl.broadcast_to(weight_ptr + col, mask.shape)
+        first = _scale_columns(first, scale, first_weight, mask, dtype)
+        second = _scale_columns(second, scale, first_weight + HALF, mask, dtype)
+        if 2 * HALF < HEAD_DIM:
+            rest_weight = tl.broadcast_to(weight_ptr + rest, rest_mask.shape)
+            tail = _scale_columns(tail, scale, rest_weight, rest_mask, dtype)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+    mask, rest_mask = stored & (col < HALF), stored & (rest < HEAD_DIM)
+    tl.store(out_rows + col, rotated_first.to(out_dtype), mask=mask)
+    tl.store(out_rows + HALF + col, rotated_second.to(out_dtype), mask=mask)
+    if 2 * HALF < HEAD_DIM:
+        tl.store(out_rows + rest, tail.to(dtype).to(out_dtype), mask=rest_mask)
+
+
+@triton.jit
+def _rope_kv_store_kernel(
+    positions_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    cache_ptr,
+    slots_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_out_ptr,
+    num_q_heads,
+    num_kv_heads,
+    max_position,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    cache_block_stride,
+    cache_kv_stride,
+    cache_slot_stride,
+    cache_head_stride,
+    eps,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_q_groups = tl.cdiv(num_q_heads, HEADS)
+    lane = tl.arange(0, HEADS)[:, None]
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos_ptr = table_ptr + tl.minimum(tl.maximum(position, 0), max_position - 1) * (2 * HALF)
+    if group < num_q_groups:
+        head = (group * HEADS + lane).to(tl.int64)
+        exists = head < num_q_heads
+        _rotate_heads(
+            q_ptr + token * q_token_stride + head * q_head_stride,
+            q_out_ptr + (token * num_q_heads + head) * HEAD_DIM,
+            exists,
+            exists,
+            q_weight_ptr,
+            eps,
+            cos_ptr,
+            HEAD_DIM,
+            HALF,
+            HALF_BLOCK,
+            REST_BLOCK,
+        )
+    else:
+        head = ((group - num_q_groups) * HEADS + lane).to(tl.int64)
+        exists = head < num_kv_heads
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        slot_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block_stride
+        rows = slot_ptr + slot % BLOCK_SIZE * cache_slot_stride + head * cache_head_stride
+        col = tl.arange(0, DIM_BLOCK)[None, :]
+        mask = exists & (col < HEAD_DIM)
+        v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + col, mask=mask)
+        _rotate_heads(
+            k_ptr + token * k_token_stride + head * k_head_stride,
+            rows,
+            exists,
+            exists & (slot >= 0),
+            k_weight_ptr,
+            eps,
+            cos_ptr,
+            HEAD_DIM,
+            HALF,
+            HALF_BLOCK,
+            REST_BLOCK,
+        )
+        tl.store(rows + cache_kv_stride + col, v, mask=mask & (slot >= 0))

@@ -1,0 +1,124 @@
+"""``fuse_rope_store``: [QK-norm +] rotary embedding + KV store in one kernel.
+
+Before: ``[q = rms_norm(q, wq, eps); k = rms_norm(k, wk, eps);] q, k = rotary_embedding(p, q, k, t);
+kv_store(k, v, cache, slots)``.  After: ``q = rope_kv_store(p, q, k, v, t, cache, slots, ...)``.
+Saves a write and a read of k, with norms also of q and k, and one launch or three.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .report import PassReport
+from .rule import EXACT, Context, is_call
+
+_IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
+
+
+class FuseRopeStore:
+    """Expected sites: every ``rotary_embedding``; where one of its inputs is normed, so must be
+    the other, and the norms are part of it.
+
+    Exact: rotated and normed heads are rounded to the tensors' dtype as without fusion.  A kernel
+    may sum the squares of a norm in another order than the kernel it replaces.
+    """
+
+    name = "fuse_rope_store"
+    tier = EXACT
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = PassReport(self.name)
+        target = torch.ops.fw.rotary_embedding.default
+        for rotary in gm.graph.find_nodes(op="call_function", target=target):
+            name, norms = rotary.name, _norms(rotary)
+            store, reason = _store(rotary)
+            reason = reason or _why_no_norms(norms) or _why_not_at(store, rotary, norms)
+            if reason:
+                report.miss(name, reason)
+                continue
+            rotated = list(rotary.users)
+            (q,) = (item for item in rotated if item.args[1] == 0)
+            args = _arguments(rotary, store, norms)
+
+            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
+                return [graph.call_function(torch.ops.fw.rope_kv_store.default, args)]
+
+            old = sorted({*norms, rotary, *rotated, store})
+            context.replace(self, store, old=old, outputs=[q], build=build)
+            report.match(name)
+        return report
+
+
+def _norms(rotary: fx.Node) -> list[fx.Node]:
+    return [x for x in rotary.args[1:3] if is_call(x, torch.ops.fw.rms_norm.default)]
+
+
+def _why_no_norms(norms: list[fx.Node]) -> str:
+    if len(norms) == 1:
+        return f"of q and k, only one is normed, by {norms[0].name}"
+    for norm in norms:
+        if len(norm.users) > 1:
+            return f"{norm.name} has {len(norm.users)} users, not the rotary embedding alone"
+    epsilons = [norm.args[2] for norm in norms]
+    if len(set(epsilons)) > 1:
+        return f"q is normed with eps {epsilons[0]}, k with {epsilons[1]}"
+    return ""
+
+
+def _store(rotary: fx.Node) -> tuple[Any, str]:
+    """(the store of the rotated keys, "") when nothing else reads them, else the reason."""
+    items: dict[Any, fx.Node] = {}
+    for user in rotary.users:
+        if not is_call(user, operator.getitem):
+            return None, f"the rotated pair is read whole, by {user.name}"
+        items[user.args[1]] = user
+    if len(rotary.users) != 2 or set(items) != {0, 1}:
+        return None, f"the rotated q and k are taken {len(rotary.users)} times, not once each"
+    k = items[1]
+    stores = [u for u in k.users if is_call(u, torch.ops.fw.kv_store.default)]
+    others = [u for u in k.users if u not in stores[:1]]
+    if not stores:
+        read = f", but read by {others[0].name}" if others else ""
+        return None, f"the rotated k is not stored{read}"
+    if others:
+        return None, f"the rotated k is also read by {others[0].name}"
+    store = stores[0]
+    if store.args[0] is not k or store.args[1] is k:
+        return None, "the rotated k is stored as values"
+    early = [u for u in items[0].users if not store < u]
+    if early:
+        return None, f"the rotated q is read before the store is done, by {early[0].name}"
+    return store, ""
+
+
+def _why_not_at(store: fx.Node, rotary: fx.Node, norms: list[fx.Node]) -> str:
+    """The fused op runs where the store did: nothing that its inputs share may change before."""
+    node = min([rotary, *norms]).next
+    while node is not store:
+        if _writes(node):
+            return f"{node.name} writes to memory between the rotary embedding and the store"
+        node = node.next
+    return ""
+
+
+def _writes(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, str):
+        return node.op == "call_method" and target.endswith("_") and not target.endswith("__")
+    return target in _IN_PLACE
+
+
+def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[Any, ...]:
+    positions, q, k, table = rotary.args
+    _, v, kv_cache, slots = store.args
+    weights: list[Any] = [None, None, 0.0]
+    if norms:
+        (q, q_weight, eps), (k, k_weight, _) = norms[0].args, norms[1].args
+        weights = [q_weight, k_weight, eps]
+    return (positions, q, k, v, table, kv_cache, slots, *weights)
