@@ -58,7 +58,11 @@ class Tuner:
     def _measure(
         self, op: ops.SemanticOp, desc: ops.OpDesc, args: Sequence[Any]
     ) -> tuple[ops.Implementation, ...]:
-        fits = [i for i in op.implementations if desc.device in i.devices and not i.supports(desc)]
+        fits = [
+            i
+            for i in op.implementations
+            if desc.device in i.devices and not i.opt_in and not i.supports(desc)
+        ]
         if len(fits) < 2:
             return op.implementations
         times = {impl.name: 0.0 for impl in fits}

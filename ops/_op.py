@@ -94,7 +94,8 @@ class Implementation:
 
     ``supports(desc)`` returns an empty string, or the reason why it cannot run that call.
     ``inline``: Inductor sees through it and fuses it.  ``launches(*args)`` (Triton only) returns
-    ``(launch list, result)`` without running anything.
+    ``(launch list, result)`` without running anything.  ``opt_in``: only ``--kernels`` chooses it,
+    as long as what it gains inside a whole model is not measured.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Implementation:
     inline: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
     launches: Callable[..., tuple[list[Launch], Any]] | None = None
+    opt_in: bool = False
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ def choose(
         usable = runs_on(impl, desc.device) if override else desc.device in impl.devices
         if not reason and not usable:
             reason = f"not for {desc.device}"
+        if not reason and impl.opt_in and not override:
+            reason = "only by --kernels: not yet measured inside a whole model"
         if not reason:
             return Choice(op.name, impl.name, tuple(rejected))
         rejected.append((impl.name, reason))

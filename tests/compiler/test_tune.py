@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,3 +72,18 @@ def test_a_forced_kernel_wins_over_the_measurement() -> None:
     order = tuple(reversed(op.implementations))
     choice = ops.choose(op, describe(op, args), inline_first=False, override="triton", order=order)
     assert choice.implementation == "triton"
+
+
+def test_what_is_opt_in_is_chosen_by_name_alone() -> None:
+    """However fast it may be in isolation, and at the head of the list."""
+    op = ops.BY_NAME["silu_mul"]
+    desc = describe(op, (torch.randn(3, 8),))
+    triton, native = op.implementations
+    order = (replace(triton, opt_in=True), native)
+    choice = ops.choose(op, desc, inline_first=False, order=order)
+    assert choice.implementation == "native"
+    assert choice.rejected == (
+        ("triton", "only by --kernels: not yet measured inside a whole model"),
+    )
+    assert ops.choose(op, desc, inline_first=False).implementation == "triton"
+    assert ops.BY_NAME["linear"].implementation("skinny").opt_in
