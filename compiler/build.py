@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..config import CompileConfig, UserError
-from ..passes import Subgraph, build_passes, check_required, run_passes
+from ..passes import Subgraph, build_passes, check_required, digest, run_passes
 from .dump import Dump
 from .emit import choose_emitter, emit
 from .kernels import outside_variants, program_variants
@@ -50,6 +50,7 @@ def build(
     with timer.phase("unroll"):
         traced = unroll(traced, source.repeat) if source.repeat else traced
     record.graph("traced", traced)
+    graph = digest(traced.gm)
     with timer.phase("passes"):
         reports = run_passes(
             traced.gm,
@@ -91,17 +92,18 @@ def build(
         held = ops.KERNELS.binaries()
         binaries = {variant: held[variant] for variant in sorted(variants, key=lambda v: v.name)}
     files = {PLAN: _json(plan.to_json())}
-    for digest, piece in code.items():
-        files[piece_file(digest)] = piece.source.encode()
-        folder = piece_file(digest).rpartition("/")[0]
-        files |= {f"{folder}/{name}": content for name, content in piece.files.items()}
+    for name, piece in code.items():
+        files[piece_file(name)] = piece.source.encode()
+        folder = piece_file(name).rpartition("/")[0]
+        files |= {f"{folder}/{kernel}": content for kernel, content in piece.files.items()}
     files |= {kernel_file(variant): binary.cubin for variant, binary in binaries.items()}
     files[KERNELS] = _json(kernels_json(binaries))
     record.write(files, label)
     report = {
+        "graph": graph,
         "passes": [report.to_json() for report in reports],
         "choices": dict(choices),
-        "pieces": {digest: piece.emitter for digest, piece in code.items()},
+        "pieces": {name: piece.emitter for name, piece in code.items()},
         "steps": len(plan.steps),
         "kernels": len(binaries),
         "tuned_us": tuner.measured if tuner else {},

@@ -209,6 +209,15 @@ def test_the_plan_is_plain_data(five_layers: tuple[Model, Compiled]) -> None:
     assert Plan.from_json(json.loads(text)) == plan
 
 
+def test_the_report_names_the_graph() -> None:
+    """Equal for equal models, whatever their weights; another for another depth."""
+    one, same, two = (
+        compile_model(Model(n).requires_grad_(False), n, config()).report["graph"]
+        for n in (1, 1, 2)
+    )
+    assert one == same != two and len(one) == 16
+
+
 def test_missing_input_is_named(five_layers: tuple[Model, Compiled]) -> None:
     inputs = step_inputs([3], 5)
     del inputs["slots"]
