@@ -6,7 +6,8 @@ Imported only when something must be compiled: it brings Dynamo, sympy and the p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,54 @@ import torch
 
 from .. import ops
 from ..config import CompileConfig, UserError
-from ..passes import Subgraph, build_passes, check_required, digest, run_passes
+from ..passes import PassReport, Subgraph, build_passes, check_required, digest, run_passes
 from .dump import Dump
 from .emit import choose_emitter, emit
 from .kernels import outside_variants, program_variants
 from .load import KERNELS, PLAN, kernel_file, kernels_json, piece_file
 from .lower import lower
 from .make_plan import limit_ranges, make_plan
-from .partition import partition
+from .partition import Region, partition
+from .plan import Plan
 from .source import Source
 from .timer import Timer
-from .trace import trace
+from .trace import Traced, trace
 from .tune import Tuner
 from .unroll import unroll
 
 
-def build(
+@dataclass(frozen=True)
+class Lowered:
+    """A model as far as it goes without compiling anything.
+
+    Attributes:
+        traced: the lowered graph.
+        regions: of that graph, one for each step of ``plan``.
+        plan, pieces: what runs, and the distinct pieces by digest.
+        reports, choices, tuned_us: what the passes and the choice of kernels say.
+        graph: digest of the graph as it was traced.
+    """
+
+    traced: Traced
+    regions: list[Region]
+    plan: Plan
+    pieces: Mapping[str, Subgraph]
+    reports: list[PassReport]
+    choices: Mapping[str, int]
+    tuned_us: Mapping[str, Mapping[str, float]]
+    graph: str
+
+
+def lower_model(
     source: Source,
     config: CompileConfig,
     *,
     device: str,
     sm: int,
-    label: str,
     timer: Timer,
-    dump: Path | None,
-) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Trace, rewrite, split, lower, compile what differs: an artifact's files and its report.
-
-    Arguments and errors are those of ``compile()``.
-    """
-    record = Dump(dump)
+    record: Dump,
+) -> Lowered:
+    """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces."""
     with timer.phase("trace"):
         example = source.example
         traced = trace(source.model, example.args, example.named, example.dynamic)
@@ -73,6 +92,27 @@ def build(
     with timer.phase("dedupe"):
         plan, pieces = make_plan(traced, regions)
     record.graph("lowered", traced)
+    measured = tuner.measured if tuner else {}
+    return Lowered(traced, regions, plan, pieces, reports, choices, measured, graph)
+
+
+def build(
+    source: Source,
+    config: CompileConfig,
+    *,
+    device: str,
+    sm: int,
+    label: str,
+    timer: Timer,
+    dump: Path | None,
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Trace, rewrite, split, lower, compile what differs: an artifact's files and its report.
+
+    Arguments and errors are those of ``compile()``.
+    """
+    record = Dump(dump)
+    lowered = lower_model(source, config, device=device, sm=sm, timer=timer, record=record)
+    traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
     if device == "cuda" and sm != _sm_here():
         _check_direct(pieces.values(), sm)
     with timer.phase("emit"):
@@ -100,13 +140,13 @@ def build(
     files[KERNELS] = _json(kernels_json(binaries))
     record.write(files, label)
     report = {
-        "graph": graph,
-        "passes": [report.to_json() for report in reports],
-        "choices": dict(choices),
+        "graph": lowered.graph,
+        "passes": [report.to_json() for report in lowered.reports],
+        "choices": dict(lowered.choices),
         "pieces": {name: piece.emitter for name, piece in code.items()},
         "steps": len(plan.steps),
         "kernels": len(binaries),
-        "tuned_us": tuner.measured if tuner else {},
+        "tuned_us": lowered.tuned_us,
         "seconds": {name: round(value, 4) for name, value in timer.seconds.items()},
     }
     return files, report

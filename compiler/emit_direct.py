@@ -64,10 +64,11 @@ _OPERATORS: dict[Any, str] = {
 def fusable(piece: Subgraph) -> list[str]:
     """Names of the ops of a piece that a compiler may fuse; empty when it can be printed."""
     nodes = [n for n in piece.module.graph.nodes if n.op not in ("placeholder", "output")]
-    return [op_name(node) for node in nodes if not _is_plain(node)]
+    return [op_name(node) for node in nodes if not is_plain(node)]
 
 
-def _is_plain(node: fx.Node) -> bool:
+def is_plain(node: fx.Node) -> bool:
+    """Whether a lowered node is one call in which there is nothing to fuse."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target.name() in LIBRARY_CALLS or _is_opaque(target.name())

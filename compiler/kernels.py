@@ -23,23 +23,28 @@ from .trace import Traced
 Sizes: TypeAlias = Mapping[str, int]
 
 
+def step_sizes(num_tokens: int, num_seqs: int) -> dict[str, int]:
+    """A size for everything that a dynamic dimension counts."""
+    return {
+        "num_tokens": num_tokens,
+        "num_seqs": num_seqs,
+        "num_seqs_plus_1": num_seqs + 1,
+        "num_blocks": 3,
+        "max_blocks": 5,
+    }
+
+
 def program_variants(traced: Traced) -> set[ops.Variant]:
     """Variants of a lowered graph."""
     seen: set[Any] = set()
     found: set[ops.Variant] = set()
     for num_tokens, num_seqs in ops.representative_sizes():
-        sizes = {
-            "num_tokens": num_tokens,
-            "num_seqs": num_seqs,
-            "num_seqs_plus_1": num_seqs + 1,
-            "num_blocks": 3,
-            "max_blocks": 5,
-        }
+        sizes = step_sizes(num_tokens, num_seqs)
         for node in traced.gm.graph.nodes:
-            if (launches := _launches(node)) is None:
+            if (launches := launches_of(node)) is None:
                 continue
             fakes: Any = fx.node.map_arg(node.args, fake_value)
-            args = tuple(_on_meta(arg, traced.dims, sizes) for arg in fakes)
+            args = tuple(on_meta(arg, traced.dims, sizes) for arg in fakes)
             call = (str(node.target), tuple(_facts(arg) for arg in args))
             if call not in seen:
                 seen.add(call)
@@ -68,7 +73,7 @@ def outside_variants(
     return found
 
 
-def _launches(node: fx.Node) -> Callable[..., tuple[list[ops.Launch], Any]] | None:
+def launches_of(node: fx.Node) -> Callable[..., tuple[list[ops.Launch], Any]] | None:
     """What describes the launches of a lowered node, when it calls a Triton implementation."""
     namespace, _, name = getattr(node.target, "_name", "").partition("::")
     prefix = f"{ops.NAMESPACE}_"
@@ -77,8 +82,8 @@ def _launches(node: fx.Node) -> Callable[..., tuple[list[ops.Launch], Any]] | No
     return ops.BY_NAME[name].implementation(namespace.removeprefix(prefix)).launches
 
 
-def _on_meta(value: Any, dims: Mapping[str, str], sizes: Sizes) -> Any:
-    """``value`` with every symbol replaced: tensors without data, integers."""
+def on_meta(value: Any, dims: Mapping[str, str], sizes: Sizes) -> Any:
+    """A fake value with every symbol replaced: tensors without data, integers."""
     if isinstance(value, Tensor):
         shape = [_size(dim, dims, sizes) for dim in value.shape]
         stride = [_size(step, dims, sizes) for step in value.stride()]

@@ -22,7 +22,7 @@ from fusewright.serve.cli import main
 from fusewright.serve.env import collect
 from fusewright.serve.flags import SAMPLING, takes_flags
 
-COMMANDS = ("run", "eval", "demo", "explain", "env")
+COMMANDS = ("run", "eval", "demo", "compile", "cache", "bench", "explain", "env")
 
 
 def python(code: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -195,7 +195,10 @@ def test_sampling_flags_are_sampling_params() -> None:
                 "such as 1,2,4. (see `fusewright run --help`)"
             ),
         ),
-        (["explain"], "explain: nothing to explain; use `fusewright explain --levels`"),
+        (
+            ["explain"],
+            "explain: nothing to explain; name a model, or use `fusewright explain --levels`",
+        ),
         (["eval", "mmlu"], "unknown suite 'mmlu'; known: abacus"),
         (
             ["run", "abacus"],
