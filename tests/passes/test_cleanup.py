@@ -52,3 +52,19 @@ def test_ops_that_only_mutate_stay() -> None:
     )
     run_passes(gm, build_passes(["cleanup"]))
     assert "kv_store.default" in targets(gm)
+
+
+def test_writes_whose_result_nobody_reads_stay() -> None:
+    def fn(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        x.zero_()
+        y[0] = 1
+        torch.add(z, 1, out=z)
+        torch.relu_(z)
+        return x + y + z
+
+    inputs = {name: hidden() for name in "xyz"}
+    gm = capture(fn, **inputs)
+    before = targets(gm)
+    run_passes(gm, build_passes(["cleanup"]), verify=True)
+    assert targets(gm) == before
+    assert {"zero_", "setitem", "relu_"} <= set(before)
