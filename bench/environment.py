@@ -30,8 +30,10 @@ def environment() -> dict[str, Any]:
 def _command() -> str:
     """The command line, without the folders of this machine."""
     program, *args = sys.argv
+    spec = sys.modules["__main__"].__spec__
+    command = [Path(program).name] if spec is None else ["python", "-m", spec.name]
     names = [Path(arg).name if Path(arg).is_absolute() else arg for arg in args]
-    return " ".join(["python", "-m", f"fusewright.bench.{Path(program).stem}", *names])
+    return " ".join([*command, *names])
 
 
 def _commit() -> str:

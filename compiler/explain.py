@@ -64,6 +64,10 @@ class Explanation:
     bytes: int
     flops: int
 
+    @property
+    def layer_launches(self) -> int | None:
+        return total_launches(self.layer)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

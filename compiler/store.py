@@ -301,12 +301,16 @@ def open_store(
     *,
     trusted_keys: Iterable[str] = (),
     size_limit_bytes: int | None = None,
+    write_to: Path | None = None,
 ) -> Store:
-    """The store of ``--compile-cache-dir``: see ``paths.search_paths()`` and ``Store``."""
-    paths, write_to = search_paths(given)
+    """The store of ``--compile-cache-dir``: see ``paths.search_paths()`` and ``Store``.
+
+    ``write_to`` takes new artifacts in place of the folder that the search paths name.
+    """
+    paths, default = search_paths(given)
     return Store(
         paths,
-        write_to=write_to,
+        write_to=write_to or default,
         trusted_keys=[Path(name).expanduser() for name in trusted_keys],
         size_limit_bytes=size_limit_bytes,
     )

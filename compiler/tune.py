@@ -89,21 +89,23 @@ def _rotated(values: list[Any]) -> list[list[Any]]:
     return [values, *clones]
 
 
-def graph_us(fns: Sequence[Callable[[], Any]]) -> float:
-    """Median microseconds of a call inside a CUDA graph of several, taking turns over ``fns``."""
+def graph_us(
+    fns: Sequence[Callable[[], Any]], *, calls: int = _CALLS, rounds: int = _ROUNDS
+) -> float:
+    """Median microseconds of a call inside a CUDA graph of ``calls``, taking turns over ``fns``."""
     with torch.inference_mode():
         fns[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for i in range(_CALLS):
+            for i in range(calls):
                 fns[i % len(fns)]()
-        rounds = []
-        for _ in range(_ROUNDS):
+        times = []
+        for _ in range(rounds):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            rounds.append(start.elapsed_time(end) * 1e3 / _CALLS)
-    return float(statistics.median(rounds))
+            times.append(start.elapsed_time(end) * 1e3 / calls)
+    return float(statistics.median(times))

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ..compiler.compiled import Compiled, compile
-from ..compiler.store import open_store
+from ..compiler.compiled import Compiled
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
 from .hardware import detect_hardware
 from .progress import show_progress
-from .source import artifact_key, artifact_label, model_source
+from .source import artifact_label, configured_store, find_or_compile
 from .startup import read_model
 from .startup_report import StartupReport
 
@@ -47,29 +46,14 @@ def compile_ahead(
         _, spec, config = read_model(options, hardware)
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
     _check(config, absent, dump)
-    store = open_store(
-        config.store.search,
-        trusted_keys=config.store.trusted_keys,
-        size_limit_bytes=config.store.size_limit_bytes,
-    )
-    label = artifact_label(spec, config)
+    store = configured_store(config.store)
     with (
         show_progress() as progress,
         startup.phase("compile"),
         progress.status("Compiling") as say,
     ):
-        compiled = compile(
-            lambda: model_source(spec, config),
-            config.compile,
-            key=artifact_key(spec, config),
-            store=store,
-            require=config.store.require,
-            label=label,
-            device=hardware.device,
-            sm=hardware.sm,
-            on_phase=say,
-            dump=dump,
-        )
+        compiled = find_or_compile(spec, config, store, on_phase=say, dump=dump)
+    label = artifact_label(spec, config)
     return CompiledAhead(compiled, label, startup, _left(hardware, absent))
 
 

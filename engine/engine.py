@@ -116,7 +116,6 @@ class Engine(EngineLoop):
                 "built": self.compiled.built,
             },
             "startup": self.startup.to_json(),
-            "timings": self.startup.seconds,
             "compile": self.compiled.seconds,
             "graphs": {
                 "captured": self.graphs.num_captured,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.compiled import Compiled, compile
 from ..compiler.factors import source_factors, toolchain_factors
 from ..compiler.key import Key
 from ..compiler.source import Example, Repeat, Source
@@ -64,21 +65,27 @@ def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
     return Key(factors)
 
 
+def configured_store(config: StoreConfig, write_to: Path | None = None) -> Store:
+    """The store that the options name; ``write_to`` takes new artifacts in its stead."""
+    return open_store(
+        config.search,
+        trusted_keys=config.trusted_keys,
+        size_limit_bytes=config.size_limit_bytes,
+        write_to=write_to,
+    )
+
+
 @contextmanager
 def artifact_store(config: StoreConfig) -> Iterator[Store]:
     """The store of a start: the configured one, with a temporary folder for what it cannot keep."""
     if config.require:
-        yield open_store(config.search, trusted_keys=config.trusted_keys)
+        yield configured_store(config)
         return
     with TemporaryDirectory(prefix="fusewright-") as folder:
         if not config.enabled:
             yield Store((), write_to=Path(folder))
             return
-        store = open_store(
-            config.search,
-            trusted_keys=config.trusted_keys,
-            size_limit_bytes=config.size_limit_bytes,
-        )
+        store = configured_store(config)
         if _can_write(store.write_to):
             yield store
             return
@@ -87,11 +94,36 @@ def artifact_store(config: StoreConfig) -> Iterator[Store]:
             "give another --compile-cache-dir",
             store.write_to or "the home directory",
         )
-        yield Store(
-            store.search_paths,
-            write_to=Path(folder),
-            trusted_keys=[Path(name).expanduser() for name in config.trusted_keys],
-        )
+        yield configured_store(config, Path(folder))
+
+
+def find_or_compile(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    store: Store,
+    *,
+    before_build: Callable[[], object] = lambda: None,
+    on_phase: Callable[[str], None],
+    dump: Path | None = None,
+) -> Compiled:
+    """``compile()`` for a model; ``before_build`` is called if there is no artifact."""
+
+    def source() -> Source:
+        before_build()
+        return model_source(spec, config)
+
+    return compile(
+        source,
+        config.compile,
+        key=artifact_key(spec, config),
+        store=store,
+        require=config.store.require,
+        label=artifact_label(spec, config),
+        device=config.hardware.device,
+        sm=config.hardware.sm,
+        on_phase=on_phase,
+        dump=dump,
+    )
 
 
 def _can_write(folder: Path | None) -> bool:

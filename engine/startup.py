@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..compiler.check_kernels import check_kernels
-from ..compiler.compiled import Compiled, compile
+from ..compiler.compiled import Compiled
 from ..compiler.program import Program, eager_program
-from ..compiler.source import WEIGHTS, Source
+from ..compiler.source import WEIGHTS
 from ..config import (
     EngineOptions,
     Hardware,
@@ -37,11 +37,9 @@ from .scheduler import Scheduler
 from .source import (
     ATTENTION_INPUTS,
     STEP_INPUTS,
-    artifact_key,
-    artifact_label,
     artifact_store,
+    find_or_compile,
     kv_cache_name,
-    model_source,
     module_arguments,
 )
 from .startup_report import StartupReport
@@ -150,11 +148,6 @@ def compile_model(
             )
         )
 
-    def source() -> Source:
-        if config.compile.tune:
-            weights.result()  # measurements want the device for themselves
-        return model_source(spec, config)
-
     def on_phase(phase: str) -> None:
         if weights.done():
             weights.result()  # a bad checkpoint ends the start now, not when compilation is done
@@ -165,16 +158,10 @@ def compile_model(
         artifact_store(config.store) as store,
         progress.status("Compiling") as say,
     ):
-        compiled = compile(
-            source,
-            config.compile,
-            key=artifact_key(spec, config),
-            store=store,
-            require=config.store.require,
-            label=artifact_label(spec, config),
-            device=config.hardware.device,
-            sm=config.hardware.sm,
-            on_phase=on_phase,
+        # -O3 measures kernels, and wants the device for itself.
+        before_build = weights.result if config.compile.tune else lambda: None
+        compiled = find_or_compile(
+            spec, config, store, before_build=before_build, on_phase=on_phase
         )
     with startup.phase("wait for weights"):
         model = weights.result()

@@ -21,29 +21,27 @@ def process_age_s() -> float:
 
 @dataclass(frozen=True)
 class Phase:
-    """``begin_s`` counts from the start of the process."""
+    """``begin_s`` counts from the start of the process; ``beside``: while other phases ran."""
 
     name: str
     begin_s: float
     seconds: float
+    beside: bool
 
 
 @dataclass
 class StartupReport:
-    """Phases in order of their begin; those of ``beside`` ran while others did."""
+    """Phases in order of their end."""
 
     begin_s: float = field(default_factory=process_age_s)
     phases: list[Phase] = field(default_factory=list)
-    beside: set[str] = field(default_factory=set)
 
     @contextmanager
     def phase(self, name: str, *, beside: bool = False) -> Iterator[None]:
         """Time a phase; ``beside``: in a thread of its own, while others run."""
         begin_s, start = process_age_s(), time.perf_counter()
         yield
-        self.phases.append(Phase(name, begin_s, time.perf_counter() - start))
-        if beside:
-            self.beside.add(name)
+        self.phases.append(Phase(name, begin_s, time.perf_counter() - start, beside))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -59,7 +57,7 @@ class StartupReport:
                     "name": phase.name,
                     "begin_s": round(phase.begin_s, 3),
                     "seconds": round(phase.seconds, 4),
-                    "beside": phase.name in self.beside,
+                    "beside": phase.beside,
                 }
                 for phase in sorted(self.phases, key=lambda phase: phase.begin_s)
             ],

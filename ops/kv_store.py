@@ -44,7 +44,7 @@ def _native(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Non
     A skipped row repeats the write of the first row that is stored, so that whichever lands last
     writes the same; when none is stored, all rewrite slot 0 with what it holds.
     """
-    _check(k, v, kv_cache, slot_mapping)
+    check_kv_store(k, v, kv_cache, slot_mapping)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return
@@ -59,7 +59,7 @@ def _native(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Non
         plane[block, offset] = torch.where(nothing, plane[block, offset], new[row].to(plane.dtype))
 
 
-def _check(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def check_kv_store(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """The kernel would read or write past an end where these disagree."""
     fits = kv_cache.shape[1] == 2 and kv_cache.shape[3:] == k.shape[1:]
     if not fits or v.shape != k.shape or slot_mapping.shape != k.shape[:1]:
@@ -72,13 +72,13 @@ def _check(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None
 
 
 def _fake(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    _check(k, v, kv_cache, slot_mapping)
+    check_kv_store(k, v, kv_cache, slot_mapping)
 
 
 def _launches(
     k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[list[Launch], None]:
-    _check(k, v, kv_cache, slot_mapping)
+    check_kv_store(k, v, kv_cache, slot_mapping)
     return kernels.kv_store(k, v, kv_cache, slot_mapping), None
 
 

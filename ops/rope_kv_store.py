@@ -11,11 +11,11 @@ from torch import Tensor
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from .kv_store import OP as KV_STORE
-from .kv_store import _check as _check_store
+from .kv_store import check_kv_store
 from .launches import rope_kv_store as kernels
 from .rms_norm import rms_norm_native
 from .rotary_embedding import OP as ROTARY_EMBEDDING
-from .rotary_embedding import _check as _check_rotary
+from .rotary_embedding import check_rotary
 
 
 def rope_kv_store(
@@ -70,8 +70,8 @@ def _check(
     k_weight: Tensor | None,
     eps: float,
 ) -> None:
-    _check_rotary(q.shape[-1], cos_sin_cache.shape[1])
-    _check_store(k, v, kv_cache, slot_mapping)
+    check_rotary(q.shape[-1], cos_sin_cache.shape[1])
+    check_kv_store(k, v, kv_cache, slot_mapping)
     shapes = [None if weight is None else list(weight.shape) for weight in (q_weight, k_weight)]
     if shapes not in ([None, None], [[q.shape[-1]]] * 2):
         raise ValueError(

@@ -35,7 +35,7 @@ def rotary_embedding(
     )
 
 
-def _check(head_dim: int, rotary_dim: int) -> None:
+def check_rotary(head_dim: int, rotary_dim: int) -> None:
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(
             f"cos_sin_cache has rotary_dim {rotary_dim}, expected an even one up to head_dim "
@@ -54,21 +54,21 @@ def _reference(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
 ) -> tuple[Tensor, Tensor]:
     max_position, rotary_dim = cos_sin_cache.shape
-    _check(q.shape[-1], rotary_dim)
+    check_rotary(q.shape[-1], rotary_dim)
     table = cos_sin_cache[positions.clamp(0, max_position - 1)]
     cos, sin = table[:, None, :].chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _fake(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
-    _check(q.shape[-1], cos_sin_cache.shape[1])
+    check_rotary(q.shape[-1], cos_sin_cache.shape[1])
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _launches(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
-    _check(q.shape[-1], cos_sin_cache.shape[1])
+    check_rotary(q.shape[-1], cos_sin_cache.shape[1])
     return rotary.rotary_embedding(positions, q, k, cos_sin_cache)
 
 

@@ -6,18 +6,16 @@ read back from tensors, values nobody uses.  After: ``x`` itself, the size's gra
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .report import PassReport
-from .rule import EXACT, Context, is_call
+from .rule import EXACT, Context, is_call, writes
 from .subgraph import fake_value
 
 _RESHAPES = ("view", "reshape", torch.reshape, "flatten", torch.flatten)
-_IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _CASTS = ("to", "contiguous", "float", "type_as")
 
 
@@ -37,19 +35,10 @@ class Cleanup:
                 gm.graph.erase_node(node)
                 report.match(node.name)
         before = {node.name for node in gm.graph.nodes}
-        gm.graph.eliminate_dead_code(_writes)
+        gm.graph.eliminate_dead_code(writes)
         for name in sorted(before - {node.name for node in gm.graph.nodes}):
             report.match(name)
         return report
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a node does something besides its result: fx takes every method for pure, so
-    ``x.zero_()`` too."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
-    in_place |= node.target in _IN_PLACE
-    return bool(node.is_impure() or in_place or "out" in node.kwargs)
 
 
 def _size_inputs(gm: fx.GraphModule) -> dict[str, fx.Node]:

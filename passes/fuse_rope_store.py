@@ -14,9 +14,7 @@ import torch
 from torch import fx
 
 from .report import PassReport
-from .rule import EXACT, Context, is_call
-
-_IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
+from .rule import EXACT, Context, is_call, writes
 
 
 class FuseRopeStore:
@@ -99,19 +97,10 @@ def _why_not_at(store: fx.Node, rotary: fx.Node, norms: list[fx.Node]) -> str:
     """The fused op runs where the store did: nothing that its inputs share may change before."""
     node = min([rotary, *norms]).next
     while node is not store:
-        if _writes(node):
+        if writes(node):
             return f"{node.name} writes to memory between the rotary embedding and the store"
         node = node.next
     return ""
-
-
-def _writes(node: fx.Node) -> bool:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
-    if isinstance(target, str):
-        return node.op == "call_method" and target.endswith("_") and not target.endswith("__")
-    return target in _IN_PLACE
 
 
 def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[Any, ...]:

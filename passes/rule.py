@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
@@ -98,6 +99,18 @@ class Rule(Protocol):
     tier: Tier
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport: ...
+
+
+_IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node does something besides its result: fx takes every method for pure, so
+    ``x.zero_()`` too."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
+    in_place |= node.target in _IN_PLACE
+    return bool(node.is_impure() or in_place or "out" in node.kwargs)
 
 
 def is_call(node: Any, *targets: Any) -> TypeGuard[fx.Node]:

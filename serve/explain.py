@@ -10,6 +10,7 @@ import typer
 from ..config import LEVELS, EngineOptions, UserError
 from .flags import engine_flags
 from .options import merge
+from .report import passes_table
 from .table import table
 
 if TYPE_CHECKING:
@@ -64,11 +65,6 @@ def explain(
 
 def explanation(label: str, facts: Explanation) -> str:
     """An explanation as text: passes, pieces, choices, one layer."""
-    passes = [["pass", "sites", "matched", "missed, and why"]]
-    for entry in facts.passes:
-        reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
-        missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
-        passes.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
     pieces = [["piece", "steps", "code by"]]
     for piece in facts.pieces:
         pieces.append([piece.piece, str(piece.uses), f"{piece.emitter}: {piece.reason}"])
@@ -77,12 +73,10 @@ def explanation(label: str, facts: Explanation) -> str:
     layer = [["one layer", "launches", "MB", "MFLOP"]]
     for call in facts.layer:
         layer.append([call.op, _count(call.launches), _millions(call.bytes), _millions(call.flops)])
-    launches = [call.launches for call in facts.layer]
-    known = None if None in launches else sum(n for n in launches if n is not None)
     layer.append(
         [
             "in all",
-            _count(known),
+            _count(facts.layer_launches),
             _millions(sum(call.bytes for call in facts.layer)),
             _millions(sum(call.flops for call in facts.layer)),
         ]
@@ -92,7 +86,8 @@ def explanation(label: str, facts: Explanation) -> str:
         f"{_count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
         f"{facts.flops / 1e12:.3f} TFLOP (cuBLAS may split a product into two launches)"
     )
-    return "\n\n".join([label, *map(table, (passes, pieces, chosen, layer)), step])
+    parts = [passes_table(facts.passes), *map(table, (pieces, chosen, layer))]
+    return "\n\n".join([label, *parts, step])
 
 
 def _count(launches: int | None) -> str:

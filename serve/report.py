@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .table import table
@@ -10,12 +11,7 @@ from .table import table
 def summary(facts: dict[str, Any]) -> str:
     """What ``LLM.report()`` says about level, fusions, start-up and steps, for reading."""
     lines = [f"level -O{facts['level']} on {facts['hardware']}"]
-    rows = [["pass", "sites", "matched", "missed"]]
-    for entry in facts["passes"]:
-        reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
-        missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
-        rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
-    lines.append(table(rows) if facts["passes"] else "no passes at this level")
+    lines.append(passes_table(facts["passes"]))
     lines.append(startup_table(facts["startup"], facts["compile"]))
     for kind, modes in facts["dispatch"].items():
         counts = ", ".join(f"{count} in graph mode {mode}" for mode, count in modes.items())
@@ -23,6 +19,16 @@ def summary(facts: dict[str, Any]) -> str:
     if facts["memory"]["driver"]:
         lines.append(_memory(facts["memory"]))
     return "\n".join(lines)
+
+
+def passes_table(passes: Iterable[Mapping[str, Any]]) -> str:
+    """Sites of each pass, with the reasons of the missed ones."""
+    rows = [["pass", "sites", "matched", "missed"]]
+    for entry in passes:
+        reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
+        missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
+        rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
+    return table(rows) if len(rows) > 1 else "no passes at this level"
 
 
 def startup_table(startup: dict[str, Any], compile_s: dict[str, float]) -> str:

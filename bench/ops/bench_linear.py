@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compiler.tune import graph_us
 from ...ops import BY_NAME
 from ..environment import environment
 
@@ -50,25 +50,6 @@ def chain(run: Callable[..., Tensor], weights: Weights, x: Tensor) -> Tensor:
     return run(x, weights["lm_head"][0], None)
 
 
-def round_us(call: Callable[[], Any]) -> float:
-    """Median time of one replay of a graph of ``call``, in us."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return float(statistics.median(times))
-
-
 def moved(rows: int, weights: list[Tensor]) -> int:
     """Bytes by the op's own cost."""
     x = torch.empty(1, dtype=torch.bfloat16, device="meta")
@@ -95,7 +76,7 @@ def measure(rows: int, weights: Weights) -> Iterator[dict[str, Any]]:
                     for weight in group:
                         run(x, weight, None)
 
-            us = round_us(call)
+            us = graph_us([call], calls=1, rounds=ROUNDS)
             tb_s = moved(rows, group) / us / 1e6
             yield {
                 "rows": rows,

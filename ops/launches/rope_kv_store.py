@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from .._launch import Launch
+from .heads import cache_strides, dense_heads, head_strides, heads_per_program
 from .tiles import cdiv, next_power_of_2
-
-# Fewer heads a program while the grid would leave SMs idle.
-_FEW_TOKENS = 64
 
 
 def rope_kv_store(
@@ -27,11 +25,10 @@ def rope_kv_store(
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(dense_heads, (q, k, v))
     half = cos_sin_cache.shape[1] // 2
     half_block = next_power_of_2(half)
-    heads = 4 if num_tokens <= _FEW_TOKENS else 8
-    heads = min(heads, next_power_of_2(max(num_q_heads, num_kv_heads)))
+    heads = heads_per_program(num_tokens, max(num_q_heads, num_kv_heads), few=4)
     launch = Launch(
         kernel="rope_kv_store:_rope_kv_store_kernel",
         grid=(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_kv_heads, heads)),
@@ -49,16 +46,10 @@ def rope_kv_store(
             "num_q_heads": num_q_heads,
             "num_kv_heads": num_kv_heads,
             "max_position": cos_sin_cache.shape[0],
-            "q_token_stride": q.stride(0),
-            "q_head_stride": q.stride(1),
-            "k_token_stride": k.stride(0),
-            "k_head_stride": k.stride(1),
-            "v_token_stride": v.stride(0),
-            "v_head_stride": v.stride(1),
-            "cache_block_stride": kv_cache.stride(0),
-            "cache_kv_stride": kv_cache.stride(1),
-            "cache_slot_stride": kv_cache.stride(2),
-            "cache_head_stride": kv_cache.stride(3),
+            **head_strides("q", q),
+            **head_strides("k", k),
+            **head_strides("v", v),
+            **cache_strides(kv_cache),
             "eps": eps,
         },
         constexprs={

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from .._launch import Launch
+from .heads import dense_heads, head_strides, heads_per_program
 from .tiles import cdiv, next_power_of_2
-
-# Fewer heads a program while the grid would leave SMs idle.
-_FEW_TOKENS = 64
 
 
 def rotary_embedding(
@@ -21,13 +19,11 @@ def rotary_embedding(
     num_k_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    q = q if q.stride(2) == 1 else q.contiguous()
-    k = k if k.stride(2) == 1 else k.contiguous()
+    q, k = dense_heads(q), dense_heads(k)
     half = cos_sin_cache.shape[1] // 2
     half_block = next_power_of_2(half)
     rest_block = next_power_of_2(max(head_dim - 2 * half, 1))
-    heads = 4 if num_tokens <= _FEW_TOKENS else 8
-    heads = min(heads, next_power_of_2(max(num_q_heads, num_k_heads)))
+    heads = heads_per_program(num_tokens, max(num_q_heads, num_k_heads), few=4)
     args: dict[str, Any] = {
         "positions_ptr": positions,
         "q_ptr": q,
@@ -38,10 +34,8 @@ def rotary_embedding(
         "num_q_heads": num_q_heads,
         "num_k_heads": num_k_heads,
         "max_position": cos_sin_cache.shape[0],
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "k_token_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
+        **head_strides("q", q),
+        **head_strides("k", k),
     }
     launch = Launch(
         kernel="rotary:_rotary_kernel",

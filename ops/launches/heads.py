@@ -1,0 +1,33 @@
+"""What launches over [num_tokens, num_heads, head_dim] share: heads a program, strides."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .tiles import next_power_of_2
+
+# Fewer heads a program while the grid would leave SMs idle.
+_FEW_TOKENS = 64
+_MANY_HEADS = 8
+
+
+def heads_per_program(num_tokens: int, num_heads: int, few: int) -> int:
+    """A power of two: ``few`` at most while there are few tokens."""
+    most = few if num_tokens <= _FEW_TOKENS else _MANY_HEADS
+    return min(most, next_power_of_2(num_heads))
+
+
+def dense_heads(x: Tensor) -> Tensor:
+    """``x``, or a copy if its last dimension is strided."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def head_strides(name: str, x: Tensor) -> dict[str, int]:
+    """Kernel arguments: strides of a token and of a head."""
+    return {f"{name}_token_stride": x.stride(0), f"{name}_head_stride": x.stride(1)}
+
+
+def cache_strides(kv_cache: Tensor) -> dict[str, int]:
+    """Kernel arguments: strides of the paged cache but for its last dimension."""
+    names = ("block", "kv", "slot", "head")
+    return {f"cache_{name}_stride": kv_cache.stride(i) for i, name in enumerate(names)}
