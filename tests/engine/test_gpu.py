@@ -15,7 +15,7 @@ from tests.engine.test_abacus import GREEDY, PROBLEMS, answers
 from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, references
 from tests.model_executor.tiny_models import BY_NAME
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 
 
 @pytest.mark.parametrize("level", [1, 2])
