@@ -18,11 +18,6 @@ from .table import table
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps the sub-command's name although there is one."""
-
-
 @app.command("startup", cls=GroupedHelp)
 @engine_flags
 def startup(
@@ -61,3 +56,69 @@ def startup(
     if output is not None:
         record = {"environment": environment(), "options": options, **result}
         output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+@app.command("kernels")
+def kernels(
+    select: Annotated[
+        str | None, typer.Option("-k", help="Only benchmarks that match, as for pytest -k.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05,
+    render: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: make docs/kernels.md and its plot of this result."),
+    ] = None,
+) -> None:
+    """Time every kernel on real shapes, beside the best library; exit 1 on a regression."""
+    from ..bench.kernels import figures
+
+    if compare is not None:
+        raise typer.Exit(_compare(*compare, threshold))
+    if render is not None:
+        environment, found = figures.load(render)
+        page = Path("docs/kernels.md")
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(figures.markdown(environment, found, "kernels.png"))
+        figures.plot(found, page.with_suffix(".png"))
+        typer.echo(f"wrote {page} and {page.with_suffix('.png')}")
+        return
+    from ..bench.kernels.run import run_benchmarks
+
+    if output is not None and not os.access(output.parent, os.W_OK):
+        raise UserError(f"json={output}: cannot be written; give a file in another folder")
+    environment, found = run_benchmarks(select)
+    if output is not None:
+        figures.save(output, environment, found)
+    rows = [["op", "work", "contender", "us", "GB/s", "TFLOP/s", "of ceiling"]]
+    for f in found:
+        rates = [f"{f.us:.2f}", f"{f.gb_s:.0f}", f"{f.tflop_s:.0f}", f"{f.share:.0%}"]
+        rows.append([f.op, f.label, f.contender, *rates])
+    typer.echo(table(rows))
+
+
+def _compare(old: Path, new: Path, threshold: float) -> int:
+    """Print what changed by more than ``threshold``; the exit code."""
+    from ..bench.kernels import figures
+
+    changes = figures.compare(figures.load(old)[1], figures.load(new)[1])
+    if not changes:
+        raise UserError(f"{old} and {new} measured nothing in common")
+    slower = [change for change in changes if change.ratio > 1 + threshold]
+    faster = [change for change in changes if change.ratio < 1 / (1 + threshold)]
+    for word, some in (("slower", slower), ("faster", faster[::-1])):
+        if some:
+            rows = [[word, "work", "contender", "old us", "new us", "ratio"]]
+            for c in some:
+                times = [f"{c.old.us:.2f}", f"{c.new.us:.2f}", f"{c.ratio:.2f}"]
+                rows.append([c.new.op, c.new.label, c.new.contender, *times])
+            typer.echo(table(rows) + "\n")
+    typer.echo(
+        f"{len(changes)} in both: {len(slower)} slower, {len(faster)} faster by more than "
+        f"{threshold:.0%}"
+    )
+    return int(bool(slower))

@@ -1,0 +1,72 @@
+"""``paged_attention``: decode over contexts of 128 to 128k and prefill, in bf16 and FP8 KV.
+
+SDPA reads contiguous K and V of equal lengths, which no server has: it is a bound, not a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from ...ops.paged_attention import context_symbols
+from .harness import MODELS, Model, Work, cases, measure, randn
+
+PAGE = 16
+BATCHES = (1, 8, 64, 256)
+CONTEXTS = (128, 256, 1024, 4096, 16384, 131072)
+PREFILLS = (128, 512, 2048, 8192)
+MOST_KV_BYTES = 6 << 30
+KV_DTYPES = {"bf16 KV": torch.bfloat16, "FP8 KV": torch.float8_e4m3fn}
+
+
+def make(
+    model: Model, dtype: torch.dtype, num_seqs: int, queries: int, context: int
+) -> tuple[Any, ...]:
+    pages = -(-context // PAGE)
+    cache = randn(num_seqs * pages, 2, PAGE, model.kv_heads, model.head_dim, dtype=dtype)
+    table = torch.randperm(num_seqs * pages, device="cuda").int().view(num_seqs, pages)
+    lengths = torch.full((num_seqs,), context, device="cuda", dtype=torch.int32)
+    starts = queries * torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32)
+    q = randn(num_seqs * queries, model.heads, model.head_dim)
+    scale = model.head_dim**-0.5
+    kv_scale = None if dtype == q.dtype else torch.ones(2, model.kv_heads, device="cuda")
+    out = torch.empty_like(q)
+    return (q, cache, table, lengths, starts, out, scale, 0, 0.0, kv_scale, None)
+
+
+def sdpa(q: Any, cache: Any, table: Any, *_: Any) -> Any:
+    """The same work on the cache's memory, read as if it were contiguous and not paged."""
+    num_seqs, (_, _, _, kv_heads, dim) = table.shape[0], cache.shape
+    k, v = cache.view(2, num_seqs, -1, kv_heads, dim).transpose(2, 3).unbind(0)
+    queries = q.view(num_seqs, -1, *q.shape[1:]).transpose(1, 2)
+    causal = queries.shape[2] > 1
+    return F.scaled_dot_product_attention(queries, k, v, is_causal=causal, enable_gqa=True)
+
+
+def works() -> Iterator[Work]:
+    for model in (MODELS[0], MODELS[2]):
+        for kv, dtype in KV_DTYPES.items():
+            libraries = {"sdpa": sdpa} if dtype == torch.bfloat16 else {}
+            shapes = [("decode", b, 1, c) for b in BATCHES for c in CONTEXTS]
+            shapes += [("prefill", 1, n, n) for n in PREFILLS]
+            for kind, b, queries, context in shapes:
+                token_bytes = 2 * model.kv_heads * model.head_dim * dtype.itemsize
+                if b * context * token_bytes > MOST_KV_BYTES:
+                    continue
+                label = f"{model.name} {kind}, {kv}, b={b}, context {context}"
+                symbols = context_symbols([queries] * b, [context] * b)
+                made = partial(make, model, dtype, b, queries, context)
+                yield Work("paged_attention", label, made, symbols, libraries)
+
+
+@pytest.mark.parametrize(("work", "contender"), cases(works()))
+def test_attention(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+    if contender == "native":
+        pytest.skip("loops over sequences on the host: cannot be captured")
+    measure(benchmark, work, contender)

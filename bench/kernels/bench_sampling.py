@@ -1,0 +1,47 @@
+"""``argmax`` and ``sample`` over the vocabularies; the logits are as lm_head leaves them, in L2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+
+from .harness import MODELS, Work, cases, measure, randn
+
+BATCHES = (1, 8, 64, 256)
+
+
+def logits(rows: int, vocab: int) -> tuple[Any, ...]:
+    return (3 * randn(rows, vocab),)
+
+
+def make_sample(rows: int, vocab: int, top_k: int | None, top_p: float | None) -> tuple[Any, ...]:
+    def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device="cuda")
+
+    k = None if top_k is None else column(top_k, torch.int32)
+    p = None if top_p is None else column(top_p)
+    state = (column(1, torch.int64), column(7, torch.int32))
+    return (*logits(rows, vocab), column(0.8), k, p, None, *state)
+
+
+def works() -> Iterator[Work]:
+    for vocab in sorted({model.vocab for model in MODELS}):
+        for rows in BATCHES:
+            label = f"{rows} x {vocab}"
+            libraries = {"torch": partial(torch.argmax, dim=-1)}
+            yield Work("argmax", label, partial(logits, rows, vocab), libraries=libraries)
+            for top_k, top_p in ((None, None), (50, None), (None, 0.9), (50, 0.9)):
+                how = f"top_k={top_k} top_p={top_p}" if top_k or top_p else "temperature"
+                made = partial(make_sample, rows, vocab, top_k, top_p)
+                yield Work("sample", f"{label}, {how}", made)
+
+
+@pytest.mark.parametrize(("work", "contender"), cases(works()))
+def test_sampling(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+    measure(benchmark, work, contender)

@@ -1,0 +1,192 @@
+"""Kernel benchmarks as data: what pytest-benchmark measured, compared, a page with a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ...config import UserError
+
+COPY_TB_S = 4.28
+"""Device-to-device copy on an H200, bytes read and written (bench/NOTES.md)."""
+BF16_TFLOP_S = 790.0
+"""An 8192-cubed product by cuBLAS on an H200."""
+FP8_TFLOP_S = 2 * BF16_TFLOP_S
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One contender on one work: median microseconds a call, and the least it must do."""
+
+    op: str
+    label: str
+    contender: str
+    library: bool
+    us: float
+    bytes: float
+    flops: float
+
+    @property
+    def gb_s(self) -> float:
+        return self.bytes / self.us / 1e3
+
+    @property
+    def tflop_s(self) -> float:
+        return self.flops / self.us / 1e6
+
+    @property
+    def share(self) -> float:
+        """Of the ceiling that this work meets first: bytes at the copy rate, or products."""
+        peak = FP8_TFLOP_S if "fp8" in self.op else BF16_TFLOP_S
+        return max(self.gb_s / (COPY_TB_S * 1e3), self.tflop_s / peak)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.op, self.label, self.contender
+
+
+@dataclass(frozen=True)
+class Change:
+    """One contender in two runs."""
+
+    old: Figure
+    new: Figure
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: slower than before."""
+        return self.new.us / self.old.us
+
+
+def from_pytest_benchmark(report: Mapping[str, Any]) -> list[Figure]:
+    """The figures of a ``--benchmark-json`` file of the files beside this one."""
+    found = []
+    for entry in report["benchmarks"]:
+        extra = entry["extra_info"]
+        us = entry["stats"]["median"] * 1e6 / extra["calls"]
+        names = [f.name for f in fields(Figure) if f.name != "us"]
+        found.append(Figure(us=round(us, 3), **{name: extra[name] for name in names}))
+    return found
+
+
+def save(path: Path, environment: Mapping[str, Any], figures: Iterable[Figure]) -> None:
+    """One line a figure, so that a diff of two runs can be read."""
+    lines = ",\n".join("  " + json.dumps(asdict(figure)) for figure in figures)
+    head = json.dumps(dict(environment), indent=1)
+    path.write_text(f'{{"environment": {head},\n "figures": [\n{lines}\n ]}}\n')
+
+
+def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
+    """(environment, figures) of a file that ``save`` wrote.
+
+    Raises:
+        UserError: it cannot be read, or is not such a file.
+    """
+    try:
+        data = json.loads(path.read_text())
+        return data["environment"], [Figure(**figure) for figure in data["figures"]]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not a result of `fusewright bench kernels --json`: {error}"
+        ) from error
+
+
+def compare(old: Iterable[Figure], new: Iterable[Figure]) -> list[Change]:
+    """What both runs measured, the largest slowdown first."""
+    before = {figure.key: figure for figure in old}
+    both = [Change(before[figure.key], figure) for figure in new if figure.key in before]
+    return sorted(both, key=lambda change: -change.ratio)
+
+
+def by_work(figures: Iterable[Figure]) -> dict[tuple[str, str], list[Figure]]:
+    """Contenders of each (op, label), in the order measured."""
+    works: dict[tuple[str, str], list[Figure]] = {}
+    for figure in figures:
+        works.setdefault((figure.op, figure.label), []).append(figure)
+    return works
+
+
+def best(figures: Sequence[Figure], *, library: bool) -> Figure | None:
+    """The fastest of ours or of the libraries'; cuBLAS and PyTorch ("native") are a library."""
+    some = [f for f in figures if (f.library or f.contender == "native") is library]
+    return min(some, key=lambda f: f.us, default=None)
+
+
+_HEAD = """\
+# Kernels, measured
+
+{device}, torch {torch}, Triton {triton}, commit {commit}: `{command}`.
+Median microseconds of a call inside a CUDA graph; inputs rotated past L2, but those of few tokens
+stay in it, as in a model. The ceiling is {copy} TB/s (copy) or {bf16} TFLOP/s (bf16; twice that for
+FP8), whichever the work meets first; bytes and FLOPs are the ops' own. Ratio: our time over the
+library's, below 1 is faster.
+
+![share of the ceiling]({plot})"""
+
+
+def markdown(environment: Mapping[str, Any], figures: Sequence[Figure], plot: str) -> str:
+    """A page: one table an op, our fastest against the fastest library."""
+    given = {key: environment[key] for key in ("device", "torch", "triton", "commit", "command")}
+    head = _HEAD.format(**given, copy=COPY_TB_S, bf16=round(BF16_TFLOP_S), plot=plot)
+    lines = [head]
+    works = by_work(figures)
+    for op in dict.fromkeys(op for op, _ in works):
+        lines += ["", f"## {op}", ""]
+        lines.append("| work | ours | us | GB/s | TFLOP/s | of ceiling | library | us | ratio |")
+        lines.append("|---|---|---|---|---|---|---|---|---|")
+        lines += [_row(label, group) for (name, label), group in works.items() if name == op]
+    return "\n".join(lines) + "\n"
+
+
+def _row(label: str, group: Sequence[Figure]) -> str:
+    ours, library = best(group, library=False), best(group, library=True)
+    cells = [label, *["-"] * 8]
+    if ours:
+        rates = [f"{ours.us:.2f}", f"{ours.gb_s:.0f}", f"{ours.tflop_s:.0f}", f"{ours.share:.0%}"]
+        cells[1:6] = [ours.contender, *rates]
+    if library:
+        cells[6:8] = [library.contender, f"{library.us:.2f}"]
+    if ours and library:
+        cells[8] = f"{ours.us / library.us:.2f}"
+    return f"| {' | '.join(cells)} |"
+
+
+def plot(figures: Sequence[Figure], path: Path) -> None:
+    """Share of the ceiling over the least time that the work's bytes or FLOPs take, one panel an
+    op: our fastest and the fastest library."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    works = by_work(figures)
+    names = list(dict.fromkeys(op for op, _ in works))
+    columns = min(3, len(names))
+    shape = (-(-len(names) // columns), columns)
+    size = (4.2 * shape[1], 2.8 * shape[0])
+    page, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        groups = [group for (op, _), group in works.items() if op == name]
+        for library, mark in ((False, "o"), (True, "x")):
+            points = list(_points(groups, library=library))
+            if points:
+                label = "library" if library else "fusewright"
+                axis.plot(*zip(*points, strict=True), mark, markersize=3.5, label=label)
+        axis.set(title=name, xscale="log", xlabel="limit, us", ylabel="of ceiling", ylim=(0, 1.1))
+        axis.grid(alpha=0.3)
+    axes.flat[0].legend(fontsize=7)
+    page.savefig(path)
+    pyplot.close(page)
+
+
+def _points(groups: Iterable[Sequence[Figure]], *, library: bool) -> Iterator[tuple[float, float]]:
+    for group in groups:
+        if figure := best(group, library=library):
+            yield figure.us * figure.share, figure.share

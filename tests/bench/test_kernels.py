@@ -1,0 +1,113 @@
+"""Results of kernel benchmarks: read, compared, rendered; the measuring itself needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fusewright.bench.kernels.figures import (
+    Figure,
+    best,
+    by_work,
+    compare,
+    from_pytest_benchmark,
+    load,
+    markdown,
+    plot,
+    save,
+)
+from fusewright.config import UserError
+from fusewright.serve.cli import main
+
+ENVIRONMENT = {
+    "device": "NVIDIA H200",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "commit": "abc",
+    "command": "fusewright bench kernels",
+}
+
+
+def figure(us: float, contender: str = "triton", op: str = "rms_norm", label: str = "1") -> Figure:
+    library = contender == "inductor"
+    return Figure(op, label, contender, library, us, bytes=8.56e6, flops=1e6)
+
+
+def test_rates_and_share_follow_from_bytes_and_time() -> None:
+    f = figure(us=4.0)
+    assert f.gb_s == pytest.approx(2140)
+    assert f.share == pytest.approx(0.5)
+    products = Figure("linear", "", "native", False, us=1e6, bytes=1.0, flops=395e12)
+    assert products.share == pytest.approx(0.5)
+    fp8 = Figure("linear_fp8", "", "native", False, us=1e6, bytes=1.0, flops=395e12)
+    assert fp8.share == pytest.approx(0.25)
+
+
+def test_what_pytest_benchmark_measured_is_a_call_of_the_graph() -> None:
+    extra = {
+        "op": "rms_norm",
+        "label": "1",
+        "contender": "triton",
+        "library": False,
+        "calls": 50,
+        "bytes": 10.0,
+        "flops": 20.0,
+    }
+    report = {"benchmarks": [{"extra_info": extra, "stats": {"median": 100e-6}}]}
+    (found,) = from_pytest_benchmark(report)
+    assert (found.us, found.bytes, found.flops) == (2.0, 10.0, 20.0)
+
+
+def test_a_saved_result_is_read_back(tmp_path: Path) -> None:
+    figures = [figure(4.0), figure(5.0, "inductor")]
+    save(tmp_path / "r.json", ENVIRONMENT, figures)
+    assert load(tmp_path / "r.json") == (ENVIRONMENT, figures)
+
+
+def test_the_best_of_ours_against_the_best_library() -> None:
+    group = [figure(4.0), figure(3.0, "cuda"), figure(5.0, "inductor"), figure(4.5, "native")]
+    ours, library = best(group, library=False), best(group, library=True)
+    assert ours is not None
+    assert library is not None
+    assert (ours.contender, library.contender) == ("cuda", "native")
+
+
+def test_the_page_has_a_row_a_work_and_its_ratio() -> None:
+    figures = [figure(4.0), figure(5.0, "inductor"), figure(4.0, label="2")]
+    page = markdown(ENVIRONMENT, figures, "kernels.png")
+    assert "| 1 | triton | 4.00 | 2140 | 0 | 50% | inductor | 5.00 | 0.80 |" in page
+    assert "| 2 | triton | 4.00 | 2140 | 0 | 50% | - | - | - |" in page
+    assert list(by_work(figures)) == [("rms_norm", "1"), ("rms_norm", "2")]
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    plot([figure(4.0), figure(5.0, "inductor"), figure(9.0, op="argmax")], tmp_path / "k.png")
+    assert (tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_lists_the_largest_slowdown_first() -> None:
+    old = [figure(4.0), figure(4.0, label="2"), figure(1.0, label="gone")]
+    new = [figure(4.1), figure(8.0, label="2"), figure(1.0, label="fresh")]
+    assert [c.ratio for c in compare(old, new)] == [2.0, pytest.approx(1.025)]
+
+
+def test_the_command_fails_on_a_regression_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "old.json", ENVIRONMENT, [figure(4.0), figure(9.0, label="2")])
+    save(tmp_path / "new.json", ENVIRONMENT, [figure(4.4), figure(6.0, label="2")])
+    argv = ["bench", "kernels", "--compare", str(tmp_path / "old.json"), str(tmp_path / "new.json")]
+    assert main(argv) == 1
+    said = capsys.readouterr().out
+    assert "1 slower, 1 faster by more than 5%" in said
+    assert "1.10" in said
+    assert main([*argv, "--threshold", "0.2"]) == 0
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"figures": []}), json.dumps([1])])
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(UserError, match=r"r\.json is not a result of"):
+        load(tmp_path / "r.json")
