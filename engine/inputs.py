@@ -13,7 +13,8 @@ from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer, missing_tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with ``prompt_token_ids`` and/or ``prompt`` (the text of the ids)."""
+"""Text, token ids, or a dict with ``prompt_token_ids`` and/or ``prompt`` (the text of the ids), and
+``cache_salt`` to share cached prefixes only with prompts of the same salt."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,18 @@ class InputProcessor:
                 "max_model_len"
             )
         return token_ids, text
+
+    @staticmethod
+    def cache_salt(prompt: Prompt) -> str | None:
+        """The salt that a prompt brings.
+
+        Raises:
+            UserError: it is not text.
+        """
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise UserError(f"cache_salt {salt!r}: expected a non-empty string")
+        return salt
 
     def max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Where prompt and output together end."""

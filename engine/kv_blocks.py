@@ -1,12 +1,17 @@
-"""The free list of KV-cache blocks."""
+"""KV-cache blocks: who holds them, and which of them hold a known prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Ids 0..num_blocks-1 of KV blocks, each free or owned by one request.
+    """Ids 0..num_blocks-1 of KV blocks, each held by some requests or free.
+
+    A block may be kept under the key of its content (see ``prefix_cache``): then others may share
+    it, also after it was freed, until its turn comes to be handed out anew: blocks without a key
+    first, then the one freed longest ago.
 
     A freed block may be handed out at once although a step in flight still reads it: steps run in
     launch order, so its next writer comes later.
@@ -17,19 +22,30 @@ class BlockPool:
             raise ValueError(f"{num_blocks=}, {block_size=}: expected at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._owned = bytearray(num_blocks)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._holders = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._kept: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that are found by key."""
+        return len(self._kept)
+
+    def holders(self, block_id: int) -> int:
+        """Requests that hold a block."""
+        return self._holders[block_id]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks.
+        """Take ``count`` blocks; what they were kept for is forgotten.
 
         Raises:
             RuntimeError: fewer are free; callers compare with ``num_free`` first.
@@ -38,19 +54,61 @@ class BlockPool:
             raise RuntimeError(
                 f"allocate({count}): {len(self._free)} of {self.num_blocks} are free"
             )
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in taken:
-            self._owned[block_id] = 1
+            self._forget(block_id)
+            self._holders[block_id] = 1
         return taken
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give blocks back.
+        """Give up one hold of each block; the first of a sequence are kept longest.
 
         Raises:
             RuntimeError: a block does not exist or is free already: two requests would share it.
         """
-        for block_id in block_ids:
-            if not (0 <= block_id < self.num_blocks and self._owned[block_id]):
+        for block_id in reversed(block_ids):
+            if not (0 <= block_id < self.num_blocks and self._holders[block_id]):
                 raise RuntimeError(f"free({block_id}): not an allocated block of {self.num_blocks}")
-            self._owned[block_id] = 0
-            self._free.append(block_id)
+            self._holders[block_id] -= 1
+            if self._holders[block_id] == 0:
+                self._free[block_id] = None
+                if self._keys[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def keep(self, block_id: int, key: bytes) -> None:
+        """Let the content of a held block be found under ``key``; an equal one known already stays
+        the one that is found."""
+        if self._kept.setdefault(key, block_id) == block_id:
+            self._keys[block_id] = key
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest run of known keys from the first on."""
+        found: list[int] = []
+        for key in keys:
+            block_id = self._kept.get(key)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of these are free, so that sharing them leaves so many fewer to allocate."""
+        return sum(self._holders[block_id] == 0 for block_id in block_ids)
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Hold blocks that ``find`` gave."""
+        for block_id in block_ids:
+            if self._holders[block_id] == 0:
+                del self._free[block_id]
+            self._holders[block_id] += 1
+
+    def forget_all(self) -> None:
+        """Nothing is found by key any more: for when blocks may not hold what they should."""
+        for block_id in list(self._kept.values()):
+            self._forget(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        key = self._keys[block_id]
+        if key is not None:
+            del self._kept[key]
+            self._keys[block_id] = None

@@ -49,6 +49,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt, batched; the results are in the order of the prompts.
 
@@ -56,6 +58,7 @@ class LLM:
             prompts: one or several, each text, token ids or ``{"prompt_token_ids": …}``.
             sampling_params: for all, or one for each prompt.
             use_tqdm: show a progress bar on stderr.
+            priority: one for each prompt, lower first; under ``scheduling_policy="priority"``.
 
         Raises:
             UserError: a prompt or its parameters are bad; nothing is generated then.
@@ -64,10 +67,13 @@ class LLM:
         ids: list[str] = []
         finished: dict[str, RequestOutput] = {}
         try:
-            for prompt, params in zip(
-                batch, _params_list(sampling_params, len(batch)), strict=True
+            for prompt, params, rank in zip(
+                batch,
+                _params_list(sampling_params, len(batch)),
+                _priority_list(priority, len(batch)),
+                strict=True,
             ):
-                ids.append(self._add(prompt, params, final_only=True))
+                ids.append(self._add(prompt, params, final_only=True, priority=rank))
             for output in self._finish(ids, use_tqdm):
                 finished[output.request_id] = output
         finally:
@@ -123,8 +129,17 @@ class LLM:
         """The engine's account of itself, see ``Engine.report``; plain data."""
         return self.engine.report()
 
-    def _add(self, prompt: Prompt, params: SamplingParams | None, *, final_only: bool) -> str:
-        request_id = self.engine.add_request(prompt, params, final_only=final_only)
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        final_only: bool,
+        priority: int = 0,
+    ) -> str:
+        request_id = self.engine.add_request(
+            prompt, params, final_only=final_only, priority=priority
+        )
         self._inbox[request_id] = deque()
         return request_id
 
@@ -215,3 +230,11 @@ def _params_list(
     if len(params) != count:
         raise UserError(f"{len(params)} sampling_params for {count} prompts: expected one for each")
     return list(params)
+
+
+def _priority_list(priority: Sequence[int] | None, count: int) -> list[int]:
+    if priority is None:
+        return [0] * count
+    if len(priority) != count:
+        raise UserError(f"{len(priority)} priorities for {count} prompts: expected one for each")
+    return list(priority)

@@ -48,10 +48,12 @@ class EngineLoop:
         request_id: str | None = None,
         *,
         final_only: bool = False,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt; returns the request's id (made up when None).
 
-        ``final_only``: one output when finished, none before; cheaper.
+        ``final_only``: one output when finished, none before; cheaper.  ``priority``: lower runs
+        first, under ``scheduling_policy="priority"``.
 
         Raises:
             UserError: the prompt is bad, the id is in use, or the KV cache is too small for it.
@@ -62,6 +64,7 @@ class EngineLoop:
             request_id = f"request-{self._num_added}"
             self._num_added += 1
         token_ids, text = self.inputs.prepare(prompt, params)
+        salt = self.inputs.cache_salt(prompt)
         requests = [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
@@ -70,6 +73,8 @@ class EngineLoop:
                 max_total_tokens=self.inputs.max_total_tokens(len(token_ids), params),
                 eos_token_ids=self.eos_token_ids,
                 prompt=text,
+                priority=priority,
+                cache_salt=salt,
             )
             for index in range(params.n)
         ]
@@ -111,6 +116,11 @@ class EngineLoop:
         return {
             "num_kv_blocks": self.scheduler.pool.num_blocks,
             "num_preemptions": self.scheduler.num_preemptions,
+            "prefix_cache": {
+                "enabled": self.scheduler.prefix_caching,
+                "queried_tokens": self.scheduler.num_prefix_tokens,
+                "hit_tokens": self.scheduler.num_prefix_hits,
+            },
         }
 
     def has_unfinished(self) -> bool:

@@ -42,12 +42,22 @@ class Request:
     """Prompt and output together end here: by max_tokens or by max_model_len."""
     eos_token_ids: frozenset[int] = frozenset()
     prompt: str | None = None
+    priority: int = 0
+    """Lower runs first, where the scheduler heeds it."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes with those of equal salt only."""
 
     arrival: int = -1
     """Position in the order of arrival, given by the scheduler."""
     slot: int = -1
     """The runner's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
     block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they were needed; they stay right when it is preempted."""
+    num_kept_blocks: int = 0
+    """Blocks from the first on that others may find."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were there already when it first ran."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0

@@ -1,18 +1,19 @@
 """Which tokens of which requests the next step computes.
 
-First come, first served: ``running`` and ``waiting`` are both in order of arrival, and every
-running request arrived before every waiting one.  So the latest running request is the one to
-preempt, and only it can have an unfinished prefill.
+Waiting requests start in order of (priority, arrival), and the one that is last in that order is
+the one to preempt.  Under first come, first served all priorities count as equal.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from ..config import UserError
 from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
 from .kv_blocks import BlockPool
+from .prefix_cache import extend_keys
 from .request import Request, RequestStatus
 
 
@@ -37,6 +38,11 @@ class Scheduler:
         max_num_batched_tokens: query tokens of one step.
         max_model_len: prompt and output tokens of one request.
         enable_chunked_prefill: a prompt may be computed over several steps.
+        long_prefill_token_threshold: tokens of one prompt a step, so that others get their share
+            of it; 0: as many as fit.
+        prefix_caching: start behind the longest prefix whose blocks are still there.
+        prefix_root: what the content of KV blocks depends on beside their tokens.
+        heed_priority: order by priority before arrival.
     """
 
     def __init__(
@@ -47,6 +53,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        prefix_caching: bool = False,
+        prefix_root: bytes = b"",
+        heed_priority: bool = False,
     ) -> None:
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
             raise ValueError(
@@ -61,9 +71,18 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
-        # Ordered dicts: both ends and removal by id cost the same however many wait.
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.prefix_caching = prefix_caching
+        self.heed_priority = heed_priority
         self.running: OrderedDict[str, Request] = OrderedDict()
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.waiting: dict[str, Request] = {}
+        # Of ``waiting`` in order; those that were aborted are dropped when they come up.
+        self._queue: list[tuple[int, int, Request]] = []
+        self._prefix_root = prefix_root
+        self.num_prefix_tokens = 0
+        """Tokens looked up in the prefix cache."""
+        self.num_prefix_hits = 0
+        """Tokens found there."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
@@ -96,7 +115,7 @@ class Scheduler:
             )
         request.arrival = self._num_arrived
         self._num_arrived += 1
-        self.waiting[request.request_id] = request
+        self._enqueue(request)
 
     def abort(self, request_id: str) -> Request | None:
         """Finish a request at once and free what it holds; None when no such request is there."""
@@ -127,7 +146,7 @@ class Scheduler:
         prefills: list[ScheduledRequest] = []
         budget = self.max_num_batched_tokens
         preempted_before = self.num_preemptions
-        for request in list(self.running.values()):
+        for request in self._running_in_order():
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
@@ -177,6 +196,7 @@ class Scheduler:
             request.output_token_ids.append(token_id)
             logprobs = None if result.logprobs is None else result.logprobs[i]
             new_tokens.append(NewToken(request, token_id, logprobs))
+            self._keep_blocks(request)
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
@@ -187,7 +207,10 @@ class Scheduler:
         start = request.num_computed_tokens
         remaining = request.num_tokens - start
         num_tokens = min(remaining, budget)
+        if self.long_prefill_token_threshold:
+            num_tokens = min(num_tokens, self.long_prefill_token_threshold)
         request.num_computed_tokens += num_tokens
+        self._keep_blocks(request)
         samples = num_tokens == remaining
         if samples:
             request.num_in_flight += 1
@@ -197,7 +220,7 @@ class Scheduler:
         """Give a running request the blocks for all its tokens; False if it had to be preempted."""
         missing = self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
         while missing > self.pool.num_free:
-            victim = next(reversed(self.running.values()))
+            victim = max(self.running.values(), key=self._rank)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -207,24 +230,77 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Request | None:
         """Start the first waiting request if a slot, the budget and the blocks allow it."""
-        if not self.waiting or not self._free_slots:
+        request = self._first_waiting()
+        if request is None or not self._free_slots:
             return None
-        request = next(iter(self.waiting.values()))
         # The recompute starts from the tokens that the CPU knows.
         if request.num_in_flight > 0:
             return None
         if not self.enable_chunked_prefill and request.num_tokens > budget:
             return None
-        needed = self.pool.blocks_for(request.num_tokens)
+        found = self._find_prefix(request)
+        needed = self.pool.blocks_for(request.num_tokens) - len(found)
         # One block kept for each running request, or the newcomer would soon be preempted.
-        if needed + len(self.running) > self.pool.num_free:
+        if needed + self.pool.num_idle(found) + len(self.running) > self.pool.num_free:
             return None
+        heapq.heappop(self._queue)
         del self.waiting[request.request_id]
+        self.pool.share(found)
         request.slot = self._free_slots.pop()
-        request.block_ids = self.pool.allocate(needed)
+        request.block_ids = found + self.pool.allocate(needed)
+        request.num_kept_blocks = len(found)
+        request.num_computed_tokens = len(found) * self.pool.block_size
+        if self.prefix_caching:
+            self.num_prefix_tokens += request.num_tokens
+            self.num_prefix_hits += request.num_computed_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
         return request
+
+    def _first_waiting(self) -> Request | None:
+        while self._queue:
+            request = self._queue[0][-1]
+            if self.waiting.get(request.request_id) is request:
+                return request
+            heapq.heappop(self._queue)
+        return None
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the request's first tokens; the last token is always computed, since
+        its hidden state gives the next."""
+        if not self.prefix_caching:
+            return []
+        size = self.pool.block_size
+        keys = extend_keys(request, size, self._prefix_root)
+        return self.pool.find(keys[: (request.num_tokens - 1) // size])
+
+    def _keep_blocks(self, request: Request) -> None:
+        """Let others find the blocks that are full of known tokens.  They are found from now on:
+        whoever reads them runs in this step or later, and a step stores before it reads."""
+        if not self.prefix_caching or not request.block_ids:
+            return
+        size = self.pool.block_size
+        full = min(request.num_computed_tokens, request.num_known_tokens) // size
+        if full > request.num_kept_blocks:
+            keys = extend_keys(request, size, self._prefix_root)
+            for index in range(request.num_kept_blocks, full):
+                self.pool.keep(request.block_ids[index], keys[index])
+            request.num_kept_blocks = full
+
+    def _running_in_order(self) -> list[Request]:
+        """First who is preempted last: whoever makes room has no entry in the step yet.  By
+        arrival that is the order in which they started."""
+        running = list(self.running.values())
+        return sorted(running, key=self._rank) if self.heed_priority else running
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.heed_priority else 0, request.arrival)
+
+    def _enqueue(self, request: Request) -> None:
+        self.waiting[request.request_id] = request
+        heapq.heappush(self._queue, (*self._rank(request), request))
 
     def _preempt(self, request: Request) -> None:
         if len(self.running) == 1:
@@ -237,13 +313,12 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
+        self._enqueue(request)
 
     def _release(self, request: Request) -> None:
         del self.running[request.request_id]
         self.pool.free(request.block_ids)
-        request.block_ids = []
+        request.block_ids, request.num_kept_blocks = [], 0
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
         request.slot = -1

@@ -40,8 +40,19 @@ class Client:
     def open_ids(self) -> list[str]:
         return [i for i in self.sent if i not in self.last or not self.last[i].finished]
 
-    def add(self, prompt: list[int], params: SamplingParams, *, final_only: bool = False) -> str:
-        request_id = self.engine.add_request(prompt, params, final_only=final_only)
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        final_only: bool = False,
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> str:
+        given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        request_id = self.engine.add_request(
+            given, params, final_only=final_only, priority=priority
+        )
         self.sent[request_id] = (prompt, params, final_only)
         return request_id
 
@@ -120,8 +131,14 @@ class Client:
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
+PREFIXES = [[first] * 40 for first in (7, 8)]
+
+
 def random_prompt(rng: random.Random, longest: int) -> list[int]:
-    return [rng.randrange(256) for _ in range(rng.randint(1, longest))]
+    """Some begin alike, to share blocks; some are equal."""
+    length = rng.randint(1, longest)
+    prefix = rng.choice([[], *PREFIXES])[: rng.choice([length, rng.randint(1, length)])]
+    return prefix + [rng.randrange(256) for _ in range(length - len(prefix))]
 
 
 def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
@@ -151,7 +168,13 @@ def play(setup: Setup, rng: random.Random, num_steps: int, busy: float) -> Clien
             longest = max(1, most // 2)
             prompt = random_prompt(rng, rng.choice([min(3, longest), longest]))
             params = random_params(rng, most - len(prompt))
-            client.add(prompt, params, final_only=rng.random() < 0.4)
+            client.add(
+                prompt,
+                params,
+                final_only=rng.random() < 0.4,
+                priority=rng.randint(-1, 1),
+                salt=rng.choice([None, None, "a"]),
+            )
         if client.open_ids and rng.random() < 0.03:
             client.abort(rng.choice(client.open_ids))
         client.step()
@@ -169,11 +192,18 @@ setups = st.builds(
     enable_chunked_prefill=st.booleans(),
     async_scheduling=st.booleans(),
     lazy=st.booleans(),
+    prefix_caching=st.booleans(),
+    heed_priority=st.booleans(),
+    long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
 ).map(
     lambda s: (
         s
-        if s.enable_chunked_prefill or s.max_num_batched_tokens >= s.max_model_len
-        else replace(s, max_num_batched_tokens=s.max_model_len)
+        if s.enable_chunked_prefill
+        else replace(
+            s,
+            max_num_batched_tokens=max(s.max_num_batched_tokens, s.max_model_len),
+            long_prefill_token_threshold=0,
+        )
     )
 )
 
@@ -184,9 +214,12 @@ def test_every_request_gets_its_solo_answer(setup: Setup, seed: int, busy: float
     play(setup, random.Random(seed), num_steps=40, busy=busy)
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_thousands_of_steps_under_constant_preemption(chunk: int, async_scheduling: bool) -> None:
+def test_thousands_of_steps_under_constant_preemption(
+    chunk: int, async_scheduling: bool, prefix_caching: bool
+) -> None:
     setup = Setup(
         num_blocks=24,
         block_size=2,
@@ -194,11 +227,13 @@ def test_thousands_of_steps_under_constant_preemption(chunk: int, async_scheduli
         max_num_batched_tokens=chunk,
         max_model_len=40,
         async_scheduling=async_scheduling,
+        prefix_caching=prefix_caching,
     )
     client = play(setup, random.Random(chunk), num_steps=2000, busy=0.25)
     assert client.num_steps >= 2000
     if chunk > 1:  # at one token a step, hardly two requests ever run together
         assert client.engine.scheduler.num_preemptions > 20
+    assert bool(client.engine.scheduler.num_prefix_hits) == prefix_caching
 
 
 def test_the_toy_model_tells_contexts_apart() -> None:

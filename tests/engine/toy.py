@@ -6,6 +6,7 @@ a wrong block table, a wrong recompute, a lost or a doubled token changes the an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,7 @@ class ToyRunner:
     max_num_seqs: int
     max_num_batched_tokens: int
     lazy: bool = True
+    shares: bool = False
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,7 +148,10 @@ class ToyRunner:
         request = entry.request
         row = self.rows.get(request.slot)
         if row is None:
-            assert entry.start == 0, "a request that is new in its slot starts at 0"
+            shared = entry.start // self.block_size
+            assert entry.start % self.block_size == 0 and (shared == 0 or self.shares), (
+                "a request that is new in its slot starts at 0 or behind shared blocks"
+            )
             row = self.rows[request.slot] = _Row(request, [])
         assert row.request is request, "the slot's former request was never released"
         # A block table on a device only grows: what it has must not change.
@@ -210,6 +215,9 @@ class Setup:
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
     lazy: bool = True
+    prefix_caching: bool = False
+    heed_priority: bool = False
+    long_prefill_token_threshold: int = 0
 
     def scheduler(self) -> Scheduler:
         return Scheduler(
@@ -218,6 +226,9 @@ class Setup:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            prefix_caching=self.prefix_caching,
+            heed_priority=self.heed_priority,
         )
 
     def runner(self) -> ToyRunner:
@@ -227,6 +238,7 @@ class Setup:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             self.lazy,
+            self.prefix_caching,
         )
 
     def engine(self, tokenizer: Tokenizer | None = TOKENIZER) -> EngineLoop:
@@ -240,21 +252,36 @@ class Setup:
         )
 
 
+def in_order(scheduler: Scheduler) -> list[Request]:
+    """Waiting requests as they will start."""
+    heed = scheduler.heed_priority
+    waiting = scheduler.waiting.values()
+    return sorted(waiting, key=lambda r: (r.priority if heed else 0, r.arrival))
+
+
 def check_invariants(scheduler: Scheduler) -> None:
     """What must hold between any two steps."""
-    running, waiting = list(scheduler.running.values()), list(scheduler.waiting.values())
-    owned = [block for request in running for block in request.block_ids]
-    assert len(set(owned)) == len(owned), "a block with two owners"
-    assert len(owned) + scheduler.pool.num_free == scheduler.pool.num_blocks, "a block was lost"
+    running, waiting = list(scheduler.running.values()), in_order(scheduler)
+    pool = scheduler.pool
+    holds = Counter(block for request in running for block in request.block_ids)
+    assert all(pool.holders(block) == holds[block] for block in range(pool.num_blocks))
+    if not scheduler.prefix_caching:
+        assert not holds or max(holds.values()) == 1, "a block with two owners"
+        assert pool.num_kept == 0
+    assert len(holds) + pool.num_free == pool.num_blocks, "a block was lost"
     slots = [request.slot for request in running]
     assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
-    arrivals = [request.arrival for request in running + waiting]
-    assert arrivals == sorted(arrivals), "first come, first served"
+    if not scheduler.heed_priority:
+        arrivals = [request.arrival for request in running + waiting]
+        assert arrivals == sorted(arrivals), "first come, first served"
     for request in running:
         assert 0 <= request.num_in_flight <= 1
         assert request.num_tokens <= request.max_total_tokens
-        assert len(request.block_ids) >= scheduler.pool.blocks_for(request.num_computed_tokens)
-    for request in running[:-1]:
-        assert request.num_tokens - request.num_computed_tokens <= 1, "only the last one prefills"
+        assert len(request.block_ids) >= pool.blocks_for(request.num_computed_tokens)
+        full = min(request.num_computed_tokens, request.num_known_tokens) // pool.block_size
+        assert request.num_kept_blocks == (full if scheduler.prefix_caching else 0)
+    if not scheduler.long_prefill_token_threshold:
+        for request in running[:-1]:
+            assert request.num_tokens - request.num_computed_tokens <= 1, "only the last prefills"
     for request in waiting:
-        assert request.slot == -1 and not request.block_ids and not request.num_computed_tokens
+        assert request.slot == -1 and not request.block_ids and not request.num_kept_blocks

@@ -1,0 +1,33 @@
+"""Keys of full KV blocks: each covers its own tokens and, through the key before it, all earlier.
+
+Chained block hashes as in vLLM's automatic prefix caching and RadixAttention's use of shared
+prefixes (Zheng et al., 2023).  128 bits of BLAKE2b: keys are not checked against tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from .request import Request
+
+_KEY_BYTES = 16
+
+
+def extend_keys(request: Request, block_size: int, root: bytes) -> list[bytes]:
+    """``request.block_keys``, with every block whose tokens the CPU knows.
+
+    Args:
+        root: what a cache's content depends on beside tokens: model and adapter.  The request's own
+            salt is added to it.
+    """
+    keys = request.block_keys
+    for index in range(len(keys), request.num_known_tokens // block_size):
+        tokens = array("I", request.tokens(index * block_size, (index + 1) * block_size))
+        before = keys[-1] if keys else _digest(root, (request.cache_salt or "").encode())
+        keys.append(_digest(before, tokens.tobytes()))
+    return keys
+
+
+def _digest(before: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(before + content, digest_size=_KEY_BYTES).digest()
