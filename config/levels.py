@@ -26,7 +26,15 @@ class CudagraphMode(StrEnum):
         return self in (self.PIECEWISE, self.FULL_AND_PIECEWISE)
 
 
-PASSES: tuple[str, ...] = ("cleanup", "fuse_add_norm", "fuse_act", "fuse_rope_store")
+PASSES: tuple[str, ...] = (
+    "cleanup",
+    "fuse_add_norm",
+    "fuse_act",
+    "fuse_norm_quant",
+    "fuse_act_quant",
+    "fuse_attn_quant",
+    "fuse_rope_store",
+)
 """Every pass, in the order in which they run."""
 
 UNMEASURED = ("fuse_rope_store",)

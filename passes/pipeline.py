@@ -9,13 +9,24 @@ from torch import fx
 
 from .cleanup import Cleanup
 from .fuse_act import FuseAct
+from .fuse_act_quant import FuseActQuant
 from .fuse_add_norm import FuseAddNorm
+from .fuse_attn_quant import FuseAttnQuant
+from .fuse_norm_quant import FuseNormQuant
 from .fuse_rope_store import FuseRopeStore
 from .report import PassReport
 from .rule import Context, Rule
 from .verify import check_graph, check_rewrite
 
-PIPELINE: tuple[Rule, ...] = (Cleanup(), FuseAddNorm(), FuseAct(), FuseRopeStore())
+PIPELINE: tuple[Rule, ...] = (
+    Cleanup(),
+    FuseAddNorm(),
+    FuseAct(),
+    FuseNormQuant(),
+    FuseActQuant(),
+    FuseAttnQuant(),
+    FuseRopeStore(),
+)
 
 
 def build_passes(names: Iterable[str]) -> list[Rule]:
