@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..config import UserError
@@ -11,7 +12,7 @@ from .output_processor import OutputProcessor
 from .outputs import RequestOutput
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
+from .scheduler import NewToken, Scheduler
 
 
 class EngineLoop:
@@ -40,6 +41,8 @@ class EngineLoop:
         self._outputs = OutputProcessor(inputs.tokenizer)
         self._in_flight: tuple[Batch, PendingStep] | None = None
         self._num_added = 0
+        self.on_tokens: Callable[[list[NewToken]], None] | None = None
+        """Told of the tokens of every step, as soon as the host knows them."""
 
     def add_request(
         self,
@@ -127,7 +130,10 @@ class EngineLoop:
         return self.scheduler.num_unfinished > 0
 
     def _finish_step(self, batch: Batch, pending: PendingStep) -> list[RequestOutput]:
-        for token in self.scheduler.update(batch, pending.result()):
+        tokens = self.scheduler.update(batch, pending.result())
+        if self.on_tokens is not None:
+            self.on_tokens(tokens)
+        for token in tokens:
             stop = self._outputs.append(token)
             if stop is not None:
                 self.scheduler.finish(token.request, RequestStatus.FINISHED_STOPPED, stop)

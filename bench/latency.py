@@ -1,0 +1,61 @@
+"""Time per output token as ../shared/NUMBERS.md defines it: a batch of equal requests, 128 tokens
+in; (time for 129 tokens out minus time for 1) / 128, best of two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..engine.llm import LLM
+from .serving import run, warm_up
+from .workloads import equal
+
+INPUT_LEN = 128
+OUTPUT_LEN = 129
+
+
+def measure_latency(
+    llm: LLM,
+    batch: int,
+    *,
+    input_len: int = INPUT_LEN,
+    output_len: int = OUTPUT_LEN,
+    repeats: int = 2,
+) -> dict[str, Any]:
+    """One batch size: ``tpot_ms`` as above, ``ttft_ms`` of all requests' first tokens, and what a
+    run's requests took by themselves."""
+    engine = llm.engine
+    vocab_size = engine.inputs.vocab_size
+    full = equal(batch, input_len, output_len, vocab_size)
+    first = equal(batch, input_len, 1, vocab_size)
+    warm_up(engine, full)
+    runs = [(run(engine, full), run(engine, first)) for _ in range(repeats)]
+    spans = [(whole.seconds - one.seconds) / (output_len - 1) * 1e3 for whole, one in runs]
+    best = min(runs, key=lambda pair: pair[0].seconds)[0]
+    return {
+        "batch": batch,
+        "input_len": input_len,
+        "output_len": output_len,
+        "tpot_ms": round(min(spans), 4),
+        "ttft_ms": round(min(one.seconds for _, one in runs) * 1e3, 3),
+        "run": best.to_json(),
+    }
+
+
+def plot_latency(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """TPOT over batch, a line for each named result."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    page, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for name, rows in results.items():
+        points = [(row["batch"], row["tpot_ms"]) for row in rows]
+        axis.plot(*zip(*points, strict=True), "o-", label=name)
+    axis.set(xscale="log", xlabel="requests in a batch", ylabel="ms a token", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    page.savefig(path)
+    pyplot.close(page)

@@ -1,0 +1,159 @@
+"""Runs requests through an engine and times every token of every request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..config import UserError
+from ..engine.loop import EngineLoop
+from ..engine.sampling_params import SamplingParams
+from ..engine.scheduler import NewToken
+from .workloads import Work
+
+PERCENTILES = (50, 90, 99)
+MEASURES = ("ttft", "tpot", "itl", "e2e")
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """One request in milliseconds: to the first token, a token after that, all of it."""
+
+    ttft: float
+    tpot: float
+    e2e: float
+
+
+@dataclass
+class Run:
+    """What a run took.  ``gaps`` are the times between two tokens of a request, ms."""
+
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    requests: list[RequestTimes] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def to_json(self, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
+        """Rates a second, and mean and percentiles in ms; with ``limits`` in ms also goodput:
+        requests a second that keep all of them."""
+        count = len(self.requests)
+        result: dict[str, Any] = {
+            "seconds": round(self.seconds, 4),
+            "requests": count,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "requests_per_s": round(count / self.seconds, 3),
+            "output_tokens_per_s": round(self.output_tokens / self.seconds, 1),
+        }
+        for measure in MEASURES:
+            values = self.gaps if measure == "itl" else [getattr(r, measure) for r in self.requests]
+            result[f"{measure}_ms"] = _summary(values)
+        if limits:
+            good = sum(
+                all(getattr(r, m) <= most for m, most in limits.items()) for r in self.requests
+            )
+            result["goodput_limits_ms"] = dict(limits)
+            result["goodput_per_s"] = round(good / self.seconds, 3)
+        return result
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = {"mean": float(np.mean(values))}
+    points = np.percentile(values, PERCENTILES)
+    found |= {f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def parse_limits(items: Iterable[str]) -> dict[str, float]:
+    """``ttft:500 tpot:50`` as numbers.
+
+    Raises:
+        UserError: another form, or a measure that requests have not.
+    """
+    limits: dict[str, float] = {}
+    known = [measure for measure in MEASURES if measure != "itl"]
+    for item in items:
+        name, _, value = item.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in known:
+            raise UserError(f"goodput={item!r}: expected a measure of {known} and ms, as ttft:500")
+    return limits
+
+
+def run(engine: EngineLoop, works: Sequence[Work], request_rate: float | None = None) -> Run:
+    """Generate exactly the lengths asked for, greedily.
+
+    Args:
+        request_rate: requests a second, evenly; None: all at once.
+
+    Raises:
+        UserError: the engine is for shorter requests than these.
+    """
+    longest = max(len(work.prompt_token_ids) + work.output_len for work in works)
+    if longest > engine.inputs.max_model_len:
+        raise UserError(
+            f"the workload has requests of {longest} tokens, max_model_len is "
+            f"{engine.inputs.max_model_len}; raise it or take another workload"
+        )
+    stamps: dict[str, list[float]] = {}
+    due = {}
+
+    def on_tokens(tokens: list[NewToken]) -> None:
+        now = time.perf_counter()
+        for token in tokens:
+            stamps[token.request.request_id].append(now)
+
+    start = time.perf_counter()
+    for index, work in enumerate(works):
+        due[f"bench-{index}"] = (start + (index / request_rate if request_rate else 0.0), work)
+    waiting = list(due)[::-1]
+    before, engine.on_tokens = engine.on_tokens, on_tokens
+    try:
+        while waiting or engine.has_unfinished():
+            while waiting and due[waiting[-1]][0] <= time.perf_counter():
+                request_id = waiting.pop()
+                work = due[request_id][1]
+                stamps[request_id] = []
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=work.output_len, ignore_eos=True
+                )
+                prompt = {"prompt_token_ids": work.prompt_token_ids}
+                engine.add_request(prompt, params, request_id, final_only=True)
+            if engine.has_unfinished():
+                engine.step()
+            elif waiting:
+                time.sleep(max(0.0, due[waiting[-1]][0] - time.perf_counter()))
+    finally:
+        engine.on_tokens = before
+    seconds = time.perf_counter() - start
+    result = Run(
+        seconds,
+        sum(len(work.prompt_token_ids) for work in works),
+        sum(len(times) for times in stamps.values()),
+    )
+    for request_id, times in stamps.items():
+        came, work = due[request_id]
+        gaps = np.diff(times) * 1e3
+        result.gaps.extend(gaps.tolist())
+        tpot = float(gaps.mean()) if len(gaps) else 0.0
+        ttft, e2e = ((t - came) * 1e3 for t in (times[0], times[-1]))
+        result.requests.append(RequestTimes(ttft, tpot, e2e))
+    return result
+
+
+def warm_up(engine: EngineLoop, works: Sequence[Work]) -> None:
+    """Capture every graph and run some requests, so that neither is measured."""
+    capture_next = getattr(engine, "capture_next", lambda: False)
+    while capture_next():
+        pass
+    run(engine, works)

@@ -1,0 +1,58 @@
+"""The request mixes of ../shared/NUMBERS.md: lengths and tokens by fixed seeds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from ..config import UserError
+
+MIXES: dict[str, tuple[int, int]] = {
+    "chat": (202, 179),
+    "prefill-heavy": (462, 16),
+    "decode-heavy": (462, 256),
+}
+"""Nominal mean lengths of inputs and outputs."""
+_SPREAD, _SCALE = 0.9, 0.667
+_MOST_INPUT, _MOST_OUTPUT, _LEAST = 2000, 1000, 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request: its prompt and how many tokens it generates."""
+
+    prompt_token_ids: list[int]
+    output_len: int
+
+
+def mix(name: str, num_prompts: int, vocab_size: int, seed: int = 1) -> list[Work]:
+    """Requests of a mix: log-normal lengths, uniform tokens.
+
+    Raises:
+        UserError: no mix has that name.
+    """
+    if name not in MIXES:
+        raise UserError(f"workload {name!r}: expected one of {', '.join(MIXES)}")
+    rng = random.Random(seed)
+
+    def length(mean: int, most: int) -> int:
+        return max(_LEAST, min(most, int(rng.lognormvariate(0, _SPREAD) * mean * _SCALE)))
+
+    mean_in, mean_out = MIXES[name]
+    inputs = [length(mean_in, _MOST_INPUT) for _ in range(num_prompts)]
+    outputs = [length(mean_out, _MOST_OUTPUT) for _ in range(num_prompts)]
+    return [
+        Work([rng.randrange(vocab_size) for _ in range(n)], output_len)
+        for n, output_len in zip(inputs, outputs, strict=True)
+    ]
+
+
+def equal(
+    batch: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0
+) -> list[Work]:
+    """``batch`` requests of the same lengths and different tokens."""
+    rng = random.Random(f"{seed}/{batch}")
+    return [
+        Work([rng.randrange(vocab_size) for _ in range(input_len)], output_len)
+        for _ in range(batch)
+    ]
