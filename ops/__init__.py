@@ -30,8 +30,8 @@ from .count_tokens import OP as COUNT_TOKENS
 from .count_tokens import count_tokens
 from .embedding import OP as EMBEDDING
 from .embedding import embedding
-from .feed_tokens import OP as FEED_TOKENS
-from .feed_tokens import feed_tokens
+from .gated_linear import OP as GATED_LINEAR
+from .gated_linear import gated_linear
 from .gather_last_token import OP as GATHER_LAST_TOKEN
 from .gather_last_token import gather_last_token
 from .gelu_tanh_mul import OP as GELU_TANH_MUL
@@ -42,8 +42,35 @@ from .kv_store import OP as KV_STORE
 from .kv_store import kv_store
 from .linear import OP as LINEAR
 from .linear import linear
+from .linear_fp8 import OP as LINEAR_FP8
+from .linear_fp8 import linear_fp8
+from .lm_head_argmax import OP as LM_HEAD_ARGMAX
+from .lm_head_argmax import lm_head_argmax
 from .paged_attention import OP as PAGED_ATTENTION
 from .paged_attention import paged_attention
+from .quant_act import GELU_TANH_DYNAMIC as GELU_TANH_MUL_QUANT_DYNAMIC
+from .quant_act import GELU_TANH_STATIC as GELU_TANH_MUL_QUANT_STATIC
+from .quant_act import SILU_DYNAMIC as SILU_MUL_QUANT_DYNAMIC
+from .quant_act import SILU_STATIC as SILU_MUL_QUANT_STATIC
+from .quant_act import (
+    gelu_tanh_mul_quant_dynamic,
+    gelu_tanh_mul_quant_static,
+    silu_mul_quant_dynamic,
+    silu_mul_quant_static,
+)
+from .quant_fp8 import DYNAMIC as QUANT_FP8_DYNAMIC
+from .quant_fp8 import STATIC as QUANT_FP8_STATIC
+from .quant_fp8 import quant_fp8_dynamic, quant_fp8_static
+from .quant_norm import ADD_DYNAMIC as ADD_RMS_NORM_QUANT_DYNAMIC
+from .quant_norm import ADD_STATIC as ADD_RMS_NORM_QUANT_STATIC
+from .quant_norm import DYNAMIC as RMS_NORM_QUANT_DYNAMIC
+from .quant_norm import STATIC as RMS_NORM_QUANT_STATIC
+from .quant_norm import (
+    add_rms_norm_quant_dynamic,
+    add_rms_norm_quant_static,
+    rms_norm_quant_dynamic,
+    rms_norm_quant_static,
+)
 from .rms_norm import OP as RMS_NORM
 from .rms_norm import rms_norm
 from .rope_kv_store import OP as ROPE_KV_STORE
@@ -56,6 +83,8 @@ from .silu_mul import OP as SILU_MUL
 from .silu_mul import silu_mul
 from .token_logprobs import OP as TOKEN_LOGPROBS
 from .token_logprobs import token_logprobs
+from .write_inputs import OP as WRITE_INPUTS
+from .write_inputs import write_inputs
 
 ALL_OPS: tuple[SemanticOp, ...] = (
     RMS_NORM,
@@ -65,7 +94,7 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     SAMPLE,
     TOKEN_LOGPROBS,
     ADD_RMS_NORM,
-    FEED_TOKENS,
+    WRITE_INPUTS,
     KEEP_TOKENS,
     SILU_MUL,
     GELU_TANH_MUL,
@@ -74,8 +103,21 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     ROPE_KV_STORE,
     PAGED_ATTENTION,
     LINEAR,
+    LINEAR_FP8,
+    GATED_LINEAR,
+    LM_HEAD_ARGMAX,
     EMBEDDING,
     GATHER_LAST_TOKEN,
+    QUANT_FP8_STATIC,
+    QUANT_FP8_DYNAMIC,
+    RMS_NORM_QUANT_STATIC,
+    RMS_NORM_QUANT_DYNAMIC,
+    ADD_RMS_NORM_QUANT_STATIC,
+    ADD_RMS_NORM_QUANT_DYNAMIC,
+    SILU_MUL_QUANT_STATIC,
+    SILU_MUL_QUANT_DYNAMIC,
+    GELU_TANH_MUL_QUANT_STATIC,
+    GELU_TANH_MUL_QUANT_DYNAMIC,
 )
 BY_NAME: dict[str, SemanticOp] = {op.name: op for op in ALL_OPS}
 
@@ -97,27 +139,40 @@ __all__ = [
     "TensorDesc",
     "Variant",
     "add_rms_norm",
+    "add_rms_norm_quant_dynamic",
+    "add_rms_norm_quant_static",
     "apply_penalties",
     "argmax",
     "choose",
     "count_tokens",
     "embedding",
-    "feed_tokens",
     "find_cuda_library",
+    "gated_linear",
     "gather_last_token",
     "gelu_tanh_mul",
+    "gelu_tanh_mul_quant_dynamic",
+    "gelu_tanh_mul_quant_static",
     "keep_tokens",
     "kv_store",
     "linear",
+    "linear_fp8",
+    "lm_head_argmax",
     "load_cuda_library",
     "paged_attention",
+    "quant_fp8_dynamic",
+    "quant_fp8_static",
     "representative_sizes",
     "rms_norm",
+    "rms_norm_quant_dynamic",
+    "rms_norm_quant_static",
     "rope_kv_store",
     "rotary_embedding",
     "runs_on",
     "sample",
     "silu_mul",
+    "silu_mul_quant_dynamic",
+    "silu_mul_quant_static",
     "token_logprobs",
     "variants_of",
+    "write_inputs",
 ]

@@ -11,14 +11,16 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import ClassVar
 
-from ._variant import Binary, Variant, param_layout, struct_format
+from ._variant import FIRST_PROGRAMMATIC_SM, Binary, Variant, param_layout, struct_format
 
 _INVALID_VALUE, _INVALID_CONTEXT = 1, 201
 _MAX_DYNAMIC_SHARED_BYTES = 8  # a function attribute
 _PREFER_SHARED, _CAPTURE_RELAXED = 1, 2
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # keys in the list of a launch's extras
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a launch attribute
 _FREE_SHARED_BYTES = 48 << 10  # above this a kernel must ask
 
 _ARGUMENTS = {
@@ -33,8 +35,31 @@ _ARGUMENTS = {
     "cuFuncSetAttribute": [c_void_p, c_int, c_int],
     "cuFuncSetCacheConfig": [c_void_p, c_int],
     "cuFuncGetParamInfo": [c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)],
-    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
+    "cuLaunchKernelEx": [c_void_p] * 4,
 }
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``: the value is a union of 64 bytes."""
+
+    _fields_: ClassVar = [("id", c_int), ("value", c_uint64 * 8)]
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_: ClassVar = [
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    ]
 
 
 class DriverError(RuntimeError):
@@ -95,7 +120,17 @@ class Function:
 
     def __init__(self, variant: Variant, binary: Binary, device: int) -> None:
         self._name, self._device, self._cuda = variant.name, device, _cuda()
-        self._threads, self._shared = binary.num_threads, binary.shared_bytes
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+        self._attribute.value[0] = 1
+        self._config = _Config(
+            block_x=binary.num_threads,
+            block_y=1,
+            block_z=1,
+            shared_bytes=binary.shared_bytes,
+            attributes=ctypes.pointer(self._attribute),
+            num_attributes=int(variant.programmatic and binary.sm >= FIRST_PROGRAMMATIC_SM),
+        )
+        self._config_address = ctypes.addressof(self._config)
         _make_current(device)
         with _loading_allowed():
             self._handle = self._load(binary)
@@ -158,7 +193,7 @@ class Function:
         """
         x, y, z = (*grid, 1, 1)[:3]
         try:
-            # The driver reads the buffer during the call, in which other threads may run.
+            # The driver reads both buffers during the call, in which other threads may run.
             with self._lock:
                 self._pack_into(self._buffer, 0, *values)
                 status = self._enqueue(x, y, z, stream)
@@ -171,7 +206,9 @@ class Function:
             _check(self._cuda, status, f"launching {self._name} on a grid of {(x, y, z)}")
 
     def _enqueue(self, x: int, y: int, z: int, stream: int) -> int:
-        status: int = self._cuda.cuLaunchKernel(
-            self._handle, x, y, z, self._threads, 1, 1, self._shared, stream, None, self._extra
+        config = self._config
+        config.grid_x, config.grid_y, config.grid_z, config.stream = x, y, z, stream
+        status: int = self._cuda.cuLaunchKernelEx(
+            self._config_address, self._handle, None, self._extra
         )
         return status

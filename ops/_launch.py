@@ -34,6 +34,8 @@ class Launch:
         constexprs: what the code fixes: tiles and flags.
         dynamic: integer arguments that change with tokens, sequences, blocks or limits of these:
             always int32, nothing else is assumed of them.
+        programmatic: start before the kernel ahead has finished, on GPUs that can.  The kernel has
+            a parameter PROGRAMMATIC and begins as ``ops/triton_kernels/dependent.py`` says.
     """
 
     kernel: str
@@ -43,6 +45,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     dynamic: tuple[str, ...] = ()
+    programmatic: bool = False
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device; run interpreted under
@@ -64,6 +67,7 @@ class Launch:
             self.kernel,
             self.num_warps,
             self.num_stages,
+            self.programmatic,
             *self.args,
             *constexprs,
             *constexprs.values(),
@@ -106,8 +110,11 @@ class Launch:
     def _interpret(self) -> None:
         from ._triton_compile import jit_function
 
-        jit_function(self.kernel)[self.grid](
-            **self.args, **self.constexprs, num_warps=self.num_warps, num_stages=self.num_stages
+        function, fixed = jit_function(self.kernel), dict(self.constexprs)
+        if "PROGRAMMATIC" in function.arg_names:
+            fixed["PROGRAMMATIC"] = False
+        function[self.grid](
+            **self.args, **fixed, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
     def variant(self) -> Variant:
@@ -147,6 +154,7 @@ class Launch:
             tuple(divisible),
             self.num_warps,
             self.num_stages,
+            self.programmatic,
         )
 
 

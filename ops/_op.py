@@ -95,7 +95,8 @@ class Implementation:
     ``supports(desc)`` returns an empty string, or the reason why it cannot run that call.
     ``inline``: Inductor sees through it and fuses it.  ``launches(*args)`` (Triton only) returns
     ``(launch list, result)`` without running anything.  ``opt_in``: only ``--kernels`` chooses it,
-    as long as what it gains inside a whole model is not measured.
+    as long as what it gains inside a whole model is not measured.  ``missing(desc)`` returns what
+    must be compiled and loaded before it runs here, for a call that it supports.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     launches: Callable[..., tuple[list[Launch], Any]] | None = None
     opt_in: bool = False
+    missing: Callable[[OpDesc], str] = always
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,6 @@ class SemanticOp:
         self._define(NAMESPACE, schema, self.reference, inline=False)
         for impl in self.implementations:
             namespace = f"{NAMESPACE}_{impl.name}"
-            if impl.name == "cuda":
-                continue  # csrc defines schema and kernel; load_cuda_library() registers the fake
             self._define(namespace, schema, impl.fn, inline=impl.inline)
 
     def _define(self, namespace: str, schema: str, fn: Callable[..., Any], *, inline: bool) -> None:
@@ -156,10 +156,12 @@ class SemanticOp:
 
     def describe(self, args: Iterable[Any], *, sm: int = 0) -> OpDesc:
         """Describe one call from its positional arguments, real, fake or symbolic."""
-        names = [a.name for a in self.overload()._schema.arguments]
+        arguments, given = self.overload()._schema.arguments, list(args)
+        # Of a call's node the dispatcher drops trailing arguments that are at their defaults.
+        given += [a.default_value for a in arguments[len(given) :] if a.has_default_value()]
         described: list[tuple[str, Any]] = []
         device = "cpu"
-        for name, value in zip(names, args, strict=False):
+        for name, value in zip([a.name for a in arguments], given, strict=False):
             if isinstance(value, Tensor):
                 device = value.device.type if value.device.type != "cpu" else device
                 shape = tuple(getattr(getattr(d, "node", None), "expr", d) for d in value.shape)

@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ._variant import DIVISOR, Binary, Variant
+from ._variant import DIVISOR, FIRST_PROGRAMMATIC_SM, Binary, Variant
+
+_WAIT = "griddepcontrol.wait;"
+# What must not come before the wait: memory that other kernels see, and ways around the wait.
+_TOO_EARLY = re.compile(
+    r"\b(?:(?:ld|st|atom|red|cp|prefetch|multimem|ldu)\b(?!\.(?:param|shared))[.\w:]*|bra|ret|exit)\b"
+)
 
 
 @functools.cache
@@ -26,7 +33,8 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
 
     Raises:
         ValueError: the variant's parameters are not the function's, in its order.
-        RuntimeError: Triton interprets in this process, or the kernel needs scratch memory.
+        RuntimeError: Triton interprets in this process, the kernel needs scratch memory, or it is
+            to be launched programmatically and does not wait first.
         Exception: whatever Triton's compiler raises; its notes name the variant.
     """
     if triton.knobs.runtime.interpret:
@@ -34,6 +42,9 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
     function = jit_function(variant.kernel)
     types, constexprs = dict(variant.signature), dict(variant.constexprs)
     names: list[str] = function.arg_names
+    programmatic = variant.programmatic and sm >= FIRST_PROGRAMMATIC_SM
+    if "PROGRAMMATIC" in names:
+        constexprs["PROGRAMMATIC"] = programmatic
     if [*types] != [n for n in names if n in types] or {*types, *constexprs} != {*names}:
         raise ValueError(
             f"{variant.kernel} has parameters {names}, expected {[*types]} in this order and, "
@@ -49,6 +60,8 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
         error.add_note(f"while compiling {variant.name} for sm_{sm}: {variant.to_json()}")
         raise
     metadata = compiled.metadata
+    if programmatic:
+        _check_wait(variant, compiled.asm["ptx"])
     scratch = metadata.global_scratch_size + metadata.profile_scratch_size
     if scratch:
         raise RuntimeError(f"{variant.name} needs {scratch} bytes of scratch memory, expected none")
@@ -59,3 +72,22 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
         num_threads=32 * metadata.num_warps,
         cubin=compiled.asm["cubin"],
     )
+
+
+def _check_wait(variant: Variant, ptx: str) -> None:
+    """Refuse code that does not begin with the wait for the kernel ahead.
+
+    Kernels of a chain of programmatic launches start before those ahead have finished.  Each waits
+    for the one right before it alone; that this one has waited in its turn is why everything older
+    has finished too.  So every thread of every block must wait, also where it has nothing to do,
+    and before it reads, writes or leaves.
+    """
+    body = re.sub("//.*", "", ptx.partition(".entry")[2])
+    before, found, _ = body.partition(_WAIT)
+    early = _TOO_EARLY.search(before)
+    if not found or early:
+        what = f"{early.group()} comes first" if found and early else "there is none"
+        raise RuntimeError(
+            f"{variant.kernel} is launched programmatically, expected {_WAIT} at its begin, but "
+            f"{what}: begin it as ops/triton_kernels/dependent.py says"
+        )

@@ -29,6 +29,8 @@ POINTERS: dict[torch.dtype, str] = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
+FIRST_PROGRAMMATIC_SM = 90
+"""The first compute capability with programmatic dependent launch."""
 DIVISOR = 16
 """Bytes of an aligned pointer; what an integer must be a multiple of to be marked divisible."""
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
@@ -45,6 +47,8 @@ class Variant:
             writes them: ``*bf16``, ``i32``, ``i64``, ``fp32``.
         constexprs: (name, value) of every parameter that the code fixes.
         divisible: names of parameters known to be multiples of 16 (pointers: bytes).
+        programmatic: launched before the kernel ahead has finished, on architectures that can; the
+            code then waits for it first (``ops/triton_kernels/dependent.py``).
     """
 
     kernel: str
@@ -53,6 +57,7 @@ class Variant:
     divisible: tuple[str, ...]
     num_warps: int
     num_stages: int
+    programmatic: bool = False
 
     @property
     def function(self) -> str:
@@ -79,7 +84,8 @@ class Variant:
         mark = dict.fromkeys(self.divisible, f", a multiple of {DIVISOR}")
         found = {name: kind + mark.get(name, "") for name, kind in self.signature}
         found |= {name: repr(value) for name, value in self.constexprs}
-        return found | {"num_warps": str(self.num_warps), "num_stages": str(self.num_stages)}
+        others = ("num_warps", "num_stages", "programmatic")
+        return found | {name: str(getattr(self, name)) for name in others}
 
 
 @dataclass(frozen=True)

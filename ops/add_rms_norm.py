@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from ._cuda import load_cuda_library
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from .launches import norm
@@ -56,36 +54,6 @@ def _triton_supports(desc: OpDesc) -> str:
     return "" if hidden <= _MAX_HIDDEN else f"hidden {hidden} > {_MAX_HIDDEN}: a row is one tile"
 
 
-@cache
-def _load_cuda() -> bool:
-    """Whether ``fw_cuda::add_rms_norm`` exists, with its fake."""
-    if not load_cuda_library():
-        return False
-    torch.library.register_fake("fw_cuda::add_rms_norm", _fake)
-    return True
-
-
-def _cuda(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.fw_cuda.add_rms_norm.default(  # type: ignore[no-any-return]
-        x, residual, weight, eps
-    )
-
-
-def _cuda_supports(desc: OpDesc) -> str:
-    x = desc["x"]
-    if desc.device != "cuda":
-        return f"on {desc.device}, not CUDA"
-    if desc.sm != 90:
-        return f"built for SM 9.0, not {desc.sm / 10 if desc.sm else 'an unknown one'}"
-    if len(x.shape) != 2:
-        return f"x has {len(x.shape)} dimensions, not 2"
-    if x.dtype not in OP.dtypes:
-        return f"dtype {x.dtype}"
-    if x.shape[-1] > _MAX_HIDDEN:
-        return f"hidden {x.shape[-1]} > {_MAX_HIDDEN}"
-    return "" if _load_cuda() else "csrc is not built into this installation"
-
-
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen, device=device).to(dtype)
@@ -108,7 +76,6 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("cuda", _cuda, _cuda_supports, devices=("cuda",)),
         Implementation(
             "triton",
             run_launches(_launches),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ._float8 import E4M3
 from ._op import Case, SemanticOp, Tolerance
 
 # Written around mutated arguments, to catch stores past either end.
@@ -53,16 +54,22 @@ def check_case(op: SemanticOp, run: Callable[..., Any], case: Case, tolerance: T
     _check_fake(op, case, actual_outputs, where)
     _check_aliases(actual_outputs, actual_args, where)
     for i, (got, want) in enumerate(zip(actual_outputs, expected_outputs, strict=True)):
-        compare(got, want, tolerance, f"{where}: output {i}")
+        compare(got, want, _of_dtype(got, op, tolerance), f"{where}: output {i}")
     rows = zip(names, actual_args, expected_args, case.args, strict=False)
     for name, got, want, original in rows:
         if not isinstance(got, Tensor):
             continue
         _check_guards(got, f"{where}: argument {name}")
         if name in op.mutates:
-            compare(got, want, tolerance, f"{where}: mutated argument {name}")
+            bound = _of_dtype(got, op, tolerance)
+            compare(got, want, bound, f"{where}: mutated argument {name}")
         elif not torch.equal(_storage_bytes(got), _storage_bytes(_replica(original))):
             raise ConformanceError(f"{where}: argument {name} was changed; mutates={op.mutates}")
+
+
+def _of_dtype(tensor: Tensor, op: SemanticOp, tolerance: Tolerance) -> Tolerance:
+    """``tolerance``, or what the op says of FP8, whatever the dtype of the call."""
+    return op.tolerances.get(tensor.dtype, tolerance) if tensor.dtype == E4M3 else tolerance
 
 
 def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, where: str) -> None:

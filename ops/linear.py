@@ -8,28 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._cuda import load_cuda_library
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._skinny import refuses_bf16, rows_to_stream
 from .launches import linear as kernels
-
-# What the kernel's copies take of a row at least, and the most rows that a tile of it holds.
-_SKINNY_COLUMNS = 64
-_SKINNY_ROWS = 32
-_SKINNY_BYTES = 8 << 20
-
-
-def skinny_rows(out_features: int, in_features: int) -> int:
-    """The most rows for which ``fw_cuda::skinny_linear`` is the choice for a bfloat16 weight.
-
-    Measured (bench/NOTES.md): with it the products of a Llama-3-8B token take 8 % less time than
-    with cuBLAS up to 8 rows, 7 % at 16 and 1 % at 32; beyond, x weighs as much in L2 as the weight
-    in memory, and cuBLAS is ahead.  0 where it cannot run, and below 8 MiB, where it is not
-    measured and launches rather than bytes are the time.
-    """
-    if in_features % _SKINNY_COLUMNS or 2 * out_features * in_features < _SKINNY_BYTES:
-        return 0
-    return _SKINNY_ROWS
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,40 +53,13 @@ def _launches(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Laun
     return kernels.linear(x, weight, bias)
 
 
-def _can_stream(t: Tensor) -> bool:
-    """Whether the kernel's 16-byte copies can read the rows of a matrix."""
-    return t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
-
-
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The streaming kernel for few rows, else ``F.linear``: rows are known only here, and fixed
-    under capture.  There the weight is prefetched before the kernel ahead has finished, so that
-    one must not write it.
-    """
-    out_features, in_features = weight.shape
-    x_2d = x if x.dim() == 2 else x.reshape(-1, in_features)
-    few = x_2d.shape[0] <= skinny_rows(out_features, in_features)
-    if not (few and _can_stream(x_2d) and _can_stream(weight)):
+    """The streaming kernel for few rows, else ``F.linear``."""
+    rows = rows_to_stream(x, weight)
+    if rows is None:
         return F.linear(x, weight, bias)
-    y: Tensor = torch.ops.fw_cuda.skinny_linear.default(x_2d, weight, bias)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], out_features)
-
-
-def _skinny_supports(desc: OpDesc) -> str:
-    weight = desc["weight"]
-    if desc.device != "cuda":
-        return f"on {desc.device}, not CUDA"
-    # Its tensor copies came with SM 9.0.  For 8.0 and 8.9 the seam is the producer: cp.async.
-    if desc.sm != 90:
-        return f"built for SM 9.0, not {desc.sm / 10 if desc.sm else 'an unknown one'}"
-    if desc["x"].dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        return f"dtype {desc['x'].dtype}, not bfloat16"
-    if not skinny_rows(*weight.shape):
-        return (
-            f"weight {list(weight.shape)}: in_features not a multiple of {_SKINNY_COLUMNS}, or "
-            f"less than {_SKINNY_BYTES >> 20} MiB"
-        )
-    return "" if load_cuda_library() else "csrc is not built into this installation"
+    y: Tensor = torch.ops.fw_cuda.skinny_linear.default(rows, weight, bias)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -156,7 +111,7 @@ OP = SemanticOp(
     cost=_cost,
     # cuBLAS is ahead of a plain Triton GEMM at every shape; the Triton one is for where it is not.
     implementations=(
-        Implementation("skinny", _skinny, _skinny_supports, devices=("cuda",), opt_in=True),
+        Implementation("skinny", _skinny, refuses_bf16, devices=("cuda",)),
         Implementation("native", _reference, inline=True),
         Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
     ),

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ._float8 import E4M3, to_e4m3, why_no_e4m3
 from ._launch import Launch, run_launches
-from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
+from .paged_attention_cases import cases
+from .paged_attention_cuda import by_cuda
+from .paged_attention_flashinfer import by_flashinfer
 
 # The reference holds at most this many float32 logits at once.
 _MAX_LOGITS = 1 << 24
@@ -27,6 +32,8 @@ def paged_attention(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    kv_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
 ) -> None:
     """Softmax attention of each query over its sequence's cached positions up to its own.
 
@@ -35,17 +42,26 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim]; may be strided on tokens.
-        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], q's dtype; index 1: 0 = K,
-            1 = V.  Already holds this step's K and V.  Slots that no query may see are not used.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], q's dtype or float8_e4m3fn;
+            index 1: 0 = K, 1 = V.  Already holds this step's K and V.  Slots that no query may see
+            are not used.
         block_table: [num_seqs, max_blocks] int32, the blocks of each sequence in order.
         seq_lens: [num_seqs] int32, context lengths including this step; 0 skips the sequence.
         query_start_loc: [num_seqs + 1] int32, prefix sums of query lengths.  num_tokens ==
             num_seqs promises at most one query a sequence.
-        out: [num_tokens, num_heads, head_dim], q's dtype, contiguous; written.  Rows from
-            query_start_loc[-1] on and rows of skipped sequences stay as they are.
+        out: [num_tokens, num_heads, head_dim], contiguous; q's dtype, with ``out_scale``
+            float8_e4m3fn; written.  Rows from query_start_loc[-1] on and rows of skipped sequences
+            stay as they are.
         scale: multiplies q k, positive.
         sliding_window: a query sees this many positions, itself included; 0 = all.
         soft_cap: logits become cap * tanh(logits / cap); 0 = off.
+        kv_scale: [2, num_kv_heads] float32: what a float8_e4m3fn cache holds times this are K and
+            V; None: 1.
+        out_scale: [1, 1] float32: ``out`` is the result / out_scale, rounded once, saturated at
+            +-448.
+
+    Raises:
+        ValueError: dtypes and scales disagree.
     """
     torch.ops.fw.paged_attention.default(
         q,
@@ -57,7 +73,26 @@ def paged_attention(
         scale,
         sliding_window,
         soft_cap,
+        kv_scale,
+        out_scale,
     )
+
+
+def _check(
+    q: Tensor, kv_cache: Tensor, out: Tensor, kv_scale: Tensor | None, out_scale: Tensor | None
+) -> None:
+    """Where these disagree, a kernel would read other numbers."""
+    if kv_cache.dtype not in (q.dtype, E4M3):
+        raise ValueError(f"q is {q.dtype}, kv_cache {kv_cache.dtype}: expected the same or {E4M3}")
+    check_kv_scale(kv_cache, kv_scale)
+    expected = q.dtype if out_scale is None else E4M3
+    if out.dtype != expected:
+        given = "without" if out_scale is None else "with"
+        raise ValueError(f"out is {out.dtype}, expected {expected} {given} an out_scale")
+    if out_scale is not None and (out_scale.shape != (1, 1) or out_scale.dtype != torch.float32):
+        raise ValueError(
+            f"out_scale is {out_scale.dtype} {list(out_scale.shape)}, expected float32 [1, 1]"
+        )
 
 
 def _sequences(
@@ -86,6 +121,15 @@ def _sequences(
         yield slice(start, stop), first_key - first_query, k, v
 
 
+def _values(k: Tensor, v: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the cached K and V [num_kv_heads, keys, head_dim] stand for, in float32."""
+    k, v = k.float(), v.float()
+    if kv_scale is None:
+        return k, v
+    k_scale, v_scale = kv_scale[:, :, None, None].unbind()
+    return k * k_scale, v * v_scale
+
+
 def _visible(
     rows: range, first_key: int, num_keys: int, sliding_window: int, device: torch.device
 ) -> Tensor:
@@ -108,12 +152,15 @@ def _reference(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    kv_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
 ) -> None:
+    _check(q, kv_cache, out, kv_scale, out_scale)
     _, num_heads, head_dim = q.shape
     kv_heads = kv_cache.shape[3]
     found = _sequences(kv_cache, block_table, seq_lens, query_start_loc, sliding_window)
     for span, first_key, k, v in found:
-        k, v = k.float(), v.float()
+        k, v = _values(k, v, kv_scale)
         num_queries, num_keys = span.stop - span.start, k.shape[1]
         step = max(1, _MAX_LOGITS // (num_heads * num_keys))
         for begin in range(0, num_queries, step):
@@ -127,42 +174,28 @@ def _reference(
             visible = _visible(rows, first_key, num_keys, sliding_window, q.device)
             logits = logits.masked_fill(~visible[None, :, None, :], float("-inf"))
             result = torch.einsum("hqgk,hkd->qhgd", torch.softmax(logits, -1), v)
-            out[here] = result.reshape(len(rows), num_heads, head_dim).to(out.dtype)
+            result = result.reshape(len(rows), num_heads, head_dim)
+            out[here] = result if out_scale is None else to_e4m3(result, out_scale)
 
 
-def _native(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
-) -> None:
+def _native(*args: Any) -> None:
     """PyTorch's own attention, one sequence at a time; it knows no soft cap."""
+    _fake(*args)
+    q, kv_cache, table, seq_lens, starts, out, scale, sliding_window, soft_cap = args[:9]
+    kv_scale, out_scale = (*args[9:], None, None)[:2]
     if soft_cap > 0:
-        _reference(
-            q,
-            kv_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            out,
-            scale,
-            sliding_window,
-            soft_cap,
-        )
+        _reference(*args)
         return
     gqa = q.shape[1] != kv_cache.shape[3]
-    found = _sequences(kv_cache, block_table, seq_lens, query_start_loc, sliding_window)
+    found = _sequences(kv_cache, table, seq_lens, starts, sliding_window)
     for span, first_key, k, v in found:
         num_queries, num_keys = span.stop - span.start, k.shape[1]
         whole = first_key == 0 and (sliding_window == 0 or sliding_window >= num_keys)
         mask = None
         if num_queries > 1 and not whole:
             mask = _visible(range(num_queries), first_key, num_keys, sliding_window, q.device)
+        if kv_cache.dtype != q.dtype:
+            k, v = (x.to(q.dtype) for x in _values(k, v, kv_scale))
         result = F.scaled_dot_product_attention(
             q[span].transpose(0, 1)[None],
             k[None],
@@ -172,24 +205,16 @@ def _native(
             scale=scale,
             enable_gqa=gqa,
         )
-        out[span] = result[0].transpose(0, 1)
+        result = result[0].transpose(0, 1)
+        out[span] = result if out_scale is None else to_e4m3(result, out_scale)
 
 
-def _fake(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
-) -> None:
-    return None
+def _fake(*args: Any) -> None:
+    _check(args[0], args[1], args[5], *(*args[9:], None, None)[:2])
 
 
 def _launches(*args: Any) -> tuple[list[Launch], None]:
+    _fake(*args)
     return kernels.paged_attention(*args)
 
 
@@ -202,89 +227,13 @@ def _triton_supports(desc: OpDesc) -> str:
         return f"block size {page}: the kernels take powers of two up to 256"
     if desc["q"].shape[1] // kv_heads > 128:
         return f"{desc['q'].shape[1]} heads share {kv_heads} KV heads: a group has at most 128"
-    if desc["kv_cache"].dtype != desc["q"].dtype:
+    if desc["kv_cache"].dtype not in (desc["q"].dtype, E4M3):
         return f"KV cache is {desc['kv_cache'].dtype}, q is {desc['q'].dtype}"
+    if reason := why_no_e4m3(desc, "kv_cache", "out"):
+        return reason
     if desc["scale"] <= 0:
         return f"scale {desc['scale']} is not positive"
     return ""
-
-
-def _batch(
-    dtype: torch.dtype,
-    device: torch.device,
-    gen: torch.Generator,
-    lengths: Sequence[tuple[int, int]],
-    heads: tuple[int, int, int],
-    page: int,
-    *,
-    window: int = 0,
-    cap: float = 0.0,
-    padding: int = 0,
-) -> tuple[Any, ...]:
-    """Arguments of one call; ``lengths``: (query, context) a sequence, ``heads``: q, KV, dim.
-
-    Every slot that no query may see is NaN or infinite, and unused table entries point nowhere.
-    """
-    num_heads, kv_heads, dim = heads
-    num_seqs, num_tokens = len(lengths), sum(n for n, _ in lengths) + padding
-    pages = [-(-context // page) for _, context in lengths]
-    order = torch.randperm(sum(pages) + 2, generator=gen, device=device).int()
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device).to(dtype)
-
-    cache = torch.full((len(order), 2, page, kv_heads, dim), float("nan"), dtype=dtype)
-    cache[::2] = float("inf")
-    cache = cache.to(device)
-    table = torch.full((num_seqs, max(pages) + 3), 1 << 30, dtype=torch.int32, device=device)
-    taken = 0
-    for s, (queries, context) in enumerate(lengths):
-        table[s, : pages[s]] = order[taken : taken + pages[s]]
-        taken += pages[s]
-        first = max(0, context - queries - window + 1) if window > 0 else 0
-        slots = torch.arange(first, context, device=device)
-        cache[table[s, slots // page].long(), :, slots % page] = randn(len(slots), 2, kv_heads, dim)
-        table[s, : first // page] = 1 << 30
-    # One row of a fused QKV projection: q is strided on tokens.
-    q = randn(num_tokens, num_heads + 2 * kv_heads, dim)[:, :num_heads]
-    starts = [sum(n for n, _ in lengths[:s]) for s in range(num_seqs + 1)]
-    return (
-        q,
-        cache,
-        table,
-        torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-        torch.full((num_tokens, num_heads, dim), 7.0, dtype=dtype, device=device),
-        dim**-0.5,
-        window,
-        cap,
-    )
-
-
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
-    mixed = [(1, 40), (23, 23), (1, 1), (5, 150), (1, 0), (2, 64)]
-    decode = [(1, 33), (1, 300), (1, 0), (1, 17)]
-    both = {"window": 20, "cap": 5.0}
-    # Few distinct shapes and options: each is a compilation for the sm_90 tests.
-    shapes: list[tuple[str, Any, Any, int, dict[str, Any]]] = [
-        ("mixed gqa", mixed, (8, 2, 64), 16, {"padding": 3}),
-        ("mixed mha", mixed, (2, 2, 16), 8, {}),
-        ("mixed mqa, group of 6", mixed, (6, 1, 32), 32, {"padding": 1}),
-        ("mixed, head 80", mixed, (4, 2, 80), 16, {}),
-        ("mixed, head 256", [(3, 40), (1, 70)], (2, 1, 256), 32, {}),
-        ("mixed, window, cap", mixed, (8, 2, 64), 16, both),
-        ("prefill", [(140, 140)], (8, 2, 128), 16, {}),
-        ("prefill chunk, window", [(70, 170)], (8, 2, 64), 16, {"window": 33}),
-        ("prefill chunk, window, cap", [(29, 150)], (8, 2, 64), 16, both),
-        ("decode", decode, (8, 2, 128), 16, {}),
-        ("decode, head 16", decode, (2, 2, 16), 8, {}),
-        ("decode, head 256", [(1, 129), (1, 31)], (2, 1, 256), 32, {}),
-        ("decode, window", decode, (8, 2, 64), 16, {"window": 150}),
-        ("decode, window, cap", decode, (8, 2, 64), 16, both),
-        ("one long decode", [(1, 700)], (8, 2, 64), 16, {}),
-    ]
-    for label, lengths, heads, page, options in shapes:
-        yield Case(label, _batch(dtype, device, gen, lengths, heads, page, **options))
 
 
 def _cost(desc: OpDesc) -> Cost:
@@ -298,7 +247,7 @@ def _cost(desc: OpDesc) -> Cost:
     _, num_heads, head_dim = q.shape
     kv_bytes = 2 * cache.shape[3] * head_dim * cache.dtype.itemsize
     return Cost(
-        bytes=2 * q.nbytes + context * kv_bytes,
+        bytes=q.nbytes + desc["out"].nbytes + context * kv_bytes,
         flops=4 * num_heads * head_dim * pairs,
     )
 
@@ -324,7 +273,7 @@ OP = SemanticOp(
     name="paged_attention",
     reference=_reference,
     fake=_fake,
-    cases=_cases,
+    cases=cases,
     cost=_cost,
     implementations=(
         Implementation(
@@ -334,9 +283,17 @@ OP = SemanticOp(
             devices=("cuda",),
             launches=_launches,
         ),
+        by_cuda(_launches, _triton_supports),
+        by_flashinfer(_triton_supports),
         Implementation("native", _native),
     ),
     mutates=("out",),
-    # Sums run in another order than the reference's, over logits of a few units.
-    tolerances={**TOLERANCES, torch.float32: Tolerance(2e-5, 2e-5)},
+    # Sums run in another order than the reference's, over logits of a few units.  In FP8, of which
+    # neighbours are 2^-3 apart, a value may round to the other one; 0.05 is bfloat16's atol over
+    # the least out_scale of the cases.
+    tolerances={
+        **TOLERANCES,
+        torch.float32: Tolerance(2e-5, 2e-5),
+        E4M3: Tolerance(0.05, 0.15),
+    },
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._float8 import E4M3, why_no_e4m3
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from .kv_store import OP as KV_STORE
@@ -29,6 +30,7 @@ def rope_kv_store(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    kv_scale: Tensor | None = None,
 ) -> Tensor:
     """Norm the heads of q and k if weights are given, rotate both, store k and v into the cache.
 
@@ -42,19 +44,30 @@ def rope_kv_store(
         v: like ``k``.
         cos_sin_cache: [max_position, rotary_dim] float32, contiguous, as for ``rotary_embedding``.
         kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], last dimension contiguous;
-            mutated.
+            q's dtype or float8_e4m3fn; mutated.
         slot_mapping: [num_tokens] int32; negative slots are skipped, others must be distinct.
         q_weight, k_weight: [head_dim] in q's dtype, both or neither.
         eps: added to the mean square of a head; without weights it has no meaning.
+        kv_scale: [2, num_kv_heads] float32 or None, as for ``kv_store``.
 
     Returns:
         q rotated, contiguous, in its dtype.
 
     Raises:
-        ValueError: the shapes disagree, or one weight is given without the other.
+        ValueError: shapes or dtypes disagree, or one weight is given without the other.
     """
     return torch.ops.fw.rope_kv_store.default(  # type: ignore[no-any-return]
-        positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping, q_weight, k_weight, eps
+        positions,
+        q,
+        k,
+        v,
+        cos_sin_cache,
+        kv_cache,
+        slot_mapping,
+        q_weight,
+        k_weight,
+        eps,
+        kv_scale,
     )
 
 
@@ -69,9 +82,10 @@ def _check(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    kv_scale: Tensor | None = None,
 ) -> None:
     check_rotary(q.shape[-1], cos_sin_cache.shape[1])
-    check_kv_store(k, v, kv_cache, slot_mapping)
+    check_kv_store(k, v, kv_cache, slot_mapping, kv_scale)
     shapes = [None if weight is None else list(weight.shape) for weight in (q_weight, k_weight)]
     if shapes not in ([None, None], [[q.shape[-1]]] * 2):
         raise ValueError(
@@ -94,12 +108,14 @@ def _composition(store: Callable[..., None]) -> Callable[..., Tensor]:
         q_weight: Tensor | None,
         k_weight: Tensor | None,
         eps: float,
+        kv_scale: Tensor | None = None,
     ) -> Tensor:
-        _check(positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping, q_weight, k_weight, eps)
+        weights = (q_weight, k_weight, eps)
+        _check(positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping, *weights, kv_scale)
         if q_weight is not None and k_weight is not None:
             q, k = rms_norm_native(q, q_weight, eps), rms_norm_native(k, k_weight, eps)
         q, k = ROTARY_EMBEDDING.reference(positions, q, k, cos_sin_cache)
-        store(k, v, kv_cache, slot_mapping)
+        store(k, v, kv_cache, slot_mapping, kv_scale)
         return q
 
     return compose
@@ -126,6 +142,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         padding: int = 0,
         block_size: int = 16,
         norm: bool = False,
+        fp8: bool = False,
     ) -> Case:
         num_q, num_kv = heads
         packed = torch.randn((tokens, num_q + 2 * num_kv, dim), generator=gen, device=device)
@@ -142,8 +159,12 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
             weights = [
                 (torch.rand(dim, generator=gen, device=device) + 0.5).to(dtype) for _ in range(2)
             ]
-        eps = 1e-6 if norm else 0.0
-        return Case(label, (positions, q, k, v, table, cache.to(dtype), slots, *weights, eps))
+        eps, kv_scale = 1e-6 if norm else 0.0, None
+        if fp8:
+            kv_scale = torch.rand((2, num_kv), generator=gen, device=device) + 0.5
+            v.mul_(300)  # some of it saturates
+        cache = cache.to(E4M3 if fp8 else dtype)
+        return Case(label, (positions, q, k, v, table, cache, slots, *weights, eps, kv_scale))
 
     yield call("one token, MHA", 1, (4, 4), 64, 64)
     yield call("one token, GQA, norm", 1, (8, 2), 128, 128, norm=True)
@@ -157,6 +178,8 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("head 256, norm", 3, (2, 1), 256, 256, norm=True)
     yield call("all padding", 4, (2, 2), 16, 16, padding=4)
     yield call("no tokens", 0, (2, 2), 16, 16)
+    yield call("fp8", 9, (8, 2), 128, 128, padding=1, fp8=True)
+    yield call("fp8, norm, partial 20 of 72", 66, (5, 2), 72, 20, norm=True, fp8=True)
     positions, q, k, v, *rest = call("", 6, (4, 2), 24, 24, padding=2, norm=True).args
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     yield Case("contiguous", (positions, q.contiguous(), k.contiguous(), v.contiguous(), *rest))
@@ -187,15 +210,23 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        Implementation(
+            "triton",
+            run_launches(_launches),
+            supports=lambda desc: why_no_e4m3(desc, "kv_cache"),
+            devices=("cuda",),
+            launches=_launches,
+        ),
         Implementation("native", _composition(KV_STORE.implementation("native").fn)),
     ),
     mutates=("kv_cache",),
     # Heads are rounded after the norm and after the weight: where statistics differ in the last
-    # bit of float32 either may flip, and the difference of two rotated halves keeps the error.
+    # bit of float32 either may flip, and the difference of two rotated halves keeps the error.  An
+    # FP8 key then rounds to a neighbour, 2^-3 away; bfloat16's atol is over the least scale.
     tolerances={
         torch.float32: Tolerance(1e-5, 1e-5),
         torch.bfloat16: Tolerance(3e-2, 1.6e-2),
         torch.float16: Tolerance(4e-3, 2e-3),
+        E4M3: Tolerance(6e-2, 0.15),
     },
 )

@@ -105,9 +105,9 @@ def _why_not_at(store: fx.Node, rotary: fx.Node, norms: list[fx.Node]) -> str:
 
 def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[Any, ...]:
     positions, q, k, table = rotary.args
-    _, v, kv_cache, slots = store.args
+    _, v, kv_cache, slots, *kv_scale = store.args
     weights: list[Any] = [None, None, 0.0]
     if norms:
         (q, q_weight, eps), (k, k_weight, _) = norms[0].args, norms[1].args
         weights = [q_weight, k_weight, eps]
-    return (positions, q, k, v, table, kv_cache, slots, *weights)
+    return (positions, q, k, v, table, kv_cache, slots, *weights, *kv_scale)

@@ -1,15 +1,19 @@
-"""Times of ``linear`` at few rows: the chain of all products of a Llama-3-8B token, each shape.
+"""Times of linear layers at few rows: the chain of all of a Llama-3-8B token, each shape.
 
-``python -m fusewright.bench.ops.bench_linear [--json FILE]``.  Every product of a round has its own
-weight: 15 GB, so that all come from memory and none from L2.  "skinny" is what a program calls, its
-choice between the streaming kernel and cuBLAS included; "native" is cuBLAS.
+``python -m fusewright.bench.ops.bench_linear [--json FILE] [--rows N ...] [--formats F ...]``.
+Formats: bfloat16, and FP8 with scales by tensor, token and block; of these chains one has lm_head
+in FP8 too, one in bfloat16.  Every product of a round has its own weight, 15 GB and 7.5 GB, so that
+all come from memory and none from L2.  "skinny" is what a program calls, its choice between the
+streaming kernel and the library included; "native" is cuBLAS and cuBLASLt.  Beside them the fused
+ops ``gated_linear`` and ``lm_head_argmax``; their "native" is cuBLAS and the second op's kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +24,18 @@ from ...compiler.tune import graph_us
 from ...ops import BY_NAME
 from ..environment import environment
 
-OP = BY_NAME["linear"]
 COPY_TB_S = 4.28  # device-to-device copy, bytes read and written (bench/NOTES.md)
 LAYERS = 32
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 LM_HEAD = (128256, 4096)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+FORMATS = ("bf16", "tensor", "token", "block")
+IMPLEMENTATIONS = ("native", "skinny")
 ROUNDS = 20
 
 Weights = dict[str, list[Tensor]]
+Call = tuple[str, tuple[Any, ...]]
+"""The name of an op and its arguments."""
 
 
 def make_weights() -> Weights:
@@ -42,67 +49,123 @@ def make_weights() -> Weights:
     return {**weights, "lm_head": [draw(LM_HEAD)]}
 
 
-def chain(run: Callable[..., Tensor], weights: Weights, x: Tensor) -> Tensor:
-    """All products in their order, each on the result of the one before it."""
+def quantized(weights: Weights) -> Weights:
+    """In FP8, of a size that uses its range."""
+    return {
+        name: [(w * (100 * w.shape[1] ** 0.5)).to(torch.float8_e4m3fn) for w in group]
+        for name, group in weights.items()
+    }
+
+
+def fp8_call(rows: int, weight: Tensor, scheme: str) -> Call:
+    n, k = weight.shape
+
+    def scales(count: int, columns: int) -> Tensor:
+        return 1e-3 * (0.5 + torch.rand(count, columns, device="cuda"))
+
+    x_scale, weight_scale = {
+        "tensor": (scales(1, 1), scales(1, 1)),
+        "token": (scales(rows, 1), scales(n, 1)),
+        "block": (scales(k // 128, rows).t(), scales(-(-n // 128), k // 128)),
+    }[scheme]
+    x = torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn)
+    return "linear_fp8", (x, x_scale, weight, weight_scale, None, torch.bfloat16)
+
+
+def bf16_call(rows: int, weight: Tensor) -> Call:
+    x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
+    return "linear", (x, weight, None)
+
+
+def in_order(groups: dict[str, list[Call]], lm_head: list[Call]) -> list[Call]:
+    """The calls of a token, layer by layer, and the last."""
+    layers = zip(*(groups[name] for name in SHAPES), strict=True)
+    return [call for layer in layers for call in layer] + lm_head
+
+
+def chain(weights: Weights, x: Tensor, run: Callable[..., Tensor]) -> None:
+    """All bfloat16 products in their order, each on the result of the one before it."""
     for qkv, o, gate_up, down in zip(*(weights[name] for name in SHAPES), strict=True):
         x = run(run(x, qkv, None)[:, : o.shape[1]], o, None)
         x = run(run(x, gate_up, None)[:, : down.shape[1]], down, None)
-    return run(x, weights["lm_head"][0], None)
+    run(x, weights["lm_head"][0], None)
 
 
-def moved(rows: int, weights: list[Tensor]) -> int:
-    """Bytes by the op's own cost."""
-    x = torch.empty(1, dtype=torch.bfloat16, device="meta")
-    args = ((x.expand(rows, w.shape[1]), w, None) for w in weights)
-    return sum(int(OP.cost(OP.describe(a)).bytes) for a in args)
+def works(
+    rows: int, weights: Weights, fp8: Weights, formats: Sequence[str]
+) -> Iterator[tuple[str, str, list[Call]]]:
+    """Format, name and calls of what is measured."""
+    bf16 = {name: [bf16_call(rows, w) for w in group] for name, group in weights.items()}
+    if "bf16" in formats:
+        yield "bf16", "chain", in_order(bf16, bf16["lm_head"])
+        yield from (("bf16", name, calls) for name, calls in bf16.items())
+        gated = [("gated_linear", (x, weight, "silu")) for _, (x, weight, _) in bf16["gate_up"]]
+        yield "bf16", "gated_linear", gated
+        x, head, _ = bf16["lm_head"][0][1]
+        yield "bf16", "lm_head_argmax", [("lm_head_argmax", (x, head))]
+    for scheme in formats:
+        if scheme == "bf16":
+            continue
+        calls = {name: [fp8_call(rows, w, scheme) for w in group] for name, group in fp8.items()}
+        yield scheme, "chain", in_order(calls, calls["lm_head"])
+        yield scheme, "chain, lm_head bf16", in_order(calls, bf16["lm_head"])
+        yield from ((scheme, name, group) for name, group in calls.items())
 
 
-def measure(rows: int, weights: Weights) -> Iterator[dict[str, Any]]:
-    """One figure a work and implementation: us a call (of the chain: a token), rate, share."""
-    every = [weight for group in weights.values() for weight in group]
-    works: dict[str, list[Tensor]] = {"chain": every, **weights}
-    for work, group in works.items():
-        calls = 1 if work == "chain" else len(group)
-        x = torch.randn(rows, group[0].shape[1], device="cuda").bfloat16()
-        for name in ("native", "skinny"):
-            run = OP.overload(name)
+def of(op: str, name: str) -> str:
+    """The op's own name of an implementation: two kernels in turn for the fused ops' "native"."""
+    fused = op in ("gated_linear", "lm_head_argmax")
+    return "triton" if fused and name == "native" else name
 
-            def call(
-                run: Callable[..., Tensor] = run, x: Tensor = x, group: list[Tensor] = group
-            ) -> None:
-                if group is every:
-                    chain(run, weights, x)
-                else:
-                    for weight in group:
-                        run(x, weight, None)
 
-            us = graph_us([call], calls=1, rounds=ROUNDS)
-            tb_s = moved(rows, group) / us / 1e6
+def measure(
+    rows: int, weights: Weights, fp8: Weights, formats: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """One figure a work and implementation: us a call (of a chain: a token), rate, share."""
+    for fmt, work, calls in works(rows, weights, fp8, formats):
+        nbytes = sum(int(BY_NAME[op].cost(BY_NAME[op].describe(a)).bytes) for op, a in calls)
+        count = 1 if work.startswith("chain") else len(calls)
+        for name in IMPLEMENTATIONS:
+            runs = [partial(BY_NAME[op].overload(of(op, name)), *args) for op, args in calls]
+
+            def call(runs: Sequence[Callable[[], Any]] = runs) -> None:
+                for run in runs:
+                    run()
+
+            timed: Callable[[], None] = call
+            if (fmt, work) == ("bf16", "chain"):
+                x = calls[0][1][0]
+                timed = partial(chain, weights, x, BY_NAME["linear"].overload(name))
+            us = graph_us([timed], calls=1, rounds=ROUNDS)
             yield {
                 "rows": rows,
+                "format": fmt,
                 "work": work,
                 "implementation": name,
-                "us": round(us / calls, 2),
-                "tb_s": round(tb_s, 3),
-                "share_of_copy": round(tb_s / COPY_TB_S, 3),
+                "us": round(us / count, 2),
+                "tb_s": round(nbytes / us / 1e6, 3),
+                "share_of_copy": round(nbytes / us / 1e6 / COPY_TB_S, 3),
             }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    weights = make_weights()
-    sample = (weights["o"][0][:1], weights["o"][0], None)
     major, minor = torch.cuda.get_device_capability()
-    reason = OP.implementation("skinny").supports(OP.describe(sample, sm=10 * major + minor))
-    if reason:
+    op, args = bf16_call(1, torch.zeros(4096, 4096, dtype=torch.bfloat16, device="cuda"))
+    desc = BY_NAME[op].describe(args, sm=10 * major + minor)
+    if reason := BY_NAME[op].implementation("skinny").supports(desc):
         raise SystemExit(f"bench_linear: the streaming kernel does not run here: {reason}")
+    weights = make_weights()
+    fp8 = quantized(weights)
     figures: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for rows in ROWS:
-            for figure in measure(rows, weights):
+        for rows in options.rows:
+            for figure in measure(rows, weights, fp8, options.formats):
                 figures.append(figure)
                 print(*figure.values(), flush=True)
     if options.json:

@@ -1,7 +1,8 @@
 """Paged attention on a GPU: decode and prefill of the Llama-3-8B shape against PyTorch's SDPA.
 
 Each figure is a CUDA graph of calls that rotate over enough KV blocks to miss the L2 cache.
-``--sweep`` times other tiles of the same launches instead: a Launch is data.
+``--sweep`` times other tiles of the same launches instead: a Launch is data.  The whole grid of
+shapes and every library is ``bench/kernels``'s; here is what decides the tiles.
 
     python -m fusewright.bench.ops.bench_paged_attention [--json FILE] [--sweep]
 """
@@ -25,13 +26,15 @@ from torch.nn import functional as F
 
 from ...ops import Launch
 from ...ops.launches import paged_attention as kernels
-from ...ops.launches.paged_attention_plan import _max_splits
-from ...ops.paged_attention import OP, _batch, context_symbols
+from ...ops.paged_attention import OP, context_symbols
+from ...ops.paged_attention_cases import batch as attention_batch
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 MAX_MODEL_LEN = 4096
 COLD_BYTES = 256 << 20
-KV_BYTES_A_TOKEN = 2 * KV_HEADS * HEAD_DIM * 2
+MOST_KV_BYTES = 16 << 30
+COPY_GB_PER_S = 4280.0  # NUMBERS.md: what a copy on this GPU reads and writes
+E4M3 = torch.float8_e4m3fn
 Launches = Callable[[tuple[Any, ...]], list[Launch]]
 
 
@@ -59,18 +62,24 @@ def graph_us(calls: list[Callable[[], Any]], budget_ms: float = 60.0) -> float:
     return 1e3 * min(replay_ms(times) for _ in range(3)) / len(calls)
 
 
-def rotations(context_tokens: int) -> int:
-    """Calls whose KV together passes the L2 cache; at least two, at most 256."""
-    return max(2, min(256, -(-COLD_BYTES // (context_tokens * KV_BYTES_A_TOKEN))))
+def rotations(context_tokens: int, dtype: torch.dtype) -> int:
+    """Calls whose KV together passes the L2 cache, at most 256."""
+    kv_bytes = context_tokens * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
+    return max(1, min(256, -(-COLD_BYTES // kv_bytes)))
 
 
-def batches(query_lens: list[int], seq_lens: list[int]) -> Iterator[tuple[Any, ...]]:
+def batches(
+    query_lens: list[int], seq_lens: list[int], kv_dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[Any, ...]]:
     """The op's arguments, over disjoint random blocks of one cache."""
-    num_seqs, count = len(seq_lens), rotations(sum(seq_lens))
+    num_seqs, count = len(seq_lens), rotations(sum(seq_lens), kv_dtype)
     pages = [-(-n // PAGE) for n in seq_lens]
     width = max(MAX_MODEL_LEN // PAGE, *pages)
     total = count * sum(pages)
-    cache = torch.randn(total, 2, PAGE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    cache = torch.empty(total, 2, PAGE, KV_HEADS, HEAD_DIM, device="cuda", dtype=kv_dtype)
+    for part in cache.split(1 << 14):
+        part.copy_(torch.randn(part.shape, device="cuda"))
+    kv_scale = torch.ones(2, KV_HEADS, device="cuda") if kv_dtype == E4M3 else None
     order = torch.randperm(total, device="cuda").int().split(pages * count)
     lens = torch.tensor(seq_lens, device="cuda", dtype=torch.int32)
     starts = torch.tensor([0, *query_lens], device="cuda").cumsum(0).int()
@@ -79,7 +88,8 @@ def batches(query_lens: list[int], seq_lens: list[int]) -> Iterator[tuple[Any, .
         table = torch.zeros(num_seqs, width, device="cuda", dtype=torch.int32)
         for s, blocks in enumerate(order[i * num_seqs : (i + 1) * num_seqs]):
             table[s, : len(blocks)] = blocks
-        yield q, cache, table, lens, starts, torch.empty_like(q), HEAD_DIM**-0.5, 0, 0.0
+        out = torch.empty_like(q)
+        yield q, cache, table, lens, starts, out, HEAD_DIM**-0.5, 0, 0.0, kv_scale, None
 
 
 def default_launches(args: tuple[Any, ...]) -> list[Launch]:
@@ -102,7 +112,7 @@ def ours_us(
 def sdpa_us(query_lens: list[int], seq_lens: list[int]) -> float:
     """SDPA on contiguous K and V of equal sequences: no paging, no ragged lengths."""
     num_seqs, queries, context = len(seq_lens), query_lens[0], seq_lens[0]
-    count = rotations(sum(seq_lens))
+    count = rotations(sum(seq_lens), torch.bfloat16)
 
     def tensor(heads: int, tokens: int, copies: int) -> Tensor:
         shape = (copies, num_seqs, heads, tokens, HEAD_DIM)
@@ -122,33 +132,48 @@ def sdpa_us(query_lens: list[int], seq_lens: list[int]) -> float:
     return graph_us([call(i) for i in range(count)])
 
 
-def measure(label: str, query_lens: list[int], seq_lens: list[int]) -> dict[str, Any]:
-    calls = list(batches(query_lens, seq_lens))
+def measure(
+    label: str, query_lens: list[int], seq_lens: list[int], kv_dtype: torch.dtype
+) -> dict[str, Any]:
+    calls = list(batches(query_lens, seq_lens, kv_dtype))
     us = ours_us(calls)
     cost = OP.cost(OP.describe(calls[0]))
     values = context_symbols(query_lens, seq_lens)
+    gb_per_s = float(cost.bytes.subs(values)) / us / 1e3
+    del calls
     # SDPA's causal mask starts at the first key: a chunk after earlier tokens is other work.
     kinds = {*zip(query_lens, seq_lens, strict=True)}
     equal = len(kinds) == 1 and all(n in (1, context) for n, context in kinds)
+    compared = equal and kv_dtype == torch.bfloat16
     return {
         "work": label,
         "us": round(us, 2),
-        "GB/s": round(float(cost.bytes.subs(values)) / us / 1e3, 1),
+        "GB/s": round(gb_per_s, 1),
+        "share of copy": round(gb_per_s / COPY_GB_PER_S, 3),
         "TFLOP/s": round(float(cost.flops.subs(values)) / us / 1e6, 1),
-        "sdpa_us": round(sdpa_us(query_lens, seq_lens), 2) if equal else None,
+        "sdpa_us": round(sdpa_us(query_lens, seq_lens), 2) if compared else None,
     }
 
 
-def works() -> Iterator[tuple[str, list[int], list[int]]]:
-    for batch in (1, 8, 64, 256):
-        for context in (192, 1024, 4096):
-            yield f"decode b={batch} ctx={context}", [1] * batch, [context] * batch
+def works() -> Iterator[tuple[str, list[int], list[int], torch.dtype]]:
+    bf16 = torch.bfloat16
+    for kv, dtype in (("bf16", bf16), ("fp8", E4M3)):
+        for batch in (1, 8, 64, 256):
+            for context in (192, 1024, 4096, 32768):
+                if batch * context * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize <= MOST_KV_BYTES:
+                    yield (
+                        f"decode {kv} b={batch} ctx={context}",
+                        [1] * batch,
+                        [context] * batch,
+                        dtype,
+                    )
+        for tokens in (128, 2048, 8192):
+            yield f"prefill {kv} {tokens}", [tokens], [tokens], dtype
     ragged = [128 + (i * 37) % 129 for i in range(64)]
-    yield "decode b=64 ctx=128..256", [1] * 64, ragged
-    for tokens in (128, 2048, 8192):
-        yield f"prefill {tokens}", [tokens], [tokens]
-    yield "chunk of 2048 at 6144", [2048], [8192]
-    yield "mixed: 63 decodes ctx=192 + prefill 512", [1] * 63 + [512], [192] * 63 + [512]
+    yield "decode b=64 ctx=128..256", [1] * 64, ragged, bf16
+    yield "chunk of 2048 at 6144", [2048], [8192], bf16
+    mixed = [1] * 63 + [512], [192] * 63 + [512]
+    yield "mixed: 63 decodes ctx=192 + prefill 512", *mixed, bf16
 
 
 @dataclass(frozen=True)
@@ -162,22 +187,13 @@ class DecodeTile:
     chunk: int = 8
 
     def launches(self, args: tuple[Any, ...]) -> list[Launch]:
-        decode = default_launches(args)[-1]
-        num_seqs, max_context = len(args[3]), args[2].shape[1] * PAGE
-        splits = _max_splits(num_seqs, KV_HEADS, max_context)
-        partial_rows = num_seqs * HEADS * splits
-        programs = self.programs * kernels._num_sms(args[0].device)
-        changed = {
-            "max_splits": splits,
-            "partial_rows": partial_rows,
-            "scratch_ptr": torch.empty(partial_rows * (HEAD_DIM + 1), device=args[0].device),
-        }
+        (decode,) = kernels.decode(*args)
+        items = len(args[3]) * KV_HEADS * decode.args["max_splits"]
         tile = {"BLOCK_N": self.block_n, "CHUNK": self.chunk}
         return [
             dataclasses.replace(
                 decode,
-                grid=(min(num_seqs * KV_HEADS * splits, programs),),
-                args={**decode.args, **changed},
+                grid=(min(items, self.programs * kernels.num_sms(args[0].device)),),
                 constexprs={**decode.constexprs, **tile},
                 num_warps=self.warps,
                 num_stages=self.stages,
@@ -195,7 +211,7 @@ class PrefillTile:
     stages: int
 
     def launches(self, args: tuple[Any, ...]) -> list[Launch]:
-        prefill = default_launches(args)[0]
+        (prefill,) = kernels.prefill(*args)
         block_q = self.block_m // (HEADS // KV_HEADS)
         num_tokens, num_seqs = len(args[0]), len(args[3])
         tile = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
@@ -237,7 +253,9 @@ def check(tile: Tile, device_type: str = "cuda") -> str:
     tolerance = OP.tolerances[torch.bfloat16]
     try:
         for batch in lengths:
-            args = _batch(torch.bfloat16, device, gen, batch, (HEADS, KV_HEADS, HEAD_DIM), PAGE)
+            args = attention_batch(
+                torch.bfloat16, device, gen, batch, (HEADS, KV_HEADS, HEAD_DIM), PAGE
+            )
             want = args[5].clone()
             OP.overload("")(*args[:5], want, *args[6:])
             for launch in tile.launches(args):

@@ -1,5 +1,6 @@
-// fw_cuda::skinny_linear: argument checks and the output; the work is in the header.
+// fw_cuda::skinny_*: argument checks and the outputs; the work is in the header.
 #include <optional>
+#include <string>
 
 #include "../common/binding.h"
 #include "skinny_linear.cuh"
@@ -7,83 +8,218 @@
 namespace fusewright::gemm {
 namespace {
 
-constexpr const char* kOp = "fw_cuda::skinny_linear";
+constexpr const char* kLinear = "fw_cuda::skinny_linear";
+constexpr const char* kLinearFp8 = "fw_cuda::skinny_linear_fp8";
+constexpr const char* kGatedLinear = "fw_cuda::skinny_gated_linear";
+constexpr const char* kArgmax = "fw_cuda::skinny_argmax";
 
-void check_matrix(const Tensor& t, const char* name) {
-  if (t.dim() != 2 || t.scalar_type() != ScalarType::BFloat16) {
-    fail(kOp, name, " has shape ", shape_of(t), " and elements of ", t.element_size(),
-         " bytes, expected two dimensions of bfloat16");
+void check_matrix(const char* op, const Tensor& t, const char* name, ScalarType dtype) {
+  if (t.dim() != 2 || t.scalar_type() != dtype) {
+    fail(op, name, " has shape ", shape_of(t), " and elements of ", t.element_size(),
+         " bytes, expected two dimensions of ",
+         dtype == ScalarType::BFloat16 ? "bfloat16" : "float8_e4m3fn");
   }
+  const int64_t unit = 16 / t.element_size();
   const bool rows_apart = t.size(0) > 1;
-  if (t.stride(1) != 1 || (rows_apart && (t.stride(0) % 8 != 0 || t.stride(0) < t.size(1))) ||
+  if (t.stride(1) != 1 || (rows_apart && (t.stride(0) % unit != 0 || t.stride(0) < t.size(1))) ||
       reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0) {
-    fail(kOp, name, " ", shape_of(t), " has strides [", t.stride(0), ", ", t.stride(1),
-         "], expected rows without gaps inside, a multiple of 8 elements apart, on an address that "
-         "is a multiple of 16: call .contiguous()");
+    fail(op, name, " ", shape_of(t), " has strides [", t.stride(0), ", ", t.stride(1),
+         "], expected rows without gaps inside, a multiple of ", unit,
+         " elements apart, on an address that is a multiple of 16: call .contiguous()");
   }
 }
 
-void check_device(const Tensor& t, const char* name, const Tensor& x) {
+void check_device(const char* op, const Tensor& t, const char* name, const Tensor& x) {
   if (!t.is_cuda() || t.get_device_index() != x.get_device_index()) {
-    fail(kOp, name, " is not on x's device, cuda:", x.get_device_index());
+    fail(op, name, " is not on x's device, cuda:", x.get_device_index());
   }
 }
 
 // Under capture a weight is what it was before the graph and stays so; outside it may be the result
 // of the kernel just launched.
-bool is_capturing(cudaStream_t stream) {
+bool is_capturing(const char* op, cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  if (error != cudaSuccess) fail(kOp, "no capture status: ", cudaGetErrorString(error));
+  if (error != cudaSuccess) fail(op, "no capture status: ", cudaGetErrorString(error));
   return status == cudaStreamCaptureStatusActive;
 }
 
-Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  if (!x.is_cuda()) fail(kOp, "x is not on a CUDA device");
-  check_matrix(x, "x");
-  check_matrix(weight, "weight");
-  check_device(weight, "weight", x);
-  const int64_t num_tokens = x.size(0), in_features = x.size(1), out_features = weight.size(0);
+// The arguments but for scales, bias and outputs, checked.
+SkinnyLinearArgs describe(const char* op, const Tensor& x, const Tensor& weight, ScalarType dtype,
+                          Epilogue epilogue) {
+  if (!x.is_cuda()) fail(op, "x is not on a CUDA device");
+  check_matrix(op, x, "x", dtype);
+  check_matrix(op, weight, "weight", dtype);
+  check_device(op, weight, "weight", x);
+  const int64_t num_tokens = x.size(0), in_features = x.size(1), rows = weight.size(0);
+  const int64_t line = kLineBytes / static_cast<int64_t>(x.element_size());
   if (weight.size(1) != in_features) {
-    fail(kOp, "x ", shape_of(x), " and weight ", shape_of(weight), " differ in in_features");
+    fail(op, "x ", shape_of(x), " and weight ", shape_of(weight), " differ in in_features");
   }
-  if (in_features < kLine || in_features % kLine != 0 || in_features >= int64_t{1} << 31 ||
-      out_features >= int64_t{1} << 28) {
-    fail(kOp, "weight has shape ", shape_of(weight), ", expected in_features a multiple of ", kLine,
-         " and less than 2^31, out_features less than 2^28");
+  if (in_features < line || in_features % line != 0 || in_features >= int64_t{1} << 30 ||
+      rows >= int64_t{1} << 28) {
+    fail(op, "weight has shape ", shape_of(weight), ", expected in_features a multiple of ", line,
+         " and less than 2^30, less than 2^28 rows");
   }
   if (num_tokens > kMaxSkinnyTokens) {
-    fail(kOp, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", kMaxSkinnyTokens,
+    fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", kMaxSkinnyTokens,
          " or fewer");
   }
-  if (bias) {
-    check_device(*bias, "bias", x);
-    if (bias->dim() != 1 || bias->size(0) != out_features || !bias->is_contiguous() ||
-        bias->scalar_type() != ScalarType::BFloat16) {
-      fail(kOp, "bias has shape ", shape_of(*bias), ", expected a contiguous [", out_features,
-           "] of bfloat16");
-    }
+  SkinnyLinearArgs args = {};
+  args.epilogue = epilogue;
+  if (args.gated() && rows % 2 != 0) {
+    fail(op, "weight has shape ", shape_of(weight), ", expected an even number of rows: gate, up");
   }
-
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor y = empty_matrix(num_tokens, out_features, x);
-  if (num_tokens == 0 || out_features == 0) return y;
-  SkinnyLinearArgs args;
-  args.x = static_cast<const __nv_bfloat16*>(x.data_ptr());
-  args.weight = static_cast<const __nv_bfloat16*>(weight.data_ptr());
-  args.bias = bias ? static_cast<const __nv_bfloat16*>(bias->data_ptr()) : nullptr;
-  args.y = static_cast<__nv_bfloat16*>(y.data_ptr());
+  args.x = x.data_ptr();
+  args.weight = weight.data_ptr();
+  args.element = Element::kBFloat16;
   args.num_tokens = static_cast<int>(num_tokens);
-  args.out_features = static_cast<int>(out_features);
+  args.out_features = static_cast<int>(args.gated() ? rows / 2 : rows);
   args.in_features = static_cast<int>(in_features);
   // The stride of a single row means nothing, and need not be one that the copies accept.
   args.x_row_stride = num_tokens > 1 ? x.stride(0) : in_features;
-  args.weight_row_stride = out_features > 1 ? weight.stride(0) : in_features;
+  args.weight_row_stride = rows > 1 ? weight.stride(0) : in_features;
+  return args;
+}
+
+void add_bias(const char* op, SkinnyLinearArgs& args, const std::optional<Tensor>& bias,
+              ScalarType dtype, const Tensor& x) {
+  if (!bias) return;
+  check_device(op, *bias, "bias", x);
+  if (bias->dim() != 1 || bias->size(0) != args.out_features || !bias->is_contiguous() ||
+      bias->scalar_type() != dtype) {
+    fail(op, "bias has shape ", shape_of(*bias), ", expected a contiguous [", args.out_features,
+         "] of the result's dtype");
+  }
+  args.bias = bias->data_ptr();
+}
+
+Tensor empty(int64_t dims, const int64_t* sizes, int32_t dtype, const Tensor& x) {
+  const int64_t strides[] = {dims == 2 ? sizes[1] : 1, 1};
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dims, sizes, strides, dtype, aoti_torch_device_type_cuda(), x.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+template <typename Format>
+void run(const char* op, const SkinnyLinearArgs& args, int32_t* token_ids, const Tensor& x,
+         const Tensor& weight) {
+  if (args.num_tokens == 0 || args.out_features == 0) return;
   const cudaStream_t stream = current_stream(x.get_device_index());
-  const cudaError_t error = launch_skinny_linear(args, is_capturing(stream), stream);
+  const cudaError_t error =
+      launch_skinny_linear<Format>(args, token_ids, is_capturing(op, stream), stream);
   if (error != cudaSuccess) {
-    fail(kOp, "launch on x ", shape_of(x), " and weight ", shape_of(weight),
+    fail(op, "launch on x ", shape_of(x), " and weight ", shape_of(weight),
          " failed: ", cudaGetErrorString(error));
+  }
+}
+
+Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  auto args = describe(kLinear, x, weight, ScalarType::BFloat16, Epilogue::kLinear);
+  add_bias(kLinear, args, bias, ScalarType::BFloat16, x);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
+  args.y = y.data_ptr();
+  run<Bf16>(kLinear, args, nullptr, x, weight);
+  return y;
+}
+
+Tensor skinny_gated_linear(const Tensor& x, const Tensor& weight, std::string activation) {
+  if (activation != "silu" && activation != "gelu_tanh") {
+    fail(kGatedLinear, "activation is '", activation, "', expected 'silu' or 'gelu_tanh'");
+  }
+  const auto epilogue = activation == "silu" ? Epilogue::kSiluMul : Epilogue::kGeluTanhMul;
+  auto args = describe(kGatedLinear, x, weight, ScalarType::BFloat16, epilogue);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
+  args.y = y.data_ptr();
+  run<Bf16>(kGatedLinear, args, nullptr, x, weight);
+  return y;
+}
+
+Tensor skinny_argmax(const Tensor& x, const Tensor& weight) {
+  auto args = describe(kArgmax, x, weight, ScalarType::BFloat16, Epilogue::kArgmax);
+  if (args.out_features == 0) {
+    fail(kArgmax, "weight has shape ", shape_of(weight), ", expected at least one row");
+  }
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int64_t num_tokens = args.num_tokens, keys = num_tokens * max_blocks(args.out_features);
+  const Tensor largest = empty(1, &keys, aoti_torch_dtype_int32(), x);
+  const Tensor token_ids = empty(1, &num_tokens, aoti_torch_dtype_int32(), x);
+  args.largest = static_cast<uint32_t*>(largest.data_ptr());
+  run<Bf16>(kArgmax, args, static_cast<int32_t*>(token_ids.data_ptr()), x, weight);
+  return token_ids;
+}
+
+void check_scale(const Tensor& t, const char* name, const Tensor& x) {
+  check_device(kLinearFp8, t, name, x);
+  if (t.dim() != 2 || t.scalar_type() != ScalarType::Float) {
+    fail(kLinearFp8, name, " has shape ", shape_of(t), ", expected two dimensions of float32");
+  }
+}
+
+// Whether t is [rows, cols] and consecutive in memory, along columns first or along rows first.
+bool is_dense(const Tensor& t, int64_t rows, int64_t cols, bool column_major) {
+  const int64_t row_stride = column_major ? 1 : cols, col_stride = column_major ? rows : 1;
+  return t.size(0) == rows && t.size(1) == cols && (rows < 2 || t.stride(0) == row_stride) &&
+         (cols < 2 || t.stride(1) == col_stride);
+}
+
+bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
+
+// Whether the scales are of blocks; sets strides for the others.
+bool add_scales(SkinnyLinearArgs& args, const Tensor& x, const Tensor& x_scale,
+                const Tensor& weight_scale) {
+  check_scale(x_scale, "x_scale", x);
+  check_scale(weight_scale, "weight_scale", x);
+  args.x_scale = static_cast<const float*>(x_scale.data_ptr());
+  args.weight_scale = static_cast<const float*>(weight_scale.data_ptr());
+  const int64_t tokens = args.num_tokens, rows = args.out_features;
+  if (is_dense(x_scale, 1, 1, false) && is_dense(weight_scale, 1, 1, false)) return false;
+  if (is_dense(x_scale, tokens, 1, false) && is_dense(weight_scale, rows, 1, false)) {
+    args.x_scale_stride = args.weight_scale_stride = 1;
+    return false;
+  }
+  const int64_t groups = args.in_features / kScaleBlock;
+  const int64_t blocks = (rows + kScaleBlock - 1) / kScaleBlock;
+  if (is_dense(x_scale, tokens, groups, true) && is_dense(weight_scale, blocks, groups, false)) {
+    if (args.in_features % kRowBytes != 0 || !is_aligned(x_scale) || !is_aligned(weight_scale)) {
+      fail(kLinearFp8, "x ", shape_of(x), " with a scale for each ", kScaleBlock,
+           " columns: expected in_features a multiple of ", kRowBytes,
+           " and scales on addresses that are multiples of 16");
+    }
+    return true;
+  }
+  fail(kLinearFp8, "scales ", shape_of(x_scale), " and ", shape_of(weight_scale), " of x ",
+       shape_of(x), " and ", rows, " rows of weight, expected [1, 1] and [1, 1], [M, 1] and [N, 1]",
+       ", or [M, K / 128] column-major and [N / 128, K / 128]");
+}
+
+Tensor skinny_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
+                         const Tensor& weight_scale, const std::optional<Tensor>& bias,
+                         ScalarType out_dtype) {
+  auto args = describe(kLinearFp8, x, weight, ScalarType::Float8_e4m3fn, Epilogue::kLinear);
+  int32_t dtype = 0;
+  if (out_dtype == ScalarType::BFloat16) {
+    args.element = Element::kBFloat16, dtype = aoti_torch_dtype_bfloat16();
+  } else if (out_dtype == ScalarType::Half) {
+    args.element = Element::kHalf, dtype = aoti_torch_dtype_float16();
+  } else if (out_dtype == ScalarType::Float) {
+    args.element = Element::kFloat, dtype = aoti_torch_dtype_float32();
+  } else {
+    fail(kLinearFp8, "out_dtype is none of bfloat16, float16, float32");
+  }
+  add_bias(kLinearFp8, args, bias, out_dtype, x);
+  const bool blocks = add_scales(args, x, x_scale, weight_scale);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int64_t sizes[] = {args.num_tokens, args.out_features};
+  const Tensor y = empty(2, sizes, dtype, x);
+  args.y = y.data_ptr();
+  if (blocks) {
+    run<Fp8Blocks>(kLinearFp8, args, nullptr, x, weight);
+  } else {
+    run<Fp8>(kLinearFp8, args, nullptr, x, weight);
   }
   return y;
 }
@@ -93,8 +229,16 @@ Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("skinny_gated_linear(Tensor x, Tensor weight, str activation) -> Tensor");
+  m.def("skinny_argmax(Tensor x, Tensor weight) -> Tensor");
+  m.def(
+      "skinny_linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
+      "Tensor? bias, ScalarType out_dtype) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("skinny_linear", TORCH_BOX(&fusewright::gemm::skinny_linear));
+  m.impl("skinny_gated_linear", TORCH_BOX(&fusewright::gemm::skinny_gated_linear));
+  m.impl("skinny_argmax", TORCH_BOX(&fusewright::gemm::skinny_argmax));
+  m.impl("skinny_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_linear_fp8));
 }

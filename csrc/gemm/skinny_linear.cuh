@@ -1,152 +1,87 @@
-// A linear layer for few tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n] in bf16, with
-// float accumulation, rounded once.
+// A linear layer for few tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16 or
+// of FP8 with scales, with float accumulation, rounded once; or what is made of such sums on the
+// spot: a gated activation, the index of each token's largest.
 //
-// Limit: memory. A call streams the weight, 2 * N * K bytes; x and y are small beside it. What it
-// takes to stay near that limit:
+// Limit: memory. A call streams the weight; x and y are small beside it. What it takes to stay near
+// that limit:
 // - Bytes in flight, in an order that memory likes. One thread of a block issues tensor copies
-//   (TMA) into a ring of shared-memory stages. A copy takes 512 bytes of each of its rows; rings
-//   that took 128 were slower (bench/NOTES.md).
+//   (TMA) into a ring of shared-memory stages. A copy takes 512 bytes of each of its rows, and L2
+//   is asked for no more than it takes: promotion to 256 bytes cost 5 % (bench/NOTES.md).
 // - Tensor cores, with 16 rows of the weight as the tall operand and 8 tokens as the narrow one
-//   (mma m16n8k16): M = 1 costs them what M = 8 does, and that is little.
-// - Small blocks, two to four a multiprocessor and many rounds: what one is late another takes on.
-//   Where N gives too few, the `splits` blocks of a cluster share a tile along K, and add their
-//   sums through distributed shared memory in order of rank: one launch, no atomics.
+//   (mma m16n8k16): M = 1 costs them what M = 8 does, and that is little. FP8 products (m16n8k32)
+//   are, on sm_90, conversions to half, which is exact, and products of halves.
+// - Small blocks, two to six a multiprocessor: what one is late another takes on. Where N gives too
+//   few, the `splits` blocks of a cluster share a tile along K, and add their sums through
+//   distributed shared memory in order of rank: one launch, no atomics.
 // - No gap between layers. Launched programmatically, the next call's blocks start while this one
 //   drains, and fill their stages with weights before they wait for its result.
 //
-// Each element's sum has one order, whatever num_tokens is within a tile class: repeats are equal
-// to the bit, and so is a token's result in another batch of the class.
+// Each element's sum has one order, whatever num_tokens is within a batch class (2, 8, 16, 32
+// tokens): repeats are equal to the bit, and so is a token's result in another batch of the class.
 //
 // Free of any framework: pointers, strides and a stream. The instructions need sm_90.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
+#include <cuda_fp16.h>
 
 #include <atomic>
-#include <cstdint>
+
+#include "async_copy.cuh"
+#include "skinny_tile.cuh"
 
 namespace fusewright::gemm {
-
-constexpr int kMaxSkinnyTokens = 32;
-constexpr int kWarpSize = 32;
-constexpr int kConsumerWarps = 4;
-constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
-
-// A stage holds kSegment elements of K of each row, as kConsumerWarps lines of 128 bytes, the width
-// of the swizzle; consumer warp w multiplies line w.
-constexpr int kLine = 64;
-constexpr int kSegment = kLine * kConsumerWarps;
-constexpr int kRowBytes = kSegment * 2;
 
 // With this many steps to go, a block lets the next kernel start.
 constexpr int kStepsLeftAtTrigger = 4;
 
+enum class Element { kBFloat16, kHalf, kFloat };
+
+// What becomes of the sums.  Gated: the weight's rows are a gate half, then an up half, and y is
+// act(gate) * up, of gate and up rounded as y is.  Argmax: only largest is written.
+enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kArgmax };
+
 struct SkinnyLinearArgs {
-  const __nv_bfloat16* x;       // [num_tokens, in_features]
-  const __nv_bfloat16* weight;  // [out_features, in_features]
-  const __nv_bfloat16* bias;    // [out_features] or nullptr
-  __nv_bfloat16* y;             // [num_tokens, out_features], contiguous
-  int num_tokens;               // 1 to kMaxSkinnyTokens
+  const void* x;              // [num_tokens, in_features] of the format's elements
+  const void* weight;         // [rows, in_features]; rows: out_features, gated twice that
+  const float* x_scale;       // FP8: one, or one a token; blocks: [in_features / 128, num_tokens]
+  const float* weight_scale;  // FP8: one, or one a row; blocks: [rows / 128, in_features / 128],
+                              // not with a gate
+  const void* bias;           // [rows] of element, or nullptr
+  void* y;                    // [num_tokens, out_features], contiguous
+  uint32_t* largest;          // argmax: [num_tokens, blocks], see largest_key
+  Element element;            // of y and bias
+  Epilogue epilogue;
+  int num_tokens;  // 1 to kMaxSkinnyTokens
   int out_features;
-  int in_features;            // a multiple of kLine
-  int64_t x_row_stride;       // elements, a multiple of 8; data 16-byte aligned
+  int in_features;                          // a multiple of 128 bytes; of 512 with block scales
+  int x_scale_stride, weight_scale_stride;  // 0 or 1: one for all, or one each
+  int64_t x_row_stride;       // elements; a multiple of 16 bytes, as the addresses are
   int64_t weight_row_stride;  // likewise
+
+  __host__ __device__ bool gated() const {
+    return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluTanhMul;
+  }
 };
 
-// What a block works on: kRows rows of the weight, up to kTokens tokens.
-template <int kRows_, int kTokens_, int kStages_>
-struct Tile {
-  static constexpr int kRows = kRows_, kTokens = kTokens_, kStages = kStages_;
-  static constexpr int kTilesM = kRows / 16, kTilesN = kTokens / 8;
-  static constexpr int kStageBytes = (kRows + kTokens) * kRowBytes;
-  // The warps' sums, [kConsumerWarps][kTokens][kSumPitch] floats over the stages once these are
-  // read; the pad spreads the banks.
-  static constexpr int kSumPitch = kRows + 4;
-  static constexpr int kSharedBytes = kStages * (kStageBytes + 16);
-  static_assert(kConsumerWarps * kTokens * kSumPitch * 4 <= kStages * kStageBytes);
-};
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred done;\n\t"
-      "again:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again;\n\t"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// Some rows' segment, from line `line` of row `row` on, to consecutive rows of kRowBytes.
-__device__ __forceinline__ void copy_segment(uint32_t to, const CUtensorMap& map, int line, int row,
-                                             uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-      "l"(&map), "r"(0), "r"(line), "r"(row), "r"(barrier)
-      : "memory");
-}
-
-// Let the next kernel's blocks start; it may be any that was launched programmatically.
-__device__ __forceinline__ void start_next() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Until the kernel before has finished and its results are visible.
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n\t"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
-}
-
-// Two floats at this block's shared address, but in the block of that rank of the cluster.
-__device__ __forceinline__ float2 load_from_rank(uint32_t address, int rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(remote));
-  return v;
-}
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address));
-  return v;
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                    uint32_t a3, uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply(Bf16, float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                         uint32_t a3, uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply(Fp8, float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                         uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply(Fp8Blocks, float (&d)[4], uint32_t a0, uint32_t a1,
+                                         uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  multiply(Fp8{}, d, a0, a1, a2, a3, b0, b1);
 }
 
 // Where the parts of a block's shared memory lie.
@@ -159,11 +94,16 @@ struct Shared {
     return base + T::kStages * T::kStageBytes + stage * 16;
   }
   __device__ uint32_t empty(int stage) const { return full(stage) + 8; }
+  __device__ uint32_t weight_scale(int stage) const {
+    return base + T::kStages * (T::kStageBytes + 16) + stage * T::kScaleBytes;
+  }
+  __device__ uint32_t x_scale(int stage) const { return weight_scale(stage) + 16; }
 };
 
-// What a block adds up: rows from first_row on, segments [first, first + num_steps) of K.
+// What a block adds up: a tile's rows, segments [first, first + num_steps) of K.  Its outputs begin
+// at first_output; gated, half of its rows are gates and half the ups of the same outputs.
 struct Share {
-  int rank, first_row, first, num_steps;
+  int rank, first_output, first, num_steps;
 };
 
 // One thread: every copy of the block. Weights for the whole ring are under way before it waits for
@@ -171,15 +111,34 @@ struct Share {
 template <typename T>
 __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUtensorMap& x_map,
                                         const Shared<T>& shared, const Share& share,
-                                        int num_tokens) {
+                                        const SkinnyLinearArgs& args) {
+  constexpr bool kBlockScales = T::Format::kBlockScales;
+  const int num_groups = args.in_features / kScaleBlock;
+  const int bytes =
+      (T::kRows + args.num_tokens) * kRowBytes + (kBlockScales ? 16 * (args.num_tokens + 1) : 0);
   const auto copy_weight = [&](int step, int stage) {
-    barrier_expect_bytes(shared.full(stage), (T::kRows + num_tokens) * kRowBytes);
-    copy_segment(shared.weight(stage), weight_map, (share.first + step) * kConsumerWarps,
-                 share.first_row, shared.full(stage));
+    const uint32_t full = shared.full(stage), to = shared.weight(stage);
+    const int line = (share.first + step) * kConsumerWarps;
+    barrier_expect_bytes(full, bytes);
+    copy_box(to, weight_map, line, share.first_output, full, kEvictFirst);
+    if (args.gated()) {
+      copy_box(to + T::kRows / 2 * kRowBytes, weight_map, line,
+               args.out_features + share.first_output, full, kEvictFirst);
+    }
+    if (kBlockScales) {
+      const int block = share.first_output / kScaleBlock;
+      copy_bytes(shared.weight_scale(stage), args.weight_scale + block * num_groups + line, 16,
+                 full);
+    }
   };
   const auto copy_x = [&](int step, int stage) {
-    copy_segment(shared.x(stage), x_map, (share.first + step) * kConsumerWarps, 0,
-                 shared.full(stage));
+    const uint32_t full = shared.full(stage);
+    const int line = (share.first + step) * kConsumerWarps;
+    copy_box(shared.x(stage), x_map, line, 0, full, kEvictNormal);
+    if (kBlockScales) {
+      copy_bytes(shared.x_scale(stage), args.x_scale + line * args.num_tokens, 16 * args.num_tokens,
+                 full);
+    }
     if (share.num_steps - step - 1 == kStepsLeftAtTrigger) start_next();
   };
   const int num_ahead = min(share.num_steps, T::kStages);
@@ -196,45 +155,85 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   }
 }
 
-// One consumer warp: its line of every stage, all rows times all tokens.
+template <typename T>
+using Sums = float[T::kTilesM][T::kTilesN][4];
+
+// One warp's line of one stage, all rows times all tokens, added to sums.
 //
 // A dot product does not mind the order of K, so each lane reads 16 bytes of a row at once and
 // deals its words to the fragments of two products, for the weight as for x: no shuffle, no
 // ldmatrix. The swizzle keeps 16-byte chunk c of a line at c ^ (index of the line % 8), here of 4
 // lines a row: so two rows' four chunks, which a quarter of the warp reads, touch every bank once.
 template <typename T>
-__device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps,
-                                        float (&sums)[T::kTilesM][T::kTilesN][4]) {
+__device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage, Sums<T>& sums) {
   const int lane = threadIdx.x % kWarpSize, line = threadIdx.x / kWarpSize;
-  const int row = lane / 4;
-  const int chunk = (lane % 4) ^ (line + 4 * (row % 2));
-  const uint32_t offset = row * kRowBytes + line * kLine * 2 + chunk * 16;
+  const auto offset = [&](int row) {
+    const int chunk = (lane % 4) ^ (line + 4 * (row % 2));
+    return row * kRowBytes + line * kLineBytes + chunk * 16;
+  };
+  const uint32_t weight_offset = offset(lane / 4), x_offset = offset(lane / 4 % T::kXRows);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t weight = shared.weight(stage) + (weight_offset ^ (half * 64));
+    const uint32_t x = shared.x(stage) + (x_offset ^ (half * 64));
+    uint4 a[T::kTilesM][2];
+#pragma unroll
+    for (int i = 0; i < T::kTilesM; ++i) {
+      a[i][0] = load_shared_16(weight + 16 * i * kRowBytes);
+      a[i][1] = load_shared_16(weight + (16 * i + 8) * kRowBytes);
+    }
+#pragma unroll
+    for (int j = 0; j < T::kTilesN; ++j) {
+      const uint4 b = load_shared_16(x + 8 * j * kRowBytes);
+#pragma unroll
+      for (int i = 0; i < T::kTilesM; ++i) {
+        const auto& [a0, a1] = a[i];
+        multiply(typename T::Format{}, sums[i][j], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+        multiply(typename T::Format{}, sums[i][j], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+      }
+    }
+  }
+}
+
+// sums += part, each times the scales of this line's block.
+template <typename T>
+__device__ __forceinline__ void add_scaled(const Shared<T>& shared, int stage, int num_tokens,
+                                           const Sums<T>& part, Sums<T>& sums) {
+  const int lane = threadIdx.x % kWarpSize, line = threadIdx.x / kWarpSize;
+  const float weight_scale = load_shared_float(shared.weight_scale(stage) + 4 * line);
+  const uint32_t x_scales = shared.x_scale(stage) + 4 * line * num_tokens;
+#pragma unroll
+  for (int j = 0; j < T::kTilesN; ++j) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int token = min(8 * j + lane % 4 * 2 + odd, num_tokens - 1);
+      const float scale = load_shared_float(x_scales + 4 * token) * weight_scale;
+#pragma unroll
+      for (int i = 0; i < T::kTilesM; ++i) {
+        sums[i][j][odd] += part[i][j][odd] * scale;
+        sums[i][j][2 + odd] += part[i][j][2 + odd] * scale;
+      }
+    }
+  }
+}
+
+// One consumer warp: its line of every stage.
+template <typename T>
+__device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps, int num_tokens,
+                                        Sums<T>& sums) {
   int stage = 0;
   uint32_t parity = 0;
   for (int step = 0; step < num_steps; ++step) {
     barrier_wait(shared.full(stage), parity);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t weight = shared.weight(stage) + (offset ^ (half * 64));
-      const uint32_t x = shared.x(stage) + (offset ^ (half * 64));
-      uint4 a[T::kTilesM][2];
-#pragma unroll
-      for (int i = 0; i < T::kTilesM; ++i) {
-        a[i][0] = load_shared_16(weight + 16 * i * kRowBytes);
-        a[i][1] = load_shared_16(weight + (16 * i + 8) * kRowBytes);
-      }
-#pragma unroll
-      for (int j = 0; j < T::kTilesN; ++j) {
-        const uint4 b = load_shared_16(x + 8 * j * kRowBytes);
-#pragma unroll
-        for (int i = 0; i < T::kTilesM; ++i) {
-          mma(sums[i][j], a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y, b.x, b.y);
-          mma(sums[i][j], a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w, b.z, b.w);
-        }
-      }
+    if constexpr (T::Format::kBlockScales) {
+      Sums<T> part = {};
+      multiply_line<T>(shared, stage, part);
+      add_scaled<T>(shared, stage, num_tokens, part, sums);
+    } else {
+      multiply_line<T>(shared, stage, sums);
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.empty(stage));
+    if (threadIdx.x % kWarpSize == 0) barrier_arrive(shared.empty(stage));
     if (++stage == T::kStages) {
       stage = 0;
       parity ^= 1;
@@ -244,15 +243,15 @@ __device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps,
 
 // Fragments to shared memory, over the stages, as [warp][token][row].
 template <typename T>
-__device__ __forceinline__ void store_sums(float* to,
-                                           const float (&sums)[T::kTilesM][T::kTilesN][4]) {
+__device__ __forceinline__ void store_sums(float* to, const Sums<T>& sums) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
   for (int i = 0; i < T::kTilesM; ++i) {
 #pragma unroll
     for (int j = 0; j < T::kTilesN; ++j) {
-      const int token = warp * T::kTokens + 8 * j + lane % 4 * 2;
-      float* at = to + token * T::kSumPitch + 16 * i + lane / 4;
+      const int token = 8 * j + lane % 4 * 2;
+      if (token >= T::kXRows) continue;
+      float* at = to + warp * T::kWarpSums + token * T::kSumPitch + 16 * i + lane / 4;
       at[0] = sums[i][j][0];
       at[T::kSumPitch] = sums[i][j][1];
       at[8] = sums[i][j][2];
@@ -261,39 +260,85 @@ __device__ __forceinline__ void store_sums(float* to,
   }
 }
 
-// This block's part of the tile: sums of all ranks and warps, in order, plus the bias, rounded.
+__device__ __forceinline__ float load_element(const void* p, int64_t i, Element element) {
+  if (element == Element::kBFloat16) {
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+  }
+  if (element == Element::kHalf) return __half2float(static_cast<const __half*>(p)[i]);
+  return static_cast<const float*>(p)[i];
+}
+
+__device__ __forceinline__ float rounded(float v, Element element) {
+  if (element == Element::kBFloat16) return __bfloat162float(__float2bfloat16_rn(v));
+  return element == Element::kHalf ? __half2float(__float2half_rn(v)) : v;
+}
+
+__device__ __forceinline__ void store_element(void* p, int64_t i, Element element, float v) {
+  if (element == Element::kBFloat16) {
+    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
+  } else if (element == Element::kHalf) {
+    static_cast<__half*>(p)[i] = __float2half_rn(v);
+  } else {
+    static_cast<float*>(p)[i] = v;
+  }
+}
+
+__device__ __forceinline__ float activated(float gate, Epilogue epilogue) {
+  if (epilogue == Epilogue::kSiluMul) return gate / (1.0f + expf(-gate));
+  constexpr float kSqrtTwoOverPi = 0.7978845608f;
+  const float inner = kSqrtTwoOverPi * (gate + 0.044715f * gate * gate * gate);
+  return 0.5f * gate * (1.0f + tanhf(inner));
+}
+
+// A row's rank among those of a block: its value as a bfloat16 in an order of integers, then the
+// lower row.  NaN is -inf, the two zeros are one; 0 is less than any key.
+__device__ __forceinline__ uint32_t largest_key(float v, int row) {
+  const float value = isnan(v) ? -INFINITY : rounded(v, Element::kBFloat16) + 0.0f;
+  const uint32_t bits = __float_as_uint(value) >> 16;
+  return ((bits & 0x8000 ? ~bits : bits | 0x8000) << 16) | (0xffff - row);
+}
+
+// A row's sum over ranks and warps, in order; its scales and its bias.
+template <typename T>
+__device__ __forceinline__ float finish_sum(const SkinnyLinearArgs& args, uint32_t sums, int splits,
+                                            int token, int row, int n) {
+  const uint32_t address = sums + (token * T::kSumPitch + row) * 4;
+  float total = 0.0f;
+  for (int rank = 0; rank < splits; ++rank) {
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) {
+      total += load_from_rank(address + warp * T::kWarpSums * 4, rank);
+    }
+  }
+  if (T::Format::kBytes == 1 && !T::Format::kBlockScales) {
+    total *=
+        args.x_scale[token * args.x_scale_stride] * args.weight_scale[n * args.weight_scale_stride];
+  }
+  return args.bias ? total + load_element(args.bias, n, args.element) : total;
+}
+
+// This block's part of the tile: outputs to y, or into the tokens' largest keys.
 template <typename T>
 __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_t sums,
-                                           const Share& share, int splits) {
-  constexpr int kPairs = T::kRows / 2;
-  const int num_items = args.num_tokens * kPairs;
+                                           uint32_t* keys, const Share& share, int splits) {
+  const int width = args.gated() ? T::kRows / 2 : T::kRows;
+  const int num_items = args.num_tokens * width;
   const int end = num_items * (share.rank + 1) / splits;
   for (int item = num_items * share.rank / splits + threadIdx.x; item < end; item += kThreads) {
-    const int token = item / kPairs, pair = item % kPairs;
-    const int n = share.first_row + 2 * pair;
+    const int token = item / width, row = item % width, n = share.first_output + row;
     if (n >= args.out_features) continue;
-    const uint32_t address = sums + (token * T::kSumPitch + 2 * pair) * 4;
-    float2 total = {0.0f, 0.0f};
-    for (int rank = 0; rank < splits; ++rank) {
-#pragma unroll
-      for (int warp = 0; warp < kConsumerWarps; ++warp) {
-        const float2 part = load_from_rank(address + warp * T::kTokens * T::kSumPitch * 4, rank);
-        total.x += part.x;
-        total.y += part.y;
-      }
+    float value = finish_sum<T>(args, sums, splits, token, row, n);
+    if (args.epilogue == Epilogue::kArgmax) {
+      atomicMax(keys + token, largest_key(value, row));
+      continue;
     }
-    const bool both = n + 1 < args.out_features;
-    if (args.bias) {
-      total.x += __bfloat162float(args.bias[n]);
-      if (both) total.y += __bfloat162float(args.bias[n + 1]);
+    if (args.gated()) {
+      const float up = finish_sum<T>(args, sums, splits, token, row + width, n + args.out_features);
+      const float gate = activated(rounded(value, args.element), args.epilogue);
+      value = gate * rounded(up, args.element);
     }
-    __nv_bfloat16* y = args.y + static_cast<int64_t>(token) * args.out_features + n;
-    if (both && args.out_features % 2 == 0) {
-      *reinterpret_cast<__nv_bfloat162*>(y) = __float22bfloat162_rn(total);
-    } else {
-      y[0] = __float2bfloat16_rn(total.x);
-      if (both) y[1] = __float2bfloat16_rn(total.y);
-    }
+    const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
+    store_element(args.y, at, args.element, value);
   }
 }
 
@@ -306,8 +351,9 @@ __global__ void __launch_bounds__(kThreads)
   const Shared<T> shared{shared_address(memory)};
   Share share;
   share.rank = blockIdx.x % splits;
-  share.first_row = blockIdx.x / splits * T::kRows;
-  const int steps = (args.in_features + kSegment - 1) / kSegment;
+  share.first_output = blockIdx.x / splits * (args.gated() ? T::kRows / 2 : T::kRows);
+  const int row_bytes = args.in_features * T::Format::kBytes;
+  const int steps = (row_bytes + kRowBytes - 1) / kRowBytes;
   share.first = steps * share.rank / splits;
   share.num_steps = steps * (share.rank + 1) / splits - share.first;
   if (threadIdx.x == 0) {
@@ -320,22 +366,60 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   constexpr int kConsumers = kConsumerWarps * kWarpSize;
-  float sums[T::kTilesM][T::kTilesN][4] = {};
+  Sums<T> sums = {};
   if (threadIdx.x < kConsumers) {
-    consume<T>(shared, share.num_steps, sums);
+    consume<T>(shared, share.num_steps, args.num_tokens, sums);
   } else if (threadIdx.x == kConsumers) {
-    produce<T>(weight_map, x_map, shared, share, args.num_tokens);
+    produce<T>(weight_map, x_map, shared, share, args);
   }
   wait_for_previous();  // every thread that writes: the kernel before may read what y overwrites
   __syncthreads();      // no warp reads the stages any more
-  if (threadIdx.x < kConsumers) store_sums<T>(reinterpret_cast<float*>(memory), sums);
+  uint32_t* keys = reinterpret_cast<uint32_t*>(memory + T::kSumBytes);
+  if (threadIdx.x < kConsumers) {
+    store_sums<T>(reinterpret_cast<float*>(memory), sums);
+  } else {
+    keys[threadIdx.x - kConsumers] = 0;
+  }
   if (splits > 1) {
     cluster_sync();
   } else {
     __syncthreads();
   }
-  write_part<T>(args, shared.base, share, splits);
+  write_part<T>(args, shared.base, keys, share, splits);
+  if (args.epilogue == Epilogue::kArgmax) {
+    __syncthreads();
+    if (threadIdx.x < args.num_tokens) {
+      args.largest[threadIdx.x * gridDim.x + blockIdx.x] = keys[threadIdx.x];
+    }
+  }
   if (splits > 1) cluster_sync();  // no block leaves while others read it
+}
+
+constexpr int kFindThreads = 1024;
+
+// A block a token: the index of the largest of its blocks' keys, of tiles of `rows` rows, `splits`
+// blocks each.  Equal values: the lower row within a block, the lower tile among blocks.
+inline __global__ void __launch_bounds__(kFindThreads)
+    find_largest_kernel(const uint32_t* largest, int blocks, int splits, int rows,
+                        int32_t* token_ids) {
+  __shared__ uint64_t found[kFindThreads / kWarpSize];
+  wait_for_previous();
+  start_next();
+  uint64_t best = 0;
+  for (int block = threadIdx.x; block < blocks; block += kFindThreads) {
+    const uint32_t key = largest[static_cast<int64_t>(blockIdx.x) * blocks + block];
+    const uint32_t n = block / splits * rows + (0xffff - (key & 0xffff));
+    if (key) best = max(best, (static_cast<uint64_t>(key >> 16) << 32) | ~n);
+  }
+#pragma unroll
+  for (int other = kWarpSize / 2; other; other /= 2) {
+    best = max(best, __shfl_xor_sync(~0u, best, other));
+  }
+  if (threadIdx.x % kWarpSize == 0) found[threadIdx.x / kWarpSize] = best;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int warp = 0; warp < kFindThreads / kWarpSize; ++warp) best = max(best, found[warp]);
+  token_ids[blockIdx.x] = static_cast<int32_t>(~static_cast<uint32_t>(best));
 }
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
@@ -354,21 +438,25 @@ inline EncodeTiled encode_tiled() {
   return found;
 }
 
-// Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, cols / kLine, kLine], so that
-// a copy walks each row's four lines before the next row. Outside the matrix they are zero.
-inline cudaError_t describe_matrix(CUtensorMap* map, const __nv_bfloat16* data, int64_t rows,
-                                   int64_t cols, int64_t row_stride, int box_rows) {
+// Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, lines, line], so that a copy
+// walks each row's four lines before the next row. Outside the matrix they are zero.
+template <typename Format>
+cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t cols,
+                            int64_t row_stride, int box_rows) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
+  constexpr cuuint32_t kLine = kLineBytes / Format::kBytes;
   const cuuint64_t sizes[] = {kLine, static_cast<cuuint64_t>(cols / kLine),
                               static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {kLine * 2, static_cast<cuuint64_t>(row_stride) * 2};  // bytes
+  const cuuint64_t strides[] = {kLineBytes, static_cast<cuuint64_t>(row_stride) * Format::kBytes};
   const cuuint32_t box[] = {kLine, kConsumerWarps, static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1, 1};
+  const auto type =
+      Format::kBytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<__nv_bfloat16*>(data), sizes,
-             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -391,87 +479,100 @@ cudaError_t allow_shared_memory() {
   return error;
 }
 
+// A launch's grid and what may precede its start.
+struct LaunchConfig {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attributes[2] = {};
+
+  LaunchConfig(int blocks, int threads, int shared_bytes, int cluster, bool programmatic,
+               cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = programmatic;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = 1;
+    attributes[1].val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+  }
+};
+
 template <typename T>
-cudaError_t launch(const SkinnyLinearArgs& args, int splits, bool programmatic,
+cudaError_t launch(const SkinnyLinearArgs& args, int32_t* token_ids, int splits, bool programmatic,
                    cudaStream_t stream) {
   CUtensorMap weight_map, x_map;
-  cudaError_t error = describe_matrix(&weight_map, args.weight, args.out_features, args.in_features,
-                                      args.weight_row_stride, T::kRows);
+  const int halves = args.gated() ? 2 : 1;
+  cudaError_t error = describe_matrix<typename T::Format>(
+      &weight_map, args.weight, int64_t{halves} * args.out_features, args.in_features,
+      args.weight_row_stride, T::kRows / halves);
   if (error != cudaSuccess) return error;
   // Only real tokens are copied; what the others' columns multiply reaches no result.
-  error = describe_matrix(&x_map, args.x, args.num_tokens, args.in_features, args.x_row_stride,
-                          args.num_tokens);
+  error = describe_matrix<typename T::Format>(&x_map, args.x, args.num_tokens, args.in_features,
+                                              args.x_row_stride, args.num_tokens);
   if (error != cudaSuccess) return error;
   error = allow_shared_memory<T>();
   if (error != cudaSuccess) return error;
-
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = programmatic;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = splits;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((args.out_features + T::kRows - 1) / T::kRows * splits);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = T::kSharedBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = splits > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, skinny_linear_kernel<T>, weight_map, x_map, args, splits);
+  const int outputs = T::kRows / halves;
+  const int blocks = (args.out_features + outputs - 1) / outputs * splits;
+  const LaunchConfig config(blocks, kThreads, T::kSharedBytes, splits, programmatic, stream);
+  error =
+      cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T>, weight_map, x_map, args, splits);
+  if (error != cudaSuccess || args.epilogue != Epilogue::kArgmax) return error;
+  const LaunchConfig find(args.num_tokens, kFindThreads, 0, 1, programmatic, stream);
+  return cudaLaunchKernelEx(&find.config, find_largest_kernel,
+                            static_cast<const uint32_t*>(args.largest), blocks, splits, T::kRows,
+                            token_ids);
 }
 
-// One round of blocks over the chip: `splits` blocks a tile along K, and the share of the slots
-// that they fill; 0 when one block a tile is more than a round.
-struct Round {
-  int splits;
-  float fill;
-};
-
-// The multiprocessors that rounds are planned for. A constant: results follow from shapes alone.
-constexpr int kMultiprocessors = 132;
-
-template <typename T>
-Round plan_round(int out_features, int in_features) {
-  const int slots = kMultiprocessors * (227 * 1024 / (T::kSharedBytes + 1024));
-  const int tiles = (out_features + T::kRows - 1) / T::kRows;
-  const int steps = (in_features + kSegment - 1) / kSegment;
-  if (tiles > slots) return {1, 0.0f};
-  int splits = 1;
-  while (splits < 8 && 2 * splits * tiles <= slots && steps >= 4 * splits) splits *= 2;
-  return {splits, static_cast<float>(tiles * splits) / slots};
-}
-
-// Few rows: one round of blocks, of the tile that fills it better, two blocks with deep rings or
-// three with shallow ones. Many rows, or neither fills: many rounds of kMany, unsplit.
-template <typename Two, typename Three, typename Many>
-cudaError_t launch_best(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
-  const Round two = plan_round<Two>(args.out_features, args.in_features);
-  const Round three = plan_round<Three>(args.out_features, args.in_features);
-  constexpr float kFull = 0.75f;
-  const bool small = args.out_features <= Many::kRows * kMultiprocessors;
-  if (two.fill >= three.fill && (small || two.fill >= kFull)) {
-    return launch<Two>(args, two.splits, programmatic, stream);
+template <typename Format, typename B>
+cudaError_t launch_batch(const SkinnyLinearArgs& args, int32_t* token_ids, bool programmatic,
+                         cudaStream_t stream) {
+  using R = Rings<Format, B>;
+  const int row_bytes = args.in_features * Format::kBytes;
+  const Plan plan = make_plan<R>(args.out_features * (args.gated() ? 2 : 1),
+                                 (row_bytes + kRowBytes - 1) / kRowBytes);
+  const auto with = [&](auto tile) {
+    return launch<decltype(tile)>(args, token_ids, plan.splits, programmatic, stream);
+  };
+  switch (plan.ring) {
+    case Ring::kDeep:
+      return with(typename R::Deep{});
+    case Ring::kMedium:
+      return with(typename R::Medium{});
+    case Ring::kShallow:
+      return with(typename R::Shallow{});
+    default:
+      return with(typename R::Many{});
   }
-  if (three.fill > two.fill && (small || three.fill >= kFull)) {
-    return launch<Three>(args, three.splits, programmatic, stream);
-  }
-  return launch<Many>(args, 1, programmatic, stream);
 }
 
-// `programmatic`: start before the kernel ahead has finished. The weight is then read before that
-// one's results are waited for: it must not be among them.
-inline cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, bool programmatic,
-                                        cudaStream_t stream) {
+// Keys that the argmax needs room for a token: a block's each, and blocks of split tiles fit a
+// round.
+constexpr int64_t max_blocks(int out_features) {
+  constexpr int64_t kRound = kMultiprocessors * 8;
+  return out_features / 16 + 1 > kRound ? out_features / 16 + 1 : kRound;
+}
+
+// `programmatic`: start before the kernel ahead has finished. The weight, and block scales of it,
+// are then read before that one's results are waited for: they must not be among them.
+// `token_ids`: [num_tokens], of the argmax.
+template <typename Format>
+cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, int32_t* token_ids,
+                                 bool programmatic, cudaStream_t stream) {
+  if (args.num_tokens <= 2) {
+    return launch_batch<Format, Batch<8, 2>>(args, token_ids, programmatic, stream);
+  }
   if (args.num_tokens <= 8) {
-    return launch_best<Tile<16, 8, 9>, Tile<32, 8, 3>, Tile<16, 8, 4>>(args, programmatic, stream);
+    return launch_batch<Format, Batch<8, 8>>(args, token_ids, programmatic, stream);
   }
   if (args.num_tokens <= 16) {
-    return launch_best<Tile<32, 16, 4>, Tile<32, 16, 3>, Tile<32, 16, 4>>(args, programmatic,
-                                                                          stream);
+    return launch_batch<Format, Batch<16, 16>>(args, token_ids, programmatic, stream);
   }
-  return launch_best<Tile<32, 32, 3>, Tile<32, 32, 2>, Tile<64, 32, 2>>(args, programmatic, stream);
+  return launch_batch<Format, Batch<32, 32>>(args, token_ids, programmatic, stream);
 }
 
 }  // namespace fusewright::gemm

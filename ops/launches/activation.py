@@ -23,16 +23,18 @@ def gated_activation(gate_up: Tensor, activation: str) -> tuple[list[Launch], Te
     num_tokens = rows.shape[0]
     widest = 512 if num_tokens <= _FEW_TOKENS else 2048
     block = min(next_power_of_2(max(intermediate, 1)), widest)
+    parts = cdiv(intermediate, block)
     launch = Launch(
         kernel="activation:_gated_activation_kernel",
-        grid=(num_tokens, cdiv(intermediate, block)),
+        grid=(num_tokens * parts,),
         args={
             "gate_up_ptr": rows,
             "out_ptr": out,
             "intermediate": intermediate,
             "row_stride": rows.stride(0),
         },
-        constexprs={"ACTIVATION": activation, "BLOCK": block},
-        num_warps=min(max(block // 256, 1), 4),
+        constexprs={"ACTIVATION": activation, "PARTS": parts, "BLOCK": block},
+        num_warps=max(block // 256, 1),
+        programmatic=True,
     )
     return [launch], out

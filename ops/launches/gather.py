@@ -31,5 +31,6 @@ def gather_rows(
         constexprs={"INDEX_OFFSET": index_offset, "ROW_OFFSET": row_offset, "BLOCK": block},
         num_warps=min(max(block // 512, 1), 4),
         dynamic=("num_rows",),
+        programmatic=True,
     )
     return [launch], out

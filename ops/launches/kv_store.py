@@ -9,7 +9,9 @@ from .heads import cache_strides, dense_heads, head_strides, heads_per_program
 from .tiles import cdiv, next_power_of_2
 
 
-def kv_store(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> list[Launch]:
+def kv_store(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
+) -> list[Launch]:
     num_tokens, num_heads, head_dim = k.shape
     k, v = dense_heads(k), dense_heads(v)
     dim_block = next_power_of_2(head_dim)
@@ -22,6 +24,7 @@ def kv_store(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> li
             "v_ptr": v,
             "cache_ptr": kv_cache,
             "slots_ptr": slot_mapping,
+            "kv_scale_ptr": kv_scale,
             "num_heads": num_heads,
             **head_strides("k", k),
             **head_strides("v", v),
@@ -34,5 +37,6 @@ def kv_store(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> li
             "HEADS": heads,
         },
         num_warps=min(max(heads * dim_block // 256, 1), 4),
+        programmatic=True,
     )
     return [launch]

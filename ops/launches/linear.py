@@ -47,5 +47,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch]
         num_warps=8 if block_m * block_n >= 128 * 128 else 4,
         num_stages=4 if block_m == 16 else 3,
         dynamic=("M",),
+        programmatic=True,
     )
     return [launch], out

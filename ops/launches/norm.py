@@ -67,6 +67,7 @@ def _plan(
         constexprs={"ADD": residual is not None, "ROWS": tile_rows, "BLOCK": block},
         num_warps=min(max(tile_rows * block // 512, 1), 16),
         dynamic=("num_rows",),
+        programmatic=True,
     )
     return launch, out, residual_out
 

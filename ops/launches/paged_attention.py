@@ -1,14 +1,19 @@
-"""Launches of paged attention: one for sequences with one query, one for the rest."""
+"""Launches of paged attention: one for sequences with one query, one for the rest.
+
+Nothing of them depends on values on the device.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._launch import Launch
-from .paged_attention_plan import MAX_SEQS, plan
+from .paged_attention_plan import MAX_SEQS, Plan, plan
 
 # Arrival counters of split sequences: one per (sequence, KV head).  Zero between launches.
 MAX_COUNTERS = 1 << 16
@@ -16,7 +21,7 @@ _H200_SMS = 132
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     if device.type == "meta":
         return _H200_SMS  # any: variants follow from sizes that fill or leave empty every GPU
     # Under the interpreter few programs: it runs them one after the other, and they must loop.
@@ -44,7 +49,18 @@ def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor)
         raise ValueError("paged_attention needs contiguous out, kv_cache and block_table rows")
 
 
-def paged_attention(
+@dataclass(frozen=True)
+class _Call:
+    """What both kernels take of a call."""
+
+    plan: Plan
+    tensors: dict[str, Tensor | None]
+    numbers: dict[str, int | float]
+    flags: dict[str, bool]
+    dynamic: tuple[str, ...] = ("num_seqs", "table_stride", "window")
+
+
+def _call(
     q: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
@@ -54,8 +70,9 @@ def paged_attention(
     scale: float,
     sliding_window: int,
     soft_cap: float,
-) -> tuple[list[Launch], None]:
-    """The launches of one call; nothing of them depends on values on the device."""
+    kv_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+) -> _Call:
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, max_blocks = block_table.shape
     _, _, page, kv_heads, _ = kv_cache.shape
@@ -65,9 +82,25 @@ def paged_attention(
             f"paged_attention takes {MAX_SEQS} sequences and {MAX_COUNTERS} pairs of a sequence"
             f" and a KV head at most, got {num_seqs} sequences of {kv_heads} KV heads"
         )
-    if num_tokens == 0 or num_seqs == 0:
-        return [], None
-    p = plan(
+    tensors = {
+        "q_ptr": q,
+        "kv_ptr": kv_cache,
+        "table_ptr": block_table,
+        "seq_lens_ptr": seq_lens,
+        "query_start_ptr": query_start_loc,
+        "out_ptr": out,
+        "kv_scale_ptr": kv_scale,
+        "out_scale_ptr": out_scale,
+    }
+    numbers = {
+        "num_seqs": num_seqs,
+        "q_stride": q.stride(0),
+        "table_stride": block_table.stride(0),
+        "scale": scale,
+        "window": sliding_window,
+        "soft_cap": soft_cap,
+    }
+    made = plan(
         num_tokens,
         num_seqs,
         max_blocks * page,
@@ -76,45 +109,66 @@ def paged_attention(
         head_dim,
         page,
         q.element_size(),
-        _num_sms(q.device),
+        kv_cache.element_size(),
+        num_sms(q.device),
     )
-    tensors = {
-        "q_ptr": q,
-        "kv_ptr": kv_cache,
-        "table_ptr": block_table,
-        "seq_lens_ptr": seq_lens,
-        "query_start_ptr": query_start_loc,
-        "out_ptr": out,
-    }
-    sizes = {
-        "num_seqs": num_seqs,
-        "q_stride": q.stride(0),
-        "table_stride": block_table.stride(0),
-    }
-    logits = {"scale": scale, "window": sliding_window, "soft_cap": soft_cap}
     flags = {"HAS_WINDOW": sliding_window > 0, "HAS_CAP": soft_cap > 0}
+    return _Call(made, tensors, numbers, flags)
+
+
+def decode(*args: Any) -> list[Launch]:
+    """The launch for sequences with one query, of the op's arguments."""
+    if not _has_work(*args):
+        return []
+    call = _call(*args)
+    p, device = call.plan, args[0].device
     splits = {"max_splits": p.max_splits, "partial_rows": p.partial_rows}
-    scratch = torch.empty(p.scratch_numel, dtype=torch.float32, device=q.device)
-    scratches = {"scratch_ptr": scratch, "counter_ptr": _counters(q.device)}
-    dynamic = ("num_seqs", "table_stride", "window")
-    decode = Launch(
+    scratch = torch.empty(p.scratch_numel, dtype=torch.float32, device=device)
+    launch = Launch(
         "paged_attention:_decode_kernel",
         p.decode_grid,
-        tensors | scratches | sizes | splits | logits,
-        p.decode_constexprs | flags,
+        call.tensors
+        | {"scratch_ptr": scratch, "counter_ptr": _counters(device)}
+        | splits
+        | call.numbers,
+        p.decode_constexprs | call.flags,
         p.decode_warps,
         p.decode_stages,
-        (*dynamic, *splits),
+        (*call.dynamic, *splits),
+        programmatic=True,
     )
-    if num_tokens == num_seqs:
-        return [decode], None
-    prefill = Launch(
+    return [launch]
+
+
+def prefill(*args: Any) -> list[Launch]:
+    """The launch for sequences with more than one query; where there is but one sequence, for it
+    whatever it has, so that it needs no other launch."""
+    if not _has_work(*args):
+        return []
+    call = _call(*args)
+    p = call.plan
+    launch = Launch(
         "paged_attention:_prefill_kernel",
         p.prefill_grid,
-        tensors | sizes | logits,
-        p.prefill_constexprs | flags,
+        call.tensors | call.numbers,
+        p.prefill_constexprs | call.flags,
         p.prefill_warps,
         p.prefill_stages,
-        dynamic,
+        call.dynamic,
+        programmatic=True,
     )
-    return [prefill, decode], None
+    return [launch]
+
+
+def _has_work(q: Tensor, kv_cache: Tensor, block_table: Tensor, *rest: Any) -> bool:
+    return len(q) > 0 and len(block_table) > 0
+
+
+def paged_attention(*args: Any) -> tuple[list[Launch], None]:
+    """All launches of one call, of the op's arguments."""
+    num_tokens, num_seqs = len(args[0]), len(args[2])
+    if num_tokens == num_seqs:
+        return decode(*args), None
+    if num_seqs == 1:
+        return prefill(*args), None
+    return [*prefill(*args), *decode(*args)], None

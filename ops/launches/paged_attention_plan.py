@@ -75,6 +75,7 @@ def plan(
     head_dim: int,
     page: int,
     itemsize: int,
+    kv_itemsize: int,
     num_sms: int,
 ) -> Plan:
     block_d = max(16, next_power_of_2(head_dim))
@@ -91,7 +92,7 @@ def plan(
     }
     # At most 8 KiB of K a tile, so that four programs fit one multiprocessor: while one has
     # nothing in flight, between its items, the others must have.
-    block_n = max(16, min(64, 8192 // (block_d * itemsize)))
+    block_n = max(16, min(64, 8192 // (block_d * kv_itemsize)))
     max_splits = _max_splits(num_seqs, kv_heads, max_context)
     partial_rows = num_seqs * kv_heads * max_splits * group if max_splits > 1 else 0
     block_g = next_power_of_2(group)
@@ -107,7 +108,7 @@ def plan(
     )
     tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
     warps = 4 if block_g <= 32 else 8
-    tile_bytes = block_n * block_d * itemsize
+    tile_bytes = block_n * block_d * kv_itemsize
     shared_bytes = 2 * (DECODE_STAGES - 1) * tile_bytes + max(16, block_g) * block_d * itemsize
     # As many programs as fit at once: by registers, 128 a thread, and by shared memory, where
     # Triton needs some more for exchanges between warps.

@@ -46,6 +46,7 @@ def apply_penalties(
         },
         constexprs={"BLOCK": block},
         num_warps=8,
+        programmatic=True,
     )
 
 
@@ -66,4 +67,5 @@ def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Lau
         constexprs={"BLOCK": _COUNT_BLOCK},
         num_warps=4,
         dynamic=("num_tokens",),
+        programmatic=True,
     )

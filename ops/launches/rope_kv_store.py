@@ -21,6 +21,7 @@ def rope_kv_store(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    kv_scale: Tensor | None = None,
 ) -> tuple[list[Launch], Tensor]:
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -42,6 +43,7 @@ def rope_kv_store(
             "slots_ptr": slot_mapping,
             "q_weight_ptr": q_weight,
             "k_weight_ptr": k_weight,
+            "kv_scale_ptr": kv_scale,
             "q_out_ptr": q_out,
             "num_q_heads": num_q_heads,
             "num_kv_heads": num_kv_heads,
@@ -63,5 +65,6 @@ def rope_kv_store(
         },
         num_warps=min(max(heads * half_block // 256, 1), 4),
         dynamic=("max_position",),
+        programmatic=True,
     )
     return [launch], q_out

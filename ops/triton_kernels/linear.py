@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -28,7 +30,9 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // tiles_in_group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
 from .sampling import FLOAT32_MAX, load_clean, ordered_bits
 
 _NO_KEY = tl.constexpr(-(2**63))
@@ -21,7 +22,9 @@ def _logsumexp_partial_kernel(
     row_stride,
     num_blocks,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row_ptr = logits_ptr + row * row_stride
@@ -46,8 +49,17 @@ def _logsumexp_partial_kernel(
 
 
 @triton.jit
-def _top_partial_kernel(logits_ptr, keys_ptr, vocab, row_stride, num_logprobs, BLOCK: tl.constexpr):
+def _top_partial_kernel(
+    logits_ptr,
+    keys_ptr,
+    vocab,
+    row_stride,
+    num_logprobs,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
     """The best of one block of a row as int64 keys: ordered value above, inverted index below."""
+    wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = load_clean(logits_ptr + row * row_stride, cols, vocab)
@@ -79,7 +91,9 @@ def _logprobs_reduce_kernel(
     num_logprobs,
     SPLITS_BLOCK: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     lanes = tl.arange(0, SPLITS_BLOCK)

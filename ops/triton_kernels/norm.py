@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import start_next_and_wait
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -27,7 +29,9 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (cols < hidden)[None, :]

@@ -13,6 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import start_next_and_wait, wait_for_previous
+from .float8 import stored_as
+
 # Finite, so that rows whose tile is fully masked give exp2(-inf) = 0 and never inf - inf.
 _NO_MAX = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -25,6 +28,35 @@ def _dot(a, b, acc, PRECISION: tl.constexpr):
         # The interpreter would multiply the bits of bfloat16 as integers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _operand(x, dtype: tl.constexpr):
+    """Exact: e4m3 is part of every dtype of q.  Scales go into logits and results instead."""
+    if _INTERPRETED:
+        return x.to(tl.float32)
+    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        # Straight to bfloat16 takes the slow conversion unit of Hopper; the detour does not.
+        return x.to(tl.float16).to(tl.float32).to(dtype)
+    return x.to(dtype)
+
+
+@triton.jit
+def _scales(kv_scale_ptr, head, scale, KV_HEADS: tl.constexpr):
+    """The scale of the logits of a KV head, and of its results."""
+    v_scale = 1.0
+    if kv_scale_ptr is not None:
+        scale *= tl.load(kv_scale_ptr + head)
+        v_scale = tl.load(kv_scale_ptr + KV_HEADS + head)
+    return scale, v_scale
+
+
+@triton.jit
+def _store_rows(ptrs, result, out_scale_ptr, mask):
+    """``result`` float32, saturated where ``out_scale_ptr`` is given and the rows are FP8."""
+    if out_scale_ptr is not None:
+        result *= 1.0 / tl.load(out_scale_ptr)
+    tl.store(ptrs, stored_as(result, ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -77,7 +109,7 @@ def _attend(
         valid = (pos >= readable_begin) & (pos < end)
         row = page.to(tl.int64) * (2 * PAGE * KV_HEADS * HEAD_DIM)
         row += (pos % PAGE) * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM
-        k = _load_rows(kv_ptr, row, cols, valid, HEAD_DIM, False)
+        k = _operand(_load_rows(kv_ptr, row, cols, valid, HEAD_DIM, False), q.dtype)
         # One tile ahead, or K and V could not be pipelined behind the load of their addresses.
         following = pos + BLOCK_N
         page = tl.load(table_ptr + following // PAGE, mask=following < end, other=0)
@@ -99,8 +131,8 @@ def _attend(
         else:
             row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
-        v = _load_rows(v_ptr, row, cols, valid, HEAD_DIM, MASKED)
-        acc = _dot(p.to(v.dtype), v, acc * alpha[:, None], PRECISION)
+        v = _operand(_load_rows(v_ptr, row, cols, valid, HEAD_DIM, MASKED), q.dtype)
+        acc = _dot(p.to(q.dtype), v, acc * alpha[:, None], PRECISION)
     return acc, row_max, row_sum
 
 
@@ -109,6 +141,7 @@ def _combine(
     out_ptr,
     partial_ptr,
     lse_ptr,
+    out_scale_ptr,
     num_splits,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -143,7 +176,7 @@ def _combine(
     mask = (rows < GROUP)[:, None] & (cols < HEAD_DIM)[None, :]
     result = acc / tl.where(rows < GROUP, total, 1.0)[:, None]
     offsets = rows[:, None] * HEAD_DIM + cols[None, :]
-    tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
+    _store_rows(out_ptr + offsets, result, out_scale_ptr, mask)
 
 
 @triton.jit
@@ -170,17 +203,17 @@ def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, scratch_ptr, counter_ptr,
-    num_seqs, q_stride, table_stride, max_splits, partial_rows, scale, window, soft_cap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr, out_scale_ptr,
+    scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, q_stride, table_stride, scale,
+    window, soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr, MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """Sequences with exactly one query: persistent programs over (sequence, split, KV head).
-
-    The program that finishes a split sequence last merges its splits.
-    """
+    """Sequences with exactly one query: persistent programs over (sequence, split, KV head).  The
+    one that finishes a split sequence last merges its splits."""
+    start_next_and_wait(PROGRAMMATIC)
     index = tl.arange(0, SEQS)
     live = index < num_seqs
     query_start = tl.load(query_start_ptr + index, mask=live, other=0)
@@ -217,19 +250,20 @@ def _decode_kernel(
         offsets = rows[:, None] * HEAD_DIM + cols[None, :]
         q_row = q_ptr + token * q_stride + head * (GROUP * HEAD_DIM)
         q = tl.load(q_row + offsets, mask=row_mask, other=0.0)
+        logit_scale, v_scale = _scales(kv_scale_ptr, head, scale, KV_HEADS)
         acc, row_max, row_sum = _attend(
             tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
             tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32),
             tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), q, rows, kv_ptr,
-            table_ptr + seq.to(tl.int64) * table_stride, head, begin, end, begin, scale, window,
-            soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, True, False, HAS_WINDOW, HAS_CAP,
+            table_ptr + seq.to(tl.int64) * table_stride, head, begin, end, begin, logit_scale,
+            window, soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, True, False, HAS_WINDOW, HAS_CAP,
             PRECISION
         )  # fmt: skip
         row_sum = tl.sum(row_sum, axis=1)
-        acc = acc / row_sum[:, None]
+        acc = acc * (v_scale / row_sum)[:, None]
         out_row = out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM)
         if num_splits == 1:
-            tl.store(out_row + offsets, acc.to(out_ptr.dtype.element_ty), mask=row_mask)
+            _store_rows(out_row + offsets, acc, out_scale_ptr, row_mask)
         else:
             pair = seq * KV_HEADS + head
             first_row = pair * max_splits * GROUP
@@ -243,31 +277,35 @@ def _decode_kernel(
             arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
             if arrived == num_splits - 1:
                 _combine(
-                    out_row, partial_ptr, lse_ptr, num_splits, GROUP, HEAD_DIM, BLOCK_G,
-                    BLOCK_D, CHUNK
+                    out_row, partial_ptr, lse_ptr, out_scale_ptr, num_splits, GROUP, HEAD_DIM,
+                    BLOCK_G, BLOCK_D, CHUNK
                 )  # fmt: skip
                 tl.store(counter_ptr + pair, 0)
 
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, num_seqs, q_stride,
-    table_stride, scale, window, soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr, out_scale_ptr,
+    num_seqs, q_stride, table_stride, scale, window, soft_cap, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """Sequences with more than one query: a program takes BLOCK_M // GROUP queries of one KV head.
+    """Sequences with more than one query, or the only one: a program takes BLOCK_M // GROUP queries
+    of one KV head.
 
     The flash-attention forward (Dao, 2023): masks only in the tiles that the diagonal crosses.
     """
+    wait_for_previous(PROGRAMMATIC)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     index = tl.arange(0, SEQS)
     live = index < num_seqs
     starts = tl.load(query_start_ptr + index, mask=live, other=0)
     stops = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
     contexts = tl.load(seq_lens_ptr + index, mask=live, other=0)
-    has_tiles = (stops - starts > 1) & (contexts > 0)
+    # The other kernel is not launched for a single sequence.
+    fewest: tl.constexpr = 1 if SEQS == 1 else 2
+    has_tiles = (stops - starts >= fewest) & (contexts > 0)
     tiles = tl.where(has_tiles, tl.cdiv(stops - starts, BLOCK_Q), 0)
     tiles_to_here = tl.cumsum(tiles, axis=0)
     # Last tiles first: they see the longest context.
@@ -275,6 +313,7 @@ def _prefill_kernel(
     if unit < 0:
         return
     head = tl.program_id(0)
+    scale, v_scale = _scales(kv_scale_ptr, head, scale, KV_HEADS)
     before = tiles_to_here <= unit
     seq = tl.sum(before.to(tl.int32), axis=0)
     first_query = (unit - tl.max(tl.where(before, tiles_to_here, 0), axis=0)) * BLOCK_Q
@@ -317,6 +356,5 @@ def _prefill_kernel(
     out_row = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head_col
     mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
     # Rows that are no query may have seen nothing.
-    result = acc / tl.where(row_live, row_sum, 1.0)[:, None]
-    result = result.to(out_ptr.dtype.element_ty)
-    tl.store(out_row[:, None] + cols[None, :], result, mask=mask)
+    result = acc * (v_scale / tl.where(row_live, row_sum, 1.0))[:, None]
+    _store_rows(out_row[:, None] + cols[None, :], result, out_scale_ptr, mask)

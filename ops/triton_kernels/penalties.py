@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 
 @triton.jit
 def _penalties_kernel(
@@ -20,7 +22,9 @@ def _penalties_kernel(
     counts_stride,
     mask_stride,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot >= 0:
@@ -43,8 +47,15 @@ def _penalties_kernel(
 
 @triton.jit
 def _count_tokens_kernel(
-    token_ids_ptr, slots_ptr, counts_ptr, num_tokens, counts_stride, BLOCK: tl.constexpr
+    token_ids_ptr,
+    slots_ptr,
+    counts_ptr,
+    num_tokens,
+    counts_stride,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token_ids = tl.load(token_ids_ptr + rows, mask=rows < num_tokens, other=-1)
     slots = tl.load(slots_ptr + rows, mask=rows < num_tokens, other=-1).to(tl.int64)

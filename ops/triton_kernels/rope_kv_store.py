@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+from .float8 import scaled_as
+
 
 @triton.jit
 def _scale_columns(x, scale, weight_ptr, mask, dtype: tl.constexpr):
@@ -27,12 +30,15 @@ def _rotate_heads(
     weight_ptr,
     eps,
     cos_ptr,
+    scale_ptr,
+    head,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """From rows to rows: pointers, ``exists`` and ``stored`` are [heads, 1]."""
+    """From rows to rows: pointers, ``exists``, ``stored`` and ``head`` are [heads, 1]; FP8 rows get
+    the values divided by ``scale_ptr[head]``, unless that is None."""
     dtype: tl.constexpr = in_rows.dtype.element_ty
     out_dtype: tl.constexpr = out_rows.dtype.element_ty
     col = tl.arange(0, HALF_BLOCK)[None, :]
@@ -51,56 +57,35 @@ def _rotate_heads(
         squares = tl.sum(first * first + second * second, axis=1)
         if 2 * HALF < HEAD_DIM:
             squares += tl.sum(tail * tail, axis=1)
-        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        rms = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         first_weight = tl.broadcast_to(weight_ptr + col, mask.shape)
-        first = _scale_columns(first, scale, first_weight, mask, dtype)
-        second = _scale_columns(second, scale, first_weight + HALF, mask, dtype)
+        first = _scale_columns(first, rms, first_weight, mask, dtype)
+        second = _scale_columns(second, rms, first_weight + HALF, mask, dtype)
         if 2 * HALF < HEAD_DIM:
             rest_weight = tl.broadcast_to(weight_ptr + rest, rest_mask.shape)
-            tail = _scale_columns(tail, scale, rest_weight, rest_mask, dtype)
+            tail = _scale_columns(tail, rms, rest_weight, rest_mask, dtype)
     rotated_first = (first * cos - second * sin).to(dtype)
     rotated_second = (second * cos + first * sin).to(dtype)
     mask, rest_mask = stored & (col < HALF), stored & (rest < HEAD_DIM)
-    tl.store(out_rows + col, rotated_first.to(out_dtype), mask=mask)
-    tl.store(out_rows + HALF + col, rotated_second.to(out_dtype), mask=mask)
+    rotated_first = scaled_as(rotated_first, scale_ptr, head, exists, out_dtype)
+    rotated_second = scaled_as(rotated_second, scale_ptr, head, exists, out_dtype)
+    tl.store(out_rows + col, rotated_first, mask=mask)
+    tl.store(out_rows + HALF + col, rotated_second, mask=mask)
     if 2 * HALF < HEAD_DIM:
-        tl.store(out_rows + rest, tail.to(dtype).to(out_dtype), mask=rest_mask)
+        tail = scaled_as(tail.to(dtype), scale_ptr, head, exists, out_dtype)
+        tl.store(out_rows + rest, tail, mask=rest_mask)
 
 
 @triton.jit
 def _rope_kv_store_kernel(
-    positions_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    cache_ptr,
-    slots_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    q_out_ptr,
-    num_q_heads,
-    num_kv_heads,
-    max_position,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    cache_block_stride,
-    cache_kv_stride,
-    cache_slot_stride,
-    cache_head_stride,
-    eps,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    positions_ptr, q_ptr, k_ptr, v_ptr, table_ptr, cache_ptr, slots_ptr, q_weight_ptr, k_weight_ptr,
+    kv_scale_ptr, q_out_ptr, num_q_heads, num_kv_heads, max_position, q_token_stride, q_head_stride,
+    k_token_stride, k_head_stride, v_token_stride, v_head_stride, cache_block_stride,
+    cache_kv_stride, cache_slot_stride, cache_head_stride, eps, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, HEADS: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    wait_for_previous(PROGRAMMATIC)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_q_groups = tl.cdiv(num_q_heads, HEADS)
     lane = tl.arange(0, HEADS)[:, None]
@@ -117,6 +102,8 @@ def _rope_kv_store_kernel(
             q_weight_ptr,
             eps,
             cos_ptr,
+            None,
+            head,
             HEAD_DIM,
             HALF,
             HALF_BLOCK,
@@ -139,9 +126,13 @@ def _rope_kv_store_kernel(
             k_weight_ptr,
             eps,
             cos_ptr,
+            kv_scale_ptr,
+            head,
             HEAD_DIM,
             HALF,
             HALF_BLOCK,
             REST_BLOCK,
         )
+        dtype: tl.constexpr = cache_ptr.dtype.element_ty
+        v = scaled_as(v, kv_scale_ptr, num_kv_heads + head, exists, dtype)
         tl.store(rows + cache_kv_stride + col, v, mask=mask & (slot >= 0))

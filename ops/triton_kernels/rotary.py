@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import wait_for_previous
+
 
 @triton.jit
 def _rotate(
@@ -62,7 +64,9 @@ def _rotary_kernel(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     num_q_groups = tl.cdiv(num_q_heads, HEADS)

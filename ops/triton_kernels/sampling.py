@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import _sampling
+from .dependent import wait_for_previous
 
 FLOAT32_MAX = tl.constexpr(_sampling.FLOAT32_MAX)
 _GREEDY_TEMPERATURE = tl.constexpr(_sampling.GREEDY_TEMPERATURE)
@@ -70,7 +71,9 @@ def _argmax_partial_kernel(
     SAMPLE: tl.constexpr,
     FILTER: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row_ptr = logits_ptr + row * row_stride
@@ -98,7 +101,10 @@ def _argmax_partial_kernel(
 
 
 @triton.jit
-def _argmax_reduce_kernel(best_ptr, index_ptr, out_ptr, splits, BLOCK: tl.constexpr):
+def _argmax_reduce_kernel(
+    best_ptr, index_ptr, out_ptr, splits, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):
+    wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < splits
@@ -220,7 +226,9 @@ def _threshold_kernel(
     HAS_MIN_P: tl.constexpr,
     ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     temperature = tl.load(temperature_ptr + row)

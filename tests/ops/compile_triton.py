@@ -2,8 +2,8 @@
 
 A program, not a test module: ``test_triton_compile.py`` runs it in a process of its own, because
 Triton decides between interpreter and compiler when it is imported.  Prints one JSON line a kernel
-variant; with ``--self-test`` it compiles two kernels of its own instead, the second of them wrong;
-with ``--table`` it fills a table and prints one line about it.
+variant; with ``--self-test`` it compiles kernels of its own instead, most of them wrong; with
+``--table`` it fills a table and prints one line about it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton.language as tl
 
 from fusewright.ops import ALL_OPS, KernelTable, Launch, Variant, variants_of
 from fusewright.ops._triton_compile import compile_variant
+from fusewright.ops.triton_kernels.dependent import start_next_and_wait, wait_for_previous
 
 SM = 90
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
@@ -39,12 +40,51 @@ def wrong_kernel(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, BLOCK), n + undefined_name)  # noqa: F821
 
 
+@triton.jit
+def waiting_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
+    wait_for_previous(PROGRAMMATIC)
+    tl.store(x_ptr + tl.arange(0, BLOCK), n)
+
+
+@triton.jit
+def leading_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
+    start_next_and_wait(PROGRAMMATIC)
+    tl.store(x_ptr + tl.arange(0, BLOCK), n)
+
+
+@triton.jit
+def heedless_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), n)
+
+
+@triton.jit
+def hasty_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    wait_for_previous(PROGRAMMATIC)
+    tl.store(x_ptr + tl.arange(0, BLOCK), x + n)
+
+
+@triton.jit
+def evading_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
+    if tl.program_id(0) < n:
+        wait_for_previous(PROGRAMMATIC)
+        tl.store(x_ptr + tl.arange(0, BLOCK), n)
+
+
+PLAIN = ("right_kernel", "wrong_kernel")
+PROGRAMMATIC = (
+    "waiting_kernel", "leading_kernel", "heedless_kernel", "hasty_kernel", "evading_kernel"
+)  # fmt: skip
+
+
 def self_test_launches() -> Iterator[tuple[str, str, Launch]]:
     # A launch names its kernel by module and function: this program is such a module.
     sys.modules["fusewright.ops.triton_kernels.self_test"] = sys.modules["__main__"]
     args = {"x_ptr": torch.empty(8), "n": 8}
-    for kernel in ("right_kernel", "wrong_kernel"):
-        yield "self_test", "case", Launch(f"self_test:{kernel}", (1,), args, {"BLOCK": 8})
+    for kernel in (*PLAIN, *PROGRAMMATIC):
+        name, fixed = f"self_test:{kernel}", {"BLOCK": 8}
+        launch = Launch(name, (1,), args, fixed, programmatic=kernel in PROGRAMMATIC)
+        yield "self_test", "case", launch
 
 
 def op_launches() -> Iterator[tuple[str, str, Launch]]:
@@ -80,9 +120,12 @@ def compile_unique(launches: Iterator[tuple[str, str, Launch]]) -> Iterator[dict
             continue
         seen.add(plain)
         result: dict[str, Any] = {"op": op, "case": case, "kernel": variant.function}
+        result["programmatic"] = variant.programmatic
         started = time.perf_counter()
         try:
             binary = compile_variant(variant, SM)
+            if op == "self_test":  # no instruction that an older GPU lacks
+                compile_variant(variant, 80)
             assert binary.cubin, "no cubin"
             shared = binary.shared_bytes
             assert shared <= MAX_SHARED_BYTES, f"{shared} bytes of shared memory"

@@ -72,8 +72,9 @@ def test_indexed_ops_count_the_rows_they_touch() -> None:
         picked = BY_NAME["gather_last_token"].reference(*case.args)
         assert cost_bytes("gather_last_token", case) == nbytes(start) + 2 * nbytes(picked)
     for case in cases(BY_NAME["kv_store"]):
-        k, v, _, slots = case.args
-        assert cost_bytes("kv_store", case) == 2 * nbytes(k, v) + nbytes(slots)
+        k, v, cache, slots, _ = case.args
+        stored = 2 * k.numel() * cache.element_size()
+        assert cost_bytes("kv_store", case) == nbytes(k, v) + stored + nbytes(slots)
     for case in cases(BY_NAME["rotary_embedding"]):
         positions, q, k, cache = case.args
         table = cache[:1].expand(len(positions), -1)

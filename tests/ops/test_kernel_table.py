@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import struct
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from fusewright.ops import BY_NAME, Binary, KernelMissingError, KernelTable, Launch, Variant
+from fusewright.ops import _driver as driver
 from fusewright.ops import _launch as launch_module
 from fusewright.ops._variant import param_layout, struct_format
 from fusewright.ops.conformance import compare
@@ -38,12 +40,15 @@ def changes() -> dict[str, Any]:
         "divisible": ("x_ptr", "far"),
         "num_warps": 8,
         "num_stages": 2,
+        "programmatic": True,
     }
 
 
 def test_a_variant_survives_json() -> None:
     back = Variant.from_json(VARIANT.to_json())
     assert back == VARIANT and hash(back) == hash(VARIANT) and back.name == VARIANT.name
+    early = dataclasses.replace(VARIANT, programmatic=True)
+    assert Variant.from_json(early.to_json()) == early
     kinds = [type(value) for _, value in back.constexprs]
     assert kinds == [type(None), bool, int, str, float]
 
@@ -74,6 +79,13 @@ def test_parameters_are_packed_as_c_does(types: list[str], layout: list[tuple[in
     assert len(packed) == (sum(layout[-1]) if layout else 0)
     for (offset, size), code, value in zip(layout, form[1:], values, strict=True):
         assert packed[offset : offset + size] == struct.pack(f"={code}", value)
+
+
+def test_launch_structures_are_laid_out_as_in_cuda_h() -> None:
+    sizes = (ctypes.sizeof(driver._Attribute), ctypes.sizeof(driver._Config))
+    offsets = [getattr(driver._Config, name).offset for name, *_ in driver._Config._fields_]
+    assert sizes == (72, 56) and driver._Attribute.value.offset == 8
+    assert offsets == [0, 4, 8, 12, 16, 20, 24, 32, 40, 48]
 
 
 def test_a_parameter_that_cannot_be_packed_is_refused() -> None:
@@ -109,7 +121,7 @@ def test_tensors_off_the_gpu_are_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch_module, "_INTERPRETED", False)
-    launch = Launch("tokens:_feed_tokens_kernel", (1,), {"ids_ptr": torch.zeros(4)})
+    launch = Launch("tokens:_keep_tokens_kernel", (1,), {"ids_ptr": torch.zeros(4)})
     with pytest.raises(ValueError, match="ids_ptr is on cpu, expected one GPU"):
         launch.run()
 

@@ -51,6 +51,25 @@ def test_a_batch_of_only_padding_changes_nothing(
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fp8_saturates_and_keeps_what_is_no_number(
+    implementation: str, scaled: bool, device: torch.device
+) -> None:
+    values = torch.tensor([0.0, -1.0, 448.0, 449.0, -1e9, torch.inf, -torch.inf, torch.nan])
+    k = values.expand(1, KV_HEADS, HEAD_DIM).to(device)
+    cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device)
+    cache = cache.to(torch.float8_e4m3fn)
+    slots = torch.tensor([5], dtype=torch.int32, device=device)
+    scale = torch.tensor([[1.0, 2.0], [4.0, 0.5]], device=device) if scaled else None
+    OP.overload(implementation)(k, k, cache, slots, scale)
+    stored = cache[1, :, 1].float().cpu()
+    for i, head in ((i, head) for i in range(2) for head in range(KV_HEADS)):
+        by = 1.0 if scale is None else float(scale[i, head])
+        want = torch.tensor([0.0, -1.0 / by, 448 / by, 449 / by, -448, 448, -448, torch.nan])
+        want = want.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        torch.testing.assert_close(stored[i, head], want, atol=0, rtol=0, equal_nan=True)
+
+
 def test_native_has_no_shape_that_depends_on_data() -> None:
     """A fake tensor has no data: nonzero, boolean indexing or ``.item()`` would raise here."""
     from torch._subclasses.fake_tensor import FakeTensorMode

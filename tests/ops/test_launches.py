@@ -20,6 +20,7 @@ from fusewright import ops
 from fusewright.ops import BY_NAME, Launch, Variant, representative_sizes, variants_of
 
 META = torch.device("meta")
+FP8 = torch.float8_e4m3fn
 WITH_TRITON = [op.name for op in ops.ALL_OPS if any(i.launches for i in op.implementations)]
 
 
@@ -38,12 +39,14 @@ class Model:
     max_num_seqs: int = 256
     max_blocks: int = 512
     num_blocks: int = 5000
+    fp8: bool = False  # KV cache, and output of attention
 
 
 LLAMA_3_8B = Model()
 OTHERS = {
     "abacus": Model(256, 4, 2, 64, 768, 40, 0, torch.float32),
     "smol, 9 heads": Model(576, 9, 3, 64, 1536, 49152),
+    "fp8 KV and output of attention": Model(fp8=True),
     "one head, window": Model(64, 1, 1, 256, 100, 262144, 512),
 }
 
@@ -62,6 +65,8 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
     floats, slots = empty(seqs, dtype=torch.float32), empty(m.max_num_seqs)
     logits = empty(seqs, m.vocab, dtype=m.dtype)
     state = (m.max_num_seqs, m.vocab)
+    kv_cache = empty(*cache, dtype=FP8 if m.fp8 else m.dtype)
+    kv_scale = empty(2, m.kv_heads, dtype=torch.float32) if m.fp8 else None
     if op == "rms_norm":
         yield x, weight, 1e-5
         yield q, empty(m.dim, dtype=m.dtype), 1e-5
@@ -73,24 +78,38 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
     elif op == "rotary_embedding":
         yield per_token, q, k, empty(8192, m.dim, dtype=torch.float32)
     elif op == "kv_store":
-        yield k, v, empty(*cache, dtype=m.dtype), per_token
+        yield k, v, kv_cache, per_token, kv_scale
     elif op == "rope_kv_store":
         table, head = empty(8192, m.dim, dtype=torch.float32), empty(m.dim, dtype=m.dtype)
-        given = (per_token, q, k, v, table, empty(*cache, dtype=m.dtype), per_token)
-        yield *given, None, None, 0.0
-        yield *given, head, head, 1e-6
+        given = (per_token, q, k, v, table, kv_cache, per_token)
+        yield *given, None, None, 0.0, kv_scale
+        yield *given, head, head, 1e-6, kv_scale
     elif op == "paged_attention":
-        table, out = empty(seqs, m.max_blocks), empty(tokens, m.heads, m.dim, dtype=m.dtype)
-        kv_cache = empty(*cache, dtype=m.dtype)
-        yield q, kv_cache, table, per_seq, starts, out, m.dim**-0.5, m.window, 0.0
+        table, out_scale = empty(seqs, m.max_blocks), None
+        out = empty(tokens, m.heads, m.dim, dtype=FP8 if m.fp8 else m.dtype)
+        if m.fp8:
+            out_scale = empty(1, 1, dtype=torch.float32)
+        given = (q, kv_cache, table, per_seq, starts, out)
+        yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
     elif op == "linear":
         yield x, empty(m.intermediate, m.hidden, dtype=m.dtype), None
+    elif op == "gated_linear":
+        yield x, empty(2 * m.intermediate, m.hidden, dtype=m.dtype), "silu"
+    elif op == "lm_head_argmax":
+        yield empty(seqs, m.hidden, dtype=m.dtype), empty(m.vocab, m.hidden, dtype=m.dtype)
+    elif op == "linear_fp8":
+        yield from linear_fp8_calls(m, tokens)
+    elif "quant" in op:
+        yield from quant_calls(op, m, tokens)
     elif op == "embedding":
         yield per_token, empty(m.vocab, m.hidden, dtype=m.dtype)
     elif op == "gather_last_token":
         yield x, starts
-    elif op == "feed_tokens":
-        yield per_token, slots, per_seq
+    elif op == "write_inputs":
+        for columns in (0, 1, 5):
+            packed = empty(3 * tokens + 4 * seqs + 1 + seqs * columns, dtype=torch.int32)
+            rows = (per_seq, per_seq, starts, empty(seqs, 5, dtype=torch.int32))
+            yield packed, slots, per_token, per_token, per_token, *rows
     elif op == "keep_tokens":
         yield slots, per_seq, per_seq
     elif op == "argmax":
@@ -110,6 +129,36 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield per_seq, per_seq, empty(*state)
     else:
         raise AssertionError(f"{op} has Triton kernels: add its calls here")
+
+
+def quant_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """The calls of an op that quantizes: one static, or one a row and one a group of 128."""
+    x, gate_up = (empty(tokens, n, dtype=m.dtype) for n in (m.hidden, 2 * m.intermediate))
+    weight, scale = empty(m.hidden, dtype=m.dtype), empty(1, 1, dtype=torch.float32)
+    inputs: tuple[Any, ...] = (gate_up,) if "mul" in op else (x,)
+    inputs += (x,) if "add" in op else ()
+    inputs += (weight, 1e-5) if "norm" in op else ()
+    width = m.intermediate if "mul" in op else m.hidden
+    dynamic = (0, 128) if width % 128 == 0 else (0,)
+    for scheme in (scale,) if op.endswith("static") else dynamic:
+        yield *inputs, scheme
+
+
+def linear_fp8_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """A product of each scheme."""
+    n, k, fp8 = m.intermediate, m.hidden, torch.float8_e4m3fn
+    groups = -(-k // 128)
+
+    def scales(rows: int, columns: int) -> Tensor:
+        return empty(rows, columns, dtype=torch.float32)
+
+    for x_scale, weight_scale in (
+        (scales(1, 1), scales(1, 1)),
+        (scales(tokens, 1), scales(n, 1)),
+        (scales(groups, tokens).t(), scales(-(-n // 128), groups)),
+    ):
+        x, weight = empty(tokens, k, dtype=fp8), empty(n, k, dtype=fp8)
+        yield x, x_scale, weight, weight_scale, None, m.dtype
 
 
 def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[Launch]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright.ops import BY_NAME, load_cuda_library
-from fusewright.ops.linear import skinny_rows
+from fusewright.ops._skinny import skinny_rows
 
 OP = BY_NAME["linear"]
 
@@ -58,13 +58,21 @@ def test_every_case_is_near_float64(
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows"),
-    [((6144, 4096), 32), ((2048, 2048), 32), ((1024, 2048), 0), ((8192, 1000), 0)],
+    ("shape", "itemsize", "rows"),
+    [
+        ((6144, 4096), 2, 16),
+        ((2048, 2048), 2, 16),
+        ((1024, 2048), 2, 0),
+        ((8192, 1000), 2, 0),
+        ((8192, 2048), 1, 32),
+        ((8192, 2112), 1, 0),
+        ((2048, 2048), 1, 0),
+    ],
 )
 def test_the_streaming_kernel_is_for_large_weights_of_whole_lines(
-    shape: tuple[int, int], rows: int
+    shape: tuple[int, int], itemsize: int, rows: int
 ) -> None:
-    assert skinny_rows(*shape) == rows
+    assert skinny_rows(*shape, itemsize) == rows
 
 
 @pytest.fixture
@@ -112,7 +120,7 @@ def test_a_token_has_one_result_in_every_batch_of_its_class(
     n: int, k: int, kernel: Callable[..., Tensor]
 ) -> None:
     x, weight, _ = draw(32, n, k)
-    for few, many in ((1, 8), (5, 8), (9, 16), (17, 32)):
+    for few, many in ((1, 2), (3, 8), (5, 8), (9, 16), (17, 32)):
         assert torch.equal(kernel(x[:few], weight, None), kernel(x[:many], weight, None)[:few])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusewright.ops import BY_NAME, Case
 
 OP = BY_NAME["rope_kv_store"]
+FP8_CACHE = torch.zeros(3, 2, 4, 1, 8).to(torch.float8_e4m3fn)
 IMPLEMENTATIONS = [impl.name for impl in OP.implementations]
 
 
@@ -21,7 +22,7 @@ def cases(dtype: torch.dtype, device: torch.device, seed: int = 0) -> Iterator[C
 
 def parts(implementation: str, *args: Any) -> Tensor:
     """The unfused ops, each by the same kind of kernel."""
-    positions, q, k, v, table, kv_cache, slots, q_weight, k_weight, eps = args
+    positions, q, k, v, table, kv_cache, slots, q_weight, k_weight, eps, kv_scale = args
     norm, rope, store = (
         BY_NAME[name].overload(implementation)
         for name in ("rms_norm", "rotary_embedding", "kv_store")
@@ -29,7 +30,7 @@ def parts(implementation: str, *args: Any) -> Tensor:
     if q_weight is not None:
         q, k = norm(q, q_weight, eps), norm(k, k_weight, eps)
     q, k = rope(positions, q, k, table)
-    store(k, v, kv_cache, slots)
+    store(k, v, kv_cache, slots, kv_scale)
     return q  # type: ignore[no-any-return]
 
 
@@ -48,12 +49,12 @@ def test_bits_are_those_of_its_parts(
         ours[5], theirs[5] = case.args[5].clone(), case.args[5].clone()
         got, want = OP.overload(implementation)(*ours), parts(implementation, *theirs)
         if implementation == "triton" and device.type == "cuda":
-            bit = {"atol": 4 * torch.finfo(dtype).eps, "rtol": 2 * torch.finfo(dtype).eps}
-            torch.testing.assert_close(got, want, **bit)
-            torch.testing.assert_close(ours[5], theirs[5], **bit)
+            for x, y in ((got, want), (ours[5], theirs[5])):
+                eps = torch.finfo(x.dtype).eps
+                torch.testing.assert_close(x.float(), y.float(), atol=4 * eps, rtol=2 * eps)
         else:
             assert torch.equal(got, want), case.label
-            assert torch.equal(ours[5], theirs[5]), case.label
+            assert torch.equal(ours[5].float(), theirs[5].float()), case.label
         compared += 1
     assert compared >= 5
 
@@ -75,9 +76,10 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 def test_it_costs_its_parts_less_what_stays_in_registers() -> None:
     for case in cases(torch.bfloat16, torch.device("cpu")):
-        positions, q, k, v, table, _, slots, *weights, _ = case.args
+        positions, q, k, v, table, cache, slots, *weights, _, _ = case.args
         rows = table[:1].expand(len(positions), -1)
-        expected = 2 * nbytes(q, k, v) + nbytes(positions, slots, rows, *weights)
+        stored = 2 * k.numel() * cache.element_size()
+        expected = nbytes(q, q, k, v) + stored + nbytes(positions, slots, rows, *weights)
         assert OP.cost(OP.describe(case.args)).bytes == expected, case.label
 
 
@@ -86,6 +88,9 @@ def test_it_costs_its_parts_less_what_stays_in_registers() -> None:
     ("changes", "message"),
     [
         ({3: torch.zeros(2, 2, 8)}, "disagree"),
+        ({5: torch.zeros(3, 2, 4, 1, 8).half()}, "kv_cache torch.float16"),
+        ({10: torch.ones(2, 1)}, "kv_scale is given for a kv_cache of torch.float32"),
+        ({5: FP8_CACHE, 10: torch.ones(2, 2)}, r"kv_scale is torch.float32 \[2, 2\], expected"),
         ({6: torch.zeros(1, dtype=torch.int32)}, "disagree"),
         ({4: torch.zeros(5, 10)}, "rotary_dim 10"),
         ({7: torch.ones(8)}, r"q_weight is \[8\] and k_weight None, expected \[8\] for both"),
@@ -106,6 +111,7 @@ def test_what_disagrees_is_refused(
         None,
         None,
         0.0,
+        None,
     ]
     for index, value in changes.items():
         args[index] = value

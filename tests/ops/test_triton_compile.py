@@ -43,9 +43,24 @@ def test_kernels_compile_for_sm_90(op: str, report: list[dict[str, Any]]) -> Non
 
 
 def test_a_kernel_that_does_not_compile_is_reported() -> None:
-    right, wrong = compile_kernels("--self-test")
+    right, wrong = compile_kernels("--self-test")[:2]
     assert right["kernel"] == "right_kernel" and not right["error"]
     assert wrong["kernel"] == "wrong_kernel" and "undefined_name" in wrong["error"]
+
+
+def test_code_for_programmatic_launches_must_wait_first() -> None:
+    """``compile_variant`` reads each kernel's PTX, so that what compiles above does wait."""
+    lines = {line["kernel"]: line for line in compile_kernels("--self-test")}
+    errors = {name: line["error"] for name, line in lines.items() if line["programmatic"]}
+    assert not errors.pop("waiting_kernel") and not errors.pop("leading_kernel")
+    assert "but there is none" in errors.pop("heedless_kernel")
+    assert "but ld.global" in errors.pop("hasty_kernel")
+    assert "but bra comes first" in errors.pop("evading_kernel")
+    assert not errors
+
+
+def test_every_kernel_is_launched_programmatically(report: list[dict[str, Any]]) -> None:
+    assert not {line["kernel"] for line in report if not line["programmatic"]}
 
 
 def test_a_table_compiles_ahead_in_threads_and_the_rest_when_asked() -> None:

@@ -1,0 +1,425 @@
+// One warp's part of decode attention: a ring of chunks of K and V, and what is summed over them.
+//
+// Heads of a group are the narrow operand of the matrix instructions, tokens (then head_dim) the
+// tall one: S^T = K Q^T, O^T = V^T P^T. Eight heads are a head tile; a group of 9 to 16 has two.
+// A lane's column pair, 2 * (lane % 4), is its pair of heads in every product, so that maxima,
+// sums and rescaling stay in the lane.
+#pragma once
+
+#include <type_traits>
+
+#include "primitives.cuh"
+
+namespace fusewright::attention {
+
+struct DecodeArgs {
+  const void* q;           // [num_tokens, kv_heads * group, head_dim], rows q_stride apart
+  const void* kv;          // [num_blocks, 2, block_size, kv_heads, head_dim], contiguous
+  const int* block_table;  // [num_seqs, max_blocks], rows table_stride apart
+  const int* seq_lens;     // [num_seqs]
+  const int* query_start;  // [num_seqs + 1]
+  void* out;               // [num_tokens, kv_heads * group, head_dim], contiguous
+  const float* kv_scale;   // [2, kv_heads], or nullptr: 1
+  const float* out_scale;  // [1], then out is e4m3; or nullptr: out is of q's type
+  float4* partials;        // partial_float4s() of them
+  int num_seqs, max_blocks, kv_heads, group;
+  int page_shift;                  // log2 of block_size, 3 to 8
+  int64_t q_stride, table_stride;  // elements
+  float scale;
+  int window;      // 0: all
+  float soft_cap;  // 0: none
+};
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr float kNoMax = -1.0e30f;  // finite: a row without a token gives exp2(-inf - kNoMax) = 0
+constexpr float kLog2E = 1.4426950408889634f;
+
+template <typename Q_, typename Kv_, int kHeadDim_, int kHeadTiles_>
+struct Tile {
+  using Q = Q_;
+  using Kv = Kv_;
+  static constexpr bool kFp8 = sizeof(Kv) == 1;
+  using M = std::conditional_t<kFp8, __half, Q>;  // e4m3 is exact in fp16
+  static constexpr int kHeadDim = kHeadDim_, kHeadTiles = kHeadTiles_;
+  static constexpr int kSteps = kHeadDim / 16;  // of head_dim, the depth of one instruction
+  static constexpr int kRowBytes = kHeadDim * sizeof(Kv);
+  static constexpr int kChunk = kRowBytes == 256 ? 16 : 32;  // tokens
+  static constexpr int kTokenTiles = kChunk / 16;
+  static constexpr int kHalfBytes = kChunk * kRowBytes;  // K, then V
+  static constexpr int kStageBytes = 2 * kHalfBytes;
+  static constexpr int kStages = 24576 / kStageBytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kFragments = kHeadTiles * kSteps;  // float4 a lane of unscaled output
+};
+
+// 16-byte column of a row in shared memory: eight rows at one column meet no bank twice.
+template <typename T>
+__device__ __forceinline__ int swizzle(int row) {
+  return T::kRowBytes >= 128 ? row & 7 : (row >> 1) & 3;
+}
+
+// First and one past the last position that the query of a sequence sees.
+struct Visible {
+  int begin, end;
+};
+
+__device__ __forceinline__ Visible visible(int seq_len, int window) {
+  return {window > 0 ? max(seq_len - window, 0) : 0, seq_len};
+}
+
+// Chunks of one sequence, `step` chunks apart, whose pages the warp knows: lane i holds the page of
+// eight tokens, group i % kGroups of chunk i / kGroups.
+template <typename T>
+struct Batch {
+  static constexpr int kGroups = T::kChunk / 8;
+  static constexpr int kChunks = kWarpSize / kGroups;
+  int page = 0, first = 0, step = 0, count = 0, seq_len = 0;
+};
+
+template <typename T>
+__device__ __forceinline__ Batch<T> find_pages(const DecodeArgs& args, int seq, int first, int step,
+                                               int count) {
+  using B = Batch<T>;
+  Batch<T> batch;
+  batch.first = first;
+  batch.step = step;
+  batch.count = min(count, B::kChunks);
+  const int lane = threadIdx.x % kWarpSize;
+  const int index = lane / B::kGroups;
+  const int token = (first + index * step) * T::kChunk + lane % B::kGroups * 8;
+  const int block = token >> args.page_shift;
+  // Entries past the sequence's end are read, but not used.
+  if (index < batch.count && block < args.max_blocks) {
+    batch.page = args.block_table[seq * args.table_stride + block];
+  }
+  batch.seq_len = args.seq_lens[seq];
+  return batch;
+}
+
+// Copies of one KV head's rows.
+template <typename T>
+struct Copier {
+  static constexpr int kLanesPerRow = T::kRowBytes / 16;
+  static constexpr int kRows = kWarpSize / kLanesPerRow;  // of one instruction; divides 8
+  const char* kv;
+  int64_t half_bytes;  // K or V of a page
+  int token_bytes, page_shift, window, row, to;
+
+  __device__ Copier(const DecodeArgs& args, int head) {
+    const int lane = threadIdx.x % kWarpSize;
+    row = lane / kLanesPerRow;
+    token_bytes = args.kv_heads * T::kRowBytes;
+    page_shift = args.page_shift;
+    window = args.window;
+    half_bytes = static_cast<int64_t>(token_bytes) << page_shift;
+    kv = static_cast<const char*>(args.kv) + head * T::kRowBytes + lane % kLanesPerRow * 16 +
+         row * token_bytes;
+    to = row * T::kRowBytes;
+  }
+
+  // Chunk `index` of the batch; rows that are not visible become zeros, whatever the cache holds.
+  __device__ __forceinline__ void copy(uint32_t stage, const Batch<T>& batch, int index) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int first = (batch.first + index * batch.step) * T::kChunk;
+    const Visible seen = visible(batch.seq_len, window);
+#pragma unroll
+    for (int group = 0; group < Batch<T>::kGroups; ++group) {
+      const int64_t page = __shfl_sync(kAllLanes, batch.page, index * Batch<T>::kGroups + group);
+      const int token = first + group * 8;
+      const char* from =
+          kv + page * 2 * half_bytes + (token & ((1 << page_shift) - 1)) * token_bytes;
+#pragma unroll
+      for (int i = 0; i < 8 / kRows; ++i) {
+        const int at = group * 8 + i * kRows;
+        const int position = token + i * kRows + row;
+        const bool valid = position >= seen.begin && position < seen.end;
+        const int column = (lane % kLanesPerRow) ^ swizzle<T>(i * kRows + row);
+        const uint32_t address = stage + to + at * T::kRowBytes + column * 16;
+        const char* source = valid ? from + i * kRows * token_bytes : kv;
+        copy_async_16(address, source, valid);
+        copy_async_16(address + T::kHalfBytes, source + (valid ? half_bytes : 0), valid);
+      }
+    }
+  }
+};
+
+// Q^T as the narrow operand, and what turns a product with K into a logit in units of log2.
+template <typename T>
+struct Query {
+  uint32_t fragments[T::kHeadTiles][T::kSteps][2];
+  float unit[T::kHeadTiles][2];
+
+  __device__ __forceinline__ void load(const DecodeArgs& args, int token, int head) {
+    const int lane = threadIdx.x % kWarpSize, column = lane % 4;
+    const float k_scale = args.kv_scale ? args.kv_scale[head] : 1.0f;
+    const auto* q = static_cast<const typename T::Q*>(args.q) + token * args.q_stride;
+#pragma unroll
+    for (int n = 0; n < T::kHeadTiles; ++n) {
+      const int member = 8 * n + lane / 4;
+      const bool live = member < args.group;
+      const auto* row = q + (head * args.group + member) * T::kHeadDim;
+#pragma unroll
+      for (int k = 0; k < T::kSteps; ++k) {
+        uint2 pair = {0, 0};
+        if (live && T::kFp8) {
+          pair = *reinterpret_cast<const uint2*>(row + 16 * k + 4 * column);
+        } else if (live) {
+          pair.x = *reinterpret_cast<const uint32_t*>(row + 16 * k + 2 * column);
+          pair.y = *reinterpret_cast<const uint32_t*>(row + 16 * k + 2 * column + 8);
+        }
+        fragments[n][k][0] = pair.x;
+        fragments[n][k][1] = pair.y;
+      }
+      unit[n][0] = unit[n][1] = args.scale * kLog2E * k_scale;
+      if constexpr (!std::is_same_v<typename T::Q, typename T::M>) to_half(n);
+    }
+  }
+
+  // bf16 to fp16, a head at a time scaled by a power of two into its range.
+  __device__ __forceinline__ void to_half(int n) {
+    const int column = threadIdx.x % 4;
+    float peak = 0.0f;
+#pragma unroll
+    for (int k = 0; k < T::kSteps; ++k) {
+      for (int half = 0; half < 2; ++half) {
+        const float2 v = unpack_bfloat16(fragments[n][k][half]);
+        peak = fmaxf(peak, fmaxf(fabsf(v.x), fabsf(v.y)));
+      }
+    }
+    peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, 1));
+    peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, 2));
+    const int exponent = min(max(__float_as_int(peak) >> 23, 1), 253);
+    const float down = __int_as_float((254 - exponent) << 23);
+#pragma unroll
+    for (int k = 0; k < T::kSteps; ++k) {
+      for (int half = 0; half < 2; ++half) {
+        const float2 v = unpack_bfloat16(fragments[n][k][half]);
+        fragments[n][k][half] = pack<__half>(v.x * down, v.y * down);
+      }
+    }
+    const float up = __int_as_float(exponent << 23);
+    unit[n][0] *= __shfl_sync(kAllLanes, up, 8 * column);
+    unit[n][1] *= __shfl_sync(kAllLanes, up, 8 * column + 4);
+  }
+};
+
+// Online softmax (Milakov and Gimelshein, 2018): O^T not yet divided, maxima in units of log2, and
+// sums of the lane's own tokens.
+template <typename T>
+struct Sums {
+  float out[T::kHeadTiles][T::kSteps][4];
+  float peak[T::kHeadTiles][2], total[T::kHeadTiles][2];
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int n = 0; n < T::kHeadTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < T::kSteps; ++j) {
+        for (int i = 0; i < 4; ++i) out[n][j][i] = 0.0f;
+      }
+      for (int i = 0; i < 2; ++i) {
+        peak[n][i] = kNoMax;
+        total[n][i] = 0.0f;
+      }
+    }
+  }
+
+  // Sums over the tokens of every lane.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int n = 0; n < T::kHeadTiles; ++n) {
+      for (int i = 0; i < 2; ++i) {
+        for (int offset = 4; offset < kWarpSize; offset *= 2) {
+          total[n][i] += __shfl_xor_sync(kAllLanes, total[n][i], offset);
+        }
+      }
+    }
+  }
+
+  // To other peaks: alpha is 2^(old - new) of the lane's two heads.
+  __device__ __forceinline__ void rescale(int n, const float (&alpha)[2]) {
+#pragma unroll
+    for (int j = 0; j < T::kSteps; ++j) {
+      for (int i = 0; i < 4; ++i) out[n][j][i] *= alpha[i % 2];
+    }
+    for (int i = 0; i < 2; ++i) total[n][i] *= alpha[i];
+  }
+};
+
+// Where in the stage lane i's row of an ldmatrix lies: tokens i % 16, head_dim column step * 2 +
+// i / 16 of 16 bytes.
+template <typename T>
+struct MatrixRows {
+  uint32_t row, flip;
+  __device__ MatrixRows() {
+    const int lane = threadIdx.x % kWarpSize, token = lane % 16;
+    row = token * T::kRowBytes;
+    flip = ((lane / 16) ^ swizzle<T>(token)) * 16;
+  }
+  __device__ __forceinline__ uint32_t at(uint32_t base, int tile, int step) const {
+    return base + tile * 16 * T::kRowBytes + row + ((step * 32) ^ flip);
+  }
+};
+
+// S^T of one chunk: tokens lane / 4 (+ 8) of a tile, heads 2 * (lane % 4) (+ 1).
+template <typename T>
+__device__ __forceinline__ void multiply_k(const MatrixRows<T>& rows, uint32_t k, const Query<T>& q,
+                                           float (&s)[T::kTokenTiles][T::kHeadTiles][4]) {
+  float odd[T::kTokenTiles][T::kHeadTiles][4] = {};  // a second chain: instructions wait for less
+#pragma unroll
+  for (int m = 0; m < T::kTokenTiles; ++m) {
+    if constexpr (T::kFp8) {
+#pragma unroll
+      for (int step = 0; step < T::kSteps / 2; ++step) {
+        const Fragment f = load_matrices(rows.at(k, m, step));
+        const Fragment a = {half2_of_e4m3(f.x), half2_of_e4m3(f.y), half2_of_e4m3(f.x >> 16),
+                            half2_of_e4m3(f.y >> 16)};
+        const Fragment b = {half2_of_e4m3(f.z), half2_of_e4m3(f.w), half2_of_e4m3(f.z >> 16),
+                            half2_of_e4m3(f.w >> 16)};
+#pragma unroll
+        for (int n = 0; n < T::kHeadTiles; ++n) {
+          const auto& even_q = q.fragments[n][2 * step];
+          const auto& odd_q = q.fragments[n][2 * step + 1];
+          mma<typename T::M>(s[m][n], a, even_q[0], even_q[1]);
+          mma<typename T::M>(odd[m][n], b, odd_q[0], odd_q[1]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < T::kSteps; ++step) {
+        const Fragment a = load_matrices(rows.at(k, m, step));
+#pragma unroll
+        for (int n = 0; n < T::kHeadTiles; ++n) {
+          const auto& part = q.fragments[n][step];
+          mma<typename T::M>(step % 2 ? odd[m][n] : s[m][n], a, part[0], part[1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < T::kHeadTiles; ++n) {
+      for (int i = 0; i < 4; ++i) s[m][n][i] += odd[m][n][i];
+    }
+  }
+}
+
+// O^T += V^T P^T for one chunk; p are fragments of P^T.
+template <typename T>
+__device__ __forceinline__ void multiply_v(const MatrixRows<T>& rows, uint32_t v,
+                                           const uint32_t (&p)[T::kTokenTiles][T::kHeadTiles][2],
+                                           Sums<T>& sums) {
+#pragma unroll
+  for (int m = 0; m < T::kTokenTiles; ++m) {
+    if constexpr (T::kFp8) {
+#pragma unroll
+      for (int step = 0; step < T::kSteps / 2; ++step) {
+        const Fragment f = load_matrices_transposed(rows.at(v, m, step));
+        // Bytes (d, token), (d + 1, token), (d, token + 1), (d + 1, token + 1): pair the tokens.
+        const uint32_t x = __byte_perm(f.x, 0, 0x3120), y = __byte_perm(f.y, 0, 0x3120);
+        const uint32_t z = __byte_perm(f.z, 0, 0x3120), w = __byte_perm(f.w, 0, 0x3120);
+        const Fragment a = {half2_of_e4m3(x), half2_of_e4m3(x >> 16), half2_of_e4m3(y),
+                            half2_of_e4m3(y >> 16)};
+        const Fragment b = {half2_of_e4m3(z), half2_of_e4m3(z >> 16), half2_of_e4m3(w),
+                            half2_of_e4m3(w >> 16)};
+#pragma unroll
+        for (int n = 0; n < T::kHeadTiles; ++n) {
+          mma<typename T::M>(sums.out[n][2 * step], a, p[m][n][0], p[m][n][1]);
+          mma<typename T::M>(sums.out[n][2 * step + 1], b, p[m][n][0], p[m][n][1]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int step = 0; step < T::kSteps; ++step) {
+        const Fragment f = load_matrices_transposed(rows.at(v, m, step));
+        const Fragment a = {f.x, f.z, f.y, f.w};
+#pragma unroll
+        for (int n = 0; n < T::kHeadTiles; ++n) {
+          mma<typename T::M>(sums.out[n][step], a, p[m][n][0], p[m][n][1]);
+        }
+      }
+    }
+  }
+}
+
+// One chunk, its first token at position `first`, in a stage.
+template <typename T>
+__device__ __forceinline__ void attend(const MatrixRows<T>& rows, uint32_t stage, int first,
+                                       const Visible& seen, float soft_cap, const Query<T>& q,
+                                       Sums<T>& sums) {
+  float s[T::kTokenTiles][T::kHeadTiles][4] = {};
+  multiply_k<T>(rows, stage, q, s);
+  const bool whole = first >= seen.begin && first + T::kChunk <= seen.end;
+  const int token = first + threadIdx.x % kWarpSize / 4;
+  uint32_t p[T::kTokenTiles][T::kHeadTiles][2];
+#pragma unroll
+  for (int n = 0; n < T::kHeadTiles; ++n) {
+    float peak[2] = {sums.peak[n][0], sums.peak[n][1]};
+#pragma unroll
+    for (int m = 0; m < T::kTokenTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x = s[m][n][i] * q.unit[n][i % 2];
+        if (soft_cap > 0.0f) {
+          const float cap = soft_cap * kLog2E;
+          x = cap * tanh_of(__fdividef(x, cap));
+        }
+        if (!whole) {
+          const int position = token + 16 * m + 8 * (i / 2);
+          if (position < seen.begin || position >= seen.end) x = -INFINITY;
+        }
+        s[m][n][i] = x;
+        peak[i % 2] = fmaxf(peak[i % 2], x);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      for (int offset = 4; offset < kWarpSize; offset *= 2) {
+        peak[i] = fmaxf(peak[i], __shfl_xor_sync(kAllLanes, peak[i], offset));
+      }
+    }
+    const bool higher = peak[0] > sums.peak[n][0] || peak[1] > sums.peak[n][1];
+    if (__any_sync(kAllLanes, higher)) {
+      const float alpha[2] = {exp2_approx(sums.peak[n][0] - peak[0]),
+                              exp2_approx(sums.peak[n][1] - peak[1])};
+      sums.rescale(n, alpha);
+      sums.peak[n][0] = peak[0];
+      sums.peak[n][1] = peak[1];
+    }
+#pragma unroll
+    for (int m = 0; m < T::kTokenTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[m][n][i] = exp2_approx(s[m][n][i] - peak[i % 2]);
+        sums.total[n][i % 2] += s[m][n][i];
+      }
+      p[m][n][0] = transpose(pack<typename T::M>(s[m][n][0], s[m][n][1]));
+      p[m][n][1] = transpose(pack<typename T::M>(s[m][n][2], s[m][n][3]));
+    }
+  }
+  multiply_v<T>(rows, stage + T::kHalfBytes, p, sums);
+}
+
+// Element i of fragment j, for the lane of that number: its head of the group and its dimension.
+template <typename T>
+__device__ __forceinline__ void store_fragment(const DecodeArgs& args, int token, int head, int j,
+                                               int lane, float4 v) {
+  const float values[4] = {v.x, v.y, v.z, v.w};
+  const float out_scale = args.out_scale ? args.out_scale[0] : 1.0f;
+  const float v_scale = args.kv_scale ? args.kv_scale[args.kv_heads + head] : 1.0f;
+  const int64_t row = (static_cast<int64_t>(token) * args.kv_heads + head) * args.group;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int member = j / T::kSteps * 8 + lane % 4 * 2 + i % 2;
+    const int d = j % T::kSteps * 16 + (T::kFp8 ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8);
+    if (member >= args.group) continue;
+    const int64_t at = (row + member) * T::kHeadDim + d;
+    const float value = values[i] * v_scale;
+    if (args.out_scale) {
+      store_rounded(static_cast<__nv_fp8_e4m3*>(args.out) + at, value / out_scale);
+    } else {
+      store_rounded(static_cast<typename T::Q*>(args.out) + at, value);
+    }
+  }
+}
+
+}  // namespace fusewright::attention

@@ -1,0 +1,87 @@
+// How decode attention divides a batch into equal shares, from its lengths.
+#pragma once
+
+#include "attend.cuh"
+
+namespace fusewright::attention {
+
+// Tokens: sequences up to the first are never cut; a cut leaves at least the second on both sides.
+constexpr int kUncutTokens = 256;
+constexpr int kLeastCutTokens = 64;
+
+template <typename T>
+__device__ __forceinline__ int chunks_of(const DecodeArgs& args, int seq) {
+  const int queries = args.query_start[seq + 1] - args.query_start[seq];
+  const int seq_len = args.seq_lens[seq];
+  if (queries != 1 || seq_len <= 0) return 0;
+  const Visible seen = visible(seq_len, args.window);
+  return (seen.end + T::kChunk - 1) / T::kChunk - seen.begin / T::kChunk;
+}
+
+// All sequences' chunks in one row: sequence i has [starts[i], starts[i + 1]).
+template <typename T>
+struct Row {
+  const int* starts;
+  int num_seqs, num_shares;
+
+  __device__ __forceinline__ int total() const { return starts[num_seqs]; }
+
+  __device__ __forceinline__ int sequence_at(int x) const {
+    int low = 0, high = num_seqs;  // starts[low] <= x < starts[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (starts[middle] <= x)
+        low = middle;
+      else
+        high = middle;
+    }
+    return low;
+  }
+
+  // Where share s begins.
+  __device__ __forceinline__ int cut(int s) const {
+    const int x = static_cast<int>(static_cast<int64_t>(total()) * s / num_shares);
+    if (x <= 0 || x >= total()) return x;
+    const int seq = sequence_at(x), begin = starts[seq], end = starts[seq + 1];
+    const bool keep = (end - begin) * T::kChunk > kUncutTokens &&
+                      min(x - begin, end - x) * T::kChunk >= kLeastCutTokens;
+    if (keep) return x;
+    return 2 * (x - begin) <= end - begin ? begin : end;
+  }
+
+  // The share that holds chunk x.
+  __device__ __forceinline__ int share_of(int x) const {
+    int s = static_cast<int>(static_cast<int64_t>(x) * num_shares / total());
+    while (s > 0 && cut(s) > x) --s;
+    while (s + 1 < num_shares && cut(s + 1) <= x) ++s;
+    return s;
+  }
+};
+
+// The whole block: prefix sums of the sequences' chunks.
+template <typename T>
+__device__ __forceinline__ void lay_out(const DecodeArgs& args, int* starts, int* warp_sums) {
+  const int per_thread = (args.num_seqs + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * per_thread, args.num_seqs);
+  const int last = min(first + per_thread, args.num_seqs);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  int sum = 0;
+  for (int seq = first; seq < last; ++seq) sum += chunks_of<T>(args, seq);
+  int to_here = sum;
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, to_here, offset);
+    if (lane >= offset) to_here += below;
+  }
+  if (lane == kWarpSize - 1) warp_sums[warp] = to_here;
+  __syncthreads();
+  int at = to_here - sum;
+  for (int w = 0; w < warp; ++w) at += warp_sums[w];
+  for (int seq = first; seq < last; ++seq) {
+    starts[seq] = at;
+    at += chunks_of<T>(args, seq);
+  }
+  if (threadIdx.x == kThreads - 1) starts[args.num_seqs] = at;
+  __syncthreads();
+}
+
+}  // namespace fusewright::attention

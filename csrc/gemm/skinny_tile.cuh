@@ -1,0 +1,152 @@
+// How a skinny product is cut: what a block works on, and the rule which tile serves which shape.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace fusewright::gemm {
+
+constexpr int kMaxSkinnyTokens = 32;
+constexpr int kWarpSize = 32;
+constexpr int kConsumerWarps = 4;
+constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
+
+// A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
+// swizzle; consumer warp w multiplies line w.
+constexpr int kLineBytes = 128;
+constexpr int kRowBytes = kLineBytes * kConsumerWarps;
+
+// A scale is for this many columns of a row of x, or rows and columns of the weight.
+constexpr int kScaleBlock = 128;
+
+// What weight and x are made of.
+struct Bf16 {
+  static constexpr int kBytes = 2;
+  static constexpr bool kBlockScales = false;
+};
+struct Fp8 {
+  static constexpr int kBytes = 1;
+  static constexpr bool kBlockScales = false;
+};
+struct Fp8Blocks {
+  static constexpr int kBytes = 1;
+  static constexpr bool kBlockScales = true;
+  static_assert(kBytes * kScaleBlock == kLineBytes, "a line has one scale");
+};
+
+// Up to kTokens tokens, a multiple of 8; stages hold kXRows of them: two, where no call has more.
+template <int kTokens_, int kXRows_>
+struct Batch {
+  static constexpr int kTokens = kTokens_, kXRows = kXRows_;
+};
+
+// What a block works on: kRows rows of the weight, a batch, through a ring of kStages stages.
+template <typename Format_, typename Batch_, int kRows_, int kStages_>
+struct Tile {
+  using Format = Format_;
+  static constexpr int kRows = kRows_, kTokens = Batch_::kTokens, kXRows = Batch_::kXRows;
+  static constexpr int kStages = kStages_;
+  static constexpr int kTilesM = kRows / 16, kTilesN = kTokens / 8;
+  static constexpr int kStageBytes = (kRows + kXRows) * kRowBytes;
+  // A step's scales: x's, [kConsumerWarps][num_tokens], and the weight's, [kConsumerWarps].
+  static constexpr int kScaleBytes = Format::kBlockScales ? 16 * (kXRows + 1) : 0;
+  // The warps' sums, [kConsumerWarps][kXRows][kSumPitch] floats over the stages once these are
+  // read; the pad spreads the banks.  After them each token's largest, for the argmax.
+  static constexpr int kSumPitch = kRows + 4;
+  static constexpr int kWarpSums = kXRows * kSumPitch;
+  static constexpr int kSumBytes = kConsumerWarps * kWarpSums * 4;
+  static constexpr int kSharedBytes = kStages * (kStageBytes + 16 + kScaleBytes);
+  static constexpr int kBlocksPerMultiprocessor = 228 * 1024 / (kSharedBytes + 1024);
+  static_assert(kBlocksPerMultiprocessor <= 8);
+  static_assert(kStageBytes % 1024 == 0, "the swizzle's pattern repeats every 1024 bytes");
+  static_assert(kSumBytes + 4 * kMaxSkinnyTokens <= kStages * kStageBytes);
+};
+
+// The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a
+// weight that one round of these covers.  Shallow: room for the next kernel's blocks beside, where
+// blocks are short.  Many: for many rounds.
+template <typename Format, typename Batch>
+struct Rings;
+template <typename F>
+struct Rings<F, Batch<8, 2>> {
+  using B = Batch<8, 2>;
+  using Deep = Tile<F, B, 16, 12>;
+  using Medium = Tile<F, B, 16, 8>;
+  using Shallow = Tile<F, B, 16, 6>;
+  using Many = Tile<F, B, 16, 4>;
+};
+template <typename F>
+struct Rings<F, Batch<8, 8>> {
+  using B = Batch<8, 8>;
+  using Deep = Tile<F, B, 16, 9>;
+  using Medium = Tile<F, B, 16, 6>;
+  using Shallow = Tile<F, B, 16, 4>;
+  using Many = Tile<F, B, 16, 4>;
+};
+template <typename F>
+struct Rings<F, Batch<16, 16>> {
+  using B = Batch<16, 16>;
+  using Deep = Tile<F, B, 16, 6>;
+  using Medium = Tile<F, B, 16, 4>;
+  using Shallow = Tile<F, B, 16, 4>;
+  using Many = Tile<F, B, 32, 4>;
+};
+template <typename F>
+struct Rings<F, Batch<32, 32>> {
+  using B = Batch<32, 32>;
+  using Deep = Tile<F, B, 16, 4>;
+  using Medium = Tile<F, B, 16, 3>;
+  using Shallow = Tile<F, B, 16, 3>;
+  using Many = Tile<F, B, F::kBytes == 2 ? 64 : 32, F::kBytes == 2 ? 2 : 3>;
+};
+
+enum class Ring { kDeep, kMedium, kShallow, kMany };
+
+// Which ring, and how many blocks, a cluster, share a tile along K.
+struct Plan {
+  Ring ring;
+  int splits;
+};
+
+// The multiprocessors that rounds are planned for.  A constant: results follow from shapes alone.
+constexpr int kMultiprocessors = 132;
+
+// Splits that bring `tiles` blocks close to `slots`, each with two steps or more.
+constexpr int splits_for(int tiles, int slots, int steps) {
+  int splits = 1;
+  while (splits < 8 && 2 * splits * tiles <= slots && steps >= 4 * splits) splits *= 2;
+  return splits;
+}
+
+// The rule: rows of the weight and steps of 512 bytes along K to a plan (bench/NOTES.md has the
+// measurements).  Blocks of few steps are over before a deep ring pays.  Else one round of blocks,
+// of the ring whose slots it fills better, if it fills them or nothing else could; else many.
+template <typename R>
+constexpr Plan make_plan(int rows, int steps) {
+  constexpr int kFewSteps = 8;
+  constexpr float kFull = 0.75f;
+  const int tiles = (rows + 15) / 16;
+  const auto slots = [](int blocks) { return kMultiprocessors * blocks; };
+  constexpr int kShallow = R::Shallow::kBlocksPerMultiprocessor;
+  if (steps <= kFewSteps && tiles <= slots(kShallow)) {
+    return {Ring::kShallow, splits_for(tiles, slots(kShallow) / 2, steps)};
+  }
+  const auto fill = [&](int blocks, int splits) {
+    return tiles > slots(blocks) ? 0.0f : static_cast<float>(tiles * splits) / slots(blocks);
+  };
+  constexpr int kDeep = R::Deep::kBlocksPerMultiprocessor;
+  constexpr int kMedium = R::Medium::kBlocksPerMultiprocessor;
+  const int deep_splits = splits_for(tiles, slots(kDeep), steps);
+  const int medium_splits = splits_for(tiles, slots(kMedium), steps);
+  const float deep = fill(kDeep, deep_splits), medium = fill(kMedium, medium_splits);
+  const bool few_rows = rows <= R::Many::kRows * kMultiprocessors;
+  if (deep >= medium && (deep >= kFull || (few_rows && deep > 0))) {
+    return {Ring::kDeep, deep_splits};
+  }
+  if (medium >= kFull || (few_rows && medium > 0)) return {Ring::kMedium, medium_splits};
+  return {Ring::kMany, 1};
+}
+
+}  // namespace fusewright::gemm

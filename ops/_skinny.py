@@ -1,0 +1,116 @@
+"""What stands between the linear ops and the streaming kernels of ``csrc/gemm``: when they serve.
+
+A program's number of rows is known only when it runs, so each of these functions chooses then: the
+streaming kernel for few rows, else the function that it was given.  Under capture the choice is
+fixed, and the kernel reads weights before the kernel ahead of it has finished: that one must not
+write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._cuda import load_cuda_library
+from ._float8 import E4M3
+from ._op import OpDesc
+
+# What the kernels' copies take of a row at least, and the least that is measured.
+_LINE_BYTES = 128
+_LEAST_BYTES = 8 << 20
+# The most rows with which they are ahead; they hold 32.  Of FP8, cuBLASLt is near with one scale for
+# all, far behind with more; blocks are copied by four.
+_ROWS_BF16 = 16
+_ROWS_FP8 = 32
+_ROWS_ONE_SCALE = 8
+_BLOCK_COLUMNS = 512
+
+
+def skinny_rows(out_features: int, in_features: int, itemsize: int = 2) -> int:
+    """The most rows for which a streaming kernel is the choice for a weight.
+
+    Measured (bench/NOTES.md): with it the bfloat16 products of a Llama-3-8B token take 12 % less
+    time than with cuBLAS at one row, 7 % at 16 and 3 % more at 32, where x weighs as much in L2 as
+    the weight in memory.  0 where it cannot run, and below 8 MiB, where it is not measured and
+    launches rather than bytes are the time.
+    """
+    row_bytes = itemsize * in_features
+    if row_bytes % _LINE_BYTES or out_features * row_bytes < _LEAST_BYTES:
+        return 0
+    return _ROWS_BF16 if itemsize == 2 else _ROWS_FP8
+
+
+def refuses_weight(desc: OpDesc, dtype: torch.dtype) -> str:
+    """Why the kernels do not serve a call, or an empty string."""
+    weight = desc["weight"]
+    if desc.device != "cuda":
+        return f"on {desc.device}, not CUDA"
+    # Its tensor copies came with SM 9.0.  For 8.0 and 8.9 the seam is the producer: cp.async.
+    if desc.sm != 90:
+        return f"built for SM 9.0, not {desc.sm / 10 if desc.sm else 'an unknown one'}"
+    if desc["x"].dtype != dtype or weight.dtype != dtype:
+        return f"dtype {desc['x'].dtype}, not {str(dtype).removeprefix('torch.')}"
+    if not skinny_rows(weight.shape[0], weight.shape[1], dtype.itemsize):
+        return (
+            f"weight {list(weight.shape)}: in_features not a multiple of "
+            f"{_LINE_BYTES // dtype.itemsize}, or less than {_LEAST_BYTES >> 20} MiB"
+        )
+    return "" if load_cuda_library() else "csrc is not built into this installation"
+
+
+def refuses_bf16(desc: OpDesc) -> str:
+    return refuses_weight(desc, torch.bfloat16)
+
+
+def _can_stream(t: Tensor) -> bool:
+    """Whether the kernels' 16-byte copies can read the rows of a matrix."""
+    return t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def rows_to_stream(x: Tensor, weight: Tensor) -> Tensor | None:
+    """x as a matrix, if the kernels take it and it has few rows, at least one."""
+    x_2d = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out_features, in_features = weight.shape
+    few = 0 < x_2d.shape[0] <= skinny_rows(out_features, in_features, weight.itemsize)
+    return x_2d if few and _can_stream(x_2d) and _can_stream(weight) else None
+
+
+def linear_fp8(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``linear_fp8`` by the streaming kernel for few rows, else by ``otherwise``."""
+
+    def run(
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        most = _ROWS_ONE_SCALE if weight_scale.numel() == 1 else _ROWS_FP8
+        args = (x, x_scale, weight, weight_scale, bias, out_dtype)
+        if x.shape[0] > most or rows_to_stream(x, weight) is None:
+            return otherwise(*args)
+        return torch.ops.fw_cuda.skinny_linear_fp8.default(*args)  # type: ignore[no-any-return]
+
+    return run
+
+
+def linear_fp8_supports(otherwise: Callable[[OpDesc], str]) -> Callable[[OpDesc], str]:
+    """Whether both can run a call."""
+
+    def supports(desc: OpDesc) -> str:
+        if reason := otherwise(desc) or refuses_weight(desc, E4M3):
+            return reason
+        (out_features, in_features), scales = desc["weight"].shape, _shape(desc["weight_scale"])
+        if scales not in ((1, 1), (out_features, 1)) and in_features % _BLOCK_COLUMNS:
+            return f"in_features {in_features}: block scales are copied for {_BLOCK_COLUMNS}"
+        return ""
+
+    return supports
+
+
+def _shape(t: Any) -> tuple[int, ...]:
+    return tuple(t.shape)

@@ -1,0 +1,132 @@
+"""Launches of FP8 quantization, alone or fused behind a norm or a gated activation.
+
+A scheme is a static scale [1, 1], or the size of the groups that share a scale, 0 for whole rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._float8 import E4M3
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+# Elements of a tile below which one program takes several rows; as ``norm.py`` does.
+_TILE_ELEMENTS = 1024
+
+GROUP = 128
+"""Columns that share a scale in the block scheme."""
+
+Scheme: TypeAlias = Tensor | int
+Quantized: TypeAlias = tuple[Tensor, ...]
+"""(q,), or with dynamic scales (q, scale)."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def empty_results(x: Tensor, width: int, scheme: Scheme) -> Quantized:
+    """Memory for ``width`` columns quantized; scales are column-major, as GEMMs take them."""
+    rows = x.shape[0]
+    q = x.new_empty((rows, width), dtype=E4M3)
+    if isinstance(scheme, Tensor):
+        return (q,)
+    groups = width // scheme if scheme else 1
+    return q, x.new_empty((groups, rows), dtype=torch.float32).t()
+
+
+def _tile_rows(rows: int, block: int) -> int:
+    return max(min(_TILE_ELEMENTS // block, next_power_of_2(max(rows, 1))), 1)
+
+
+def _group(scheme: Scheme, block: int) -> int:
+    """Columns that share a scale as the kernel counts them: 0 for a static one."""
+    return 0 if isinstance(scheme, Tensor) else scheme or block
+
+
+def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> tuple[list[Launch], Quantized]:
+    """``x``, or the gated activation of x = gate | up, quantized."""
+    x = _rows(x)
+    rows, width = x.shape[0], x.shape[1] if activation == "none" else x.shape[1] // 2
+    results = empty_results(x, width, scheme)
+    elements = 512 if activation == "none" else 256  # of a warp
+    block = next_power_of_2(max(width, 1))
+    if isinstance(scheme, Tensor) or scheme:
+        block = min(block, 8 * elements)
+    parts = cdiv(width, block)
+    tile_rows = _tile_rows(rows, block)
+    launch = Launch(
+        kernel="quant:_quant_kernel",
+        grid=(cdiv(rows, tile_rows) * parts,),
+        args={
+            "x_ptr": x,
+            "q_ptr": results[0],
+            "scale_ptr": scheme if isinstance(scheme, Tensor) else results[1],
+            "num_rows": rows,
+            "width": width,
+            "row_stride": x.stride(0),
+        },
+        constexprs={
+            "ACTIVATION": activation,
+            "PARTS": parts,
+            "GROUP": _group(scheme, block),
+            "ROWS": tile_rows,
+            "BLOCK": block,
+        },
+        num_warps=min(max(tile_rows * block // elements, 1), 32),
+        dynamic=("num_rows",),
+        programmatic=True,
+    )
+    return [launch], results
+
+
+def norm_quantize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scheme: Scheme
+) -> tuple[list[Launch], Quantized]:
+    """The norm of ``x [+ residual]``, quantized; with a residual, the sum comes last."""
+    if weight.shape != x.shape[1:] or (residual is not None and residual.shape != x.shape):
+        found = None if residual is None else list(residual.shape)
+        raise ValueError(
+            f"x is {list(x.shape)}: expected weight [{x.shape[1]}], found {list(weight.shape)}, "
+            f"and a residual like x, found {found}"
+        )
+    x = _rows(x)
+    rows, hidden = x.shape
+    added = None if residual is None else _rows(residual)
+    block = next_power_of_2(hidden)
+    # The tile of the unfused kernel: a sum in another order could round to other bits.
+    tile_rows = _tile_rows(rows, block)
+    results = empty_results(x, hidden, scheme)
+    total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    args: dict[str, Any] = {
+        "x_ptr": x,
+        "residual_ptr": added,
+        "weight_ptr": weight,
+        "q_ptr": results[0],
+        "scale_ptr": scheme if isinstance(scheme, Tensor) else results[1],
+        "residual_out_ptr": total,
+        "num_rows": rows,
+        "hidden": hidden,
+        "x_stride": x.stride(0),
+        "residual_stride": 0 if added is None else added.stride(0),
+        "eps": eps,
+    }
+    launch = Launch(
+        kernel="quant:_norm_quant_kernel",
+        grid=(cdiv(rows, tile_rows),),
+        args=args,
+        constexprs={
+            "ADD": added is not None,
+            "GROUP": _group(scheme, block),
+            "ROWS": tile_rows,
+            "BLOCK": block,
+        },
+        num_warps=min(max(tile_rows * block // 512, 1), 16),
+        dynamic=("num_rows",),
+        programmatic=True,
+    )
+    return [launch], results if total is None else (*results, total)

@@ -1,0 +1,88 @@
+"""``paged_attention`` with the decode kernel of csrc: the implementation ``cuda``.
+
+It takes batches of at most one query a sequence, as long as they are few; the Triton launches do
+the rest.  Which of the two runs follows from shapes alone, so a captured graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from ._cuda import load_cuda_library
+from ._float8 import E4M3
+from ._launch import Launch, run_launches
+from ._op import Implementation, OpDesc
+
+_SM = 90
+_HEAD_DIMS = (64, 128)
+_PAGES = (8, 16, 32, 64, 128, 256)
+_MAX_GROUP = 16
+_MAX_PAIRS = 132
+"""(sequence, KV head) pairs up to which csrc is the choice, of what was measured (bench/NOTES.md):
+on an H200, 8 KV heads of 128, 32 heads, bfloat16, us at contexts of 128 / 1024 / 4096.  csrc, in a
+program of its own: 1 sequence 5.8 / 7.2 / 12.0, 8: 5.8 / 13.6 / 37.0, 64: 16.3 / 80.1 / 257.1.  The
+Triton kernel: 5.7 / 9.3 / 14.2, 6.9 / 20.6 / 44.5, 14.9 / 68.7 / 262.2."""
+
+Launches: TypeAlias = Callable[..., tuple[list[Launch], None]]
+
+
+def takes(num_tokens: int, num_seqs: int, kv_heads: int, *, fp8: bool = False) -> bool:
+    """Whether the kernel of csrc runs a batch of these sizes, and not the Triton launches: of FP8
+    caches any decode, 86 % of the copy rate at 64 sequences of 4096."""
+    return num_tokens == num_seqs and (fp8 or num_seqs * kv_heads <= _MAX_PAIRS)
+
+
+def _takes(args: tuple[Any, ...]) -> bool:
+    q, kv_cache, _, seq_lens, *_ = args
+    fp8 = kv_cache.dtype == E4M3
+    return takes(q.shape[0], seq_lens.shape[0], kv_cache.shape[3], fp8=fp8)
+
+
+def _run(*args: Any, triton: Callable[..., None]) -> None:
+    if not _takes(args):
+        triton(*args)
+        return
+    kv_scale, out_scale = (*args[9:], None, None)[:2]
+    torch.ops.fw_cuda.decode_attention.default(*args[:9], kv_scale, out_scale)
+
+
+def _launches(*args: Any, triton: Launches) -> tuple[list[Launch], None]:
+    return ([], None) if _takes(args) else triton(*args)
+
+
+def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
+    q, kv_cache = desc["q"], desc["kv_cache"]
+    _, num_heads, head_dim = q.shape
+    _, _, page, kv_heads, _ = kv_cache.shape
+    if desc.device != "cuda":
+        return f"on {desc.device}, not CUDA"
+    if desc.sm != _SM:
+        return f"built for SM 9.0, not {desc.sm / 10 if desc.sm else 'an unknown one'}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q is {q.dtype}: the kernel takes bfloat16 and float16"
+    if kv_cache.dtype not in (q.dtype, E4M3):
+        return f"KV cache is {kv_cache.dtype}, q is {q.dtype}"
+    if head_dim not in _HEAD_DIMS:
+        return f"head_dim {head_dim}: the kernel takes {' and '.join(map(str, _HEAD_DIMS))}"
+    if page not in _PAGES:
+        return f"block size {page}: the kernel takes powers of two from 8 to 256"
+    if num_heads // kv_heads > _MAX_GROUP:
+        return f"{num_heads} heads share {kv_heads} KV heads: a group has at most {_MAX_GROUP}"
+    if reason := triton_supports(desc):
+        return reason
+    return "" if load_cuda_library() else "csrc is not built into this installation"
+
+
+def by_cuda(launches: Launches, triton_supports: Callable[[OpDesc], str]) -> Implementation:
+    """The implementation; ``launches`` and ``triton_supports`` are the Triton implementation's."""
+    return Implementation(
+        "cuda",
+        partial(_run, triton=run_launches(launches)),
+        partial(_supports, triton_supports=triton_supports),
+        devices=("cuda",),
+        launches=partial(_launches, triton=launches),
+    )

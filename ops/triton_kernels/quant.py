@@ -1,0 +1,152 @@
+"""FP8 quantization, alone or behind the op that makes the values: a tile of rows a program.
+
+Bandwidth-bound: rows are read once and stay in registers while their largest value is found; what
+is quantized never lies in memory unquantized.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activation import gated
+from .dependent import start_next_and_wait
+from .float8 import stored_as
+
+
+@triton.jit
+def _scale_of(values, axis: tl.constexpr):
+    """What makes the largest magnitude along ``axis`` 448; that of zeros still has an inverse."""
+    # As integers, magnitudes order like the floats that they are, with NaN above infinity.
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
+    floor: tl.constexpr = 2.0**-64
+    return tl.where(largest < floor, floor, largest) * (1.0 / 448.0)
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _store_quantized(
+    values,
+    q_ptr,
+    scale_ptr,
+    known_scale,
+    row,
+    cols,
+    num_rows,
+    width,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    part=0,
+):
+    """Store ``values`` [ROWS, BLOCK] (float32, 0 outside of the matrix) as FP8, and their scales.
+
+    GROUP: the columns that share a scale; 0 for ``known_scale``, BLOCK for whole rows.  A scale is
+    at [group][row].  ``part``: which BLOCK of columns these are.
+    """
+    in_rows = row < num_rows
+    if GROUP == 0:
+        scaled = values * _inverse(known_scale)
+    elif GROUP == BLOCK:
+        scale = _scale_of(values, 1)
+        tl.store(scale_ptr + row, scale, mask=in_rows)
+        scaled = values * _inverse(scale)[:, None]
+    else:
+        grouped = tl.reshape(values, (ROWS, BLOCK // GROUP, GROUP))
+        scale = _scale_of(grouped, 2)
+        group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        mask = in_rows[:, None] & (group < width // GROUP)[None, :]
+        at = group.to(tl.int64)[None, :] * num_rows + row[:, None]
+        tl.store(scale_ptr + at, scale, mask=mask)
+        scaled = tl.reshape(grouped * _inverse(scale)[:, :, None], (ROWS, BLOCK))
+    mask = in_rows[:, None] & (cols < width)[None, :]
+    q = stored_as(scaled, tl.float8e4nv)
+    tl.store(q_ptr + row[:, None] * width + cols[None, :], q, mask=mask)
+
+
+@triton.jit
+def _quant_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    num_rows,
+    width,
+    row_stride,
+    ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """x, or ``act(gate) * up`` of x = gate | up, each ``width`` columns, quantized."""
+    start_next_and_wait(PROGRAMMATIC)
+    # Neighbours in the grid are neighbours in memory.
+    row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(0) % PARTS
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (cols < width)[None, :]
+    scale = 1.0
+    if GROUP == 0:
+        scale = tl.load(scale_ptr)
+    at = x_ptr + row[:, None] * row_stride + cols[None, :]
+    values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION != "none":
+        up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+        # Rounded as the unfused kernel does.
+        values = gated(values, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    _store_quantized(
+        values, q_ptr, scale_ptr, scale, row, cols, num_rows, width, GROUP, ROWS, BLOCK, part
+    )
+
+
+@triton.jit
+def _norm_quant_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    q_ptr,
+    scale_ptr,
+    residual_out_ptr,
+    num_rows,
+    hidden,
+    x_stride,
+    residual_stride,
+    eps,
+    ADD: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """``rms_norm(x [+ residual])``, quantized; rounded on the way as the unfused kernels do."""
+    start_next_and_wait(PROGRAMMATIC)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # 16 bytes of x a thread, as in the unfused kernel, though FP8 could be stored by 16 elements:
+    # other threads would hold other elements, and the sum of squares round to other bits.
+    cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
+    mask = (row < num_rows)[:, None] & (cols < hidden)[None, :]
+    # Loaded before the reduction, so that their latency hides behind the row's.
+    weight = tl.load(weight_ptr + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+    scale = 1.0
+    if GROUP == 0:
+        scale = tl.load(scale_ptr)
+    x = tl.load(x_ptr + row[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    if ADD:
+        r_at = residual_ptr + row[:, None] * residual_stride + cols[None, :]
+        total = (x + tl.load(r_at, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(residual_out_ptr + row[:, None] * hidden + cols[None, :], total, mask=mask)
+        x = total.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+    normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
+    values = (normed * weight[None, :]).to(dtype).to(tl.float32)
+    _store_quantized(
+        values, q_ptr, scale_ptr, scale, row, cols, num_rows, hidden, GROUP, ROWS, BLOCK
+    )

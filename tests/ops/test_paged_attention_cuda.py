@@ -1,0 +1,266 @@
+"""``paged_attention`` by csrc's decode kernel: what it takes, and what it computes beyond cases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.ops import (
+    PAGED_ATTENTION,
+    Case,
+    OpDesc,
+    choose,
+    load_cuda_library,
+    representative_sizes,
+    variants_of,
+)
+from fusewright.ops import paged_attention_cuda as glue
+from fusewright.ops.conformance import check_case
+from fusewright.ops.launches import paged_attention as kernels
+from fusewright.ops.paged_attention_cases import batch
+
+IMPL = PAGED_ATTENTION.implementation("cuda")
+HEADS = (8, 2, 128)
+CPU = torch.device("cpu")
+OUT = 5
+
+
+def description(dtype: torch.dtype = torch.bfloat16, sm: int = 90, **options: Any) -> OpDesc:
+    heads, page = options.pop("heads", HEADS), options.pop("page", 16)
+    args = batch(dtype, CPU, torch.Generator(), [(1, 3), (4, 9)], heads, page, **options)
+    return replace(PAGED_ATTENTION.describe(args, sm=sm), device="cuda")
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with csrc, which a CPU torch does not load."""
+    monkeypatch.setattr(glue, "load_cuda_library", lambda: True)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("desc", "reason"),
+    [
+        (description(), ""),
+        (description(torch.float16, heads=(16, 1, 64), page=256), ""),
+        (description(fp8="scaled kv, out", window=5, cap=3.0, page=8), ""),
+        (description(sm=80), "built for SM 9.0, not 8.0"),
+        (description(sm=0), "not an unknown one"),
+        (replace(description(), device="cpu"), "on cpu, not CUDA"),
+        (description(torch.float32), "q is torch.float32"),
+        (description(heads=(4, 2, 80)), "head_dim 80: the kernel takes 64 and 128"),
+        (description(page=4), "block size 4"),
+        (description(page=24), "block size 24"),
+        (description(heads=(17, 1, 64)), "17 heads share 1 KV heads: a group has at most 16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_it_says_what_it_does_not_take(desc: OpDesc, reason: str) -> None:
+    answer = IMPL.supports(desc)
+    assert reason in answer and bool(reason) == bool(answer)
+
+
+def test_without_its_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glue, "load_cuda_library", lambda: False)
+    assert IMPL.supports(description()) == "csrc is not built into this installation"
+
+
+@pytest.mark.usefixtures("built")
+def test_only_its_name_chooses_it() -> None:
+    desc = description()
+    assert choose(PAGED_ATTENTION, desc, inline_first=False).implementation == "triton"
+    chosen = choose(PAGED_ATTENTION, desc, inline_first=False, override="cuda")
+    assert chosen.implementation == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "kv_heads", "taken"),
+    [
+        (1, 1, 8, True),
+        (16, 16, 8, True),
+        (17, 17, 8, False),  # more pairs than it wins at
+        (33, 33, 4, True),
+        (17, 16, 8, False),  # a sequence with two queries, or a padded row
+        (1, 1, 256, False),
+    ],
+)
+def test_it_takes_few_sequences_of_one_query(
+    num_tokens: int, num_seqs: int, kv_heads: int, taken: bool
+) -> None:
+    assert glue.takes(num_tokens, num_seqs, kv_heads) == taken
+
+
+def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
+    """A call of Llama-3-8B's shape, without data."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def heads(*shape: int) -> Tensor:
+        return empty(*shape, 128, dtype=torch.bfloat16)
+
+    table, starts = empty(num_seqs, 512), empty(num_seqs + 1)
+    q, out, cache = heads(num_tokens, 32), heads(num_tokens, 32), heads(3, 2, 16, 8)
+    return q, cache, table, empty(num_seqs), starts, out, 0.1, 0, 0.0, None, None
+
+
+def test_what_it_leaves_is_launched_as_by_triton() -> None:
+    assert IMPL.launches is not None
+    for sizes in [(17, 17), (256, 256), (9, 8), (2000, 1)]:
+        expected = kernels.paged_attention(*sized(*sizes))[0]
+        found = IMPL.launches(*sized(*sizes))[0]
+        assert [x.variant() for x in found] == [x.variant() for x in expected]
+    for num_seqs in (1, 16):
+        assert IMPL.launches(*sized(num_seqs, num_seqs))[0] == []
+
+
+def test_representative_sizes_need_every_variant_it_launches(fw_seed: int) -> None:
+    assert IMPL.launches is not None
+    ahead = set()
+    for sizes in representative_sizes():
+        ahead |= variants_of(IMPL.launches(*sized(*sizes))[0])
+    rng = random.Random(fw_seed)
+    for _ in range(200):
+        num_seqs = rng.choice([rng.randint(1, 70), rng.randint(1, 2000)])
+        num_tokens = num_seqs + rng.choice([0, 0, 1, rng.randint(1, 3000)])
+        needed = variants_of(IMPL.launches(*sized(num_tokens, num_seqs))[0])
+        assert needed <= ahead, f"{num_tokens} tokens of {num_seqs} sequences"
+
+
+@pytest.fixture
+def kernel() -> Callable[..., None]:
+    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
+        pytest.skip("needs csrc and SM 9.0")
+    kernel: Callable[..., None] = torch.ops.fw_cuda.decode_attention.default
+    return kernel
+
+
+def check(kernel: Callable[..., None], label: str, args: tuple[Any, ...]) -> None:
+    check_case(
+        PAGED_ATTENTION, kernel, Case(label, args), PAGED_ATTENTION.tolerances[args[OUT].dtype]
+    )
+
+
+BATCHES = {
+    "one token": [1],
+    "one": [1500],
+    "chunk edges": [15, 16, 17, 31, 32, 33],
+    "few": [4000, 37, 0, 2600],
+    "one long among short": [60] * 7 + [20000] + [60] * 8,
+    "more pairs than clusters": [3 * n % 700 for n in range(150)],
+    "cut by shares": [900] * 150,
+    "all skipped": [0, 0, 0],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", ["", "kv", "scaled kv", "scaled kv, out", "out"])
+@pytest.mark.parametrize("contexts", BATCHES.values(), ids=BATCHES)
+def test_it_matches_the_reference(
+    kernel: Callable[..., None], contexts: list[int], fp8: str, fw_seed: int
+) -> None:
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    shapes = [((8, 2, 128), 16), ((3, 3, 64), 8), ((7, 1, 128), 64), ((32, 2, 64), 256)]
+    for i, (heads, page) in enumerate(shapes):
+        dtype = torch.float16 if i % 2 else torch.bfloat16
+        lengths = [(1, context) for context in contexts]
+        args = batch(dtype, torch.device("cuda"), gen, lengths, heads, page, fp8=fp8)
+        check(kernel, f"{heads}, block size {page}, --fw-seed={fw_seed}", args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 9, 16])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (300, 0.0), (1, 0.0), (77, 5.0)])
+def test_it_takes_any_group_window_and_cap(
+    kernel: Callable[..., None], group: int, window: int, cap: float, fw_seed: int
+) -> None:
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    for fp8 in ("", "scaled kv"):
+        lengths = [(1, 1000), (1, 2), (1, 0), (1, 333)]
+        heads, device = (3 * group, 3, 128), torch.device("cuda")
+        args = batch(
+            torch.bfloat16, device, gen, lengths, heads, 32, window=window, cap=cap, fp8=fp8
+        )
+        check(kernel, f"fp8 {fp8!r}, --fw-seed={fw_seed}", args)
+
+
+@pytest.mark.gpu
+def test_it_matches_the_reference_at_128k(kernel: Callable[..., None], fw_seed: int) -> None:
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    for lengths in ([(1, 1 << 17)], [(1, 5), (1, (1 << 17) - 1), (1, 700)]):
+        args = batch(torch.bfloat16, torch.device("cuda"), gen, lengths, HEADS, 16)
+        check(kernel, f"--fw-seed={fw_seed}", args)
+
+
+@pytest.mark.gpu
+def test_rows_of_padding_are_untouched(kernel: Callable[..., None], fw_seed: int) -> None:
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    lengths = [(1, 40), (1, 700), (0, 0), (0, 0)]
+    args = batch(torch.bfloat16, torch.device("cuda"), gen, lengths, HEADS, 16, padding=2)
+    check(kernel, "padding", args)
+    kernel(*args)
+    assert (args[OUT][2:] == 7.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_seqs", [1, 5, 40])
+def test_a_captured_graph_follows_lengths_written_after_capture(
+    kernel: Callable[..., None], num_seqs: int, fw_seed: int
+) -> None:
+    torch.manual_seed(fw_seed)
+    rng = random.Random(fw_seed)
+    lengths = [(1, 3000)] * num_seqs
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    args = batch(torch.bfloat16, torch.device("cuda"), gen, lengths, HEADS, 16)
+    args = (args[0].clone(), torch.randn_like(args[1]), *args[2:])
+    kernel(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            kernel(*args)
+    for _ in range(6):
+        contexts = [rng.choice([0, 1, rng.randint(1, 300), 3000]) for _ in range(num_seqs)]
+        args[0].normal_()
+        args[2].random_(0, len(args[1]))
+        args[3].copy_(torch.tensor(contexts))
+        args[OUT].fill_(7.0)
+        graph.replay()
+        got = args[OUT].clone()
+        args[OUT].fill_(7.0)
+        kernel(*args)
+        assert torch.equal(got, args[OUT]), f"{contexts}, --fw-seed={fw_seed}"
+        want = torch.full_like(got, 7.0)
+        PAGED_ATTENTION.overload()(*args[:OUT], want, *args[OUT + 1 :])
+        torch.testing.assert_close(got, want, atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.gpu
+def test_it_refuses_what_it_cannot_read(kernel: Callable[..., None]) -> None:
+    gen = torch.Generator("cuda").manual_seed(0)
+    args = batch(torch.bfloat16, torch.device("cuda"), gen, [(1, 9), (1, 40)], HEADS, 16)
+    scale = torch.ones(1, 1, device="cuda")
+    wrong: list[tuple[int, Any, str]] = [
+        (0, args[0].cpu(), "q is not on a CUDA device"),
+        (0, args[0].float(), r"q has shape \[2, 8, 128\] and elements of 4 bytes"),
+        (0, args[0][:, ::2], "expected heads without gaps"),
+        (1, args[1].half(), "kv_cache has shape .* of q's dtype or float8_e4m3fn"),
+        (1, args[1][:, :, :12].contiguous(), "block_size of kv_cache .* is 12"),
+        (2, args[2][:1], r"block_table has shape \[1, 6\], expected \[2, 1 or more\]"),
+        (2, args[2].long(), "block_table has shape .* of int32"),
+        (3, args[3].cpu(), "seq_lens is not on q's device"),
+        (3, args[3].long(), r"seq_lens has shape \[2\], expected a contiguous \[2\] of int32"),
+        (4, args[4][1:], r"query_start_loc has shape \[2\], expected a contiguous \[3\]"),
+        (OUT, args[OUT].float(), "out has shape .* of q's dtype"),
+        (6, 0.0, "scale 0, sliding_window 0"),
+        (9, torch.ones(2, 2, device="cuda"), "kv_scale is given, but kv_cache"),
+        (10, scale, "float8_e4m3fn, as there is an out_scale"),
+    ]
+    for index, value, message in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            kernel(*args[:index], value, *args[index + 1 :])

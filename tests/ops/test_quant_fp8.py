@@ -1,0 +1,215 @@
+"""FP8 quantization beyond conformance: bits of fused kernels, extremes, layouts, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright import ops
+from fusewright.ops import BY_NAME, Case, SemanticOp
+from fusewright.ops._float8 import E4M3
+from fusewright.ops.conformance import check_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+UNFUSED = ("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul")
+SCHEMES = ("static", 0, 128)
+HIDDEN = 384
+
+
+def inputs_of(name: str, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """Arguments of an unfused op, with outliers and a row of zeros."""
+    width = 2 * HIDDEN if name.endswith("mul") else HIDDEN
+    x = torch.randn(rows, width, device=device)
+    x[torch.rand_like(x) < 0.01] *= 40
+    x[-1] = 0
+    residual = torch.randn(rows, width, device=device).to(dtype)
+    weight = torch.randn(width, device=device).to(dtype)
+    if name.endswith("mul"):
+        return (x.to(dtype),)
+    return (x.to(dtype), *((residual,) if name.startswith("add") else ()), weight, 1e-6)
+
+
+def outputs_of(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [*result]
+
+
+def run_both(
+    name: str, implementation: str, args: tuple[Any, ...], scheme: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of the fused op and of the two that it stands for; of the op itself for ""."""
+    kind, how = "dynamic", scheme
+    if scheme == "static":
+        kind, how = "static", torch.full((1, 1), 0.043, device=args[0].device)
+    fused = outputs_of(BY_NAME[f"{name}_quant_{kind}"].overload(implementation)(*args, how))
+    first, *rest = outputs_of(BY_NAME[name].overload(implementation)(*args))
+    quantized = outputs_of(BY_NAME[f"quant_fp8_{kind}"].overload(implementation)(first, how))
+    return fused, [*quantized, *rest]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    bits = (t.reshape(-1).view(torch.uint8) for t in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["", "native", "triton"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", UNFUSED)
+def test_fusing_changes_no_bit(
+    name: str,
+    scheme: Any,
+    implementation: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    fw_seed: int,
+) -> None:
+    torch.manual_seed(fw_seed)
+    for rows in (5, 70) if device.type == "cuda" else (5,):
+        args = inputs_of(name, rows, dtype, device)
+        for i, (got, want) in enumerate(
+            zip(*run_both(name, implementation, args, scheme), strict=True)
+        ):
+            assert same_bits(got, want), f"output {i} of {rows} rows, --fw-seed={fw_seed}"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", UNFUSED)
+def test_few_values_differ_from_the_reference_and_by_one_step(
+    name: str, scheme: Any, device: torch.device, fw_seed: int
+) -> None:
+    """A cast that truncates, or a scale of the wrong group, would move most of them."""
+    torch.manual_seed(fw_seed)
+    args = inputs_of(name, 5, torch.float32, device)
+    (got, *_), (want, *_) = (run_both(name, i, args, scheme)[0] for i in ("triton", ""))
+    ordinals = []
+    for q in (got, want):
+        bits = q.view(torch.uint8).int()
+        ordinals.append(torch.where(bits < 128, bits, 128 - bits))
+    steps = (ordinals[0] - ordinals[1]).abs()
+    assert steps.max() <= 1 and (steps == 1).float().mean() < 2e-3, f"--fw-seed={fw_seed}"
+
+
+@pytest.mark.parametrize("implementation", ["", "native", "triton"])
+def test_extremes_saturate_and_nan_stays(implementation: str, device: torch.device) -> None:
+    op, scale = BY_NAME["quant_fp8_static"], torch.full((1, 1), 0.5, device=device)
+    given = [0.0, -0.0, 1.0, -1.0, 224.0, 225.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan]
+    # Half of the least FP8 value, which ties to 0; a little more; between 1 and 1.125.
+    given += [2.0**-11, 2.0**-11 * 1.001, 0.5 * 1.0625, 0.5 * 1.1875]
+    expected = [0.0, -0.0, 2.0, -2.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0, torch.nan]
+    expected += [0.0, 2.0**-9, 1.0, 1.25]
+    q = op.overload(implementation)(torch.tensor([given], device=device), scale)
+    assert q.dtype == E4M3
+    got, want = q.float().cpu(), torch.tensor([expected])
+    assert torch.equal(got.nan_to_num(999.0), want.nan_to_num(999.0)), got
+    if implementation != "triton" or device.type == "cuda":  # the interpreter knows no -0
+        assert torch.equal(got.signbit()[0, :2], want.signbit()[0, :2])
+
+
+@pytest.mark.parametrize("implementation", ["", "native", "triton"])
+@pytest.mark.parametrize("group_size", [0, 128])
+def test_scales_follow_the_largest_value_of_each_group(
+    group_size: int, implementation: str, device: torch.device, fw_seed: int
+) -> None:
+    torch.manual_seed(fw_seed)
+    x = torch.randn(9, 512, device=device)
+    x[:, 128:256] *= 1e-3
+    x[3] = 0
+    q, scale = BY_NAME["quant_fp8_dynamic"].overload(implementation)(x, group_size)
+    size = group_size or 512
+    assert scale.shape == (9, 512 // size) and scale.stride()[0] == 1
+    groups, quantized = x.view(9, -1, size), q.float().view(9, -1, size)
+    largest = groups.abs().amax(-1)
+    zero = largest == 0
+    assert zero.any() and (scale > 0).all() and scale.isfinite().all()
+    assert (quantized[zero] == 0).all()
+    assert torch.allclose(scale[~zero], largest[~zero] / 448, rtol=1e-6)
+    assert (quantized.abs().amax(-1)[~zero] == 448).all()
+    error = (quantized * scale[..., None] - groups).abs()
+    # Half a step: 1/16 of the value, or of the least normal one.
+    assert (error <= groups.abs() / 16 + scale[..., None] * 2.0**-10).all()
+
+
+@pytest.mark.parametrize("implementation", ["", "native", "triton"])
+def test_nan_reaches_its_own_group_only(implementation: str, device: torch.device) -> None:
+    x = torch.ones(4, 256, device=device)
+    x[1, 5] = torch.nan
+    for group_size, groups in ((0, 1), (128, 2)):
+        q, scale = BY_NAME["quant_fp8_dynamic"].overload(implementation)(x, group_size)
+        bad = torch.zeros(4, groups, dtype=torch.bool, device=device)
+        bad[1, 0] = True
+        assert torch.equal(scale.isnan(), bad)
+        assert torch.equal(q.float().isnan(), bad.repeat_interleave(256 // groups, 1))
+
+
+QUANTIZING = [pytest.param(op, id=op.name) for op in ops.ALL_OPS if "quant" in op.name]
+
+
+@pytest.mark.parametrize("op", QUANTIZING)
+def test_costs_count_every_argument_and_result_once(op: SemanticOp) -> None:
+    for case in op.cases(torch.bfloat16, torch.device("cpu"), torch.Generator()):
+        moved = [*case.args, *outputs_of(op.reference(*case.args))]
+        nbytes = sum(t.numel() * t.element_size() for t in moved if isinstance(t, Tensor))
+        assert op.cost(op.describe(case.args)).bytes == nbytes, case.label
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", QUANTIZING)
+@pytest.mark.parametrize("rows", [1, 31, 257, 4099])
+def test_kernels_write_all_of_large_outputs_and_nothing_else(
+    op: SemanticOp, rows: int, fw_seed: int
+) -> None:
+    """Memory poisoned, guards around the arguments; the widths of models."""
+    torch.manual_seed(fw_seed)
+    name = op.name.partition("_quant")[0]
+    hidden = 14336 if name.endswith("mul") else 4096
+    x = torch.randn(rows, hidden * (2 if name.endswith("mul") else 1), device="cuda").bfloat16()
+    how = [torch.full((1, 1), 0.02, device="cuda")] if op.name.endswith("static") else [0, 128]
+    inputs: list[Any] = [x]
+    inputs += [torch.randn_like(x)] if name.startswith("add") else []
+    weight = torch.randn(hidden, device="cuda").bfloat16()
+    inputs += [weight, 1e-5] if name.endswith("norm") else []
+    for scheme in how:
+        case = Case(f"{rows} rows, {scheme}", (*inputs, scheme))
+        check_case(op, op.overload("triton"), case, op.tolerances[torch.bfloat16])
+
+
+@pytest.mark.parametrize("op", QUANTIZING)
+def test_gpus_without_fp8_are_refused_by_name(op: SemanticOp) -> None:
+    case = next(op.cases(torch.bfloat16, torch.device("cpu"), torch.Generator()))
+    found = op.describe(case.args)
+    for sm, refused in ((80, True), (86, True), (89, False), (90, False)):
+        desc = ops.OpDesc(found.op, found.args, "cuda", sm)
+        for impl in op.implementations:
+            reason = impl.supports(desc)
+            assert bool(reason) == refused
+            assert not refused or (op.name in reason and f"SM {sm / 10}" in reason)
+
+
+X = torch.zeros(4, 200)
+SCALE = torch.ones(1, 1)
+REFUSED = [
+    ("quant_fp8_static", (X[None], SCALE), r"x is \[1, 4, 200\], expected \[num_tokens, columns\]"),
+    ("quant_fp8_static", (X, SCALE[0]), r"scale is torch.float32 \[1\], expected torch.float32"),
+    ("quant_fp8_static", (X, SCALE.double()), "scale is torch.float64"),
+    ("quant_fp8_dynamic", (X, 64), "group_size 64, expected 0"),
+    ("quant_fp8_dynamic", (X, 128), "200 columns, expected a multiple of group_size 128"),
+    ("silu_mul_quant_static", (X[:, :7], SCALE), "7"),
+    ("silu_mul_quant_dynamic", (X, 128), "100 columns, expected a multiple"),
+    ("rms_norm_quant_static", (X, torch.zeros(200), 1e-5, SCALE[0]), "expected torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "message"), REFUSED)
+def test_what_cannot_be_quantized_is_refused_by_every_implementation(
+    name: str, args: tuple[Any, ...], message: str, device: torch.device
+) -> None:
+    placed = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
+    for impl in ("", "native", "triton"):
+        with pytest.raises(ValueError, match=message):
+            BY_NAME[name].overload(impl)(*placed)
+    with pytest.raises(ValueError, match=message):
+        BY_NAME[name].fake(*placed)

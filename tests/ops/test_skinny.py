@@ -1,0 +1,180 @@
+"""The streaming kernels beside the plain one: FP8 with scales, gated activations, the argmax.
+
+Each against float64 or against the plain kernel, which ``test_linear.py`` compares with float64.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusewright.ops import load_cuda_library
+from fusewright.ops._float8 import E4M3
+from fusewright.ops.argmax import OP as ARGMAX
+
+ROWS = (1, 2, 3, 8, 9, 16, 17, 32)
+
+
+@pytest.fixture
+def kernels() -> Any:
+    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
+        pytest.skip("needs csrc and SM 9.0")
+    return torch.ops.fw_cuda
+
+
+def draw_fp8(rows: int, n: int, k: int, scheme: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, a slice of wider rows, and weight, each with its scale."""
+
+    def values(count: int, width: int) -> Tensor:
+        return (100 * torch.randn(count, width, device="cuda")).clamp(-448, 448).to(E4M3)
+
+    def scales(count: int, columns: int) -> Tensor:
+        return 0.01 * (0.5 + torch.rand(count, columns, device="cuda"))
+
+    groups, blocks = k // 128, -(-n // 128)
+    x_scale, weight_scale = {
+        "tensor": (scales(1, 1), scales(1, 1)),
+        "token": (scales(rows, 1), scales(n, 1)),
+        "block": (scales(groups, rows).t(), scales(blocks, groups)),
+    }[scheme]
+    return values(rows, k + 48)[:, 16 : k + 16], x_scale, values(n, k), weight_scale
+
+
+def dequantized(q: Tensor, scale: Tensor) -> Tensor:
+    for dim in (0, 1):
+        if 1 < scale.shape[dim] < q.shape[dim]:
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, q.shape[dim])
+    return q.double() * scale.double()
+
+
+def draw_bf16(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(rows, k + 24, device="cuda").bfloat16()[:, 8 : k + 8]
+    return x, (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16()
+
+
+FP8_SHAPES = [(1, 128), (37, 128), (130, 640), (333, 512), (4096, 4096), (1000, 7168)]
+FP8_SHAPES += [(6144, 4096), (20000, 1024), (4096, 14336)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["tensor", "token", "block"])
+@pytest.mark.parametrize(("n", "k"), FP8_SHAPES)
+def test_fp8_is_near_float64(n: int, k: int, scheme: str, kernels: Any, fw_seed: int) -> None:
+    if scheme == "block" and k % 512:
+        pytest.skip("block scales are copied for 512 columns")
+    torch.manual_seed(fw_seed)
+    dtypes = itertools.cycle([torch.bfloat16, torch.float16, torch.float32])
+    for rows, dtype in zip(ROWS, dtypes, strict=False):
+        x, x_scale, weight, weight_scale = draw_fp8(rows, n, k, scheme)
+        bias = torch.randn(n, device="cuda").to(dtype) if rows % 2 else None
+        exact = dequantized(x, x_scale) @ dequantized(weight, weight_scale).T
+        exact = exact if bias is None else exact + bias.double()
+        got = kernels.skinny_linear_fp8(x, x_scale, weight, weight_scale, bias, dtype)
+        assert got.dtype == dtype and got.shape == (rows, n)
+        bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}[dtype]
+        error = float(((got.double() - exact).abs().max() / exact.abs().max()).nan_to_num(9.0))
+        assert error <= bound, f"{rows} rows, {dtype}: {error}, --fw-seed={fw_seed}"
+        again = kernels.skinny_linear_fp8(x, x_scale, weight, weight_scale, bias, dtype)
+        assert torch.equal(got, again), f"{rows} rows: another result when repeated"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 64), (37, 192), (1000, 960), (14336, 4096), (8192, 2048), (8200, 512)]
+)
+def test_gate_and_up_are_rounded_as_the_plain_kernel_rounds_them(
+    n: int, k: int, activation: str, kernels: Any, fw_seed: int
+) -> None:
+    torch.manual_seed(fw_seed)
+    for rows in ROWS:
+        x, weight = draw_bf16(rows, 2 * n, k)
+        gate, up = kernels.skinny_linear(x, weight, None).float().chunk(2, dim=1)
+        acted = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        expected = (acted * up).bfloat16().float()
+        got = kernels.skinny_gated_linear(x, weight, activation).float()
+        # One unit in the last place: the last bits of exp and tanh may turn a rounding.
+        off = (got - expected).abs() > expected.abs() * 2.0**-7 + 2e-6
+        assert not off.any(), f"{rows} rows: {int(off.sum())} differ, --fw-seed={fw_seed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 64), (37, 192), (3000, 960), (4096, 4096), (6144, 4096), (128256, 512)]
+)
+def test_argmax_is_that_of_the_plain_kernels_logits(
+    n: int, k: int, kernels: Any, fw_seed: int
+) -> None:
+    torch.manual_seed(fw_seed)
+    for rows in ROWS:
+        x, weight = draw_bf16(rows, n, k)
+        x = x * 0.05 if rows % 2 else x  # a narrow range: rounded logits are often equal
+        weight[: n // 2] = weight[n - n // 2 :]  # and each row comes twice
+        if rows == 3:
+            weight[:: max(n // 7, 1), 5] = torch.nan
+            x[1] = torch.nan
+        expected = ARGMAX.reference(kernels.skinny_linear(x, weight, None))
+        assert torch.equal(kernels.skinny_argmax(x, weight), expected), f"--fw-seed={fw_seed}"
+
+
+@pytest.mark.gpu
+def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
+    kernels: Any, fw_seed: int
+) -> None:
+    torch.manual_seed(fw_seed)
+    layers = [
+        (draw_bf16(1, 4096, 4096)[1], draw_bf16(1, 8192, 4096)[1], draw_fp8(1, 4096, 4096, scheme))
+        for scheme in ("tensor", "token", "block")
+    ]
+    head = draw_bf16(1, 32064, 4096)[1]
+
+    def run(x: Tensor) -> list[Tensor]:
+        results = []
+        rows = x.shape[0]
+        for o, gate_up, (_, x_scale, weight, weight_scale) in layers:
+            x = kernels.skinny_linear(x, o, None)
+            x = kernels.skinny_gated_linear(x, gate_up, "silu") * 8
+            wide = x_scale.expand(rows, -1) if weight_scale.numel() > 1 else x_scale
+            wide = wide.t().contiguous().t()
+            q = (x * 100).clamp(-448, 448).to(E4M3)
+            x = kernels.skinny_linear_fp8(q, wide, weight, weight_scale, None, torch.bfloat16)
+            results.append(x)
+        return [*results, kernels.skinny_argmax(x, head)]
+
+    for rows in ROWS:
+        x = torch.randn(rows, 4096, device="cuda").bfloat16()
+        graph = torch.cuda.CUDAGraph()
+        run(x)
+        with torch.cuda.graph(graph):
+            captured = run(x)
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            for got, want in zip(captured, run(x), strict=True):
+                assert torch.equal(got, want), f"{rows} rows, --fw-seed={fw_seed}"
+
+
+@pytest.mark.gpu
+def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
+    x, weight = draw_bf16(2, 255, 128)
+    with pytest.raises(RuntimeError, match="even number of rows"):
+        kernels.skinny_gated_linear(x, weight, "silu")
+    with pytest.raises(RuntimeError, match="'relu', expected 'silu' or 'gelu_tanh'"):
+        kernels.skinny_gated_linear(x, weight[:254], "relu")
+    with pytest.raises(RuntimeError, match="at least one row"):
+        kernels.skinny_argmax(x, weight[:0])
+    q, x_scale, q_weight, weight_scale = draw_fp8(2, 256, 640, "block")
+    with pytest.raises(RuntimeError, match="in_features a multiple of 512"):
+        kernels.skinny_linear_fp8(q, x_scale, q_weight, weight_scale, None, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"expected \[1, 1\] and \[1, 1\]"):
+        kernels.skinny_linear_fp8(q, x_scale[:, :1], q_weight, weight_scale, None, torch.bfloat16)
+    one = x_scale[:1, :1]
+    with pytest.raises(RuntimeError, match="out_dtype is none of"):
+        kernels.skinny_linear_fp8(q, one, q_weight, one, None, torch.float64)
+    with pytest.raises(RuntimeError, match="float8_e4m3fn"):
+        kernels.skinny_linear_fp8(x, one, q_weight, one, None, torch.bfloat16)
