@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from .. import ops
+from ..ops import flashinfer
 from .artifact import Artifact
 from .plan import PieceStep, Plan
 from .program import Program, link
@@ -30,6 +31,11 @@ def piece_file(piece: str) -> str:
 def kernel_file(variant: ops.Variant) -> str:
     """The compiled code of one Triton kernel variant."""
     return f"kernels/{variant.name}.cubin"
+
+
+def flashinfer_file(head_dim: int) -> str:
+    """FlashInfer's kernels for one head dimension."""
+    return f"flashinfer/prefill_sm90_{head_dim}.so"
 
 
 def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, Any]]:
@@ -54,6 +60,10 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
         variant = ops.Variant.from_json(entry["variant"])
         cubin = artifact.read(kernel_file(variant))
         ops.KERNELS.add(variant, ops.Binary(**entry["binary"], cubin=cubin))
+    for head_dim in flashinfer.TILES:
+        if (name := flashinfer_file(head_dim)) in artifact.manifest.files:
+            artifact.read(name)
+            flashinfer.load_module(head_dim, artifact.path / name)
     pieces = {step.piece for step in plan.steps if isinstance(step, PieceStep)}
     callables = {
         piece: load_piece(

@@ -7,6 +7,9 @@ from typing import Any
 
 from .levels import PASSES, CudagraphMode
 
+ATTENTION_BACKENDS = ("auto", "cuda", "flashinfer", "triton", "native")
+QUANTIZATIONS = ("fp8", "fp8_block", "fp8_static")
+
 
 def _option(
     default: Any, group: str, help: str, choices: tuple[str, ...] = (), flag: str = ""
@@ -29,6 +32,13 @@ class EngineOptions:
     dtype: str = _option(
         "auto", "model", "weights and activations", ("auto", "bfloat16", "float16", "float32")
     )
+    quantization: str | None = _option(
+        None,
+        "model",
+        "FP8 weights and activations: a scale a channel and token (fp8), a 128 x 128 block "
+        "(fp8_block) or a matrix (fp8_static); as the checkpoint is if unset",
+        QUANTIZATIONS,
+    )
     load_format: str = _option(
         "auto",
         "model",
@@ -50,6 +60,12 @@ class EngineOptions:
     )
     kernels: tuple[str, ...] = _option(
         (), "compile", "force implementations, as op=native|triton|cuda"
+    )
+    attention_backend: str = _option(
+        "auto",
+        "compile",
+        "which paged attention; flashinfer is built by `fusewright compile` alone",
+        ATTENTION_BACKENDS,
     )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
 
@@ -86,9 +102,24 @@ class EngineOptions:
         None, "scheduler", "most tokens a step; 8192 on a GPU and 2048 on a CPU if unset"
     )
     enable_chunked_prefill: bool = _option(True, "scheduler", "split long prompts over steps")
+    long_prefill_token_threshold: int = _option(
+        0, "scheduler", "most tokens of one prompt a step, so that others share it; 0: all that fit"
+    )
+    scheduling_policy: str = _option(
+        "fcfs", "scheduler", "who runs first: by arrival, or by priority", ("fcfs", "priority")
+    )
     async_scheduling: bool = _option(True, "scheduler", "prepare step n+1 while n runs")
 
     block_size: int = _option(16, "cache", "tokens a KV block; a power of two from 8")
+    kv_cache_dtype: str = _option(
+        "auto",
+        "cache",
+        "fp8 is fp8_e4m3, by the checkpoint's k_scale and v_scale if it has them; auto: as dtype",
+        ("auto", "fp8", "fp8_e4m3"),
+    )
+    enable_prefix_caching: bool = _option(
+        True, "cache", "start behind the longest prefix whose KV blocks are still there"
+    )
     gpu_memory_utilization: float = _option(
         0.9, "cache", "share of GPU memory for weights, KV cache and graphs"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import UserError
 from .levels import LEVELS, PASSES, CudagraphMode, Level
-from .options import EngineOptions
+from .options import ATTENTION_BACKENDS, QUANTIZATIONS, EngineOptions
 from .resolved import (
     CacheConfig,
     CaptureConfig,
@@ -18,6 +18,7 @@ from .resolved import (
 )
 
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+_FP8_SM = 89
 
 
 def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -39,12 +40,14 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
     level = LEVELS[level_number]
     max_model_len = _max_model_len(options, limits)
     scheduler = _scheduler(options, hardware, max_model_len)
+    dtype = limits.dtype if options.dtype == "auto" else options.dtype
     return ResolvedConfig(
         hardware=hardware,
         model=ModelConfig(
             path=options.model,
             tokenizer=options.tokenizer or options.model,
-            dtype=limits.dtype if options.dtype == "auto" else options.dtype,
+            dtype=dtype,
+            quantization=_quantization(options, hardware, limits),
             load_format=options.load_format,
             max_model_len=max_model_len,
             seed=options.seed,
@@ -55,6 +58,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
         scheduler=scheduler,
         cache=CacheConfig(
             block_size=options.block_size,
+            dtype=_cache_dtype(options, hardware, dtype),
             gpu_memory_utilization=options.gpu_memory_utilization,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             num_blocks=options.num_gpu_blocks_override,
@@ -92,6 +96,22 @@ def _check_ranges(options: EngineOptions) -> None:
             "load_format",
             "auto, safetensors, dummy",
         ),
+        (
+            o.quantization in (None, *QUANTIZATIONS),
+            "quantization",
+            " or ".join(QUANTIZATIONS),
+        ),
+        (
+            o.kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"),
+            "kv_cache_dtype",
+            "auto, fp8 or fp8_e4m3",
+        ),
+        (
+            o.attention_backend in ATTENTION_BACKENDS,
+            "attention_backend",
+            " or ".join(ATTENTION_BACKENDS),
+        ),
+        (o.scheduling_policy in ("fcfs", "priority"), "scheduling_policy", "fcfs or priority"),
         (o.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda"),
         (
             o.cudagraph_mode is None or o.cudagraph_mode in tuple(CudagraphMode),
@@ -118,6 +138,40 @@ def _max_model_len(options: EngineOptions, limits: ModelLimits) -> int:
             f"give {longest} or less"
         )
     return options.max_model_len
+
+
+def _quantization(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> str:
+    asked, there = options.quantization, limits.quantization
+    if asked is not None and there not in ("none", asked):
+        raise UserError(
+            f"quantization={asked}: the checkpoint is quantized as {there} already; drop it, or "
+            "give unquantized weights"
+        )
+    if asked == "fp8_static" and there == "none" and options.load_format != "dummy":
+        raise UserError(
+            "quantization=fp8_static: the scales of activations must be in the checkpoint, and it "
+            "is unquantized; use fp8 or fp8_block, which find them at run time"
+        )
+    name = asked or there
+    if name != "none":
+        whence = "quantization" if asked else "quantization of the checkpoint"
+        _check_fp8(f"{whence}={name}", hardware)
+    return name
+
+
+def _cache_dtype(options: EngineOptions, hardware: Hardware, dtype: str) -> str:
+    if options.kv_cache_dtype == "auto":
+        return dtype
+    _check_fp8(f"kv_cache_dtype={options.kv_cache_dtype}", hardware)
+    return "fp8_e4m3"
+
+
+def _check_fp8(what: str, hardware: Hardware) -> None:
+    if hardware.device == "cuda" and hardware.sm < _FP8_SM:
+        raise UserError(
+            f"{what}: FP8 needs compute capability {_FP8_SM / 10} or higher, {hardware.name} has "
+            f"{hardware.sm / 10}; use another GPU or unquantized weights and kv_cache_dtype=auto"
+        )
 
 
 def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig:
@@ -189,7 +243,10 @@ def _kernels(options: EngineOptions, level: Level) -> tuple[tuple[str, str], ...
         raise UserError(
             f"kernels={','.join(options.kernels)}: -O0 runs references; use -O1 or higher"
         )
-    kernels: dict[str, str] = {}
+    backend = options.attention_backend
+    if backend != "auto" and not level.trace:
+        raise UserError(f"attention_backend={backend}: -O0 runs references; use -O1 or higher")
+    kernels = {} if backend == "auto" else {"paged_attention": backend}
     for item in options.kernels:
         op, _, implementation = item.partition("=")
         if not op or not implementation:
@@ -253,9 +310,22 @@ def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -
             f"max_num_batched_tokens={tokens} < max_model_len={max_model_len} without chunked "
             "prefill: a long prompt could never run; raise it or enable chunked prefill"
         )
+    if options.long_prefill_token_threshold < 0:
+        raise UserError(
+            f"long_prefill_token_threshold={options.long_prefill_token_threshold}: expected 0 "
+            "(no limit) or a number of tokens"
+        )
+    if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
+        raise UserError(
+            f"long_prefill_token_threshold={options.long_prefill_token_threshold} splits prompts, "
+            "which enable_chunked_prefill=False forbids; drop one of them"
+        )
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=min(tokens, options.max_num_seqs * max_model_len),
         enable_chunked_prefill=options.enable_chunked_prefill,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        policy=options.scheduling_policy,
+        prefix_caching=options.enable_prefix_caching,
         async_scheduling=options.async_scheduling,
     )

@@ -25,10 +25,12 @@ class Hardware:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The facts of a model that options are checked against."""
+    """The facts of a model that options are checked against; ``quantization`` is "none" or how
+    the checkpoint is quantized."""
 
     max_position_embeddings: int
     dtype: str
+    quantization: str = "none"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ModelConfig:
         metadata=outside_key("text is turned to token ids outside of the program")
     )
     dtype: str
+    quantization: str
     load_format: str = field(metadata=outside_key("values of weights never enter the code"))
     max_model_len: int = field(
         metadata=outside_key("block tables are of any width in compiled code")
@@ -87,12 +90,16 @@ class SchedulerConfig:
         metadata=outside_key("compiled code serves any number of tokens")
     )
     enable_chunked_prefill: bool = field(metadata=outside_key(_EACH_START))
+    long_prefill_token_threshold: int = field(metadata=outside_key(_EACH_START))
+    policy: str = field(metadata=outside_key(_EACH_START))
+    prefix_caching: bool = field(metadata=outside_key("blocks are looked up before a step"))
     async_scheduling: bool = field(metadata=outside_key(_EACH_START))
 
 
 @dataclass(frozen=True)
 class CacheConfig:
     block_size: int
+    dtype: str
     gpu_memory_utilization: float = field(metadata=outside_key(_EACH_START))
     kv_cache_memory_bytes: int | None = field(metadata=outside_key(_EACH_START))
     num_blocks: int | None = field(

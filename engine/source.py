@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +39,7 @@ _MODEL_SOURCES = (
     "model_executor/models",
     "model_executor/attention",
     "model_executor/layers.py",
+    "model_executor/quant/scheme.py",
     "model_executor/kv_cache.py",
     "engine/source.py",
     "engine/sampler.py",
@@ -136,9 +138,14 @@ def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
     """What an artifact is, for people."""
     hardware = config.hardware
     target = f"sm_{hardware.sm}" if hardware.sm else hardware.device
+    dtypes = config.model.dtype
+    if config.model.quantization != "none":
+        dtypes += f", {config.model.quantization} weights"
+    if config.cache.dtype != config.model.dtype:
+        dtypes += f", {config.cache.dtype} KV cache"
     return (
         f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}, "
-        f"{config.model.dtype}, -O{config.compile.level}, {target}"
+        f"{dtypes}, -O{config.compile.level}, {target}"
     )
 
 
@@ -155,7 +162,7 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
         model,
         given,
         Repeat("layers", layers, ("weights/layers.{}.", KV_CACHE)),
-        lambda num_tokens, num_seqs: outside_calls(spec, num_seqs),
+        partial(outside_calls, spec),
     )
 
 
@@ -178,5 +185,5 @@ def example(
     add("query_start_loc", torch.int32, (num_seqs + 1,), "num_seqs_plus_1")
     for layer in range(spec.num_layers):
         shape = kv_cache_shape(spec, num_blocks, block_size)
-        add(kv_cache_name(layer), spec.dtype, shape, "num_blocks")
+        add(kv_cache_name(layer), spec.kv_cache_dtype, shape, "num_blocks")
     return Example(module_arguments(named, spec.num_layers), named, dynamic)

@@ -29,7 +29,9 @@ from ..model_executor.hf_config import read_spec
 from ..model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
 from ..model_executor.loader import load_model
 from ..model_executor.models.decoder import DecoderModel
-from ..model_executor.spec import ModelSpec
+from ..model_executor.quant.scheme import KINDS
+from ..model_executor.spec import ModelSpec, quantize_online
+from .attention_backend import until_compiled
 from .inputs import InputProcessor
 from .kv_blocks import BlockPool
 from .progress import Progress
@@ -71,10 +73,27 @@ def read_model(
     """
     folder = model_folder(options.model)
     spec = read_spec(folder)
-    limits = ModelLimits(spec.max_position_embeddings, str(spec.dtype).removeprefix("torch."))
+    limits = ModelLimits(
+        spec.max_position_embeddings,
+        str(spec.dtype).removeprefix("torch."),
+        spec.quant.kind if spec.quant else "none",
+    )
     config = resolve(options, hardware, limits)
     check_kernels(dict(config.compile.kernels))
-    return folder, replace(spec, dtype=getattr(torch, config.model.dtype)), config
+    return folder, with_options(spec, config), config
+
+
+def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
+    """A checkpoint's spec as it shall run."""
+    spec = replace(
+        spec,
+        dtype=getattr(torch, config.model.dtype),
+        fp8_kv_cache=config.cache.dtype == "fp8_e4m3",
+    )
+    for kind in KINDS:
+        if spec.quant is None and kind == config.model.quantization:
+            return quantize_online(spec, kind)
+    return spec
 
 
 class Stopped(Exception):
@@ -160,8 +179,9 @@ def compile_model(
     ):
         # -O3 measures kernels, and wants the device for itself.
         before_build = weights.result if config.compile.tune else lambda: None
+        chosen = until_compiled(spec, config, store)
         compiled = find_or_compile(
-            spec, config, store, before_build=before_build, on_phase=on_phase
+            spec, chosen, store, before_build=before_build, on_phase=on_phase
         )
     with startup.phase("wait for weights"):
         model = weights.result()
@@ -193,6 +213,9 @@ def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.model.max_model_len,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        prefix_caching=config.scheduler.prefix_caching,
+        heed_priority=config.scheduler.policy == "priority",
     )
 
 
@@ -207,9 +230,9 @@ def bind_kv_caches(
     size = config.cache.block_size
     device = torch.device(config.hardware.device)
     try:
-        caches = allocate_kv_caches(spec, num_blocks, size, spec.dtype, device)
+        caches = allocate_kv_caches(spec, num_blocks, size, spec.kv_cache_dtype, device)
     except torch.OutOfMemoryError as error:
-        needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.dtype)
+        needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
         raise UserError(
             f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
             "the GPU has left; lower num_gpu_blocks_override, kv_cache_memory_bytes or "
@@ -242,7 +265,7 @@ def size_kv_cache(
     Raises:
         UserError: not even one block fits.
     """
-    per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.dtype)
+    per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.kv_cache_dtype)
     graph_bytes = num_graphs * spec.num_layers * _GRAPH_BYTES_PER_LAYER
     graph_bytes += _GRAPH_BYTES_FIXED if num_graphs else 0
     if config.cache.num_blocks is not None:

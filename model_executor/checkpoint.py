@@ -15,7 +15,9 @@ from .hf_json import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+FLOATS = ("F64", "F32", "F16", "BF16")
+F8_E4M3 = "F8_E4M3"
+_ITEMSIZE = dict(zip((*FLOATS, F8_E4M3), (8, 4, 2, 2, 1), strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
     Raises:
         UserError: there is no safetensors checkpoint, a shard is missing or damaged, or a tensor
-            is not of a floating-point type that can be cast.
+            is of none of the known types.
     """
     found: dict[str, TensorInfo] = {}
     for file in _files(folder):
@@ -70,7 +72,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
                 if info.dtype not in _ITEMSIZE:
                     raise UserError(
                         f"tensor {name} in {file} is of type {info.dtype}, expected one of "
-                        f"{', '.join(_ITEMSIZE)}; use unquantized weights"
+                        f"{', '.join(_ITEMSIZE)}; use unquantized or FP8 weights"
                     )
                 found[name] = info
     return found

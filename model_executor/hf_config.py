@@ -8,6 +8,9 @@ from pathlib import Path
 from ..config.errors import UserError
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES
+from .models.weight_names import checkpoint_names
+from .quant.hf_quant import read_quantization
+from .quant.scheme import BLOCK, LINEARS, QuantScheme
 from .spec import ModelSpec
 
 
@@ -16,7 +19,7 @@ def read_spec(folder: Path | str) -> ModelSpec:
 
     Raises:
         UserError: the folder or the file cannot be read, a field is missing or wrong, or the
-            architecture or one of its options is not supported.
+            architecture, its quantization or one of its options is not supported.
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -29,12 +32,23 @@ def read_spec(folder: Path | str) -> ModelSpec:
         raise UserError(f"model {str(folder)!r}: {what}; give a Hugging Face model folder")
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
-    if config.has("quantization_config"):
-        raise UserError(
-            f"{path}: quantization_config is not supported yet; use unquantized weights"
-        )
     spec = ARCHITECTURES[name].spec(config, name)
-    return replace(spec, eos_token_ids=_stop_ids(folder, spec.eos_token_ids))
+    names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers)
+    quant = read_quantization(config, names, spec.num_layers)
+    _check_blocks(path, spec, quant)
+    return replace(spec, quant=quant, eos_token_ids=_stop_ids(folder, spec.eos_token_ids))
+
+
+def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
+    if quant is None or quant.kind != "fp8_block":
+        return
+    for linear in LINEARS:
+        size = spec.in_features(linear)
+        if size % BLOCK and any(linear not in left for left in quant.unquantized):
+            raise UserError(
+                f"{path}: {linear} reads {size} features, expected a multiple of {BLOCK} for a "
+                "scale of every so many; use weights with a scale for each channel"
+            )
 
 
 def _stop_ids(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

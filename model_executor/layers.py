@@ -1,16 +1,19 @@
 """Layers with their sharding rule: which slice of a checkpoint tensor a rank holds, and where.
 
 Parameters are made on the meta device; ``loader`` gives them memory and fills them by the rules.
+Their dtype is the model's, but for FP8 weights; scales are float32 buffers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import lcm
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from .quant.scheme import BLOCK, FP8, QuantKind, weight_scale_shape
 
 
 @dataclass(frozen=True)
@@ -79,38 +82,88 @@ class ShardRule:
         )
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
+def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias``; made by the functions below, which differ in the rule only."""
+    """``x @ weight.T + bias``; made by the functions below, which differ in the rule only.
 
-    def __init__(self, in_features: int, out_features: int, rule: ShardRule, bias: bool) -> None:
+    With ``quant`` the weight is FP8 and x is quantized before the product.  Scales are zero until
+    they are loaded; ``input_scale`` is there for ``fp8_static`` alone.
+    """
+
+    weight_scale: Tensor
+    input_scale: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rule: ShardRule,
+        bias: bool,
+        quant: QuantKind | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = _parameter(out_features, in_features)
+        self.quant = quant
+        self.weight = _parameter(out_features, in_features, dtype=FP8 if quant else None)
         self.bias = _parameter(out_features) if bias else None
         # The bias of a row-split layer is added once, after the sum over ranks.
         whole = ShardRule(0, (Part("", out_features, 1),), split=False)
         self.rules = {"weight": rule, "bias": rule if rule.dim == 0 else whole}
+        if quant is None:
+            return
+        shape = weight_scale_shape(quant, out_features, in_features)
+        self.register_buffer("weight_scale", torch.zeros(shape))
+        if quant == "fp8_static":
+            self.register_buffer("input_scale", torch.zeros(1, 1))
+        elif quant == "fp8":
+            self.rules["weight_scale"] = self.rules["bias"]
+        else:
+            self.rules["weight_scale"] = _by_block(rule)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
-        return ops.linear(x, self.weight, self.bias)
+        if self.quant is None:
+            return ops.linear(x, self.weight, self.bias)
+        if self.quant == "fp8_static":
+            quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
+        else:
+            group_size = BLOCK if self.quant == "fp8_block" else 0
+            quantized, scale = ops.quant_fp8_dynamic(x, group_size)
+        return ops.linear_fp8(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
 
 
-def column_linear(in_features: int, out_features: int, *, bias: bool = False) -> Linear:
+def _by_block(rule: ShardRule) -> ShardRule:
+    """A weight's rule, counted in blocks: the units that stay whole are whole blocks too."""
+
+    def counted(part: Part) -> Part:
+        together = lcm(part.size // part.units, BLOCK)
+        units = max(1, part.size // together)
+        return replace(part, size=-(-part.size // BLOCK), units=units)
+
+    return replace(rule, parts=tuple(counted(part) for part in rule.parts))
+
+
+def column_linear(
+    in_features: int, out_features: int, *, bias: bool = False, quant: QuantKind | None = None
+) -> Linear:
     """Output features are split over the ranks."""
     rule = ShardRule(0, (Part("", out_features, out_features),))
-    return Linear(in_features, out_features, rule, bias)
+    return Linear(in_features, out_features, rule, bias, quant)
 
 
 def row_linear(
-    in_features: int, out_features: int, *, bias: bool = False, units: int | None = None
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool = False,
+    units: int | None = None,
+    quant: QuantKind | None = None,
 ) -> Linear:
     """Input features are split over the ranks, ``units`` (heads) staying whole."""
     rule = ShardRule(1, (Part("", in_features, units or in_features),))
-    return Linear(in_features, out_features, rule, bias)
+    return Linear(in_features, out_features, rule, bias, quant)
 
 
 def replicated_linear(in_features: int, out_features: int, *, bias: bool = False) -> Linear:
@@ -120,7 +173,13 @@ def replicated_linear(in_features: int, out_features: int, *, bias: bool = False
 
 
 def qkv_linear(
-    hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool = False
+    hidden: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    bias: bool = False,
+    quant: QuantKind | None = None,
 ) -> Linear:
     """Query, key and value projections in one matrix, split by head."""
     kv_size = num_kv_heads * head_dim
@@ -129,13 +188,15 @@ def qkv_linear(
         Part("k", kv_size, num_kv_heads, replicate=True),
         Part("v", kv_size, num_kv_heads, replicate=True),
     )
-    return Linear(hidden, num_heads * head_dim + 2 * kv_size, ShardRule(0, parts), bias)
+    return Linear(hidden, num_heads * head_dim + 2 * kv_size, ShardRule(0, parts), bias, quant)
 
 
-def gate_up_linear(hidden: int, intermediate: int, *, bias: bool = False) -> Linear:
+def gate_up_linear(
+    hidden: int, intermediate: int, *, bias: bool = False, quant: QuantKind | None = None
+) -> Linear:
     """Gate and up projections in one matrix; a rank's gate half precedes its up half."""
     parts = tuple(Part(name, intermediate, intermediate) for name in ("gate", "up"))
-    return Linear(hidden, 2 * intermediate, ShardRule(0, parts), bias)
+    return Linear(hidden, 2 * intermediate, ShardRule(0, parts), bias, quant)
 
 
 class RMSNorm(nn.Module):

@@ -1,6 +1,6 @@
 """Checkpoint -> module: parameters get memory once, tensors are copied into them one by one.
 
-Every name and shape is checked against the shards' headers before the first byte is copied.
+Every name, type and shape is checked against the shards' headers before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from ..config.errors import UserError
-from .checkpoint import TensorInfo, open_shard, read_headers
-from .layers import Placement, RMSNorm, ShardRule
+from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_shard, read_headers
+from .layers import Linear, Placement, RMSNorm, ShardRule
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
-from .models.weight_names import Target
+from .models.weight_names import Target, checkpoint_names
+from .quant.quantize import DUMMY_INPUT_SCALE, Staging, quantize_into, rescale
+from .quant.scales import find_scales, read_scales, scale_slots
+from .quant.scheme import FP8
 from .spec import ModelSpec
 
-# Old Llama checkpoints carry rope's tables; they are computed here.
-_IGNORED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Old Llama checkpoints carry rope's tables, which are computed here; scales of an FP8 KV cache are
+# of no use to another one.
+_IGNORED = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|[kv]_scale)$")
 _NAMES_SHOWN = 3
 
 
@@ -49,10 +53,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one checkpoint tensor goes, and the shape that it must have."""
+    """Where one checkpoint tensor goes, and the shape and type (one of) that it must have."""
 
     parameter: str
     shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
     placement: Placement
 
 
@@ -76,11 +81,13 @@ def load_model(
     """Build the model of ``spec`` on ``device`` with the weights of ``folder``.
 
     Args:
-        spec: of ``read_spec(folder)``; weights are cast to its ``dtype``.
+        spec: of ``read_spec(folder)``; weights are cast to its ``dtype``, or quantized by its
+            ``quant``, a parameter at a time.
         folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
         device: where the parameters live; tensors go there one at a time.
         load_format: "auto" or "safetensors" reads the folder; "dummy" reads nothing and fills
-            the weights at random from ``seed``.
+            the weights at random from ``seed``: FP8 ones are those of the same model without
+            ``quant``, quantized.
         progress: shows the bytes that are loaded, see ``ProgressBar``.
 
     Raises:
@@ -92,13 +99,47 @@ def load_model(
         materialize(model, spec.dtype, device)
         fill_dummy(model, seed)
     elif load_format in ("auto", "safetensors"):
-        reads = plan_reads(slots(model, Shard()), read_headers(Path(folder)), spec)
-        materialize(model, spec.dtype, device)
-        with progress("Loading weights", sum(r.source.nbytes for r in reads)) as advance:
-            stream(dict(model.named_parameters(remove_duplicate=False)), reads, advance)
+        load_weights(model, read_headers(Path(folder)), device, progress)
     else:
         raise UserError(f"load_format={load_format!r}: expected auto, safetensors or dummy")
     return model.eval()
+
+
+def load_weights(
+    model: DecoderModel,
+    found: Mapping[str, TensorInfo],
+    device: torch.device | str,
+    progress: ProgressBar,
+) -> None:
+    """Check the checkpoint's tensors against the model, give it memory and fill it.
+
+    Raises:
+        UserError: as ``load_model``.
+    """
+    spec, modules = model.spec, dict(model.named_modules())
+    names = checkpoint_names(ARCHITECTURES[spec.architecture].weights, spec.num_layers)
+    online = spec.quant is not None and spec.quant.online
+    scales = find_scales(scale_slots(modules, names, online=online), found)
+    used = {read.source.name for read in scales}
+    weights = {name: info for name, info in found.items() if name not in used}
+    reads = plan_reads(slots(model, Shard()), weights, spec)
+    materialize(model, spec.dtype, device)
+    combined = read_scales(scales, dict(model.named_buffers()))
+    linears = {f"{n}.weight": m for n, m in modules.items() if isinstance(m, Linear) and m.quant}
+    staging = Staging(
+        linears if online else {},
+        dict(model.named_parameters(remove_duplicate=False)),
+        (read.slot.parameter for read in reads),
+        spec.dtype,
+    )
+
+    def filled(read: Read, part: Tensor) -> None:
+        if (scale_pair := combined.get(read.source.name)) is not None:
+            rescale(part, *scale_pair)
+        staging.filled(read.slot.parameter)
+
+    with progress("Loading weights", sum(r.source.nbytes for r in reads)) as advance:
+        stream(staging, reads, advance, filled)
 
 
 def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
@@ -107,7 +148,7 @@ def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
     model = DecoderModel(spec)
     _replace_tensors(
         model,
-        lambda param: torch.empty(param.shape, dtype=spec.dtype, device=device),
+        lambda param: _empty_like(param, spec.dtype, device),
         lambda buffer: torch.empty(buffer.shape, dtype=buffer.dtype, device=device),
     )
     return model.eval()
@@ -122,15 +163,24 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str
     try:
         _replace_tensors(
             model,
-            lambda param: torch.empty(param.shape, dtype=dtype, device=device),
+            lambda param: _empty_like(param, dtype, device),
             lambda buffer: buffer.to(device),
         )
     except torch.OutOfMemoryError as error:
-        needed = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+        needed = sum(p.numel() * _dtype(p, dtype).itemsize for p in model.parameters())
         raise UserError(
             f"{device} has no room for {needed / 1e9:.1f} GB of weights; free memory there, or use "
             "a smaller model or a larger device"
         ) from error
+
+
+def _dtype(param: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """FP8 weights stay FP8, others are of the model's dtype."""
+    return FP8 if param.dtype == FP8 else dtype
+
+
+def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return torch.empty(param.shape, dtype=_dtype(param, dtype), device=device)
 
 
 def _replace_tensors(
@@ -148,53 +198,72 @@ def _replace_tensors(
             setattr(module, name, new_buffer(buffer))
 
 
-def fill_dummy(model: nn.Module, seed: int) -> None:
+def fill_dummy(model: DecoderModel, seed: int) -> None:
     """Random weights, made on the parameters' device: normal with standard deviation 0.02, norms
-    one.  The same for the same seed, model and kind of device."""
-    norms = {id(m.weight) for m in model.modules() if isinstance(m, RMSNorm)}
+    one.  The same for the same seed, model and kind of device; FP8 layers quantize the weights
+    that they would have in the model's dtype."""
+    modules = list(model.modules())
+    norms = {id(m.weight) for m in modules if isinstance(m, RMSNorm)}
+    quantized = {id(m.weight): m for m in modules if isinstance(m, Linear) and m.quant}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
             if id(param) in norms:
                 param.fill_(1.0)
-            else:
-                param.normal_(0.0, 0.02, generator=generator)
+                continue
+            linear = quantized.get(id(param))
+            dtype = model.spec.dtype
+            weight = param if linear is None else torch.empty_like(param, dtype=dtype)
+            weight.normal_(0.0, 0.02, generator=generator)
+            if linear is not None:
+                quantize_into(linear, weight)
+        for linear in quantized.values():
+            if linear.quant == "fp8_static":
+                linear.input_scale.fill_(DUMMY_INPUT_SCALE)
 
 
 def slots(model: DecoderModel, shard: Shard) -> dict[str, Slot]:
-    """Checkpoint tensor name -> slot, for every tensor that the model needs."""
+    """Checkpoint tensor name -> slot, for every tensor that the model needs but scales."""
     spec = model.spec
     modules = dict(model.named_modules())
     params = dict(model.named_parameters(remove_duplicate=False))
+    quantized = spec.quant is not None and not spec.quant.online
     found: dict[str, Slot] = {}
-    for pattern, target in ARCHITECTURES[spec.architecture].weights.items():
-        if pattern == "lm_head" and spec.tie_word_embeddings:
+    for name, target in checkpoint_names(ARCHITECTURES[spec.architecture].weights, spec.num_layers):
+        if name == "lm_head" and spec.tie_word_embeddings:
             continue
-        for layer in range(spec.num_layers if "{}" in pattern else 1):
-            name = target.module.format(layer)
-            # A name the spec has no module for, such as q_norm, is not needed.
-            rules: Mapping[str, ShardRule] = getattr(modules.get(name), "rules", {})
-            for kind, rule in rules.items():
-                if (param := params.get(f"{name}.{kind}")) is not None:
-                    slot = _slot(f"{name}.{kind}", param, rule, target, shard)
-                    found[f"{pattern.format(layer)}.{kind}"] = slot
+        # A name the spec has no module for, such as q_norm, is not needed.
+        rules: Mapping[str, ShardRule] = getattr(modules.get(target.module), "rules", {})
+        for kind, rule in rules.items():
+            param = params.get(f"{target.module}.{kind}")
+            if param is not None:
+                dtypes = (F8_E4M3,) if quantized and param.dtype == FP8 else FLOATS
+                slot = _slot(f"{target.module}.{kind}", param, rule, dtypes, target, shard)
+                found[f"{name}.{kind}"] = slot
     return found
 
 
-def _slot(name: str, param: Tensor, rule: ShardRule, target: Target, shard: Shard) -> Slot:
+def _slot(
+    name: str,
+    param: Tensor,
+    rule: ShardRule,
+    dtypes: tuple[str, ...],
+    target: Target,
+    shard: Shard,
+) -> Slot:
     shape = list(param.shape)
     shape[rule.dim] = next(part.size for part in rule.parts if part.name == target.part)
-    return Slot(name, tuple(shape), rule.place(target.part, shard.rank, shard.world))
+    return Slot(name, tuple(shape), dtypes, rule.place(target.part, shard.rank, shard.world))
 
 
 def plan_reads(
     needed: Mapping[str, Slot], found: Mapping[str, TensorInfo], spec: ModelSpec
 ) -> list[Read]:
-    """Pair every slot with its tensor, in file order.
+    """Pair every slot with its tensor, in file order, the parts of a parameter together.
 
     Raises:
-        UserError: a weight is missing, has another shape, or has no place in the model.
+        UserError: a weight is missing, has another shape or type, or has no place in the model.
     """
     missing = [name for name in needed if name not in found]
     if missing:
@@ -208,6 +277,11 @@ def plan_reads(
                 f"tensor {name} in {found[name].file} has shape {list(found[name].shape)}, "
                 f"expected {list(slot.shape)}; config.json and weights must be of one model"
             )
+        if found[name].dtype not in slot.dtypes:
+            raise UserError(
+                f"tensor {name} in {found[name].file} is of type {found[name].dtype}, expected "
+                f"{' or '.join(slot.dtypes)}; config.json must say what is quantized"
+            )
     tied = {"lm_head.weight"} if spec.tie_word_embeddings else set()
     extra = [n for n in found if n not in needed and n not in tied and not _IGNORED.search(n)]
     if extra:
@@ -216,7 +290,7 @@ def plan_reads(
             "config.json; config.json and weights must be of one model"
         )
     reads = [Read(found[name], slot) for name, slot in needed.items()]
-    return sorted(reads, key=lambda read: read.source.file)
+    return sorted(reads, key=lambda read: (read.source.file, read.slot.parameter))
 
 
 def _some(names: list[str]) -> str:
@@ -227,10 +301,14 @@ def _some(names: list[str]) -> str:
 
 
 def stream(
-    params: Mapping[str, Tensor], reads: Iterable[Read], advance: Callable[[int], Any]
+    params: Mapping[str, Tensor],
+    reads: Iterable[Read],
+    advance: Callable[[int], Any],
+    filled: Callable[[Read, Tensor], None] = lambda read, part: None,
 ) -> None:
     """Copy tensors into their parameters, casting, one in memory at a time; ``reads`` are in file
-    order and ``advance`` is told the bytes of each."""
+    order, ``advance`` is told the bytes of each, and ``filled`` the part of a parameter that holds
+    it now."""
     for file, of_file in groupby(reads, key=lambda read: read.source.file):
         with open_shard(file) as shard, torch.no_grad():
             for read in of_file:
@@ -239,5 +317,7 @@ def stream(
                 index[place.dim] = slice(place.source_start, place.source_start + place.length)
                 tensor = shard.get_slice(read.source.name)[tuple(index)]
                 param = params[read.slot.parameter]
-                param.narrow(place.dim, place.dest_start, place.length).copy_(tensor)
+                part = param.narrow(place.dim, place.dest_start, place.length)
+                part.copy_(tensor)
+                filled(read, part)
                 advance(read.source.nbytes)

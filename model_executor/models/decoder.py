@@ -22,6 +22,8 @@ from ..spec import ModelSpec
 class Attention(nn.Module):
     """Grouped-query attention over the paged KV cache (Ainslie et al., 2023)."""
 
+    kv_scale: Tensor | None
+
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
@@ -29,11 +31,25 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5
         self.sliding_window = spec.sliding_windows[layer]
         self.qkv = qkv_linear(
-            spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, bias=spec.qkv_bias
+            spec.hidden_size,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            bias=spec.qkv_bias,
+            quant=spec.quant_of(layer, "attention.qkv"),
         )
-        self.o = row_linear(self.sizes[0], spec.hidden_size, bias=spec.o_bias, units=spec.num_heads)
+        self.o = row_linear(
+            self.sizes[0],
+            spec.hidden_size,
+            bias=spec.o_bias,
+            units=spec.num_heads,
+            quant=spec.quant_of(layer, "attention.o"),
+        )
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
+        # [2, num_kv_heads]: of keys and of values; ones unless the checkpoint knows better.
+        kv_scale = torch.ones(2, spec.num_kv_heads) if spec.fp8_kv_cache else None
+        self.register_buffer("kv_scale", kv_scale)
 
     def forward(
         self,
@@ -51,7 +67,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rotary_embedding(positions, q, k, cos_sin_cache)
-        ops.kv_store(k, v, kv_cache, slot_mapping)
+        ops.kv_store(k, v, kv_cache, slot_mapping, self.kv_scale)
         out = torch.empty_like(q)
         ops.paged_attention(
             q,
@@ -63,6 +79,7 @@ class Attention(nn.Module):
             self.scale,
             self.sliding_window,
             0.0,
+            self.kv_scale,
         )
         return self.o(out.view(-1, self.sizes[0]))  # type: ignore[no-any-return]
 
@@ -70,10 +87,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SiLU-gated feed-forward (Shazeer, 2020)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.gate_up = gate_up_linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = row_linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        quant = spec.quant_of(layer, "mlp.gate_up")
+        self.gate_up = gate_up_linear(hidden, inner, bias=bias, quant=quant)
+        quant = spec.quant_of(layer, "mlp.down")
+        self.down = row_linear(inner, hidden, bias=bias, quant=quant)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -88,7 +108,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = Attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec, layer)
 
     def forward(
         self,
@@ -109,9 +129,18 @@ class DecoderLayer(nn.Module):
 def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
     """A model with one layer of each kind, in order of first use; and for each layer of ``spec``,
     the layer of that model which differs from it in weights alone."""
-    kinds = list(dict.fromkeys(spec.sliding_windows))
-    short = replace(spec, num_layers=len(kinds), sliding_windows=tuple(kinds))
-    return short, tuple(kinds.index(window) for window in spec.sliding_windows)
+    unquantized = spec.quant.unquantized if spec.quant else ((),) * spec.num_layers
+    layers = list(zip(spec.sliding_windows, unquantized, strict=True))
+    kinds = list(dict.fromkeys(layers))
+    short = replace(
+        spec,
+        num_layers=len(kinds),
+        sliding_windows=tuple(window for window, _ in kinds),
+        quant=replace(spec.quant, unquantized=tuple(names for _, names in kinds))
+        if spec.quant
+        else None,
+    )
+    return short, tuple(kinds.index(layer) for layer in layers)
 
 
 class DecoderModel(nn.Module):

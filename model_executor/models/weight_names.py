@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -30,3 +30,12 @@ DENSE_DECODER: Mapping[str, Target] = {
     "lm_head": Target("lm_head"),
 }
 """Names without their last component, ``weight`` or ``bias``."""
+
+
+def checkpoint_names(
+    weights: Mapping[str, Target], num_layers: int
+) -> Iterator[tuple[str, Target]]:
+    """Every name with its target, layer numbers filled in."""
+    for name, target in weights.items():
+        for layer in range(num_layers if "{}" in name else 1):
+            yield name.format(layer), Target(target.module.format(layer), target.part)

@@ -190,6 +190,20 @@ REFUSALS: list[tuple[Hardware, dict[str, Any], str]] = [
     ),
     (GPU, {"max_num_seqs": 0}, "max_num_seqs=0: expected at least 1"),
     (GPU, {"max_model_len": 0}, "max_model_len=0: expected at least 1"),
+    (GPU, {"scheduling_policy": "sjf"}, "scheduling_policy='sjf': expected fcfs or priority"),
+    (
+        GPU,
+        {"long_prefill_token_threshold": -1},
+        "long_prefill_token_threshold=-1: expected 0 (no limit) or a number of tokens",
+    ),
+    (
+        GPU,
+        {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
+        (
+            "long_prefill_token_threshold=8 splits prompts, which enable_chunked_prefill=False "
+            "forbids; drop one of them"
+        ),
+    ),
     (GPU, {"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
     (GPU, {"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0: expected at least 1"),
     (GPU, {"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0: expected more than 0"),

@@ -13,8 +13,6 @@ import torch
 from fusewright import LLM, SamplingParams
 from fusewright.model_executor.abacus.problems import TASKS, held_out
 
-pytestmark = pytest.mark.whole_gpu
-
 LEVELS = (0, 1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROBLEMS = held_out(1000, seed=3)

@@ -15,7 +15,7 @@ from tests.engine.test_abacus import GREEDY, PROBLEMS, answers
 from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, references
 from tests.model_executor.tiny_models import BY_NAME
 
-pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -82,12 +82,13 @@ def test_a_cache_larger_than_the_gpu_is_refused() -> None:
 def test_level_3_chooses_by_measurement() -> None:
     report = LLM("abacus", optimization_level=3, max_num_seqs=4, max_model_len=64).report()
     times = next(t for call, t in report["tuned_us"].items() if call.startswith("add_rms_norm"))
-    assert {"cuda", "triton"} <= set(times) and all(us > 0 for us in times.values())
+    assert {"triton", "native"} <= set(times) and all(us > 0 for us in times.values())
     fastest = min(times, key=lambda name: times[name])
     (choice,) = [c for c in report["choices"] if c.startswith("add_rms_norm")]
     assert choice.startswith(f"add_rms_norm -> {fastest}")
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("lazy", [True, False])
 def test_the_account_of_memory_agrees_with_the_driver(lazy: bool) -> None:
     llm = LLM("abacus", max_model_len=256, gpu_memory_utilization=0.5, lazy_capture=lazy)

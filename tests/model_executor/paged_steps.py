@@ -28,7 +28,7 @@ class PagedSteps:
         random.Random(0).shuffle(free)
         self.blocks = [[free.pop() for _ in range(n)] for n in blocks_each]
         self.kv_caches = allocate_kv_caches(
-            model.spec, sum(blocks_each) + 3, block_size, model.spec.dtype, self.device
+            model.spec, sum(blocks_each) + 3, block_size, model.spec.kv_cache_dtype, self.device
         )
 
     def step(self, advance: dict[int, int], *, padding: int = 0, skipped_rows: int = 0) -> Tensor:

@@ -252,7 +252,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         ({"torch_dtype": "float8"}, "torch_dtype is 'float8'; expected one of float32"),
         ({"head_dim": 63}, "rotary_dim 63"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'; expected one"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:

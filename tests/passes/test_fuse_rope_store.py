@@ -55,7 +55,7 @@ def rotated(t: dict[str, Tensor], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]
 
 
 def store(t: dict[str, Tensor], k: Tensor, v: Tensor) -> None:
-    ops.kv_store(k, v, t["kv_cache"], t["slots"])
+    ops.kv_store(k, v, t["kv_cache"], t["slots"], t.get("kv_scale"))
 
 
 def rope(**t: Tensor) -> Tensor:
@@ -96,6 +96,27 @@ def test_it_becomes_one_op_and_no_bit_changes(
     assert torch.equal(got, fn(**right))
     assert torch.equal(left["kv_cache"], right["kv_cache"])
     assert not torch.equal(left["kv_cache"], given["kv_cache"])
+
+
+def _rope_fp8(**t: Tensor) -> Tensor:
+    scale = t["table"][0, : 2 * KV_HEADS].view(2, KV_HEADS).abs() + 0.01
+    return rope(**t | {"kv_scale": scale})
+
+
+def test_scales_of_an_fp8_cache_pass_through() -> None:
+    given = inputs(torch.bfloat16)
+    del given["q_weight"], given["k_weight"]
+    given = {"table": given.pop("table"), **given}
+    given["kv_cache"] = given["kv_cache"].to(torch.float8_e4m3fn)
+    gm = capture(_rope_fp8, **given)
+    (report,) = run_passes(gm, build_passes(["fuse_rope_store"]), verify=True)
+    assert report.matched == 1
+    left, right, plain = ({k: v.clone() for k, v in given.items()} for _ in range(3))
+    (got,) = run(gm, left)
+    assert torch.equal(got, _rope_fp8(**right))
+    rope(**plain)
+    assert torch.equal(left["kv_cache"].float(), right["kv_cache"].float())
+    assert not torch.equal(left["kv_cache"].float(), plain["kv_cache"].float())
 
 
 def test_layers_in_a_row_all_fuse() -> None:

@@ -1,0 +1,3 @@
+"""FP8 weights.  ``scheme`` says how a model is quantized, ``hf_quant`` reads that from a config,
+``scales`` reads the scales beside FP8 weights, ``quantize`` makes both from other weights.
+"""

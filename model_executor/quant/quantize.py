@@ -1,0 +1,109 @@
+"""Quantize weights that a checkpoint holds in 16 or 32 bits, and move FP8 weights to other scales.
+
+Works by rows, so that beside a weight in its own dtype only a few MB are needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops._float8 import E4M3_MAX, to_e4m3
+from ..layers import Linear
+from .scheme import BLOCK
+
+_CHUNK = 1 << 20
+_SMALLEST = 1e-12
+"""Stands for the largest of all zeros, whose scale may be anything but zero."""
+DUMMY_INPUT_SCALE = 16 / E4M3_MAX
+"""For random weights, of which no activations are known: up to 16 in size.  Normed ones, and gated
+products of weights with a standard deviation of 0.02, stay below."""
+
+
+def quantize_into(linear: Linear, weight: Tensor) -> None:
+    """Fill an FP8 layer's weight and scale from ``weight``, of the same shape and device."""
+    if linear.quant == "fp8_static":
+        least, most = weight.aminmax()
+        linear.weight_scale.copy_(_scale(torch.maximum(-least, most).float()))
+    for rows in _chunks(weight):
+        chunk = weight[rows].float()
+        if linear.quant == "fp8":
+            linear.weight_scale[rows] = _scale(chunk.abs().amax(1, keepdim=True))
+            linear.weight[rows] = to_e4m3(chunk, linear.weight_scale[rows])
+        elif linear.quant == "fp8_block":
+            blocks = _blocks(chunk)
+            scale = _scale(blocks.abs().amax((1, 3), keepdim=True))
+            first = rows.start // BLOCK
+            linear.weight_scale[first : first + len(scale)] = scale[:, 0, :, 0]
+            linear.weight[rows] = _rows(to_e4m3(blocks, scale), chunk)
+        else:
+            linear.weight[rows] = to_e4m3(chunk, linear.weight_scale)
+
+
+def rescale(weight: Tensor, old: float, new: float) -> None:
+    """Change an FP8 weight with the scale ``old``, in place, to one with the scale ``new``."""
+    scale = torch.tensor(new, device=weight.device)
+    for rows in _chunks(weight):
+        weight[rows] = to_e4m3(weight[rows].float() * old, scale)
+
+
+class Staging(dict[str, Tensor]):
+    """Parameters by name, of which FP8 weights are filled in the dtype ``dtype`` first, and
+    quantized as soon as all parts are there.
+
+    Args:
+        linears: the layers of FP8 weights, by the weight's name.
+        params: all other parameters.
+        parts: the name of the parameter that each part to come belongs to.
+    """
+
+    def __init__(
+        self,
+        linears: Mapping[str, Linear],
+        params: Mapping[str, Tensor],
+        parts: Iterable[str],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__({name: p for name, p in params.items() if name not in linears})
+        self._linears, self._dtype = linears, dtype
+        self._missing = Counter(parts)
+
+    def __missing__(self, name: str) -> Tensor:
+        weight = self._linears[name].weight
+        self[name] = torch.empty(weight.shape, dtype=self._dtype, device=weight.device)
+        return self[name]
+
+    def filled(self, name: str) -> None:
+        """One part of a parameter is there."""
+        self._missing[name] -= 1
+        if name in self._linears and not self._missing[name]:
+            quantize_into(self._linears[name], self.pop(name))
+
+
+def _chunks(weight: Tensor) -> Iterator[slice]:
+    """Rows of about ``_CHUNK`` numbers; whole blocks."""
+    num_rows, columns = weight.shape
+    step = max(1, _CHUNK // (columns * BLOCK)) * BLOCK
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _scale(largest: Tensor) -> Tensor:
+    return largest.clamp(min=_SMALLEST) / E4M3_MAX
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[rows / 128, 128, columns / 128, 128], filled up with zeros."""
+    rows, columns = x.shape
+    padded = F.pad(x, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+
+
+def _rows(blocks: Tensor, like: Tensor) -> Tensor:
+    """What ``_blocks`` made of a matrix like ``like``, as a matrix again."""
+    matrix = blocks.flatten(2).flatten(0, 1)
+    return matrix[: like.shape[0], : like.shape[1]]

@@ -1,0 +1,96 @@
+"""``--attention-backend``: what it forces, and who serves while FlashInfer is not compiled."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusewright.compiler.store import Store
+from fusewright.config import EngineOptions, Hardware, ResolvedConfig, UserError
+from fusewright.engine.attention_backend import until_compiled
+from fusewright.engine.source import artifact_key
+from fusewright.engine.startup import read_model
+from fusewright.model_executor.spec import ModelSpec
+
+GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
+CHOICE = ("paged_attention", "flashinfer")
+
+
+def model(**options: Any) -> tuple[ModelSpec, ResolvedConfig]:
+    _, spec, config = read_model(EngineOptions(**options), GPU)
+    return spec, config
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine logs."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    monkeypatch.setattr(logging.getLogger("fusewright.engine"), "handlers", [Lines()])
+    return lines
+
+
+def test_auto_forces_nothing() -> None:
+    assert model()[1].compile.kernels == ()
+
+
+def test_a_backend_is_a_forced_implementation() -> None:
+    assert model(attention_backend="triton")[1].compile.kernels == (("paged_attention", "triton"),)
+    assert model(attention_backend="flashinfer")[1].compile.kernels == (CHOICE,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_backend": "paper"}, "attention_backend='paper': expected auto or"),
+        ({"attention_backend": "triton", "optimization_level": 0}, "-O0 runs references"),
+        (
+            {"attention_backend": "triton", "kernels": ("paged_attention=native",)},
+            "paged_attention is given twice, triton and native",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        model(**options)
+
+
+def test_a_start_without_modules_says_so_in_a_line_and_serves_by_our_own(
+    tmp_path: Path, said: list[str]
+) -> None:
+    spec, config = model(
+        attention_backend="flashinfer", dtype="bfloat16", kernels=("linear=native",)
+    )
+    own = until_compiled(spec, config, Store((), write_to=tmp_path))
+    assert own.compile.kernels == (("linear", "native"),)
+    (line,) = said
+    assert "`fusewright compile` with the options of this start" in line
+    assert "\n" not in line
+    # It is another artifact, which does not stand in the way of that with the modules.
+    assert artifact_key(spec, own) != artifact_key(spec, config)
+
+
+def test_a_start_takes_the_artifact_with_modules(tmp_path: Path, said: list[str]) -> None:
+    spec, config = model(attention_backend="flashinfer", dtype="bfloat16")
+    store = Store((), write_to=tmp_path)
+    store.publish(artifact_key(spec, config), {"plan.json": b"{}"}, {}, "with modules")
+    assert until_compiled(spec, config, store) is config
+    assert not said
+
+
+def test_required_artifacts_are_not_replaced(tmp_path: Path) -> None:
+    """``compile()`` then refuses, with the nearest artifact and the command."""
+    spec, config = model(attention_backend="flashinfer", dtype="bfloat16", require_cache=True)
+    assert until_compiled(spec, config, Store((tmp_path,))) is config
+
+
+def test_other_backends_pass(tmp_path: Path) -> None:
+    spec, config = model(attention_backend="triton")
+    assert until_compiled(spec, config, Store((), write_to=tmp_path)) is config
