@@ -18,8 +18,9 @@ from ..config import CompileConfig, UserError
 from ..passes import PassReport, Subgraph, build_passes, check_required, digest, run_passes
 from .dump import Dump
 from .emit import choose_emitter, emit
+from .flashinfer_modules import build_module, needed, package_version
 from .kernels import outside_variants, program_variants
-from .load import KERNELS, PLAN, kernel_file, kernels_json, piece_file
+from .load import KERNELS, PLAN, flashinfer_file, kernel_file, kernels_json, piece_file
 from .lower import lower
 from .make_plan import limit_ranges, make_plan
 from .partition import Region, partition
@@ -37,7 +38,7 @@ class Lowered:
 
     Attributes:
         traced: the lowered graph.
-        regions: of that graph, one for each step of ``plan``.
+        regions: of that graph, one for each step of ``plan``, then that of its greedy step.
         plan, pieces: what runs, and the distinct pieces by digest.
         reports, choices, tuned_us: what the passes and the choice of kernels say.
         graph: digest of the graph as it was traced.
@@ -115,6 +116,11 @@ def build(
     traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
     if device == "cuda" and sm != _sm_here():
         _check_direct(pieces.values(), sm)
+    modules: dict[str, bytes] = {}
+    for head_dim in needed(traced.gm):
+        with timer.phase("FlashInfer module"):
+            timer.say(f"head_dim {head_dim}, flashinfer-python {package_version()}")
+            modules[flashinfer_file(head_dim)] = build_module(head_dim)
     with timer.phase("emit"):
         code = emit(
             pieces,
@@ -131,7 +137,7 @@ def build(
         ops.KERNELS.precompile(variants, sm, on_done=timer.count("kernel", len(variants)))
         held = ops.KERNELS.binaries()
         binaries = {variant: held[variant] for variant in sorted(variants, key=lambda v: v.name)}
-    files = {PLAN: _json(plan.to_json())}
+    files = {PLAN: _json(plan.to_json()), **modules}
     for name, piece in code.items():
         files[piece_file(name)] = piece.source.encode()
         folder = piece_file(name).rpartition("/")[0]
@@ -146,6 +152,7 @@ def build(
         "pieces": {name: piece.emitter for name, piece in code.items()},
         "steps": len(plan.steps),
         "kernels": len(binaries),
+        "flashinfer": package_version() if modules else None,
         "tuned_us": lowered.tuned_us,
         "seconds": {name: round(value, 4) for name, value in timer.seconds.items()},
     }

@@ -52,6 +52,7 @@ class Explanation:
         pieces: the distinct pieces.
         layer: the calls of one layer: those of the piece that most steps run, and attention.
         launches, bytes, flops: of the whole step; launches are None where Inductor decides.
+        greedy: what steps without logits call in place of the last op, if the plan can.
     """
 
     num_seqs: int
@@ -63,6 +64,7 @@ class Explanation:
     launches: int | None
     bytes: int
     flops: int
+    greedy: str | None
 
     @property
     def layer_launches(self) -> int | None:
@@ -80,6 +82,7 @@ def explain(lowered: Lowered, *, num_seqs: int, context: int) -> Explanation:
         context: KV positions of each sequence.
     """
     facts = [_region(lowered, region, num_seqs, context) for region in lowered.regions]
+    greedy = facts.pop()[0].op if lowered.plan.greedy else None
     step = [call for calls in facts for call in calls]
     uses = Counter(s.piece for s in lowered.plan.steps if isinstance(s, PieceStep))
     pieces = []
@@ -96,6 +99,7 @@ def explain(lowered: Lowered, *, num_seqs: int, context: int) -> Explanation:
         launches=total_launches(step),
         bytes=sum(call.bytes for call in step),
         flops=sum(call.flops for call in step),
+        greedy=greedy,
     )
 
 

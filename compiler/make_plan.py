@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from ..passes import Subgraph, digest, fake_value
 from .emit_inductor import MAX_SIZE
 from .partition import Region, free_symbols
 from .piece_code import PieceCode
-from .plan import OpStep, PieceStep, Plan, TensorInput, Value
+from .plan import Dtype, OpStep, PieceStep, Plan, TensorInput, Value, reads
 from .trace import GraphInput, Traced
 
 PER_SEQUENCE = ("num_seqs", "num_seqs_plus_1")
@@ -46,7 +46,7 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
         per_token = not _counts_sequences(traced, region)
         if region.is_single_op:
             node = region.nodes[0]
-            args: Any = fx.node.map_arg(node.args, lambda n: cast("Any", Value(names[n])))
+            args: Any = fx.node.map_aggregate(node.args, lambda arg: _plan_arg(arg, names))
             steps.append(OpStep(_op_name(node), args, outputs, per_token))
             continue
         subgraph = region.subgraph()
@@ -54,14 +54,30 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
         pieces.setdefault(piece, subgraph)
         inputs = tuple(names[node] for node in region.inputs)
         steps.append(PieceStep(piece, inputs, outputs, per_token))
-    (result,) = next(iter(traced.gm.graph.find_nodes(op="output"))).args[0]
+    result, *tokens = next(iter(traced.gm.graph.find_nodes(op="output"))).args[0]
+    greedy = _take_greedy(steps, names[tokens[0]]) if tokens else None
     tensors = {
         names[node]: _tensor_input(fake_value(node), traced)
         for node, source in zip(placeholders, traced.inputs, strict=True)
         if source.dim is None
     }
-    plan = Plan(tuple(steps), tensors, sizes, _ranges(traced), names[result])
+    plan = Plan(tuple(steps), tensors, sizes, _ranges(traced), names[result], greedy)
     return plan, pieces
+
+
+def _take_greedy(steps: list[PieceStep | OpStep], tokens: str) -> OpStep:
+    """Remove from ``steps`` the call that makes the second result, which comes last.
+
+    Raises:
+        ValueError: it is no single call, or the step before it cannot be left out in its favour.
+    """
+    *_, last, greedy = steps
+    if not isinstance(greedy, OpStep) or greedy.outputs != (tokens,):
+        raise ValueError(f"{tokens} does not come from the last step, a single call: {greedy}")
+    if last.per_token or set(last.outputs) & set(reads(greedy)):
+        raise ValueError(f"{greedy} cannot take the place of {last}")
+    del steps[-1]
+    return greedy
 
 
 def _tensor_input(fake: torch.Tensor, traced: Traced) -> TensorInput:
@@ -98,6 +114,12 @@ def limit_ranges(plan: Plan, code: Iterable[PieceCode]) -> Plan:
         for count, (low, high) in plan.ranges.items()
     }
     return replace(plan, ranges=limited)
+
+
+def _plan_arg(arg: Any, names: Mapping[fx.Node, str]) -> Any:
+    if isinstance(arg, fx.Node):
+        return Value(names[arg])
+    return Dtype(str(arg).removeprefix("torch.")) if isinstance(arg, torch.dtype) else arg
 
 
 def _op_name(node: fx.Node) -> str:

@@ -15,6 +15,13 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Dtype:
+    """A dtype inside an op's arguments, by its name in ``torch``."""
+
+    dtype: str
+
+
+@dataclass(frozen=True)
 class PieceStep:
     """Run compiled piece ``piece`` on the named values."""
 
@@ -32,6 +39,13 @@ class OpStep:
     args: tuple[Any, ...]
     outputs: tuple[str, ...]
     per_token: bool
+
+
+def reads(step: PieceStep | OpStep) -> list[str]:
+    """Names of the values that a step reads."""
+    if isinstance(step, PieceStep):
+        return list(step.inputs)
+    return [arg.name for arg in step.args if isinstance(arg, Value)]
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,8 @@ class Plan:
         sizes: size value -> (name, dimension) of the input that carries it.
         ranges: what a dynamic dimension counts -> least and largest size that the code is for.
         output: name of the result.
+        greedy: the call that a step makes in place of the last one when it needs no logits; its
+            output is the likeliest token of each sequence, [num_seqs] int32.
     """
 
     steps: tuple[PieceStep | OpStep, ...]
@@ -62,9 +78,11 @@ class Plan:
     sizes: Mapping[str, tuple[str, int]]
     ranges: Mapping[str, tuple[int, int]]
     output: str
+    greedy: OpStep | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON; a step has either ``piece`` or ``op``, a named value is ``{"name": …}``."""
+        """Plain JSON; a step has either ``piece`` or ``op``, a named value is ``{"name": …}``, a
+        dtype ``{"dtype": …}``."""
         return asdict(self)
 
     @staticmethod
@@ -79,12 +97,23 @@ class Plan:
             sizes={name: (source, dim) for name, (source, dim) in data["sizes"].items()},
             ranges={name: (low, high) for name, (low, high) in data["ranges"].items()},
             output=data["output"],
+            greedy=_op_step(data["greedy"]) if data["greedy"] else None,
         )
 
 
 def _step(data: Mapping[str, Any]) -> PieceStep | OpStep:
-    outputs, per_token = tuple(data["outputs"]), data["per_token"]
-    if "piece" in data:
-        return PieceStep(data["piece"], tuple(data["inputs"]), outputs, per_token)
-    args = tuple(Value(arg["name"]) if isinstance(arg, dict) else arg for arg in data["args"])
-    return OpStep(data["op"], args, outputs, per_token)
+    if "op" in data:
+        return _op_step(data)
+    inputs, outputs = tuple(data["inputs"]), tuple(data["outputs"])
+    return PieceStep(data["piece"], inputs, outputs, data["per_token"])
+
+
+def _op_step(data: Mapping[str, Any]) -> OpStep:
+    args = tuple(map(_arg, data["args"]))
+    return OpStep(data["op"], args, tuple(data["outputs"]), data["per_token"])
+
+
+def _arg(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    return Value(data["name"]) if "name" in data else Dtype(data["dtype"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .plan import OpStep, PieceStep, Plan, TensorInput, Value
+from .plan import Dtype, OpStep, PieceStep, Plan, TensorInput, Value, reads
 
 Environment = list[Any]
 """One value a slot; temporaries are dropped after their last use."""
@@ -47,6 +48,12 @@ class Program:
         sizes: size value -> (name, dimension) of the tensor that carries it.
         ranges: what a dynamic dimension counts -> its least and largest size.
         output: slot of the result.
+        greedy: the step that takes the place of the last one, which is not per token, when no
+            logits are needed; its one output is token ids.
+
+    Attributes:
+        greedy: this program with that step: the same environment, bound at the same time; None
+            when there is no such step.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Program:
         output: int,
         sizes: Mapping[str, tuple[str, int]] | None = None,
         ranges: Mapping[str, tuple[int, int]] | None = None,
+        greedy: Step | None = None,
     ) -> None:
         self.steps = tuple(steps)
         self.output = output
@@ -65,6 +73,23 @@ class Program:
         self._sizes = dict(sizes or {})
         self._ranges = dict(ranges or {})
         self._template: Environment = [None] * (max(slots.values(), default=-1) + 1)
+        self.greedy: Program | None = None
+        if greedy is not None:
+            other = copy.copy(self)
+            other.steps, (other.output,) = (*self.steps[:-1], greedy), greedy.outputs
+            self.greedy = other
+
+    def ending(self, *, greedy: bool) -> Program:
+        """This program, or the one that gives tokens instead of logits.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not greedy:
+            return self
+        if self.greedy is None:
+            raise ValueError("greedy=True: this program has no greedy step, expected greedy=False")
+        return self.greedy
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
         """Fix values for every later step; names that the program does not read are ignored.
@@ -125,7 +150,7 @@ class Program:
                 env[self._slots[name]] = inputs[source].shape[dim]
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run every step without graphs; returns the output (logits)."""
+        """Run every step without graphs; returns the output."""
         env = self.environment(inputs)
         for step in self.steps:
             step.run(env)
@@ -160,17 +185,24 @@ def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
         for name in planned.outputs:
             slots[name] = len(slots)
     last_use = _last_uses(plan)
-    steps: list[Step] = []
-    for index, planned in enumerate(plan.steps):
+
+    def step(index: int, planned: PieceStep | OpStep) -> Step:
         release = tuple(slots[name] for name, last in last_use.items() if last == index)
         outputs = tuple(slots[name] for name in planned.outputs)
         if isinstance(planned, PieceStep):
             name, call = planned.piece, _piece_call(planned, pieces[planned.piece], slots)
         else:
             name, call = planned.op, _op_call(planned, slots)
-        steps.append(Step(name, call, outputs, release, planned.per_token))
+        return Step(name, call, outputs, release, planned.per_token)
+
+    steps = list(map(step, range(len(plan.steps)), plan.steps))
+    greedy = None
+    if plan.greedy is not None:
+        slots[plan.greedy.outputs[0]] = len(slots)
+        greedy = step(len(plan.steps) - 1, plan.greedy)
     inputs: dict[str, TensorInput | None] = {**plan.inputs}
-    return Program(steps, slots, inputs, slots[plan.output], plan.sizes, plan.ranges)
+    output = slots[plan.output]
+    return Program(steps, slots, inputs, output, plan.sizes, plan.ranges, greedy)
 
 
 def _check_tensor(name: str, value: Tensor, spec: TensorInput) -> None:
@@ -194,17 +226,13 @@ def _check_tensor(name: str, value: Tensor, spec: TensorInput) -> None:
         raise InputError(f"{name} has strides {value.stride()}, compiled for a contiguous tensor")
 
 
-def _reads(step: PieceStep | OpStep) -> list[str]:
-    if isinstance(step, PieceStep):
-        return list(step.inputs)
-    return [arg.name for arg in step.args if isinstance(arg, Value)]
-
-
 def _last_uses(plan: Plan) -> dict[str, int]:
     last: dict[str, int] = {}
     for index, step in enumerate(plan.steps):
-        for name in (*_reads(step), *step.outputs):
+        for name in (*reads(step), *step.outputs):
             last[name] = index
+    if plan.greedy is not None:
+        last |= dict.fromkeys(reads(plan.greedy), len(plan.steps) - 1)
     keep = {plan.output, *plan.inputs, *plan.sizes}
     return {name: index for name, index in last.items() if name not in keep}
 
@@ -226,12 +254,11 @@ def _op_call(step: OpStep, slots: Mapping[str, int]) -> Callable[[Environment], 
     name, _, overload = qualified.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     indices = [slots[arg.name] if isinstance(arg, Value) else None for arg in step.args]
+    args = [getattr(torch, arg.dtype) if isinstance(arg, Dtype) else arg for arg in step.args]
     num_outputs = len(step.outputs)
 
     def call(env: Environment) -> Sequence[Any]:
-        result = op(
-            *[arg if i is None else env[i] for i, arg in zip(indices, step.args, strict=True)]
-        )
+        result = op(*[arg if i is None else env[i] for i, arg in zip(indices, args, strict=True)])
         return [result] if num_outputs else []
 
     return call

@@ -30,14 +30,16 @@ PASSES: tuple[str, ...] = (
     "cleanup",
     "fuse_add_norm",
     "fuse_act",
+    "fuse_gated_linear",
     "fuse_norm_quant",
     "fuse_act_quant",
     "fuse_attn_quant",
     "fuse_rope_store",
+    "fuse_lm_head_argmax",
 )
 """Every pass, in the order in which they run."""
 
-UNMEASURED = ("fuse_rope_store",)
+UNMEASURED = ("fuse_gated_linear", "fuse_lm_head_argmax")
 """Passes that no level runs before their gain is measured on a GPU; ``--passes`` does."""
 
 _PROVEN = tuple(name for name in PASSES if name not in UNMEASURED)

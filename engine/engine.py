@@ -53,7 +53,11 @@ class Engine(EngineLoop):
             with load_beside(folder, spec, config, startup, progress) as weights:
                 compiled = compile_model(spec, config, weights, startup, progress)
             with startup.phase("kv cache"):
-                dispatcher = Dispatcher(config.capture, config.scheduler.max_num_seqs)
+                dispatcher = Dispatcher(
+                    config.capture,
+                    config.scheduler.max_num_seqs,
+                    greedy=compiled.program.greedy is not None,
+                )
                 buffers = step_buffers(config, dispatcher)
                 size = size_kv_cache(compiled.program, spec, config, buffers, dispatcher.num_graphs)
                 kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)

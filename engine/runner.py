@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compiler.program import Program
 from ..graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
-from .sampler import OpTable, Sampled, Sampler
+from .sampler import OpTable, Sampled, Sampler, needs_logits
 
 _NO_SLOT = -1
 
@@ -104,35 +104,37 @@ class Runner:
             self._tables.release(slot)
         num_tokens, num_seqs = batch.num_tokens, batch.num_seqs
         dispatch = self._dispatcher.choose(
-            num_tokens, num_seqs, uniform_decode=batch.is_uniform_decode
+            num_tokens,
+            num_seqs,
+            uniform_decode=batch.is_uniform_decode,
+            greedy=self._dispatcher.greedy and not needs_logits(batch),
         )
         self.graphs.ensure(dispatch)
         self._write_inputs(batch, dispatch)
-        device = self._buffers.device
-        self._ops(
-            "feed_tokens",
-            device["input_ids"][:num_tokens],
-            self._sampler.last_tokens,
-            device["feed_slots"][:num_seqs],
-        )
-        if dispatch.kind is GraphKind.FULL:
-            logits = self.graphs.replay_full(dispatch.num_tokens, dispatch.num_seqs)[:num_seqs]
+        output = self._run(dispatch, num_seqs)
+        slots = self._buffers.device["slots"][:num_seqs]
+        if dispatch.greedy:
+            sampled = self._sampler.keep(output, slots)
         else:
-            views = self._buffers.views(num_tokens=dispatch.num_tokens, num_seqs=num_seqs)
-            if dispatch.kind is GraphKind.PIECEWISE:
-                logits = self.graphs.replay_piecewise(dispatch.num_tokens, views)
-            else:
-                logits = self._program.run(views)
-        sampled = self._sampler.sample(
-            logits, batch, device["slots"][:num_seqs], device["seq_lens"][:num_seqs]
-        )
+            seq_lens = self._buffers.device["seq_lens"][:num_seqs]
+            sampled = self._sampler.sample(output, batch, slots, seq_lens)
         return self._start_readback(batch, sampled)
 
+    def _run(self, dispatch: Dispatch, num_seqs: int) -> Tensor:
+        """The step's logits, or in a greedy one its tokens; a row a sequence."""
+        padded, greedy = dispatch.num_tokens, dispatch.greedy
+        if dispatch.kind is GraphKind.FULL:
+            return self.graphs.replay_full(padded, dispatch.num_seqs, greedy=greedy)[:num_seqs]
+        views = self._buffers.views(num_tokens=padded, num_seqs=num_seqs)
+        if dispatch.kind is GraphKind.PIECEWISE:
+            return self.graphs.replay_piecewise(padded, views, greedy=greedy)
+        return self._program.ending(greedy=greedy).run(views)
+
     def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
-        """Fill and upload the static inputs, padded to the dispatched sizes: padding tokens are
-        stored nowhere; padding sequences have no context and, but in uniform decode, no token."""
+        """Send the static inputs, padded to the dispatched sizes: padding tokens are stored
+        nowhere; padding sequences have no context and, but in uniform decode, no token."""
         padded_tokens, padded_seqs = dispatch.num_tokens, dispatch.num_seqs
-        host = self._buffers.next_host()
+        host = self._buffers.next_host(num_tokens=padded_tokens, num_seqs=padded_seqs)
         arrays = host.arrays
         arrays["query_start_loc"][0] = 0
         offset, num_blocks = 0, 1
@@ -148,20 +150,30 @@ class Runner:
             arrays["slots"][row] = request.slot
             arrays["feed_slots"][row] = request.slot if entry.input_on_device else _NO_SLOT
         num_seqs = batch.num_seqs
-        arrays["input_ids"][offset:padded_tokens] = 0
-        arrays["positions"][offset:padded_tokens] = 0
-        arrays["slot_mapping"][offset:padded_tokens] = _NO_SLOT
-        arrays["seq_lens"][num_seqs:padded_seqs] = 0
-        arrays["slots"][num_seqs:padded_seqs] = 0
-        arrays["feed_slots"][num_seqs:padded_seqs] = _NO_SLOT
+        arrays["input_ids"][offset:] = 0
+        arrays["positions"][offset:] = 0
+        arrays["slot_mapping"][offset:] = _NO_SLOT
+        arrays["seq_lens"][num_seqs:] = 0
+        arrays["slots"][num_seqs:] = 0
+        arrays["feed_slots"][num_seqs:] = _NO_SLOT
         tokens_each = int(padded_tokens == padded_seqs)
         padding = np.arange(1, padded_seqs - num_seqs + 1, dtype=np.int32) * tokens_each
-        arrays["query_start_loc"][num_seqs + 1 : padded_seqs + 1] = offset + padding
+        arrays["query_start_loc"][num_seqs + 1 :] = offset + padding
         table = arrays["block_table"][: padded_seqs * num_blocks].reshape(padded_seqs, num_blocks)
         table[:num_seqs] = self._tables.rows[arrays["slots"][:num_seqs], :num_blocks]
         table[num_seqs:] = 0
-        self._buffers.upload(
-            host, num_tokens=padded_tokens, num_seqs=padded_seqs, num_blocks=num_blocks
+        views = self._buffers.views(num_tokens=padded_tokens, num_seqs=padded_seqs)
+        self._ops(
+            "write_inputs",
+            self._buffers.send(host, num_blocks),
+            self._sampler.last_tokens,
+            views["input_ids"],
+            views["positions"],
+            views["slot_mapping"],
+            views["seq_lens"],
+            self._buffers.device["slots"][:padded_seqs],
+            views["query_start_loc"],
+            views["block_table"],
         )
 
     def _write_tokens(
@@ -200,6 +212,6 @@ class Runner:
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._on_gpu:
-            return tensor
+            return tensor.clone()  # the output of a graph is overwritten by the next step
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)

@@ -68,19 +68,24 @@ class OpTable:
         return overload(*args)
 
 
-def outside_calls(spec: ModelSpec, num_seqs: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every form in which a step of ``num_seqs`` calls an op outside of the compiled program, with
+def outside_calls(
+    spec: ModelSpec, num_tokens: int, num_seqs: int
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Every form in which a step of these sizes calls an op outside of the compiled program, with
     arguments on the meta device."""
 
-    def column(dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_seqs, dtype=dtype, device="meta")
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    ids, floats = column(torch.int32), column(torch.float32)
+    ids, per_token = ints(num_seqs), ints(num_tokens)
+    floats = torch.empty(num_seqs, dtype=torch.float32, device="meta")
     shape = (num_seqs, spec.vocab_size)
     logits = torch.empty(shape, dtype=spec.dtype, device="meta")
     counts = torch.empty(shape, dtype=torch.int32, device="meta")
     values = torch.empty(shape, dtype=torch.float32, device="meta")
-    yield "feed_tokens", (ids, ids, ids)
+    packed = ints(3 * num_tokens + 4 * num_seqs + 1 + num_seqs)
+    rows = (ids, ids, ints(num_seqs + 1), ints(num_seqs, 1))
+    yield "write_inputs", (packed, ids, per_token, per_token, per_token, *rows)
     yield "keep_tokens", (ids, ids, ids)
     yield "argmax", (logits,)
     for num_logprobs in (0, 1):
@@ -88,7 +93,7 @@ def outside_calls(spec: ModelSpec, num_seqs: int) -> Iterator[tuple[str, tuple[A
     yield "apply_penalties", (values, counts, counts.bool(), ids, floats, floats, floats)
     yield "count_tokens", (ids, ids, counts)
     for top_k, top_p, min_p in itertools.product((None, ids), (None, floats), (None, floats)):
-        seeds = column(torch.int64)
+        seeds = torch.empty(num_seqs, dtype=torch.int64, device="meta")
         yield "sample", (values, floats, top_k, top_p, min_p, seeds, ids)
 
 
@@ -115,7 +120,6 @@ class Sampler:
         """Compile what a greedy step runs, so that the first request does not wait for it."""
         logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
         slots = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._ops("feed_tokens", self.last_tokens[:1].clone(), self.last_tokens, slots)
         self._ops("keep_tokens", self.last_tokens, self._ops("argmax", logits), slots)
 
     def admit(self, request: Request, slot: int) -> None:
@@ -151,6 +155,12 @@ class Sampler:
             logprobs = self._ops("token_logprobs", logits, token_ids, num_logprobs)
         self._ops("keep_tokens", self.last_tokens, token_ids, slots)
         return Sampled(token_ids, logprobs)
+
+    def keep(self, token_ids: Tensor, slots: Tensor) -> Sampled:
+        """In place of ``sample`` where no logits are needed: token_ids [num_seqs] int32, those
+        that the program gives in a greedy step."""
+        self._ops("keep_tokens", self.last_tokens, token_ids, slots)
+        return Sampled(token_ids, None)
 
     def _sample(self, logits: Tensor, entries: list[ScheduledRequest], seq_lens: Tensor) -> Tensor:
         rows = self._parameters(entries)
@@ -220,6 +230,15 @@ class Sampler:
         """The request's seed, or one of its own: the same again after a preemption."""
         seed = request.sampling_params.seed
         return seed if seed is not None else (self._seed << 32) + request.arrival
+
+
+def needs_logits(batch: Batch) -> bool:
+    """Whether more than the likeliest token of each sequence is asked for."""
+    return not all(
+        _is_plain_greedy(entry)
+        and not (entry.samples and entry.request.sampling_params.logprobs is not None)
+        for entry in batch.scheduled
+    )
 
 
 def _below_min_tokens(entry: ScheduledRequest) -> bool:

@@ -1,4 +1,4 @@
-"""The static inputs of a step, on the device at fixed addresses, and their pinned host copies.
+"""The static inputs of a step, on the device at fixed addresses, and what the host sends there.
 
 All are int32.  Captured graphs read prefixes of these tensors, so a step writes its values here and
 pads the rest of the captured size.
@@ -20,60 +20,69 @@ _HOST_COPIES = 3
 """Steps whose host values may still be on their way to the device when the next is written."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class HostInputs:
-    """One step's inputs on the host; the arrays share pinned memory with ``tensors``."""
+    """One step's inputs on the host: arrays of the step's sizes, one behind the other in pinned
+    memory.  ``block_table`` is all that is left of it, for rows without gaps."""
 
+    packed: Tensor
     arrays: dict[str, npt.NDArray[np.int32]]
-    tensors: dict[str, Tensor]
 
 
 class StepBuffers:
     """Device tensors input_ids, positions, slot_mapping [max_tokens]; seq_lens, slots (the row's
-    request slot), feed_slots (the same where the input token is on the device, else -1)
-    [max_seqs]; query_start_loc [max_seqs + 1]; block_table [max_seqs, max_blocks]."""
+    request slot) [max_seqs]; query_start_loc [max_seqs + 1]; block_table [max_seqs, max_blocks].
+
+    The host also sends feed_slots [max_seqs]: the row's slot where its input token is on the
+    device, else -1.
+    """
 
     def __init__(
         self, device: torch.device, *, max_tokens: int, max_seqs: int, max_blocks: int
     ) -> None:
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
-        sizes = dict.fromkeys(PER_TOKEN, max_tokens)
-        sizes |= dict.fromkeys(PER_SEQUENCE, max_seqs) | {"query_start_loc": max_seqs + 1}
-        self._device = device
-        self.device = {
-            name: torch.zeros(size, dtype=torch.int32, device=device)
-            for name, size in sizes.items()
-        }
-        self.device["block_table"] = torch.zeros(
-            (max_seqs, max_blocks), dtype=torch.int32, device=device
-        )
-        sizes["block_table"] = max_seqs * max_blocks
-        self._host = [_host_inputs(sizes, device) for _ in range(_HOST_COPIES)]
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.device = {name: zeros(max_tokens) for name in PER_TOKEN}
+        self.device |= {name: zeros(max_seqs) for name in ("seq_lens", "slots")}
+        self.device["query_start_loc"] = zeros(max_seqs + 1)
+        self.device["block_table"] = zeros(max_seqs, max_blocks)
+        size = 3 * max_tokens + 4 * max_seqs + 1 + max_seqs * max_blocks
+        self._sent = zeros(size)
+        pinned = device.type == "cuda"
+        self._host = [
+            torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_HOST_COPIES)
+        ]
         self._turn = 0
 
-    def next_host(self) -> HostInputs:
+    def next_host(self, *, num_tokens: int, num_seqs: int) -> HostInputs:
         """Host arrays to fill for the next step; the previous ones may still be in transfer."""
         self._turn = (self._turn + 1) % _HOST_COPIES
-        return self._host[self._turn]
+        packed = self._host[self._turn]
+        memory: npt.NDArray[np.int32] = packed.numpy()
+        sizes = dict.fromkeys(PER_TOKEN, num_tokens) | dict.fromkeys(PER_SEQUENCE, num_seqs)
+        sizes["query_start_loc"] = num_seqs + 1
+        arrays, start = {}, 0
+        for name, size in sizes.items():
+            arrays[name] = memory[start : start + size]
+            start += size
+        return HostInputs(packed, arrays | {"block_table": memory[start:]})
 
-    def upload(self, host: HostInputs, *, num_tokens: int, num_seqs: int, num_blocks: int) -> None:
-        """Copy filled prefixes to the device without waiting.
+    def send(self, host: HostInputs, num_blocks: int) -> Tensor:
+        """Copy what is filled to the device in one piece, without waiting.
 
         Args:
-            num_blocks: filled columns of the block table, which the host keeps densely packed as
-                [num_seqs, num_blocks].
-        """
-        for name in PER_TOKEN:
-            self._copy(host, name, num_tokens)
-        for name in PER_SEQUENCE:
-            self._copy(host, name, num_seqs)
-        self._copy(host, "query_start_loc", num_seqs + 1)
-        packed = host.tensors["block_table"][: num_seqs * num_blocks].view(num_seqs, num_blocks)
-        table = packed.to(self._device, non_blocking=True)
-        self.device["block_table"][:num_seqs, :num_blocks].copy_(table, non_blocking=True)
+            num_blocks: filled columns of the block table.
 
-    def _copy(self, host: HostInputs, name: str, count: int) -> None:
-        self.device[name][:count].copy_(host.tensors[name][:count], non_blocking=True)
+        Returns:
+            The copy, as ``ops.write_inputs`` takes it.
+        """
+        table, num_seqs = host.arrays["block_table"], len(host.arrays["seq_lens"])
+        count = len(host.packed) - len(table) + num_seqs * num_blocks
+        sent = self._sent[:count]
+        return sent.copy_(host.packed[:count], non_blocking=True)
 
     def views(self, *, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
         """The step inputs of a program, at these sizes."""
@@ -95,12 +104,3 @@ class StepBuffers:
         views["seq_lens"].copy_(starts.diff())
         views["block_table"].zero_()
         return views
-
-
-def _host_inputs(sizes: dict[str, int], device: torch.device) -> HostInputs:
-    pinned = device.type == "cuda"
-    tensors = {
-        name: torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        for name, size in sizes.items()
-    }
-    return HostInputs({name: tensor.numpy() for name, tensor in tensors.items()}, tensors)

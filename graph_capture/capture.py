@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -31,11 +31,14 @@ class _PiecewiseGraph:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """What one graph serves.  A FULL graph has a number of sequences, a piecewise one any."""
+    """What one graph serves.  A FULL graph has a number of sequences, and gives logits or, if
+    ``greedy``, tokens; a piecewise one serves any number and both, since the program's last step
+    runs outside of it."""
 
     kind: GraphKind
     num_tokens: int
     num_seqs: int
+    greedy: bool
 
 
 class Graphs:
@@ -62,7 +65,7 @@ class Graphs:
     ) -> None:
         self._program, self._buffers = program, buffers
         self._backend, self._used_bytes = backend, used_bytes
-        self._full: dict[tuple[int, int], _FullGraph] = {}
+        self._full: dict[GraphSize, _FullGraph] = {}
         self._piecewise: dict[int, _PiecewiseGraph] = {}
         self._pending = dict.fromkeys(_largest_first(dispatcher)) if backend else {}
         self.bytes = 0
@@ -94,8 +97,9 @@ class Graphs:
     def ensure(self, dispatch: Dispatch) -> None:
         """Capture the graph that ``dispatch`` replays, if it is missing.  Overwrites the static
         inputs."""
-        num_seqs = dispatch.num_seqs if dispatch.kind is GraphKind.FULL else 0
-        size = GraphSize(dispatch.kind, dispatch.num_tokens, num_seqs)
+        size = GraphSize(dispatch.kind, dispatch.num_tokens, dispatch.num_seqs, dispatch.greedy)
+        if dispatch.kind is not GraphKind.FULL:
+            size = replace(size, num_seqs=0, greedy=False)
         if size in self._pending:
             self._capture(size)
 
@@ -107,35 +111,37 @@ class Graphs:
         del self._pending[size]
         num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
         inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
-        _warm_up(self._program, inputs)
+        program = self._program.ending(greedy=size.greedy)
+        _warm_up(program, inputs)
         if size.kind is GraphKind.FULL:
-            graph = _capture_full(self._program, inputs, self._backend)
-            self._full[size.num_tokens, size.num_seqs] = graph
+            self._full[size] = _capture_full(program, inputs, self._backend)
         else:
-            pieces = _capture_piecewise(self._program, inputs, self._backend)
+            pieces = _capture_piecewise(program, inputs, self._backend)
             self._piecewise[size.num_tokens] = pieces
         self.bytes += self._used_bytes() - before
 
-    def replay_full(self, num_tokens: int, num_seqs: int) -> Tensor:
+    def replay_full(self, num_tokens: int, num_seqs: int, *, greedy: bool = False) -> Tensor:
         """Replay the whole step of captured sizes; its output, valid until the next replay."""
-        graph = self._full[num_tokens, num_seqs]
+        graph = self._full[GraphSize(GraphKind.FULL, num_tokens, num_seqs, greedy)]
         graph.replay()
         return graph.output
 
-    def replay_piecewise(self, num_tokens: int, inputs: Mapping[str, Tensor]) -> Tensor:
+    def replay_piecewise(
+        self, num_tokens: int, inputs: Mapping[str, Tensor], *, greedy: bool = False
+    ) -> Tensor:
         """Replay the captured parts, running the others on this step's ``inputs``."""
-        graph = self._piecewise[num_tokens]
+        graph, program = self._piecewise[num_tokens], self._program.ending(greedy=greedy)
         env = graph.env
-        self._program.rebind(env, inputs)
+        program.rebind(env, inputs)
         computed: list[int] = []
-        for part in graph.parts:
+        for part in (*graph.parts[:-1], program.steps[-1]) if greedy else graph.parts:
             if callable(part):
                 part()
                 continue
             for slot, value in zip(part.outputs, part.call(env), strict=True):
                 env[slot] = value
             computed.extend(part.outputs)
-        output: Tensor = env[self._program.output]
+        output: Tensor = env[program.output]
         # What ran between the graphs is memory of its own, which must not live until the next
         # replay of this size.
         for slot in computed:
@@ -145,9 +151,10 @@ class Graphs:
 
 def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
     for size in sorted(dispatcher.piecewise_sizes, reverse=True):
-        yield GraphSize(GraphKind.PIECEWISE, size, 0)
+        yield GraphSize(GraphKind.PIECEWISE, size, 0, False)
     for num_tokens, num_seqs in sorted(dispatcher.full_sizes, reverse=True):
-        yield GraphSize(GraphKind.FULL, num_tokens, num_seqs)
+        for greedy in (False, True)[: 1 + dispatcher.greedy]:
+            yield GraphSize(GraphKind.FULL, num_tokens, num_seqs, greedy)
 
 
 def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:

@@ -20,23 +20,29 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The choice for one step: the sizes it runs at, with padding up to what was captured."""
+    """The choice for one step: the sizes it runs at, with padding up to what was captured, and
+    whether it gives tokens instead of logits."""
 
     kind: GraphKind
     num_tokens: int
     num_seqs: int
+    greedy: bool = False
 
 
 class Dispatcher:
-    """Chooses by batch shape alone; ``counters[(step kind, graph kind)]`` says what happened.
+    """Chooses by batch shape, and by whether logits are needed; ``counters[(step kind, graph
+    kind)]`` says what happened, and ``counters["greedy", graph kind]`` how often without logits.
 
     FULL graphs of uniform decode have one token a sequence.  Those of mixed steps (mode FULL) have
     a fixed number of sequences, the surplus empty; it never equals the number of tokens, because
     attention takes that for uniform decode.
+
+    Args:
+        greedy: the program can end without logits: each FULL graph is captured either way.
     """
 
-    def __init__(self, config: CaptureConfig, max_num_seqs: int) -> None:
-        mode = config.mode
+    def __init__(self, config: CaptureConfig, max_num_seqs: int, *, greedy: bool = False) -> None:
+        mode, self.greedy = config.mode, greedy
         self._decode_sizes: tuple[int, ...] = ()
         self._mixed_sizes: tuple[int, ...] = ()
         self.piecewise_sizes = config.sizes if mode.piecewise else ()
@@ -56,23 +62,28 @@ class Dispatcher:
     @property
     def num_graphs(self) -> int:
         """How many graphs are to be captured; a piecewise one counts once."""
-        return len(self.full_sizes) + len(self.piecewise_sizes)
+        return len(self.full_sizes) * (1 + self.greedy) + len(self.piecewise_sizes)
 
     @property
     def max_seqs(self) -> int:
         """Rows that the static buffers need."""
         return max([self._max_num_seqs, *(seqs for _, seqs in self.full_sizes)])
 
-    def choose(self, num_tokens: int, num_seqs: int, *, uniform_decode: bool) -> Dispatch:
-        """Pick the graph of a step, and count it."""
-        dispatch = Dispatch(GraphKind.NONE, num_tokens, num_seqs)
+    def choose(
+        self, num_tokens: int, num_seqs: int, *, uniform_decode: bool, greedy: bool = False
+    ) -> Dispatch:
+        """Pick the graph of a step, and count it; ``greedy``: the step needs no logits."""
+        kind = GraphKind.NONE
         if uniform_decode and (size := _round_up(num_tokens, self._decode_sizes)):
-            dispatch = Dispatch(GraphKind.FULL, size, size)
+            kind, num_tokens, num_seqs = GraphKind.FULL, size, size
         elif size := _round_up(num_tokens, self._mixed_sizes):
-            dispatch = Dispatch(GraphKind.FULL, size, self._mixed_seqs(size))
+            kind, num_tokens, num_seqs = GraphKind.FULL, size, self._mixed_seqs(size)
         elif size := _round_up(num_tokens, self.piecewise_sizes):
-            dispatch = Dispatch(GraphKind.PIECEWISE, size, num_seqs)
-        self.counters["decode" if uniform_decode else "mixed", dispatch.kind.value] += 1
+            kind, num_tokens = GraphKind.PIECEWISE, size
+        dispatch = Dispatch(kind, num_tokens, num_seqs, greedy and self.greedy)
+        self.counters["decode" if uniform_decode else "mixed", kind.value] += 1
+        if dispatch.greedy:
+            self.counters["greedy", kind.value] += 1
         return dispatch
 
     def _mixed_seqs(self, num_tokens: int) -> int:

@@ -105,9 +105,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "skinny", _skinny, refuses_bf16, devices=("cuda",), launches=_launches, opt_in=True
-        ),
+        Implementation("skinny", _skinny, refuses_bf16, devices=("cuda",), launches=_launches),
         Implementation("triton", _in_turn, devices=("cuda",), launches=_launches),
         Implementation("native", _reference, inline=True),
     ),

@@ -12,6 +12,8 @@ from .fuse_act import FuseAct
 from .fuse_act_quant import FuseActQuant
 from .fuse_add_norm import FuseAddNorm
 from .fuse_attn_quant import FuseAttnQuant
+from .fuse_gated_linear import FuseGatedLinear
+from .fuse_lm_head_argmax import FuseLMHeadArgmax
 from .fuse_norm_quant import FuseNormQuant
 from .fuse_rope_store import FuseRopeStore
 from .report import PassReport
@@ -22,10 +24,12 @@ PIPELINE: tuple[Rule, ...] = (
     Cleanup(),
     FuseAddNorm(),
     FuseAct(),
+    FuseGatedLinear(),
     FuseNormQuant(),
     FuseActQuant(),
     FuseAttnQuant(),
     FuseRopeStore(),
+    FuseLMHeadArgmax(),
 )
 
 

@@ -86,6 +86,8 @@ def explanation(label: str, facts: Explanation) -> str:
         f"{_count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
         f"{facts.flops / 1e12:.3f} TFLOP (cuBLAS may split a product into two launches)"
     )
+    if facts.greedy:
+        step += f"; without logits its last call is {facts.greedy}"
     parts = [passes_table(facts.passes), *map(table, (pieces, chosen, layer))]
     return "\n\n".join([label, *parts, step])
 

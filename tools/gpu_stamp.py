@@ -36,8 +36,8 @@ COVERED_FOLDERS = (
 COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 # Tests that share the GPU run side by side: most of their time is the compiling of kernels.
 ROUNDS = (
-    ("gpu and not whole_gpu", ["-n", "12", "--dist", "worksteal"]),
     ("gpu and whole_gpu", []),
+    ("gpu and not whole_gpu", ["-n", "14", "--dist", "worksteal"]),
 )
 
 NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/test_layout.py")

@@ -109,6 +109,9 @@ OUTSIDE_OPTIONS = {
     "max_num_seqs": 17,
     "max_num_batched_tokens": 1024,
     "enable_chunked_prefill": False,
+    "long_prefill_token_threshold": 64,
+    "scheduling_policy": "priority",
+    "enable_prefix_caching": False,
     "async_scheduling": False,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 30,
@@ -120,8 +123,11 @@ INSIDE_OPTIONS = {
     "passes": ("cleanup",),
     "disable_passes": ("fuse_act",),
     "kernels": ("rms_norm=native",),
+    "attention_backend": "triton",
     "verify": True,
     "block_size": 32,
+    "quantization": "fp8",
+    "kv_cache_dtype": "fp8",
 }
 
 
@@ -161,7 +167,7 @@ def test_editing_a_line_of_any_source_changes_the_key(tmp_path: Path) -> None:
     for name in dict.fromkeys(part.split("/")[0] for part in SOURCES):
         shutil.copytree(PACKAGE / name, package / name, ignore=shutil.ignore_patterns("*.so"))
     before = source_factors(source._MODEL_SOURCES, package)
-    must = {"source.passes/fuse_act.py", "source.ops/rms_norm.py", "source.csrc/norm/binding.cu"}
+    must = {"source.passes/fuse_act.py", "source.ops/rms_norm.py", "source.csrc/gemm/binding.cu"}
     must |= {"source.ops/triton_kernels/paged_attention.py", "source.compiler/emit.py"}
     must |= {"source.model_executor/models/decoder.py", "source.ops/launches/norm.py"}
     assert must <= {*before}, must - {*before}

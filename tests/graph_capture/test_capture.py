@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from fusewright.graph_capture import (
 )
 
 MAX_TOKENS, MAX_SEQS = 8, 4
-NAMES = ("input_ids", "positions", "seq_lens", "hidden", "mixed", "tail", "output")
+NAMES = ("input_ids", "positions", "seq_lens", "hidden", "mixed", "tail", "output", "tokens")
 SLOT = {name: i for i, name in enumerate(NAMES)}
 
 
@@ -42,20 +44,26 @@ def program(log: list[str]) -> Program:
         step("head", "output", False, "tail", "mixed"),
     ]
     names = ("input_ids", "positions", "seq_lens")
-    return Program(steps, SLOT, dict.fromkeys(names), SLOT["output"])
+    greedy = step("argmax", "tokens", False, "tail")
+    return Program(steps, SLOT, dict.fromkeys(names), SLOT["output"], greedy=greedy)
 
 
 def buffers() -> StepBuffers:
     return StepBuffers(torch.device("cpu"), max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_blocks=2)
 
 
-def dispatcher(mode: str, sizes: tuple[int, ...] = (2, 4, 8)) -> Dispatcher:
-    return Dispatcher(CaptureConfig(CudagraphMode(mode), sizes, lazy=True), MAX_SEQS)
+def dispatcher(
+    mode: str, sizes: tuple[int, ...] = (2, 4, 8), *, greedy: bool = False
+) -> Dispatcher:
+    config = CaptureConfig(CudagraphMode(mode), sizes, lazy=True)
+    return Dispatcher(config, MAX_SEQS, greedy=greedy)
 
 
-def captured(mode: str, log: list[str]) -> tuple[Graphs, StepBuffers, RecordingGraphs]:
+def captured(
+    mode: str, log: list[str], *, greedy: bool = False
+) -> tuple[Graphs, StepBuffers, RecordingGraphs]:
     made, backend = buffers(), RecordingGraphs()
-    graphs = Graphs(program(log), made, dispatcher(mode), backend)
+    graphs = Graphs(program(log), made, dispatcher(mode, greedy=greedy), backend)
     while graphs.capture_next():
         pass
     log.clear()
@@ -100,6 +108,47 @@ def test_a_full_graph_is_the_whole_program() -> None:
     assert torch.equal(graphs.replay_full(4, 4), want) and backend.replays == 1
 
 
+def test_a_full_graph_of_a_greedy_step_ends_in_tokens() -> None:
+    """One graph more a size, of the same steps but the last."""
+    log: list[str] = []
+    graphs, made, backend = captured("FULL_AND_PIECEWISE", log, greedy=True)
+    assert graphs.num_captured == 7 and backend.captures == 10
+    views = fill(made, 4, 4)
+    tokens = program([]).ending(greedy=True).run(views)
+    logits = program([]).run(views)
+    assert torch.equal(graphs.replay_full(4, 4, greedy=True), tokens)
+    assert log == ["first", "attention", "last", "argmax"]
+    assert torch.equal(graphs.replay_full(4, 4), logits) and not torch.equal(tokens, logits)
+
+
+def test_piecewise_graphs_serve_steps_of_either_end() -> None:
+    log: list[str] = []
+    graphs, made, backend = captured("PIECEWISE", log, greedy=True)
+    assert graphs.num_captured == 3 and backend.captures == 6
+    views = fill(made, 4, 3)
+    tokens = program([]).ending(greedy=True).run(views)
+    assert torch.equal(graphs.replay_piecewise(4, views, greedy=True), tokens)
+    assert log == ["first", "attention", "last", "argmax"]
+    assert graphs._piecewise[4].env[SLOT["tokens"]] is None
+    assert torch.equal(graphs.replay_piecewise(4, views), program([]).run(views))
+
+
+def test_a_program_with_one_end_refuses_the_other() -> None:
+    whole = program([])
+    names = ("input_ids", "positions", "seq_lens")
+    logits_only = Program(whole.steps, SLOT, dict.fromkeys(names), SLOT["output"])
+    assert logits_only.ending(greedy=False) is logits_only
+    with pytest.raises(ValueError, match="this program has no greedy step"):
+        logits_only.ending(greedy=True)
+
+
+def test_what_is_bound_is_bound_for_both_ends() -> None:
+    whole, views = program([]), fill(buffers(), 4, 3)
+    whole.bind({"positions": views.pop("positions")})
+    for greedy in (False, True):
+        assert whole.ending(greedy=greedy).run(views).shape == (2,)
+
+
 def test_each_distinct_step_warms_up_once_a_size() -> None:
     """Two layers of one piece: captured twice, run once before."""
     log: list[str] = []
@@ -129,6 +178,22 @@ def test_largest_sizes_are_captured_first() -> None:
     while graphs.capture_next():
         pass
     assert sizes == [8, 4, 4, 2, 2] and graphs.num_pending == 0
+
+
+def test_graphs_of_both_ends_are_captured_size_by_size() -> None:
+    log: list[str] = []
+    wanted = dispatcher("FULL_AND_PIECEWISE", (2, 4), greedy=True)
+    graphs = Graphs(program(log), buffers(), wanted, RecordingGraphs())
+    assert graphs.num_pending == wanted.num_graphs == 6
+    graphs.capture_largest()
+    assert graphs.num_pending == 4 and "argmax" not in log
+    graphs.ensure(Dispatch(GraphKind.PIECEWISE, 4, 3, greedy=True))  # captured as it is
+    assert graphs.num_pending == 4
+    graphs.ensure(Dispatch(GraphKind.FULL, 2, 2, greedy=True))
+    assert graphs.num_pending == 3 and "argmax" in log
+    while graphs.capture_next():
+        pass
+    assert graphs.num_captured == 6
 
 
 def test_a_step_waits_for_its_own_graph_only() -> None:
@@ -164,13 +229,13 @@ def test_a_dummy_step_stores_nothing_and_is_well_formed(num_tokens: int, num_seq
     assert bool((views["slot_mapping"] == -1).all())
 
 
-def test_uploads_fill_prefixes_and_leave_the_rest() -> None:
+def test_a_step_is_sent_in_one_piece_of_its_own_size() -> None:
     made = buffers()
-    made.device["input_ids"].fill_(9)
-    host = made.next_host()
-    host.arrays["input_ids"][:3] = [1, 2, 3]
-    host.arrays["block_table"][:4] = [10, 11, 20, 21]
-    made.upload(host, num_tokens=3, num_seqs=2, num_blocks=2)
-    assert made.device["input_ids"].tolist() == [1, 2, 3, 9, 9, 9, 9, 9]
-    assert made.device["block_table"][:2].tolist() == [[10, 11], [20, 21]]
-    assert made.next_host() is not host
+    host = made.next_host(num_tokens=3, num_seqs=2)
+    for first, (name, values) in enumerate(host.arrays.items()):
+        count = 4 if name == "block_table" else len(values)
+        values[:count] = 10 * first + np.arange(count)
+    sent = made.send(host, num_blocks=2)
+    parts = ([0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31], [40, 41], [50, 51], [60, 61, 62])
+    assert sent.tolist() == [*itertools.chain(*parts), 70, 71, 72, 73]
+    assert made.next_host(num_tokens=3, num_seqs=2).packed is not host.packed

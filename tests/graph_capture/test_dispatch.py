@@ -71,3 +71,16 @@ def test_every_choice_is_counted() -> None:
     for tokens, uniform in [(1, True), (3, True), (30, False), (99, False)]:
         chooser.choose(tokens, 1, uniform_decode=uniform)
     assert chooser.report() == {"decode": {"FULL": 2}, "mixed": {"NONE": 1, "PIECEWISE": 1}}
+
+
+def test_steps_without_logits_are_counted_where_the_program_can_end_so() -> None:
+    config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2), True)
+    plain, either = Dispatcher(config, 2), Dispatcher(config, 2, greedy=True)
+    assert plain.choose(2, 2, uniform_decode=True, greedy=True) == Dispatch(FULL, 2, 2)
+    assert either.choose(2, 2, uniform_decode=True, greedy=True) == Dispatch(FULL, 2, 2, True)
+    assert either.choose(2, 2, uniform_decode=True) == Dispatch(FULL, 2, 2)
+    assert either.choose(2, 1, uniform_decode=False, greedy=True) == Dispatch(PIECEWISE, 2, 1, True)
+    assert plain.report() == {"decode": {"FULL": 1}}
+    decode, greedy = {"FULL": 2}, {"FULL": 1, "PIECEWISE": 1}
+    assert either.report() == {"decode": decode, "mixed": {"PIECEWISE": 1}, "greedy": greedy}
+    assert (plain.num_graphs, either.num_graphs) == (4, 6)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fusewright import ops
 from fusewright.compiler.lower import lower
-from fusewright.config import PASSES
+from fusewright.config import LEVELS
 from fusewright.passes import PassReport, VerificationError, build_passes, run_passes
 from fusewright.passes.fuse_rope_store import FuseRopeStore
 from fusewright.passes.rule import Context, Tier
@@ -345,7 +345,7 @@ def test_a_layer_is_nine_launches_on_a_gpu(qk_norm: bool) -> None:
     """Counted in the graph that is lowered for one; it need not be here."""
     spec = replace(SPEC, num_layers=2, sliding_windows=(0, 0), qk_norm=qk_norm)
     gm = traced(spec, "cuda").gm
-    run_passes(gm, build_passes(PASSES))
+    run_passes(gm, build_passes(LEVELS[2].passes))
     lower(gm, hand_kernels=True, kernels={}, sm=90)
     calls = [name.removesuffix(".default") for name in targets(gm) if name in LOWERED]
     first, second = (i for i, name in enumerate(calls) if name == "paged_attention")

@@ -27,6 +27,10 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         "cleanup": (0, 0),
         "fuse_add_norm": (10, 10),
         "fuse_act": (5, 5),
+        "fuse_norm_quant": (0, 0),
+        "fuse_act_quant": (0, 0),
+        "fuse_attn_quant": (0, 0),
+        "fuse_rope_store": (5, 5),
     }
     assert [(p["uses"], p["emitter"]) for p in told["pieces"]] == [
         (1, "direct"),
@@ -34,10 +38,10 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         (1, "direct"),
     ]
     layer = [call["op"].partition("::")[2] for call in told["layer"]]
-    assert layer[0] == "paged_attention" and layer.count("linear") == 4 and len(layer) == 10
+    assert layer[0] == "paged_attention" and layer.count("linear") == 4 and len(layer) == 9
     assert all(call["launches"] == 1 for call in told["layer"])
     # Five layers; embedding, first norm, gather and lm_head; each layer has two norms of its own.
-    assert told["launches"] == 5 * 10 + 4
+    assert told["launches"] == 5 * 9 + 4
     weights = Path(FOLDER, "model.safetensors").stat().st_size
     assert 0.95 < told["bytes"] / weights < 1.1  # nearly all that a single token moves
 
@@ -53,14 +57,23 @@ def test_bytes_and_flops_follow_batch_and_context(capsys: Capture) -> None:
 
 
 def test_a_fusion_changes_what_is_launched(capsys: Capture) -> None:
-    passes = "cleanup,fuse_add_norm,fuse_act,fuse_rope_store"
-    fused = facts(capsys, *SM_90, "--passes", passes)
-    assert fused["launches"] == 5 * 9 + 4
+    apart = facts(capsys, *SM_90, "--disable-passes", "fuse_rope_store")
+    assert apart["launches"] == 5 * 10 + 4
     plain = facts(capsys, *SM_90, "--disable-passes", "fuse_act")
     assert plain["launches"] is None  # Inductor gets the activation
     before_the_first_mlp, *others = plain["pieces"]
     assert before_the_first_mlp["emitter"] == "direct"
     assert all(p["emitter"] == "inductor" and "silu" in p["reason"] for p in others)
+
+
+def test_a_step_without_logits_is_explained(capsys: Capture) -> None:
+    passes = ("--passes", "cleanup,fuse_lm_head_argmax")
+    plain, either = facts(capsys, *SM_90, *passes[:1], "cleanup"), facts(capsys, *SM_90, *passes)
+    assert plain["greedy"] is None and either["greedy"].endswith("::lm_head_argmax")
+    assert all(either[key] == plain[key] for key in ("launches", "bytes", "flops", "layer"))
+    assert {p["name"]: p["matched"] for p in either["passes"]}["fuse_lm_head_argmax"] == 1
+    assert main([*SM_90, *passes]) == 0
+    assert "without logits its last call is fw_" in capsys.readouterr().out
 
 
 def test_the_text_has_every_part(capsys: Capture) -> None:
