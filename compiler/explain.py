@@ -151,7 +151,7 @@ def _num_launches(node: fx.Node, args: list[Any]) -> int | None:
     inlines, nobody knows before it has."""
     launches = launches_of(node)
     if launches is not None:
-        return len(launches(*args)[0])
+        return max(1, len(launches(*args)[0]))  # none of Triton's: one of csrc's
     namespace, _, name = op_name(node).partition("::")
     implementation = ops.BY_NAME[name].implementation(namespace.removeprefix(f"{ops.NAMESPACE}_"))
     return None if implementation.inline and name != "linear" else 1

@@ -21,8 +21,8 @@ from ._op import OpDesc
 # What the kernels' copies take of a row at least, and the least that is measured.
 _LINE_BYTES = 128
 _LEAST_BYTES = 8 << 20
-# The most rows with which they are ahead; they hold 32.  Of FP8, cuBLASLt is near with one scale for
-# all, far behind with more; blocks are copied by four.
+# The most rows with which they are ahead; they hold 32.  Of FP8, cuBLASLt is near with one scale
+# for all, far behind with more; blocks are copied by four.
 _ROWS_BF16 = 16
 _ROWS_FP8 = 32
 _ROWS_ONE_SCALE = 8

@@ -276,6 +276,7 @@ OP = SemanticOp(
     cases=cases,
     cost=_cost,
     implementations=(
+        by_cuda(_launches, _triton_supports),
         Implementation(
             "triton",
             run_launches(_launches),
@@ -283,7 +284,6 @@ OP = SemanticOp(
             devices=("cuda",),
             launches=_launches,
         ),
-        by_cuda(_launches, _triton_supports),
         by_flashinfer(_triton_supports),
         Implementation("native", _native),
     ),
