@@ -187,7 +187,6 @@ def calibrated(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.whole_gpu
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize(
     ("scheme", "kv_cache_dtype"),
@@ -200,6 +199,8 @@ def test_exact_match_stays_within_half_a_point(
     scheme: str, kv_cache_dtype: str, level: int, tmp_path: Path, device: torch.device
 ) -> None:
     """Of 100 %, which float32 reaches on a CPU and bfloat16 on a GPU."""
+    if device.type == "cuda" and level == 0:
+        pytest.skip("-O0 runs the references, which the CPU has run")
     options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
     model = "abacus"
     if scheme == "fp8_static":
