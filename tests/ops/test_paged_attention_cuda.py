@@ -72,11 +72,11 @@ def test_without_its_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("built")
-def test_only_its_name_chooses_it() -> None:
+def test_it_is_the_first_choice_where_it_runs() -> None:
     desc = description()
-    assert choose(PAGED_ATTENTION, desc, inline_first=False).implementation == "triton"
-    chosen = choose(PAGED_ATTENTION, desc, inline_first=False, override="cuda")
-    assert chosen.implementation == "cuda"
+    assert choose(PAGED_ATTENTION, desc, inline_first=False).implementation == "cuda"
+    chosen = choose(PAGED_ATTENTION, desc, inline_first=False, override="triton")
+    assert chosen.implementation == "triton"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,8 @@ def test_it_takes_few_sequences_of_one_query(
     num_tokens: int, num_seqs: int, kv_heads: int, taken: bool
 ) -> None:
     assert glue.takes(num_tokens, num_seqs, kv_heads) == taken
+    uniform = num_tokens == num_seqs
+    assert glue.takes(num_tokens, num_seqs, kv_heads, fp8=True) == uniform  # however many
 
 
 def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
