@@ -22,6 +22,7 @@ from .env import env
 from .evaluate import evaluate
 from .explain import explain
 from .help import GroupedHelp
+from .profile import profile
 from .run import run
 
 # typer raises its parser's errors (unknown flag, missing value) under a class that it does not
@@ -41,6 +42,7 @@ app.command("demo", cls=GroupedHelp)(demo)
 app.command("compile", cls=GroupedHelp)(compile)
 app.add_typer(bench.app, name="bench")
 app.command("explain", cls=GroupedHelp)(explain)
+app.command("profile", cls=GroupedHelp)(profile)
 app.command("env", cls=GroupedHelp)(env)
 app.add_typer(cache, name="cache")
 

@@ -1,0 +1,131 @@
+"""``fusewright profile``: which kernels a steady step runs, and where the device waits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import UserError
+from .flags import engine_flags
+from .options import load, merge
+from .table import table
+
+_ROWS_SHOWN = 24
+_NAME_WIDTH = 64
+
+
+@engine_flags
+def profile(
+    engine: dict[str, Any],
+    output: Annotated[
+        Path, typer.Option("--output", metavar="DIR", help="Folder for the files; made if absent.")
+    ],
+    model_argument: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
+    ] = None,
+    phase: Annotated[
+        str, typer.Option(help="prefill, decode, or both: then a folder of DIR each.")
+    ] = "decode",
+    batch_size: Annotated[int, typer.Option(help="Equal requests at a time.")] = 1,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Output tokens; decode steps end there.")] = 128,
+    delay_iterations: Annotated[
+        int, typer.Option(help="Steps of the phase before the first recorded one.")
+    ] = 8,
+    max_iterations: Annotated[int, typer.Option(help="Most steps to record.")] = 16,
+    record_shapes: Annotated[
+        bool, typer.Option("--record-shapes", help="Rows by operator shapes, kernel grids.")
+    ] = False,
+    profile_memory: Annotated[
+        bool, typer.Option("--profile-memory", help="Allocations in the trace.")
+    ] = False,
+    with_stack: Annotated[
+        bool, typer.Option("--with-stack", help="Python frames in the trace.")
+    ] = False,
+) -> None:
+    """Kernels, layers and a CPU/GPU time line of steady steps, through captured graphs.
+
+    Writes kernels.csv, kernels.json, layers.json, timeline.json and trace.json: a Chrome trace,
+    for Perfetto, or for TensorBoard under a name that ends in .pt.trace.json.
+    """
+    options = merge(engine, model=model_argument)
+    from ..bench.profiling import PHASES, Plan, profile_phase, write
+
+    if phase not in (*PHASES, "both"):
+        raise UserError(f"phase={phase!r}: expected prefill, decode or both")
+    plans = [
+        Plan(
+            name,
+            batch_size=batch_size,
+            input_len=input_len,
+            output_len=output_len,
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+        )
+        for name in (PHASES if phase == "both" else (phase,))
+    ]
+    folders = {plan.phase: output / plan.phase if phase == "both" else output for plan in plans}
+    for plan in plans:
+        plan.check()
+        _make(folders[plan.phase])
+    llm = load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
+    for plan in plans:
+        folder = folders[plan.phase]
+        found = write(profile_phase(llm, plan, folder / "trace.json"), folder)
+        _show(plan.phase, found)
+    (output / "engine.json").write_text(json.dumps(llm.report(), indent=1) + "\n")
+    typer.echo(f"wrote {output}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels.csv").touch()
+    except OSError as error:
+        raise UserError(f"output={folder}: {error.strerror}; give a folder to write to") from error
+
+
+def _show(phase: str, found: dict[str, Any]) -> None:
+    rows = found["rows"]
+    cells = [["kernel", "calls/step", "calls/layer", "us each", "us/step", "CPU us", "share"]]
+    for row in rows[:_ROWS_SHOWN]:
+        name = row["kernel"] if not row["shapes"] else f"{row['kernel']} {row['shapes']}"
+        figures = [f"{row[key]:.2f}" for key in ("calls_a_step", "calls_a_layer")]
+        figures += [f"{row[key]:.2f}" for key in ("us_each", "us_a_step", "cpu_us_a_step")]
+        cells.append([name[:_NAME_WIDTH], *figures, f"{row['share']:.1%}"])
+    typer.echo(f"{phase}, {found['timeline']['num_steps']} steps")
+    typer.echo(table(cells))
+    if len(rows) > _ROWS_SHOWN:
+        typer.echo(f"and {len(rows) - _ROWS_SHOWN} more in kernels.csv")
+    groups = found["groups"]
+    cells = [["where", "calls/step", "us/step", "us/layer", "CPU us", "share"]]
+    for title, name in (("in the layers", "in_layers"), ("once a step", "once_a_step")):
+        group = groups[name]
+        layer = f"{groups['us_a_layer']:.2f}" if name == "in_layers" else ""
+        calls, us, cpu = (group[key] for key in ("calls_a_step", "us_a_step", "cpu_us_a_step"))
+        share = f"{group['share']:.1%}"
+        cells.append([title, f"{calls:.1f}", f"{us:.1f}", layer, f"{cpu:.1f}", share])
+    typer.echo("\n" + table(cells))
+    _show_timeline(found["timeline"])
+
+
+def _show_timeline(line: dict[str, Any]) -> None:
+    parts = list(line["median"]["cpu_us"])
+    cells = [["median step, us", "wall", *(f"CPU {part}" for part in parts)]]
+    for title, times in (("recorded", line["median"]), ("undisturbed", line["undisturbed"])):
+        figures = [times["wall_us"], *times["cpu_us"].values()]
+        cells.append([title, *(f"{value:.1f}" for value in figures)])
+    typer.echo("\n" + table(cells))
+    median = line["median"]
+    between, inside = line["idle_between_share"], line["idle_inside_share"]
+    told = f"busy {median['busy_us']:.1f} us a step, idle {line['idle_share']:.1%}: "
+    told += f"{between:.1%} between steps, {inside:.1%} inside"
+    if line["device"] == "GPU":  # the profiler slows operators down, kernels hardly
+        told += f"; of an undisturbed step {line['undisturbed']['idle_share']:.1%}"
+    typer.echo(f"{line['device']} {told}")
