@@ -79,11 +79,16 @@ class PendingStep(Protocol):
     """A launched step."""
 
     def result(self) -> StepResult:
-        """Waits until the step has run; called once, in the order of the launches."""
+        """Waits until the step has run; called once, in the order of the launches.  Raises what
+        went wrong in it."""
 
 
 class Runner(Protocol):
     """Runs batches in the order of their launches."""
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Enqueues one step and returns at once; everything the step needs is copied now."""
+        """Enqueues one step and returns at once; everything the step needs is copied now.  May
+        raise, with the finished slots dropped; the step has not happened then."""
+
+    def check(self) -> None:
+        """Waits for all launched steps; raises when the device can run nothing any more."""

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import gc
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 from ..config import EngineOptions, UserError
 from .chat_template import Message
 from .inputs import Prompt
-from .loop import EngineLoop
+from .loop import CheckedRequest, EngineLoop
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
+
+_LONGEST_PAUSE_S = 0.001
+"""Of checking requests between two steps."""
+_QUEUED_AT_ONCE = 32
+"""Requests between two steps: about a millisecond."""
+_MANY_REQUESTS = 1000
 
 
 class LLM:
@@ -43,6 +52,7 @@ class LLM:
         self.engine = engine
         # One engine may serve a generate() while streams are read in turn.
         self._inbox: dict[str, deque[RequestOutput]] = {}
+        self._stepped_s = 0.0
 
     def generate(
         self,
@@ -64,21 +74,38 @@ class LLM:
             UserError: a prompt or its parameters are bad; nothing is generated then.
         """
         batch = _prompt_list(prompts)
-        ids: list[str] = []
+        every = zip(
+            batch,
+            _params_list(sampling_params, len(batch)),
+            _priority_list(priority, len(batch)),
+            strict=True,
+        )
+        checked: list[CheckedRequest] = []
+        inbox: deque[RequestOutput] = deque()
         finished: dict[str, RequestOutput] = {}
-        try:
-            for prompt, params, rank in zip(
-                batch,
-                _params_list(sampling_params, len(batch)),
-                _priority_list(priority, len(batch)),
-                strict=True,
-            ):
-                ids.append(self._add(prompt, params, final_only=True, priority=rank))
-            for output in self._finish(ids, use_tqdm):
-                finished[output.request_id] = output
-        finally:
-            self._drop(ids)
-        return [finished[request_id] for request_id in ids]
+        with _collector_at_rest(len(batch)) as added:
+            for prompt, params, rank in every:
+                checked.append(
+                    self.engine.check_request(prompt, params, final_only=True, priority=rank)
+                )
+                if time.perf_counter() - self._stepped_s > _LONGEST_PAUSE_S:
+                    self._keep_running()
+            try:
+                with _Progress(len(checked), enabled=use_tqdm) as bar:
+                    for number, request in enumerate(checked, start=1):
+                        self._queue(request, inbox)
+                        # By number, not by time: the same prompts are batched alike every time.
+                        if number % _QUEUED_AT_ONCE == 0:
+                            self._keep_running()
+                            _take_all(inbox, finished, bar)
+                    added()
+                    while len(finished) < len(checked):
+                        self._pump()
+                        _take_all(inbox, finished, bar)
+            finally:
+                for request in checked:
+                    self._drop(request.request_id)
+        return [finished[request.request_id] for request in checked]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -88,8 +115,9 @@ class LLM:
         The first item asked for queues the prompt (and raises ``UserError`` when it is bad);
         closing the iterator aborts the request.
         """
-        request_id = self._add(prompt, sampling_params, final_only=False)
-        inbox = self._inbox[request_id]
+        request = self.engine.check_request(prompt, sampling_params)
+        inbox: deque[RequestOutput] = deque()
+        self._queue(request, inbox)
         try:
             while True:
                 while not inbox:
@@ -99,7 +127,7 @@ class LLM:
                 if output.finished:
                     return
         finally:
-            self._drop([request_id])
+            self._drop(request.request_id)
 
     def chat(
         self,
@@ -129,44 +157,48 @@ class LLM:
         """The engine's account of itself, see ``Engine.report``; plain data."""
         return self.engine.report()
 
-    def _add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        *,
-        final_only: bool,
-        priority: int = 0,
-    ) -> str:
-        request_id = self.engine.add_request(
-            prompt, params, final_only=final_only, priority=priority
-        )
-        self._inbox[request_id] = deque()
-        return request_id
+    def _queue(self, request: CheckedRequest, inbox: deque[RequestOutput]) -> None:
+        self.engine.queue(request)
+        self._inbox[request.request_id] = inbox
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; those that are unfinished are aborted."""
-        for request_id in request_ids:
-            self._inbox.pop(request_id, None)
+    def _drop(self, request_id: str) -> None:
+        """Forget a request; one that is unfinished is aborted."""
+        if self._inbox.pop(request_id, None) is not None:
             self.engine.abort(request_id)
+
+    def _keep_running(self) -> None:
+        """While requests are added: run the next step, so that those before them need not wait.
+        An engine at rest starts once all its seats are taken."""
+        scheduler = self.engine.scheduler
+        if scheduler.running or scheduler.num_unfinished >= scheduler.max_num_seqs:
+            self._pump()
 
     def _pump(self) -> None:
         """Run one step and hand its outputs to those who wait for them."""
         for output in self.engine.step():
             if output.request_id in self._inbox:
                 self._inbox[output.request_id].append(output)
+        self._stepped_s = time.perf_counter()
 
-    def _finish(self, request_ids: Sequence[str], progress: bool) -> Iterator[RequestOutput]:
-        """Run until these requests are finished; yields each as it finishes."""
-        with _Progress(len(request_ids), enabled=progress) as bar:
-            waiting = set(request_ids)
-            while waiting:
-                self._pump()
-                done = [i for i in waiting if self._inbox[i]]
-                for request_id in done:
-                    waiting.remove(request_id)
-                    output = self._inbox[request_id].pop()
-                    bar.advance(sum(len(c.token_ids) for c in output.outputs))
-                    yield output
+
+@contextmanager
+def _collector_at_rest(num_requests: int) -> Iterator[Callable[[], None]]:
+    """A full garbage collection walks over every object: 50 ms beside 10,000 requests.  With so
+    many there is none until they are ``added``, and none that walks over them until the end."""
+    if num_requests < _MANY_REQUESTS or not gc.isenabled():
+        yield lambda: None
+        return
+
+    def added() -> None:
+        gc.freeze()
+        gc.enable()
+
+    gc.disable()
+    try:
+        yield added
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 class _Progress:
@@ -201,6 +233,15 @@ class _Progress:
         elapsed = self._progress.tasks[0].elapsed or 0.0
         rate = f"{self._num_tokens / elapsed:.0f} tokens/s" if elapsed > 0 else ""
         self._progress.update(self._task, advance=1, rate=rate)
+
+
+def _take_all(
+    inbox: deque[RequestOutput], finished: dict[str, RequestOutput], bar: _Progress
+) -> None:
+    while inbox:
+        output = inbox.popleft()
+        finished[output.request_id] = output
+        bar.advance(sum(len(c.token_ids) for c in output.outputs))
 
 
 def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from ..config import UserError
-from .batch import Batch, PendingStep, Runner
+from .batch import Batch, PendingStep, Runner, StepResult
 from .inputs import InputProcessor, Prompt
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
 from .scheduler import NewToken, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A caller's request that is good to be queued; ``requests`` generate its ``n`` outputs."""
+
+    request_id: str
+    requests: list[Request]
+    final_only: bool
+
+
+_Launched: TypeAlias = tuple[Batch, PendingStep]
+
+
+class EngineDeadError(UserError):
+    """The device is lost; a new process is needed."""
 
 
 class EngineLoop:
@@ -39,7 +56,8 @@ class EngineLoop:
         self.eos_token_ids = eos_token_ids
         self.async_scheduling = async_scheduling
         self._outputs = OutputProcessor(inputs.tokenizer)
-        self._in_flight: tuple[Batch, PendingStep] | None = None
+        self._in_flight: _Launched | None = None
+        self._dead: EngineDeadError | None = None
         self._num_added = 0
         self.on_tokens: Callable[[list[NewToken]], None] | None = None
         """Told of the tokens of every step, as soon as the host knows them."""
@@ -61,6 +79,26 @@ class EngineLoop:
         Raises:
             UserError: the prompt is bad, the id is in use, or the KV cache is too small for it.
         """
+        checked = self.check_request(
+            prompt, params, request_id, final_only=final_only, priority=priority
+        )
+        self.queue(checked)
+        return checked.request_id
+
+    def check_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        final_only: bool = False,
+        priority: int = 0,
+    ) -> CheckedRequest:
+        """The first half of ``add_request``: all but the queueing.
+
+        Raises:
+            UserError: the prompt is bad, or the KV cache is too small for it.
+        """
         params = params or SamplingParams()
         made_up = request_id is None
         while request_id is None or (made_up and request_id in self._outputs):
@@ -81,30 +119,59 @@ class EngineLoop:
             )
             for index in range(params.n)
         ]
+        self.scheduler.check_size(requests[0])
+        return CheckedRequest(request_id, requests, final_only)
+
+    def queue(self, checked: CheckedRequest) -> None:
+        """The second half of ``add_request``.
+
+        Raises:
+            UserError: the id is in use.
+        """
+        if self._dead is not None:
+            raise self._dead
+        request_id, requests = checked.request_id, checked.requests
         if request_id in self._outputs or any(r.request_id in self.scheduler for r in requests):
             raise UserError(f"request_id {request_id!r} is in use: ids must be unique")
         for request in requests:
             self.scheduler.add(request)
-        self._outputs.add(request_id, requests, final_only=final_only)
-        return request_id
+        self._outputs.add(request_id, requests, final_only=checked.final_only)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step and return what the last one brought: outputs with new tokens.
 
-        The list is empty while the first step is in flight.
+        The list is empty while the first step is in flight.  When a step fails, its requests end
+        with ``finish_reason`` "error", and the others are served on.
+
+        Raises:
+            EngineDeadError: the device is lost; so does every call from then on.
         """
+        if self._dead is not None:
+            raise self._dead
         batch = self.scheduler.schedule()
-        launched = None if batch is None else (batch, self.runner.launch(batch))
         done = self._in_flight
-        if self.async_scheduling:
-            self._in_flight = launched
-        else:
-            done = launched
-        if done is None:
-            if launched is None and self.has_unfinished():
-                raise RuntimeError(f"{self.scheduler.num_unfinished} requests, but none can run")
-            return []
-        return self._finish_step(*done)
+        if batch is None and done is None and self.has_unfinished():
+            raise RuntimeError(f"{self.scheduler.num_unfinished} requests, but none can run")
+        launched: _Launched | None = None
+        failed: list[tuple[Batch, Exception]] = []
+        if batch is not None:
+            try:
+                launched = batch, self.runner.launch(batch)
+            except Exception as error:
+                failed.append((batch, error))
+        if not self.async_scheduling:
+            done, launched = launched, None
+        if done is not None:
+            try:
+                result = done[1].result()
+            except Exception as error:
+                failed.insert(0, (done[0], error))
+            else:
+                self._accept(done[0], result)
+        self._in_flight = None if failed else launched
+        if failed:
+            self._recover(failed, launched)
+        return self._outputs.collect()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request at once; returns what it has, or None when no such request is there."""
@@ -129,12 +196,31 @@ class EngineLoop:
     def has_unfinished(self) -> bool:
         return self.scheduler.num_unfinished > 0
 
-    def _finish_step(self, batch: Batch, pending: PendingStep) -> list[RequestOutput]:
-        tokens = self.scheduler.update(batch, pending.result())
+    def _accept(self, batch: Batch, result: StepResult) -> None:
+        tokens = self.scheduler.update(batch, result)
         if self.on_tokens is not None:
             self.on_tokens(tokens)
         for token in tokens:
             stop = self._outputs.append(token)
             if stop is not None:
                 self.scheduler.finish(token.request, RequestStatus.FINISHED_STOPPED, stop)
-        return self._outputs.collect()
+
+    def _recover(self, failed: list[tuple[Batch, Exception]], launched: _Launched | None) -> None:
+        """End the requests of failed steps.  A step launched after them may have read what they
+        did not write: it is dropped, and its other requests are computed anew."""
+        try:
+            self.runner.check()
+        except Exception as lasting:
+            first = _message(failed[0][1])
+            self._dead = EngineDeadError(
+                f"the device failed and runs nothing more: {first}; restart the engine"
+            )
+            raise self._dead from lasting
+        if launched is not None:
+            self.scheduler.drop(launched[0])
+        for batch, error in failed:
+            self._outputs.touch(self.scheduler.fail(batch, _message(error)))
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .detokenizer import Detokenizer
@@ -33,6 +34,7 @@ class _Completion:
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.request.finish_reason,
             stop_reason=self.request.stop_reason,
+            error=self.request.error,
         )
 
     def close(self) -> None:
@@ -118,8 +120,14 @@ class OutputProcessor:
             return None
         return completion.detokenizer.push(token.token_id)
 
+    def touch(self, requests: Iterable[Request]) -> None:
+        """Collect an output of these, although no token came."""
+        for request in requests:
+            group, _ = self._of_request[request.request_id]
+            self._touched[group.request_id] = group
+
     def collect(self) -> list[RequestOutput]:
-        """Outputs of this step's tokens; call after the requests they end are finished."""
+        """Outputs of what this step touched; call after the requests they end are finished."""
         outputs: list[RequestOutput] = []
         for group in self._touched.values():
             self._close_finished(group)

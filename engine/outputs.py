@@ -19,8 +19,9 @@ class CompletionOutput:
     """One of the ``n`` outputs of a request, everything generated so far.
 
     ``logprobs[i]`` maps token ids to the log probabilities of output token ``i``: the sampled token
-    first, then the likeliest.  ``finish_reason`` is "stop", "length", "abort" or None (unfinished);
-    ``stop_reason`` the stop string or stop id met, None for end-of-sequence.
+    first, then the likeliest.  ``finish_reason`` is "stop", "length", "abort", "error" or None
+    (unfinished); ``stop_reason`` the stop string or stop id met, None for end-of-sequence;
+    ``error`` what went wrong, None unless that is the reason.
     """
 
     index: int
@@ -30,6 +31,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -17,12 +17,14 @@ class RequestStatus(IntEnum):
     FINISHED_STOPPED = 3
     FINISHED_LENGTH = 4
     FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
 
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH: "length",
     RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
 }
 
 
@@ -65,6 +67,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     stop_reason: int | str | None = None
     """The stop id or stop string that ended the request; None for end-of-sequence."""
+    error: str | None = None
+    """Why it failed."""
 
     @property
     def num_known_tokens(self) -> int:
@@ -74,7 +78,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Known and in-flight tokens."""
-        return self.num_known_tokens + self.num_in_flight
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
     @property
     def is_finished(self) -> bool:

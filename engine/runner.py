@@ -120,6 +120,11 @@ class Runner:
             sampled = self._sampler.sample(output, batch, slots, seq_lens)
         return self._start_readback(batch, sampled)
 
+    def check(self) -> None:
+        """Wait for the device; raises when it can run nothing any more."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
     def _run(self, dispatch: Dispatch, num_seqs: int) -> Tensor:
         """The step's logits, or in a greedy one its tokens; a row a sequence."""
         padded, greedy = dispatch.num_tokens, dispatch.greedy

@@ -103,6 +103,13 @@ class Scheduler:
         """
         if request.request_id in self:
             raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
+        self.check_size(request)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._enqueue(request)
+
+    def check_size(self, request: Request) -> None:
+        """Raises ``UserError`` when the KV cache could never hold a request."""
         # The last token is sampled, never computed: it needs no room in the cache.
         needed = self.pool.blocks_for(request.max_total_tokens - 1)
         if needed > self.pool.num_blocks:
@@ -113,9 +120,6 @@ class Scheduler:
                 f"{self.pool.block_size}, it has {self.pool.num_blocks}; lower max_tokens or "
                 "enlarge the cache (kv_cache_memory_bytes, num_gpu_blocks_override)"
             )
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self._enqueue(request)
 
     def abort(self, request_id: str) -> Request | None:
         """Finish a request at once and free what it holds; None when no such request is there."""
@@ -144,18 +148,19 @@ class Scheduler:
         """Choose the next step's work; None when nothing can run before the step in flight ends."""
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
-        budget = self.max_num_batched_tokens
+        budget, block_size = self.max_num_batched_tokens, self.pool.block_size
         preempted_before = self.num_preemptions
         for request in self._running_in_order():
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted just now
-            if request.num_tokens >= request.max_total_tokens:
+            num_tokens = request.num_tokens
+            if num_tokens >= request.max_total_tokens:
                 continue  # its last token is in flight
-            if not self._make_room(request):
+            if num_tokens > len(request.block_ids) * block_size and not self._make_room(request):
                 continue
-            entry = self._take(request, budget)
+            entry = self._take(request, num_tokens, budget)
             budget -= entry.num_tokens
             (decodes if entry.num_tokens == 1 else prefills).append(entry)
         # What was just preempted would come back at once and be preempted again.
@@ -163,7 +168,7 @@ class Scheduler:
             admitted = self._admit(budget)
             if admitted is None:
                 break
-            entry = self._take(admitted, budget)
+            entry = self._take(admitted, admitted.num_tokens, budget)
             budget -= entry.num_tokens
             (decodes if entry.num_tokens == 1 else prefills).append(entry)
         if not decodes and not prefills:
@@ -202,14 +207,38 @@ class Scheduler:
                 self.finish(request, status)
         return new_tokens
 
-    def _take(self, request: Request, budget: int) -> ScheduledRequest:
-        """Schedule as many of the request's tokens as fit; it has their blocks already."""
+    def drop(self, batch: Batch) -> None:
+        """Forget a step: none of its tokens count."""
+        for entry in batch.scheduled:
+            entry.request.num_in_flight -= entry.samples
+
+    def fail(self, batch: Batch, error: str) -> list[Request]:
+        """Finish the requests of a step that went wrong; call when no step is in flight.
+
+        What it should have stored may be missing: no block is found by its content any more, and
+        all others that run, which may share some, are computed anew.
+
+        Returns:
+            The requests that this ended.
+        """
+        self.drop(batch)
+        failed = [e.request for e in batch.scheduled if not e.request.is_finished]
+        for request in failed:
+            request.error = error
+            self.finish(request, RequestStatus.FINISHED_ERROR)
+        for request in list(self.running.values()):
+            self._preempt(request)
+        self.pool.forget_all()
+        return failed
+
+    def _take(self, request: Request, end: int, budget: int) -> ScheduledRequest:
+        """Schedule as many of the request's ``end`` tokens as fit; it has their blocks already."""
         start = request.num_computed_tokens
-        remaining = request.num_tokens - start
-        num_tokens = min(remaining, budget)
-        if self.long_prefill_token_threshold:
-            num_tokens = min(num_tokens, self.long_prefill_token_threshold)
-        request.num_computed_tokens += num_tokens
+        remaining = end - start
+        num_tokens = remaining
+        if remaining > 1:
+            num_tokens = min(remaining, budget, self.long_prefill_token_threshold or budget)
+        request.num_computed_tokens = start + num_tokens
         self._keep_blocks(request)
         samples = num_tokens == remaining
         if samples:
@@ -221,6 +250,11 @@ class Scheduler:
         missing = self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
         while missing > self.pool.num_free:
             victim = max(self.running.values(), key=self._rank)
+            if len(self.running) == 1:
+                raise RuntimeError(
+                    f"request {request.request_id!r} alone exceeds the KV cache of "
+                    f"{self.pool.num_blocks} blocks: blocks were lost"
+                )
             self._preempt(victim)
             if victim is request:
                 return False
@@ -279,15 +313,14 @@ class Scheduler:
     def _keep_blocks(self, request: Request) -> None:
         """Let others find the blocks that are full of known tokens.  They are found from now on:
         whoever reads them runs in this step or later, and a step stores before it reads."""
-        if not self.prefix_caching or not request.block_ids:
+        size, num_computed = self.pool.block_size, request.num_computed_tokens
+        if num_computed < (request.num_kept_blocks + 1) * size or not self.prefix_caching:
             return
-        size = self.pool.block_size
-        full = min(request.num_computed_tokens, request.num_known_tokens) // size
-        if full > request.num_kept_blocks:
-            keys = extend_keys(request, size, self._prefix_root)
-            for index in range(request.num_kept_blocks, full):
-                self.pool.keep(request.block_ids[index], keys[index])
-            request.num_kept_blocks = full
+        full = min(num_computed, request.num_known_tokens) // size
+        keys = extend_keys(request, size, self._prefix_root)
+        for index in range(request.num_kept_blocks, full):
+            self.pool.keep(request.block_ids[index], keys[index])
+        request.num_kept_blocks = full
 
     def _running_in_order(self) -> list[Request]:
         """First who is preempted last: whoever makes room has no entry in the step yet.  By
@@ -303,11 +336,6 @@ class Scheduler:
         heapq.heappush(self._queue, (*self._rank(request), request))
 
     def _preempt(self, request: Request) -> None:
-        if len(self.running) == 1:
-            raise RuntimeError(
-                f"request {request.request_id!r} alone exceeds the KV cache of "
-                f"{self.pool.num_blocks} blocks: blocks were lost"
-            )
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0

@@ -29,8 +29,9 @@ EOS = 257
 ALPHABET = [*b"aaabbbccd  ", 0xC3, 0xA9, EOS]
 
 
-def next_token(seen: Sequence[tuple[int, int] | None]) -> int:
-    return ALPHABET[hash(tuple(seen)) % len(ALPHABET)]
+def next_token(seen: Sequence[tuple[int, int] | None], seed: int | None = None) -> int:
+    h = hash(tuple(seen)) if seed is None else hash((seed, *seen))
+    return ALPHABET[h % len(ALPHABET)]
 
 
 def logprobs_of(seen: Sequence[tuple[int, int] | None], count: int) -> TokenLogprobs:
@@ -55,6 +56,7 @@ class _Entry:
     token_ids: list[int | None]
     samples: bool
     num_logprobs: int | None
+    seed: int | None
 
 
 @dataclass
@@ -101,6 +103,10 @@ class ToyRunner:
             self.run_next()
         return step
 
+    def check(self) -> None:
+        while self.queue:
+            self.run_next()
+
     def run_next(self) -> None:
         """Run the oldest launched step."""
         step = self.queue.pop(0)
@@ -119,7 +125,7 @@ class ToyRunner:
         for entry in step.entries:
             end = entry.start + len(entry.token_ids)
             seen = [self.kv[self._address(entry, position)] for position in range(end)]
-            token_ids.append(next_token(seen) if entry.samples else -1)
+            token_ids.append(next_token(seen, entry.seed) if entry.samples else -1)
             count = entry.num_logprobs
             logprobs.append(None if count is None else logprobs_of(seen, count))
             if entry.samples:
@@ -165,7 +171,10 @@ class ToyRunner:
             token_ids = [None]
         params = request.sampling_params
         count = params.logprobs if entry.samples else None
-        return _Entry(request.slot, row.block_ids[:], entry.start, token_ids, entry.samples, count)
+        blocks = row.block_ids[:]
+        return _Entry(
+            request.slot, blocks, entry.start, token_ids, entry.samples, count, params.seed
+        )
 
 
 @dataclass
@@ -184,7 +193,7 @@ def solo(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> S
     room = max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     while True:
-        out.append(next_token(list(enumerate([*prompt, *out]))))
+        out.append(next_token(list(enumerate([*prompt, *out])), params.seed))
         eos = out[-1] == EOS and not params.ignore_eos
         if len(out) >= params.min_tokens and (eos or out[-1] in params.stop_ids):
             visible = out if params.include_stop_str_in_output else out[:-1]
