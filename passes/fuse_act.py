@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .report import PassReport
-from .rule import Context, Tier, is_call
+from .rule import Context, Tier, is_call, writes_shared
 from .subgraph import fake_value
 
 _MULS = (operator.mul, operator.imul, torch.mul, "mul", torch.ops.aten.mul.Tensor)
@@ -69,6 +69,8 @@ def _match(act: fx.Node) -> tuple[Any, Any, str]:
     mul = next(iter(act.users))
     if not is_call(mul, *_MULS) or len(mul.args) != 2:
         return None, None, f"the activation feeds {mul.name}, not a product"
+    if writes_shared(mul):
+        return None, None, f"{mul.name} overwrites memory that others may read"
     gate: Any = act.args[0]
     up: Any = mul.args[1] if mul.args[0] is act else mul.args[0]
     for half, index in ((gate, 0), (up, 1)):

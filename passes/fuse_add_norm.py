@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from .report import PassReport
-from .rule import EXACT, Context, is_call
+from .rule import EXACT, Context, is_call, writes_shared
 from .subgraph import fake_value
 
 _ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tensor)
@@ -68,6 +68,13 @@ def _why_not(norm: fx.Node, add: fx.Node) -> str:
         return f"the add mixes {left.dtype} and {right.dtype}"
     if not (tuple(left.shape) == tuple(right.shape) == tuple(total.shape)):
         return "the add broadcasts"
+    if writes_shared(add):
+        return f"the add overwrites {operands[0].name}, which others may read"
+    node = add.next
+    while node is not norm:
+        if writes_shared(node):
+            return f"{node.name} writes to memory between the add and the norm"
+        node = node.next
     early = [user for user in add.users if user < norm]  # in graph order
     if early:
         return f"the sum is used before the norm, by {early[0].name}"

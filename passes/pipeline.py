@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from .check_effects import Snapshot
 from .cleanup import Cleanup
 from .fuse_act import FuseAct
 from .fuse_act_quant import FuseActQuant
@@ -18,7 +19,7 @@ from .fuse_norm_quant import FuseNormQuant
 from .fuse_rope_store import FuseRopeStore
 from .report import PassReport
 from .rule import Context, Rule
-from .verify import check_graph, check_rewrite
+from .verify import check_graph, check_nothing_else, check_rewrite
 
 PIPELINE: tuple[Rule, ...] = (
     Cleanup(),
@@ -60,22 +61,25 @@ def run_passes(
 ) -> list[PassReport]:
     """Run ``passes`` over ``gm`` in place; ``on_pass`` sees the graph after each.
 
-    With ``verify``, checks the graph after every pass and runs each distinct rewrite, before
-    against after.  Raises ``VerificationError`` naming pass, site and values.
+    With ``verify``, checks the graph after every pass, runs each distinct rewrite, before against
+    after, and checks that nothing else changed.  Raises ``VerificationError`` naming pass, site and
+    values.
     """
     reports: list[PassReport] = []
     proven: set[tuple[str, str]] = set()
     for rule in passes:
         context = Context(keep_rewrites=verify)
+        snapshot = Snapshot(gm) if verify else None
         start, before = time.perf_counter(), _num_ops(gm)
         report = rule(gm, context)
         gm.recompile()
         report.ops_before, report.ops_after = before, _num_ops(gm)
         report.seconds = time.perf_counter() - start
-        if verify:
+        if snapshot:
             check_graph(gm, after=rule.name)
             for rewrite in context.rewrites:
                 check_rewrite(rewrite, proven=proven)
+            check_nothing_else(snapshot, gm, context.rewrites, after=rule.name)
         reports.append(report)
         on_pass(rule.name, gm)
     return reports

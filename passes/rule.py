@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from .report import PassReport
-from .subgraph import Subgraph, compute_fake, external_inputs, extract
+from .subgraph import Subgraph, compute_fake, external_inputs, extract, fake_value
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,24 @@ def writes(node: fx.Node) -> bool:
     in_place = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
     in_place |= node.target in _IN_PLACE
     return bool(node.is_impure() or in_place or "out" in node.kwargs)
+
+
+def writes_shared(node: fx.Node) -> bool:
+    """Whether a node writes to memory that another node may read: not when it overwrites the result
+    of a node that nobody else uses, as ``y = silu(x); y *= z`` does."""
+    if not writes(node):
+        return False
+    made: Any = node.args[0] if node.args else None
+    if isinstance(node.target, torch._ops.OpOverload) or "out" in node.kwargs:
+        return True
+    if not isinstance(made, fx.Node) or made.op == "placeholder" or len(made.users) > 1:
+        return True
+    return not _memory([made]).isdisjoint(_memory(made.all_input_nodes))
+
+
+def _memory(nodes: Sequence[fx.Node]) -> set[int]:
+    values = tree_leaves([fake_value(node) for node in nodes])
+    return {v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)}
 
 
 def is_call(node: Any, *targets: Any) -> TypeGuard[fx.Node]:

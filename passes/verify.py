@@ -1,16 +1,20 @@
-"""Proof of rewrites: the graph stays well formed, and both sides of each rewrite agree on data.
+"""Proof of rewrites: the graph stays well formed, both sides of each rewrite agree on data, and
+nothing else changes.
 
 Inputs are drawn from the placeholders' fake values with dynamic sizes made small; a few entries
-are outliers, because rounding differences hide among standard normals.
+are outliers, some rows small and some large, because differences of rounding, of a norm's eps and
+of attention's soft cap hide among standard normals.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from .check_effects import Snapshot, why_not_the_same
 from .rule import Rewrite
 from .subgraph import compute_fake, digest, fake_value
 
@@ -60,6 +64,19 @@ def _summary(value: Any) -> Any:
     return str(value)
 
 
+def check_nothing_else(
+    before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Rewrite], *, after: str
+) -> None:
+    """Check that pass ``after`` put ``rewrites`` in place as declared and did nothing else that
+    results or memory could show.
+
+    Raises:
+        VerificationError: names the pass and the first difference.
+    """
+    if reason := why_not_the_same(before, gm, rewrites):
+        raise VerificationError(f"pass {after} changed more than its rewrites: {reason}")
+
+
 def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int = _SEED) -> None:
     """Run both sides on the same random inputs; ``proven`` holds the pairs already compared.
 
@@ -69,25 +86,47 @@ def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int =
     key = (digest(rewrite.before.module), digest(rewrite.after.module))
     if key in proven:
         return
-    placeholders = [n for n in rewrite.before.module.graph.nodes if n.op == "placeholder"]
-    before = _run(rewrite.before.module, placeholders, seed)
-    after = _run(rewrite.after.module, placeholders, seed)
+    inputs = _inputs(rewrite.before.module, seed)
+    before = _run(rewrite.before.module, inputs)
+    try:
+        after = _run(rewrite.after.module, inputs)
+    except Exception as error:
+        name = f"rewrite {rewrite.rule} at {rewrite.site}"
+        raise VerificationError(f"{name} does not run: {error}") from error
     for index, (want, got) in enumerate(zip(before, after, strict=True)):
         _compare(rewrite, index, want, got, seed)
     proven.add(key)
 
 
-def _run(module: fx.GraphModule, placeholders: list[fx.Node], seed: int) -> list[Tensor]:
+def _inputs(module: fx.GraphModule, seed: int) -> list[Any]:
+    """Data for the placeholders of the side before, with which the side after runs too."""
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
     values = {n: _input(fake_value(n), seed=seed + i) for i, n in enumerate(placeholders)}
-    inputs = dict(zip(module.graph.find_nodes(op="placeholder"), placeholders, strict=True))
     target = torch.ops.fw.paged_attention.default
     for attention in module.graph.find_nodes(op="call_function", target=target):
-        nodes = [inputs[n] for n in attention.args[1:5]]
-        values.update(zip(nodes, _attention_inputs(*(values[n] for n in nodes)), strict=True))
+        nodes = attention.args[1:5]
+        if all(node in values for node in nodes):
+            values.update(zip(nodes, _attention_inputs(*(values[n] for n in nodes)), strict=True))
+    return list(values.values())
+
+
+class _Filled(fx.Interpreter):
+    """Fills new buffers: memory that the other side has freed could hold the right values."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+        if "empty" in name and isinstance(value, Tensor) and value.dtype.is_floating_point:
+            value.fill_(torch.nan)
+        return value
+
+
+def _run(module: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
+    """The module's results, then its inputs, which it may have written to."""
+    values = [v.clone() if isinstance(v, Tensor) else v for v in inputs]
     with torch.no_grad():
-        outputs: list[Tensor] = module(*values.values())
-    mutated = [v for n, v in values.items() if isinstance(v, Tensor)]
-    return [*outputs, *mutated]
+        outputs: list[Tensor] = _Filled(module).run(*values)
+    return [*outputs, *(v for v in values if isinstance(v, Tensor))]
 
 
 def _input(value: Any, *, seed: int) -> Any:
@@ -109,7 +148,8 @@ def _attention_inputs(cache: Tensor, table: Tensor, seq_lens: Tensor, starts: Te
 
 def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     """Data of a fake value's shape and dtype, dynamic sizes made ``size``: floats are standard
-    normals with a few outliers, integers 0 or 1; anything but tensors and sizes is kept."""
+    normals with a few outliers, of tokens also small and large rows; integers are 0 or 1; anything
+    but tensors and sizes is kept."""
     if not isinstance(value, Tensor):
         return size if isinstance(value, torch.SymInt) else value
     shape = [d if isinstance(d, int) else size for d in value.shape]
@@ -118,6 +158,9 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
         return torch.randint(0, 2, shape, generator=gen, device=value.device).to(value.dtype)
     data = torch.randn(shape, generator=gen, device=value.device, dtype=torch.float32)
     outliers = torch.rand(shape, generator=gen, device=value.device) < 0.01
+    if 1 < len(shape) < 4 and isinstance(value.shape[0], torch.SymInt):
+        data[1::4] *= 2.0**-10  # tokens so small that a norm's eps decides
+        data[3::4] *= 2.0**4  # and so large that attention's soft cap does
     return torch.where(outliers, data * 50, data).to(value.dtype)
 
 

@@ -1,0 +1,396 @@
+"""Mutation testing of the compiler: every wrong rewrite below is caught by verification.
+
+Each mutation spoils the real output of a pass on a captured graph: ``inside`` it changes the call
+that the pass puts in place (both what it declares and what it does), else the graph after it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fusewright.config import PASSES
+from fusewright.passes import PassReport, VerificationError, build_passes, digest, run_passes
+from fusewright.passes.rule import Context, Rule
+from tests.passes.models import (
+    SIZE,
+    act_group,
+    act_static,
+    attention,
+    gated,
+    graph_of,
+    head,
+    norm_group,
+    norm_static,
+    outcome,
+    rope_store,
+    silu_gate,
+    stores,
+    two_norms,
+)
+
+FW = torch.ops.fw
+Change = Callable[[fx.Node], None]
+GraphChange = Callable[[fx.Graph], None]
+
+
+def fused(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    """The calls of these ops, in order."""
+    found = [getattr(FW, name).default for name in names]
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in found]
+
+
+def put(index: int, value: Any) -> Change:
+    return lambda node: node.update_arg(index, value)
+
+
+def swap(i: int, j: int) -> Change:
+    def change(node: fx.Node) -> None:
+        args = list(node.args)
+        args[i], args[j] = args[j], args[i]
+        node.args = tuple(args)
+
+    return change
+
+
+def same(i: int, j: int) -> Change:
+    return lambda node: node.update_arg(i, node.args[j])
+
+
+def apply(index: int, function: Any, *rest: Any) -> Change:
+    """Argument ``index`` becomes ``function(argument, *rest)``, a method when given by name."""
+
+    def change(node: fx.Node) -> None:
+        with node.graph.inserting_before(node):
+            args = (node.args[index], *rest)
+            method = isinstance(function, str)
+            make = node.graph.call_method if method else node.graph.call_function
+            node.update_arg(index, make(function, args))
+
+    return change
+
+
+def become(name: str) -> Change:
+    def change(node: fx.Node) -> None:
+        node.target = getattr(FW, name).default
+
+    return change
+
+
+def several(*changes: Change) -> Change:
+    def change(node: fx.Node) -> None:
+        for one in changes:
+            one(node)
+
+    return change
+
+
+def out_in_place_of(dtype: torch.dtype) -> Change:
+    def change(node: fx.Node) -> None:
+        node.args[5].kwargs = {"dtype": dtype}  # type: ignore[union-attr]
+
+    return change
+
+
+def swap_between(op: str, index: int) -> GraphChange:
+    """Two calls of ``op`` exchange an argument."""
+
+    def change(graph: fx.Graph) -> None:
+        first, second, *_ = fused(graph, op)
+        old = first.args[index], second.args[index]
+        first.update_arg(index, old[1])
+        second.update_arg(index, old[0])
+
+    return change
+
+
+def at(op: str, change: Change) -> GraphChange:
+    return lambda graph: change(fused(graph, op)[0])
+
+
+def like_the_first(op: str, index: int) -> GraphChange:
+    def change(graph: fx.Graph) -> None:
+        first, second, *_ = fused(graph, op)
+        second.update_arg(index, first.args[index])
+
+    return change
+
+
+def drop(op: str) -> GraphChange:
+    return lambda graph: graph.erase_node(fused(graph, op)[-1])
+
+
+def skip(target: Any) -> GraphChange:
+    """A call is dropped and its users read its argument."""
+
+    def change(graph: fx.Graph) -> None:
+        node = next(n for n in graph.nodes if n.target == target)
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+    return change
+
+
+def exchange_stores(graph: fx.Graph) -> None:
+    first, second = fused(graph, "kv_store")
+    second.append(first)
+
+
+def to_the_end(op: str) -> GraphChange:
+    def change(graph: fx.Graph) -> None:
+        (output,) = graph.find_nodes(op="output")
+        output.prepend(fused(graph, op)[0])
+
+    return change
+
+
+def stale_residual(graph: fx.Graph) -> None:
+    """The second sum is of the model's residual input."""
+    first, second = fused(graph, "add_rms_norm")
+    second.update_arg(1, first.args[1])
+
+
+def other_item(graph: fx.Graph) -> None:
+    """Who read the residual of the first norm reads its normed output."""
+    call = fused(graph, "add_rms_norm")[0]
+    by_index = {user.args[1]: user for user in call.users}
+    by_index[1].args = (call, 0)
+
+
+def swapped_results(graph: fx.Graph) -> None:
+    (output,) = graph.find_nodes(op="output")
+    output.args = (tuple(reversed(output.args[0])),)
+
+
+def negated_result(graph: fx.Graph) -> None:
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        first, *rest = output.args[0]
+        wrong = graph.call_function(operator.neg, (first,))
+        wrong.meta["example_value"] = -first.meta["example_value"]
+    output.args = ((wrong, *rest),)
+
+
+def wrong_constant(graph: fx.Graph) -> None:
+    node = next(n for n in graph.nodes if n.target is operator.truediv)
+    node.args = (node.args[0], 3.01)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    rule: str
+    model: Callable[..., Any]
+    inside: Change | None = None
+    after: GraphChange | None = None
+
+
+def _in(rule: str, model: Any, **changes: Change) -> list[Mutation]:
+    return [Mutation(f"{rule}: {n}", rule, model, inside=c) for n, c in changes.items()]
+
+
+def _on(rule: str, model: Any, **changes: GraphChange) -> list[Mutation]:
+    return [Mutation(f"{rule}: {n}", rule, model, after=c) for n, c in changes.items()]
+
+
+MUTATIONS = [
+    *_in(
+        "fuse_add_norm",
+        two_norms,
+        dropped_residual=same(1, 0),
+        doubled_residual=same(0, 1),
+        dropped_eps=put(3, 0.0),
+        eps_of_another_model=put(3, 1e-4),
+        negated_x=apply(0, operator.neg),
+        gemma_weight=apply(2, operator.add, 1),
+    ),
+    *_on(
+        "fuse_add_norm",
+        two_norms,
+        eps_of_the_other_norm=like_the_first("add_rms_norm", 3),
+        weights_of_each_other=swap_between("add_rms_norm", 2),
+        stale_residual=stale_residual,
+        normed_as_residual=other_item,
+    ),
+    *_in(
+        "fuse_act",
+        silu_gate,
+        swapped_gate_and_up=apply(0, "roll", SIZE // 2, -1),
+        off_by_one_split=apply(0, "roll", 1, -1),
+        another_activation=become("gelu_tanh_mul"),
+        negated_gate=apply(0, operator.neg),
+    ),
+    *_in(
+        "fuse_gated_linear",
+        gated,
+        another_activation=put(2, "gelu_tanh"),
+        swapped_gate_and_up=apply(1, "roll", SIZE // 2, 0),
+        off_by_one_split=apply(1, "roll", 1, 0),
+        transposed_weight=apply(1, "t"),
+    ),
+    *_in(
+        "fuse_norm_quant",
+        norm_static,
+        inverted_scale=apply(4, "reciprocal"),
+        doubled_scale=apply(4, operator.mul, 2),
+        dropped_residual=same(1, 0),
+        eps_of_another_model=put(3, 1e-4),
+    ),
+    *_on(
+        "fuse_norm_quant",
+        norm_static,
+        swapped_scales=swap_between("add_rms_norm_quant_static", 4),
+        scale_of_the_other=like_the_first("add_rms_norm_quant_static", 4),
+        weights_of_each_other=swap_between("add_rms_norm_quant_static", 2),
+        eps_of_the_other_norm=like_the_first("add_rms_norm_quant_static", 3),
+    ),
+    *_in(
+        "fuse_norm_quant",
+        norm_group,
+        swapped_residual=several(apply(0, operator.neg), apply(1, operator.neg)),
+        dropped_x=same(0, 1),
+        scale_in_place_of_weight=apply(2, operator.mul, 2),
+    ),
+    *_in("fuse_act_quant", act_static, inverted_scale=apply(1, "reciprocal"),
+         another_activation=become("gelu_tanh_mul_quant_static"),
+         swapped_gate_and_up=apply(0, "roll", SIZE // 2, -1)),
+    *_in("fuse_act_quant", act_group, scale_a_token_not_a_group=put(1, 0),
+         off_by_one_split=apply(0, "roll", 1, -1)),
+    *_in(
+        "fuse_attn_quant",
+        attention,
+        inverted_out_scale=apply(10, "reciprocal"),
+        dropped_kv_scale=put(9, None),
+        another_softmax_scale=put(6, 1.0),
+        window_off_by_one=put(7, 5),
+        dropped_soft_cap=put(8, 0.0),
+        lengths_off_by_one=apply(3, operator.sub, 1),
+        written_to_a_copy=apply(5, "clone"),
+    ),
+    *_on(
+        "fuse_attn_quant",
+        attention,
+        dropped_attention=drop("paged_attention"),
+        dropped_out_scale=at("paged_attention", put(10, None)),
+        missing_cast=at("paged_attention", out_in_place_of(torch.bfloat16)),
+    ),
+    *_in(
+        "fuse_rope_store",
+        rope_store,
+        swapped_keys_and_values=swap(2, 3),
+        slots_as_positions=same(0, 6),
+        swapped_weights=swap(7, 8),
+        eps_of_another_model=put(9, 1e-5),
+        dropped_norms=several(put(7, None), put(8, None)),
+        dropped_kv_scale=put(10, None),
+        scales_of_keys_and_values_swapped=apply(10, "flip", 0),
+        stored_into_a_copy=apply(5, "clone"),
+        slots_off_by_one=apply(6, operator.add, 1),
+        padding_stored=apply(6, "clamp", 0),
+        positions_off_by_one=apply(0, operator.add, 1),
+    ),
+    *_on("fuse_rope_store", rope_store, late_store=to_the_end("rope_kv_store")),
+    *_in(
+        "fuse_lm_head_argmax",
+        head,
+        likeliest_of_negated=apply(1, operator.neg),
+        transposed_weight=apply(1, "t"),
+        tokens_of_other_rows=apply(0, "flip", 0),
+    ),
+    *_on(
+        "fuse_lm_head_argmax",
+        head,
+        tokens_in_place_of_logits=swapped_results,
+        negated_logits=negated_result,
+    ),
+    *_on(
+        "cleanup",
+        stores,
+        reordered_stores=exchange_stores,
+        dropped_store=drop("kv_store"),
+        late_store=to_the_end("kv_store"),
+        dropped_copy=skip("to"),
+        dropped_cast=skip("float"),
+        dropped_layout=skip("contiguous"),
+        another_constant=wrong_constant,
+        swapped_results=swapped_results,
+        stored_into_other=swap_between("kv_store", 0),
+        swapped_slots=like_the_first("kv_store", 1),
+    ),
+]  # fmt: skip
+
+
+class Spoiled:
+    """A rule whose rewrites, or whose graph, are changed."""
+
+    def __init__(self, rule: Rule, mutation: Mutation) -> None:
+        self.name, self.tier, self.rule, self.mutation = rule.name, rule.tier, rule, mutation
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = self.rule(gm, _Spoiling(self.mutation, context))
+        if self.mutation.after:
+            self.mutation.after(gm.graph)
+        return report
+
+
+class _Spoiling(Context):
+    def __init__(self, mutation: Mutation, into: Context) -> None:
+        super().__init__(into.keep_rewrites, into.rewrites)
+        self.inside = mutation.inside
+
+    def replace(self, rule: Any, site: Any, old: Any, outputs: Any, build: Any) -> None:
+        def wrong(graph: fx.Graph) -> Any:
+            first = site.prev
+            made = build(graph)
+            node = first.next
+            while node is not site:
+                following = node.next
+                if self.inside and getattr(node.target, "namespace", "") == "fw":
+                    self.inside(node)
+                node = following
+            return made
+
+        super().replace(rule, site, old, outputs, wrong)
+
+
+def _rules(mutation: Mutation) -> tuple[list[Rule], Rule]:
+    """(the passes before, the pass itself)."""
+    names = PASSES[: PASSES.index(mutation.rule)]
+    return build_passes(names), build_passes([mutation.rule])[0]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_every_wrong_rewrite_is_caught(mutation: Mutation) -> None:
+    earlier, rule = _rules(mutation)
+    right, wrong = graph_of(mutation.model), graph_of(mutation.model)
+    run_passes(right, earlier)
+    run_passes(wrong, earlier)
+    (report,) = run_passes(right, [rule], verify=True)
+    assert report.matched
+    with pytest.raises(VerificationError, match=mutation.rule):
+        run_passes(wrong, [Spoiled(rule, mutation)], verify=True)
+    assert digest(wrong) != digest(right), "the mutation changed nothing"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_every_mutation_shows(mutation: Mutation) -> None:
+    """Without verification it would be a wrong number, or a crash."""
+    earlier, rule = _rules(mutation)
+    right, wrong = graph_of(mutation.model), graph_of(mutation.model)
+    run_passes(right, [*earlier, rule])
+    try:
+        run_passes(wrong, [*earlier, Spoiled(rule, mutation)])
+    except (RuntimeError, ValueError, TypeError):
+        return
+    assert outcome(wrong, mutation.model) != outcome(right, mutation.model)
+
+
+def test_every_pass_is_mutated() -> None:
+    assert {m.rule for m in MUTATIONS} == set(PASSES)
+    assert len({m.name + m.model.__name__ for m in MUTATIONS}) == len(MUTATIONS) >= 30
