@@ -93,7 +93,8 @@ def _chunks(weight: Tensor) -> Iterator[slice]:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    return largest.clamp(min=_SMALLEST) / E4M3_MAX
+    # A product: torch divides by a number exactly on a CPU, and by its inverse on a GPU.
+    return largest.clamp(min=_SMALLEST) * (1.0 / E4M3_MAX)
 
 
 def _blocks(x: Tensor) -> Tensor:

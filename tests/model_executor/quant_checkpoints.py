@@ -40,14 +40,14 @@ def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = weight.abs().amax(1, keepdim=True) / 448
+    scale = weight.abs().amax(1, keepdim=True) * (1 / 448)
     return to_e4m3(weight / scale), scale
 
 
 def by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = (size // 128 for size in weight.shape)
     blocks = weight.view(rows, 128, columns, 128)
-    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+    scale = blocks.abs().amax((1, 3), keepdim=True) * (1 / 448)
     return to_e4m3(blocks / scale).view(weight.shape), scale.view(rows, columns)
 
 
