@@ -130,7 +130,9 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float | None = 
                 prompt = {"prompt_token_ids": work.prompt_token_ids}
                 engine.add_request(prompt, params, request_id, final_only=True)
             if engine.has_unfinished():
-                engine.step()
+                for output in engine.step():
+                    if output.error is not None:
+                        raise UserError(f"request {output.request_id} failed: {output.error}")
             elif waiting:
                 time.sleep(max(0.0, due[waiting[-1]][0] - time.perf_counter()))
     finally:

@@ -116,6 +116,8 @@ def one_start(options: Mapping[str, Any]) -> dict[str, Any]:
     token_ids: list[int] = []
     for output in llm.stream(prompt, params):
         first_token_s = first_token_s or process_age_s()
+        if output.error is not None:
+            raise UserError(f"the first request failed: {output.error}")
         token_ids = list(output.outputs[0].token_ids)
     report = llm.report()
     phases = {phase["name"]: phase["seconds"] for phase in report["startup"]["phases"]}

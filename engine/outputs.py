@@ -58,3 +58,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong in a step of this request; None unless it ended so."""
+        return next((c.error for c in self.outputs if c.error is not None), None)

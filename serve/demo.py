@@ -11,7 +11,7 @@ import typer
 
 from .evaluate import greedy, solved
 from .flags import engine_flags
-from .options import load
+from .options import check_finished, load
 from .report import summary
 
 
@@ -44,6 +44,7 @@ def demo(
             sys.stdout.flush()
             shown = len(text)
         assert output is not None, "a stream ends with a finished request"
+        check_finished([output])
         tokens += len(output.outputs[0].token_ids)
         correct = solved(problem, output)
         right += correct

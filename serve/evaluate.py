@@ -12,7 +12,7 @@ import typer
 
 from ..config import UserError
 from .flags import engine_flags
-from .options import batch, load, merge
+from .options import batch, check_finished, load, merge
 from .table import table
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def evaluate(
     started_s = time.perf_counter()
     outputs = batch(llm, [p.prompt for p in problems], greedy(problems))
     seconds = time.perf_counter() - started_s
+    check_finished(outputs)
     right = Counter(p.task for p, o in zip(problems, outputs, strict=True) if solved(p, o))
     total = Counter(p.task for p in problems)
     if json_output:

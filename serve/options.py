@@ -42,3 +42,17 @@ def load(options: dict[str, Any]) -> LLM:
 def batch(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
     """``llm.generate`` with a progress bar on a terminal and none in a pipe."""
     return llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+
+
+def check_finished(outputs: Sequence[RequestOutput]) -> None:
+    """Refuse outputs of which a step failed.
+
+    Raises:
+        UserError: how many did, and what was wrong with the first.
+    """
+    failed = [output for output in outputs if output.error is not None]
+    if failed:
+        raise UserError(
+            f"{len(failed)} of {len(outputs)} requests failed, first {failed[0].request_id}: "
+            f"{failed[0].error}"
+        )

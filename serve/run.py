@@ -12,7 +12,7 @@ import typer
 
 from ..config import UserError, option_specs
 from .flags import DEFAULT_MAX_TOKENS, SAMPLING, takes_flags
-from .options import batch, load, merge
+from .options import batch, check_finished, load, merge
 from .prompts import read_prompts
 from .report import summary
 
@@ -75,17 +75,21 @@ def run(
     llm = load(options)
     prompts: list[Prompt] = [_chat_prompt(llm, str(p)) for p in given] if chat else [*given]
     if json_output:
+        outputs = []
         for output in _finished(llm, prompts, params):
             typer.echo(json.dumps(as_json(output), ensure_ascii=False))
             sys.stdout.flush()
+            outputs.append(output)
     elif len(prompts) == 1 and params.n == 1:
-        _stream(llm, prompts[0], params)
+        outputs = [_stream(llm, prompts[0], params)]
     else:
-        for output in batch(llm, prompts, params):
+        outputs = batch(llm, prompts, params)
+        for output in outputs:
             for completion in output.outputs:
                 typer.echo(completion.text if chat else f"{output.prompt or ''}{completion.text}")
     if show_report:
         typer.echo(summary(llm.report()), err=True)
+    check_finished(outputs)
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
@@ -97,7 +101,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     metrics = record.pop("metrics")
     started = metrics["arrival_s"]
     record["timing"] = {
-        "first_token_s": metrics["first_token_s"] - started,
+        "first_token_s": (metrics["first_token_s"] or metrics["finished_s"]) - started,
         "finished_s": metrics["finished_s"] - started,
     }
     record["num_preemptions"] = metrics["num_preemptions"]
@@ -118,11 +122,13 @@ def _finished(
         yield from llm.engine.step()
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
-    shown = 0
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    shown, last = 0, None
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text
         typer.echo(text[shown:], nl=False)
         sys.stdout.flush()
-        shown = len(text)
+        shown, last = len(text), output
     typer.echo()
+    assert last is not None, "a stream ends with a finished request"
+    return last

@@ -321,3 +321,27 @@ def running_in_group(group: int) -> list[str]:
         if int(pgrp) == group and state != "Z":
             found.append(name)
     return found
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("run", "-p", "1+1="),
+        ("run", "-p", "1+1=", "-p", "2+2=", "--json"),
+        ("run", "-p", "1+1=", "-p", "2+2="),
+        ("eval", "abacus", "-n", "2"),
+        ("demo",),
+        ("bench", "throughput", "abacus", "--num-prompts", "1", "--workload", "prefill-heavy"),
+    ],
+)
+def test_a_step_that_fails_is_said_in_one_line(
+    argv: tuple[str, ...], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no memory left\nand a long trace")
+
+    monkeypatch.setattr("fusewright.engine.runner.Runner._run", fail)
+    assert main([*argv, *CPU]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"error: .*failed.*: RuntimeError: no memory left\n", said), said
+    assert "Traceback" not in said and "long trace" not in said
