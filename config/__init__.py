@@ -6,7 +6,7 @@
 
 from .errors import UserError
 from .key_factors import key_factors, outside_fields, outside_key
-from .levels import LEVELS, PASSES, UNMEASURED, CudagraphMode, Level
+from .levels import LEVELS, OPT_IN, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
 from .resolve import capture_sizes, resolve
 from .resolved import (
@@ -23,8 +23,8 @@ from .resolved import (
 
 __all__ = [
     "LEVELS",
+    "OPT_IN",
     "PASSES",
-    "UNMEASURED",
     "CacheConfig",
     "CaptureConfig",
     "CompileConfig",

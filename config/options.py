@@ -7,9 +7,6 @@ from typing import Any
 
 from .levels import PASSES, CudagraphMode
 
-ATTENTION_BACKENDS = ("auto", "cuda", "flashinfer", "triton", "native")
-QUANTIZATIONS = ("fp8", "fp8_block", "fp8_static")
-
 
 def _option(
     default: Any, group: str, help: str, choices: tuple[str, ...] = (), flag: str = ""
@@ -37,7 +34,7 @@ class EngineOptions:
         "model",
         "FP8 weights and activations: a scale a channel and token (fp8), a 128 x 128 block "
         "(fp8_block) or a matrix (fp8_static); as the checkpoint is if unset",
-        QUANTIZATIONS,
+        ("fp8", "fp8_block", "fp8_static"),
     )
     load_format: str = _option(
         "auto",
@@ -65,7 +62,7 @@ class EngineOptions:
         "auto",
         "compile",
         "which paged attention; flashinfer is built by `fusewright compile` alone",
-        ATTENTION_BACKENDS,
+        ("auto", "cuda", "flashinfer", "triton", "native"),
     )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
 

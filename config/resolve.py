@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .errors import UserError
 from .levels import LEVELS, PASSES, CudagraphMode, Level
-from .options import ATTENTION_BACKENDS, QUANTIZATIONS, EngineOptions
+from .options import EngineOptions, option_specs
 from .resolved import (
     CacheConfig,
     CaptureConfig,
@@ -90,38 +90,14 @@ def _check_ranges(options: EngineOptions) -> None:
             "kv_cache_memory_bytes",
             "more than 0",
         ),
-        (o.dtype in ("auto", "bfloat16", "float16", "float32"), "dtype", "auto or a float type"),
-        (
-            o.load_format in ("auto", "safetensors", "dummy"),
-            "load_format",
-            "auto, safetensors, dummy",
-        ),
-        (
-            o.quantization in (None, *QUANTIZATIONS),
-            "quantization",
-            " or ".join(QUANTIZATIONS),
-        ),
-        (
-            o.kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"),
-            "kv_cache_dtype",
-            "auto, fp8 or fp8_e4m3",
-        ),
-        (
-            o.attention_backend in ATTENTION_BACKENDS,
-            "attention_backend",
-            " or ".join(ATTENTION_BACKENDS),
-        ),
-        (o.scheduling_policy in ("fcfs", "priority"), "scheduling_policy", "fcfs or priority"),
-        (o.device in ("auto", "cpu", "cuda"), "device", "auto, cpu or cuda"),
-        (
-            o.cudagraph_mode is None or o.cudagraph_mode in tuple(CudagraphMode),
-            "cudagraph_mode",
-            " or ".join(CudagraphMode),
-        ),
     ]
     for ok, name, expected in checks:
         if not ok:
             raise UserError(f"{name}={getattr(o, name)!r}: expected {expected}")
+    for spec in option_specs():
+        value = getattr(o, spec.name)
+        if spec.choices and value not in (spec.default, *spec.choices):
+            raise UserError(f"{spec.name}={value!r}: expected {' or '.join(spec.choices)}")
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
         raise UserError(
             "num_gpu_blocks_override and kv_cache_memory_bytes both size the KV cache: give one"

@@ -14,17 +14,16 @@ from .request import Request
 _KEY_BYTES = 16
 
 
-def extend_keys(request: Request, block_size: int, root: bytes) -> list[bytes]:
+def extend_keys(request: Request, block_size: int) -> list[bytes]:
     """``request.block_keys``, with every block whose tokens the CPU knows.
 
-    Args:
-        root: what a cache's content depends on beside tokens: model and adapter.  The request's own
-            salt is added to it.
+    The first covers the request's salt.  Blocks never leave the engine, so its model needs no part
+    in them.
     """
     keys = request.block_keys
     for index in range(len(keys), request.num_known_tokens // block_size):
         tokens = array("I", request.tokens(index * block_size, (index + 1) * block_size))
-        before = keys[-1] if keys else _digest(root, (request.cache_salt or "").encode())
+        before = keys[-1] if keys else _digest(b"", (request.cache_salt or "").encode())
         keys.append(_digest(before, tokens.tobytes()))
     return keys
 

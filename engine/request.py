@@ -58,8 +58,6 @@ class Request:
     """Of its full blocks, as far as they were needed; they stay right when it is preempted."""
     num_kept_blocks: int = 0
     """Blocks from the first on that others may find."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that were there already when it first ran."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0

@@ -41,7 +41,6 @@ class Scheduler:
         long_prefill_token_threshold: tokens of one prompt a step, so that others get their share
             of it; 0: as many as fit.
         prefix_caching: start behind the longest prefix whose blocks are still there.
-        prefix_root: what the content of KV blocks depends on beside their tokens.
         heed_priority: order by priority before arrival.
     """
 
@@ -55,7 +54,6 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
         prefix_caching: bool = False,
-        prefix_root: bytes = b"",
         heed_priority: bool = False,
     ) -> None:
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
@@ -78,7 +76,6 @@ class Scheduler:
         self.waiting: dict[str, Request] = {}
         # Of ``waiting`` in order; those that were aborted are dropped when they come up.
         self._queue: list[tuple[int, int, Request]] = []
-        self._prefix_root = prefix_root
         self.num_prefix_tokens = 0
         """Tokens looked up in the prefix cache."""
         self.num_prefix_hits = 0
@@ -287,8 +284,6 @@ class Scheduler:
         if self.prefix_caching:
             self.num_prefix_tokens += request.num_tokens
             self.num_prefix_hits += request.num_computed_tokens
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
         return request
@@ -307,7 +302,7 @@ class Scheduler:
         if not self.prefix_caching:
             return []
         size = self.pool.block_size
-        keys = extend_keys(request, size, self._prefix_root)
+        keys = extend_keys(request, size)
         return self.pool.find(keys[: (request.num_tokens - 1) // size])
 
     def _keep_blocks(self, request: Request) -> None:
@@ -317,7 +312,7 @@ class Scheduler:
         if num_computed < (request.num_kept_blocks + 1) * size or not self.prefix_caching:
             return
         full = min(num_computed, request.num_known_tokens) // size
-        keys = extend_keys(request, size, self._prefix_root)
+        keys = extend_keys(request, size)
         for index in range(request.num_kept_blocks, full):
             self.pool.keep(request.block_ids[index], keys[index])
         request.num_kept_blocks = full

@@ -81,16 +81,9 @@ def rows_to_stream(x: Tensor, weight: Tensor) -> Tensor | None:
 def linear_fp8(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``linear_fp8`` by the streaming kernel for few rows, else by ``otherwise``."""
 
-    def run(
-        x: Tensor,
-        x_scale: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
+    def run(*args: Any) -> Tensor:
+        x, _, weight, weight_scale, *_ = args
         most = _ROWS_ONE_SCALE if weight_scale.numel() == 1 else _ROWS_FP8
-        args = (x, x_scale, weight, weight_scale, bias, out_dtype)
         if x.shape[0] > most or rows_to_stream(x, weight) is None:
             return otherwise(*args)
         return torch.ops.fw_cuda.skinny_linear_fp8.default(*args)  # type: ignore[no-any-return]

@@ -115,16 +115,11 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale
 
 
-def _fake(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    scheme_of(x, x_scale, weight, weight_scale, bias, out_dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+def _fake(*args: Any) -> Tensor:
+    scheme_of(*args)
+    x, _, weight, *_, out_dtype = args
+    y: Tensor = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+    return y
 
 
 def _native(
@@ -175,16 +170,8 @@ def _native_supports(desc: OpDesc) -> str:
     return ""
 
 
-def _launches(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[list[Launch], Tensor]:
-    scheme = scheme_of(x, x_scale, weight, weight_scale, bias, out_dtype)
-    return kernels.linear_fp8(x, x_scale, weight, weight_scale, bias, out_dtype, scheme)
+def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
+    return kernels.linear_fp8(scheme_of(*args), *args)
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:

@@ -30,7 +30,7 @@ class FuseNormQuant:
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
         for quant in quantizations(gm):
-            norm, total = _norm_of(quant.source)
+            norm = _norm_of(quant.source)
             if norm is None:
                 continue
             name = quant.node.name
@@ -38,10 +38,10 @@ class FuseNormQuant:
             if reason:
                 report.miss(name, reason)
                 continue
-            op = "rms_norm" if total is None else "add_rms_norm"
+            adds = norm is not quant.source
+            op = "add_rms_norm" if adds else "rms_norm"
             target, args = fused_op(op, quant), (*norm.args, quant.how)
-
-            outputs = [*quant.outputs, *([] if total is None else [total])]
+            outputs = [*quant.outputs, *([_total_of(norm)] if adds else [])]
 
             def build(
                 graph: fx.Graph, target: Any = target, args: Any = args, count: int = len(outputs)
@@ -54,21 +54,25 @@ class FuseNormQuant:
         return report
 
 
-def _norm_of(source: Any) -> tuple[Any, Any]:
-    """(the norm whose normed output this is, its residual output if it adds), or (None, None)."""
+def _norm_of(source: Any) -> Any:
+    """The norm whose normed output this is; it adds unless it is ``source`` itself."""
     if is_call(source, torch.ops.fw.rms_norm.default):
-        return source, None
+        return source
     if not is_call(source, operator.getitem) or source.args[1] != 0:
-        return None, None
+        return None
     norm: Any = source.args[0]
-    if not is_call(norm, torch.ops.fw.add_rms_norm.default):
-        return None, None
+    return norm if is_call(norm, torch.ops.fw.add_rms_norm.default) else None
+
+
+def _total_of(norm: fx.Node) -> fx.Node:
+    """The sum of an ``add_rms_norm``, as one node; made where nobody reads it, since the fused op
+    returns it too."""
     totals = [user for user in norm.users if user.args[1] == 1]
-    if totals:
-        for again in totals[1:]:
-            again.replace_all_uses_with(totals[0])
-        return norm, totals[0]
-    with norm.graph.inserting_after(norm):  # nobody reads the sum; the fused op returns it too
-        total = norm.graph.call_function(operator.getitem, (norm, 1))
-    total.meta["example_value"] = norm.meta["example_value"][1]
-    return norm, total
+    if not totals:
+        with norm.graph.inserting_after(norm):
+            total = norm.graph.call_function(operator.getitem, (norm, 1))
+        total.meta["example_value"] = norm.meta["example_value"][1]
+        return total
+    for again in totals[1:]:
+        again.replace_all_uses_with(totals[0])
+    return totals[0]

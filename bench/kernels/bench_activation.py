@@ -7,24 +7,27 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .harness import MODELS, TOKENS, Work, cases, inductor, measure, randn
+from .harness import (
+    MODELS,
+    QUANTS,
+    TOKENS,
+    Work,
+    cases,
+    inductor,
+    measure,
+    quant_argument,
+    randn,
+)
 
 
 def make(rows: int, intermediate: int, quant: str) -> tuple[Any, ...]:
-    scale = torch.full((1, 1), 0.02, device="cuda")
-    how: dict[str, tuple[Any, ...]] = {
-        "": (),
-        "_quant_static": (scale,),
-        "_quant_dynamic": (0,),
-    }
-    return (randn(rows, 2 * intermediate), *how[quant])
+    return (randn(rows, 2 * intermediate), *quant_argument(quant))
 
 
 def works() -> Iterator[Work]:
-    for quant in ("", "_quant_static", "_quant_dynamic"):
+    for quant in QUANTS:
         name = f"silu_mul{quant}"
         libraries = {"inductor": inductor(name)}
         for intermediate in sorted({model.intermediate for model in MODELS}):

@@ -7,19 +7,26 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .harness import MODELS, TOKENS, Work, cases, inductor, measure, randn
+from .harness import (
+    MODELS,
+    QUANTS,
+    TOKENS,
+    Work,
+    cases,
+    inductor,
+    measure,
+    quant_argument,
+    randn,
+)
 
 EPS = 1e-5
-QUANTS: dict[str, tuple[Any, ...]] = {"": (), "_quant_static": (), "_quant_dynamic": (0,)}
 
 
 def make(adds: bool, rows: int, hidden: int, quant: str) -> tuple[Any, ...]:
     tensors = [randn(rows, hidden) for _ in range(1 + adds)]
-    how = (torch.full((1, 1), 0.02, device="cuda"),) if "static" in quant else QUANTS[quant]
-    return (*tensors, randn(hidden), EPS, *how)
+    return (*tensors, randn(hidden), EPS, *quant_argument(quant))
 
 
 def works() -> Iterator[Work]:

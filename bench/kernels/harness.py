@@ -86,6 +86,17 @@ def cases(works: Iterable[Work]) -> Iterator[Any]:
             yield pytest.param(work, name, id=f"{work.op}-{work.label}-{name}", marks=mark)
 
 
+QUANTS = ("", "_quant_static", "_quant_dynamic")
+"""Endings of an op's name: not quantized, by a static scale, by one a token."""
+
+
+def quant_argument(quant: str) -> tuple[Any, ...]:
+    """The last argument of an op with one of ``QUANTS``."""
+    if not quant:
+        return ()
+    return (torch.full((1, 1), 0.02, device="cuda") if quant == QUANTS[1] else 0,)
+
+
 def inductor(op: str) -> Callable[..., Any]:
     """Inductor's fusion of the op's reference, compiled once for all sizes."""
     return torch.compile(BY_NAME[op].reference, dynamic=True)

@@ -20,7 +20,8 @@ from torch import Tensor
 from ...compiler.tune import graph_us
 from ...ops import BY_NAME, load_cuda_library
 from ..environment import environment
-from .bench_linear import COPY_TB_S, LAYERS, SHAPES
+from ..kernels.figures import COPY_TB_S
+from .bench_linear import LAYERS, SHAPES
 
 CONTEXT, BLOCK, HEADS, KV_HEADS, DIM = 256, 16, 32, 8, 128
 HIDDEN = HEADS * DIM

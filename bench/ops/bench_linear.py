@@ -23,8 +23,8 @@ from torch import Tensor
 from ...compiler.tune import graph_us
 from ...ops import BY_NAME
 from ..environment import environment
+from ..kernels.figures import COPY_TB_S
 
-COPY_TB_S = 4.28  # device-to-device copy, bytes read and written (bench/NOTES.md)
 LAYERS = 32
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 LM_HEAD = (128256, 4096)

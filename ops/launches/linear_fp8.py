@@ -24,13 +24,13 @@ def _tile(m: int, n: int) -> tuple[int, int, int, int]:
 
 
 def linear_fp8(
+    scheme: str,
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    scheme: str,
 ) -> tuple[list[Launch], Tensor]:
     """``scheme``: "tensor", "token" or "block", which the shapes of the scales are of."""
     n, k = weight.shape

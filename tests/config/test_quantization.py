@@ -78,7 +78,7 @@ def test_a_gpu_without_fp8_is_refused(
     ("option", "expected"),
     [
         ({"quantization": "awq"}, "quantization='awq': expected fp8 or fp8_block or fp8_static"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': expected auto, fp8 or fp8_e4m3"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': expected auto or fp8 or fp8_e4m3"),
     ],
 )
 def test_an_unknown_value_is_refused(option: dict[str, str], expected: str) -> None:

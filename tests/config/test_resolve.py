@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fusewright.config import (
     LEVELS,
+    OPT_IN,
     PASSES,
-    UNMEASURED,
     CudagraphMode,
     EngineOptions,
     Hardware,
@@ -56,7 +56,7 @@ def test_levels_are_the_table_of_the_design() -> None:
         "FULL_AND_PIECEWISE",
     ]
     assert [LEVELS[n].trace for n in range(4)] == [False, True, True, True]
-    proven = tuple(name for name in PASSES if name not in UNMEASURED)
+    proven = tuple(name for name in PASSES if name not in OPT_IN)
     assert [LEVELS[n].passes for n in range(4)] == [(), ("cleanup",), proven, proven]
 
 
@@ -207,9 +207,9 @@ REFUSALS: list[tuple[Hardware, dict[str, Any], str]] = [
     (GPU, {"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
     (GPU, {"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0: expected at least 1"),
     (GPU, {"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0: expected more than 0"),
-    (GPU, {"dtype": "int8"}, "dtype='int8': expected auto or a float type"),
-    (GPU, {"load_format": "pt"}, "load_format='pt': expected auto, safetensors, dummy"),
-    (GPU, {"device": "tpu"}, "device='tpu': expected auto, cpu or cuda"),
+    (GPU, {"dtype": "int8"}, "dtype='int8': expected auto or bfloat16 or float16 or float32"),
+    (GPU, {"load_format": "pt"}, "load_format='pt': expected auto or safetensors or dummy"),
+    (GPU, {"device": "tpu"}, "device='tpu': expected auto or cpu or cuda"),
     (
         GPU,
         {"cudagraph_mode": "SOME"},

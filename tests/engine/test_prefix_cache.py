@@ -43,7 +43,7 @@ def test_a_prompt_starts_behind_the_full_blocks_that_another_computed() -> None:
     b = request("b", [*range(9), 99])
     scheduler.add(b)
     assert shape(scheduler.schedule()) == [("b", 8, 2)]
-    assert (b.num_cached_tokens, scheduler.num_prefix_hits) == (8, 8)
+    assert (b.num_kept_blocks, scheduler.num_prefix_hits) == (2, 8)
     check_invariants(scheduler)
 
 
