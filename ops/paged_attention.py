@@ -40,6 +40,9 @@ def paged_attention(
     Paging as in PagedAttention (Kwon et al., 2023, section 4.1); soft cap as in Gemma 2 (2024,
     section 2).  Query i of sequence s stands at position seq_lens[s] - query_len[s] + i.
 
+    On a GPU the kernel launched right before may still be writing q and the slots of this step's
+    queries, but nothing else of what this op reads: csrc reads that before it waits.
+
     Args:
         q: [num_tokens, num_heads, head_dim]; may be strided on tokens.
         kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], q's dtype or float8_e4m3fn;

@@ -1,7 +1,7 @@
 """``paged_attention`` with the decode kernel of csrc: the implementation ``cuda``.
 
-It takes batches of at most one query a sequence, as long as they are few; the Triton launches do
-the rest.  Which of the two runs follows from shapes alone, so a captured graph serves any lengths.
+It takes batches of at most one query a sequence; the Triton launches do the rest.  Which of the two
+runs follows from shapes alone, so a captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -21,25 +21,18 @@ _SM = 90
 _HEAD_DIMS = (64, 128)
 _PAGES = (8, 16, 32, 64, 128, 256)
 _MAX_GROUP = 16
-_MAX_PAIRS = 132
-"""(sequence, KV head) pairs up to which csrc is the choice, of what was measured (bench/NOTES.md):
-on an H200, 8 KV heads of 128, 32 heads, bfloat16, us at contexts of 128 / 1024 / 4096.  csrc, in a
-program of its own: 1 sequence 5.8 / 7.2 / 12.0, 8: 5.8 / 13.6 / 37.0, 64: 16.3 / 80.1 / 257.1.  The
-Triton kernel: 5.7 / 9.3 / 14.2, 6.9 / 20.6 / 44.5, 14.9 / 68.7 / 262.2."""
 
 Launches: TypeAlias = Callable[..., tuple[list[Launch], None]]
 
 
-def takes(num_tokens: int, num_seqs: int, kv_heads: int, *, fp8: bool = False) -> bool:
-    """Whether the kernel of csrc runs a batch of these sizes, and not the Triton launches: of FP8
-    caches any decode, 86 % of the copy rate at 64 sequences of 4096."""
-    return num_tokens == num_seqs and (fp8 or num_seqs * kv_heads <= _MAX_PAIRS)
+def takes(num_tokens: int, num_seqs: int) -> bool:
+    """Whether the kernel of csrc runs a batch of these sizes, and not the Triton launches."""
+    return num_tokens == num_seqs
 
 
 def _takes(args: tuple[Any, ...]) -> bool:
-    q, kv_cache, _, seq_lens, *_ = args
-    fp8 = kv_cache.dtype == E4M3
-    return takes(q.shape[0], seq_lens.shape[0], kv_cache.shape[3], fp8=fp8)
+    q, _, _, seq_lens, *_ = args
+    return takes(q.shape[0], seq_lens.shape[0])
 
 
 def _run(*args: Any, triton: Callable[..., None]) -> None:

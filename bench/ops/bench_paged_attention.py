@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...ops import Launch
+from ...ops import BY_NAME, Launch, choose
 from ...ops.launches import paged_attention as kernels
 from ...ops.paged_attention import OP, context_symbols
 from ...ops.paged_attention_cases import batch as attention_batch
@@ -92,13 +92,38 @@ def batches(
         yield q, cache, table, lens, starts, out, HEAD_DIM**-0.5, 0, 0.0, kv_scale, None
 
 
-def default_launches(args: tuple[Any, ...]) -> list[Launch]:
-    return kernels.paged_attention(*args)[0]
+def chosen(args: tuple[Any, ...]) -> str:
+    """The implementation that the compiler would take."""
+    major, minor = torch.cuda.get_device_capability()
+    return choose(OP, OP.describe(args, sm=10 * major + minor), inline_first=False).implementation
 
 
-def ours_us(
-    calls: list[tuple[Any, ...]], launches: Launches = default_launches, budget_ms: float = 60.0
-) -> float:
+def step_us(calls: list[tuple[Any, ...]], *, store: bool) -> float:
+    """The chosen implementation; with ``store``, the layer's rotary embedding and KV store before
+    each, as in a decode step."""
+    attention, rope = OP.overload(chosen(calls[0])), BY_NAME["rope_kv_store"].overload("triton")
+    table = torch.rand(max(MAX_MODEL_LEN, int(calls[0][3].max())), HEAD_DIM, device="cuda")
+
+    def call(args: tuple[Any, ...]) -> Callable[[], None]:
+        q, cache, blocks, lengths, *_, kv_scale, _ = args
+        positions = lengths - 1
+        page = blocks.gather(1, (positions // PAGE).long()[:, None])[:, 0]
+        slots = page * PAGE + positions % PAGE
+        k, v = torch.randn(2, len(q), KV_HEADS, HEAD_DIM, device="cuda").to(q.dtype)
+
+        def run() -> None:
+            if store:
+                new = (table, cache, slots, None, None, 0.0, kv_scale)
+                attention(rope(positions, q, k, v, *new), *args[1:])
+            else:
+                attention(*args)
+
+        return run
+
+    return graph_us([call(args) for args in calls])
+
+
+def ours_us(calls: list[tuple[Any, ...]], launches: Launches, budget_ms: float = 60.0) -> float:
     def call(args: tuple[Any, ...]) -> Callable[[], None]:
         def run() -> None:
             for launch in launches(args):
@@ -136,10 +161,13 @@ def measure(
     label: str, query_lens: list[int], seq_lens: list[int], kv_dtype: torch.dtype
 ) -> dict[str, Any]:
     calls = list(batches(query_lens, seq_lens, kv_dtype))
-    us = ours_us(calls)
+    us = step_us(calls, store=False)
+    decode = all(n == 1 for n in query_lens)
     cost = OP.cost(OP.describe(calls[0]))
     values = context_symbols(query_lens, seq_lens)
     gb_per_s = float(cost.bytes.subs(values)) / us / 1e3
+    implementation = chosen(calls[0])
+    stored_us = round(step_us(calls, store=True), 2) if decode else None
     del calls
     # SDPA's causal mask starts at the first key: a chunk after earlier tokens is other work.
     kinds = {*zip(query_lens, seq_lens, strict=True)}
@@ -147,7 +175,9 @@ def measure(
     compared = equal and kv_dtype == torch.bfloat16
     return {
         "work": label,
+        "implementation": implementation,
         "us": round(us, 2),
+        "with rope_kv_store, us": stored_us,
         "GB/s": round(gb_per_s, 1),
         "share of copy": round(gb_per_s / COPY_GB_PER_S, 3),
         "TFLOP/s": round(float(cost.flops.subs(values)) / us / 1e6, 1),

@@ -5,11 +5,16 @@
 //   copies, 24 KB ahead, eight warps a multiprocessor. No barrier between load and use but the
 //   warp's own.
 // - The grid is fixed by shapes; the work is divided in the kernel, from the lengths, in one of two
-//   ways. Few sequences, short or alike: a cluster of blocks for each (sequence, KV head), whose
-//   warps take its chunks in turn and whose sums meet in distributed shared memory. Otherwise: all
-//   chunks of all sequences in one row, cut into equal shares, a share for one warp of each KV
-//   head; cuts move to the end of a sequence that is near. The sums of a cut sequence meet in
-//   memory, and the warp that comes last merges them, in order of the shares.
+//   ways. Each (sequence, KV head) is an item for a cluster of 8 to 1 blocks or, where there are
+//   more, for 2 warps or 1 of a block; its warps take its chunks in turn and their sums meet in
+//   shared memory. Or, where lengths differ much: all chunks of all sequences in one row, cut into
+//   equal shares, a share for one warp of each KV head; cuts move to the end of a sequence that is
+//   near, all of them if the shares stay even. The sums of a cut sequence meet in memory, and the
+//   warp that comes last merges them, in order of the shares. A cut costs some 10 us: an item that
+//   has half as much again to do as its share is done sooner.
+// - What the kernel ahead does not write is read before the wait for it: lengths, block tables and
+//   the first chunks of an item, unless they hold a slot that this step stores. That slot may be
+//   another sequence's: two may share a block that one of them fills.
 //
 // Equal lengths, shapes and GPU give equal bits.
 //
@@ -18,7 +23,7 @@
 
 #include <atomic>
 
-#include "shares.cuh"
+#include "items.cuh"
 
 namespace fusewright::attention {
 
@@ -26,258 +31,9 @@ constexpr int kMaxSeqs = 4096;
 constexpr int kMaxItems = 1 << 16;  // (sequence, KV head) pairs
 constexpr int kMaxGroup = 16;
 constexpr int kBlocksPerMultiprocessor = 2;
-constexpr int kMaxCluster = 16;
 
 // Arrivals at cut sequences; every launch leaves zeros. One stream a device may run this at a time.
 static __device__ unsigned arrivals[kMaxItems];
-
-// ---- streaming
-
-// What a warp has still to copy: chunks of a sequence, then those of the next in its share.
-template <typename T>
-struct Stream {
-  const DecodeArgs& args;
-  Copier<T> copier;
-  const Row<T>* row;  // nullptr: only the one sequence
-  int seq, first, step, left;
-  int x, x_end;  // chunks of the row that follow
-  Batch<T> now, next;
-  int index = 0;
-
-  __device__ Stream(const DecodeArgs& args_, int head, const Row<T>* row_)
-      : args(args_), copier(args_, head), row(row_) {}
-
-  __device__ __forceinline__ void take_batch() {
-    if (left == 0 && row && x < x_end) {
-      seq = row->sequence_at(x);
-      const int begin = args.window > 0 ? visible(args.seq_lens[seq], args.window).begin : 0;
-      first = begin / T::kChunk + x - row->starts[seq];
-      step = 1;
-      left = min(row->starts[seq + 1], x_end) - x;
-      x += left;
-    }
-    next.count = 0;
-    if (left == 0) return;
-    next = find_pages<T>(args, seq, first, step, left);
-    first += next.count * step;
-    left -= next.count;
-  }
-
-  // The next chunk, if there is one, into a stage.
-  __device__ __forceinline__ void copy_next(uint32_t stage) {
-    if (index == now.count && next.count > 0) {
-      now = next;
-      index = 0;
-      take_batch();
-    }
-    if (index < now.count) copier.copy(stage, now, index++);
-    copy_async_commit();
-  }
-};
-
-template <typename T>
-struct Ring {
-  uint32_t base;
-  int at = 0;
-  __device__ __forceinline__ uint32_t stage() const { return base + at * T::kStageBytes; }
-  __device__ __forceinline__ void advance() { at = at + 1 == T::kStages ? 0 : at + 1; }
-};
-
-template <typename T>
-__device__ __forceinline__ void fill(Stream<T>& stream, Ring<T>& ring) {
-  stream.take_batch();
-  for (int i = 0; i < T::kStages; ++i) {
-    stream.copy_next(ring.stage());
-    ring.advance();
-  }
-}
-
-// `count` chunks, `step` apart from `first` on, of the sequence whose query this is.
-template <typename T>
-__device__ __forceinline__ void attend_chunks(Stream<T>& stream, Ring<T>& ring, int first, int step,
-                                              int count, const Visible& seen, const Query<T>& q,
-                                              Sums<T>& sums) {
-  const MatrixRows<T> rows;
-  for (int i = 0; i < count; ++i) {
-    copy_async_wait<T::kStages - 1>();
-    __syncwarp();
-    attend<T>(rows, ring.stage(), (first + i * step) * T::kChunk, seen, stream.args.soft_cap, q,
-              sums);
-    __syncwarp();
-    stream.copy_next(ring.stage());
-    ring.advance();
-  }
-}
-
-// ---- one sequence and KV head a cluster
-
-// Shared memory behind the rings: what the cluster's blocks send to this one. Where warps' sums lie
-// in their rings: fragments, then (peak, peak, total, total) of the four lanes of a row.
-template <typename T>
-struct Inbox {
-  static constexpr int kMaximaPerBlock = 4 * T::kHeadTiles;
-  static constexpr int kFragmentBytes = T::kFragments * kWarpSize * 16;
-  static constexpr int kBytes = kFragmentBytes + kMaxCluster * kMaximaPerBlock * 16;
-};
-
-__device__ __forceinline__ void add_scaled(float4& to, const float4& v, float even, float odd) {
-  to.x += v.x * even;
-  to.y += v.y * odd;
-  to.z += v.z * even;
-  to.w += v.w * odd;
-}
-
-// Merges two or more (peak, peak, total, total): their weights relative to the common peaks.
-template <int kCount>
-__device__ __forceinline__ float4 merge_maxima(const float4 (&maxima)[kCount],
-                                               float2 (&weights)[kCount]) {
-  float4 all = {kNoMax, kNoMax, 0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    all.x = fmaxf(all.x, maxima[i].x);
-    all.y = fmaxf(all.y, maxima[i].y);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    weights[i] = {exp2_approx(maxima[i].x - all.x), exp2_approx(maxima[i].y - all.y)};
-    all.z += maxima[i].z * weights[i].x;
-    all.w += maxima[i].w * weights[i].y;
-  }
-  return all;
-}
-
-__device__ __forceinline__ float4 divided(const float4& v, float even, float odd) {
-  return {v.x / even, v.y / odd, v.z / even, v.w / odd};
-}
-
-// The block's warps have left their sums in the rings. Block r of the cluster gets the r-th part of
-// all fragments, from every block.
-template <typename T>
-__device__ __forceinline__ void merge_block(const DecodeArgs& args, uint32_t rings, uint32_t inbox,
-                                            int rank, int cluster, int token, int head) {
-  using Box = Inbox<T>;
-  constexpr int kAll = T::kFragments * kWarpSize;
-  const int lane = threadIdx.x % kWarpSize, part = kAll / cluster;
-  const auto merged_maxima = [&](int entry, float2(&weights)[kWarps]) {
-    float4 maxima[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      maxima[w] = load_shared(rings + w * T::kRingBytes + Box::kFragmentBytes + entry * 16);
-    }
-    return merge_maxima<kWarps>(maxima, weights);
-  };
-#pragma unroll
-  for (int i = threadIdx.x; i < kAll; i += kThreads) {
-    const int fragment = i / kWarpSize;
-    float2 weights[kWarps];
-    const float4 maxima = merged_maxima(fragment / T::kSteps * 4 + lane % 4, weights);
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      add_scaled(sum, load_shared(rings + w * T::kRingBytes + i * 16), weights[w].x, weights[w].y);
-    }
-    if (cluster == 1) {
-      store_fragment<T>(args, token, head, fragment, lane, divided(sum, maxima.z, maxima.w));
-    } else {
-      store_to_rank(inbox + (rank * part + i % part) * 16, i / part, sum);
-    }
-  }
-  const int to = threadIdx.x / Box::kMaximaPerBlock, entry = threadIdx.x % Box::kMaximaPerBlock;
-  if (cluster > 1 && to < cluster) {
-    float2 weights[kWarps];
-    store_to_rank(inbox + Box::kFragmentBytes + (rank * Box::kMaximaPerBlock + entry) * 16, to,
-                  merged_maxima(entry, weights));
-  }
-}
-
-// This block's part of the result: cluster / 2 threads a fragment, two blocks' sums each.
-template <typename T>
-__device__ __forceinline__ void merge_cluster(const DecodeArgs& args, uint32_t inbox, int rank,
-                                              int cluster, int token, int head) {
-  using Box = Inbox<T>;
-  constexpr int kAll = T::kFragments * kWarpSize;
-  const int part = kAll / cluster, sharers = cluster / 2;
-  const int sharer = threadIdx.x % sharers;
-  for (int base = 0; base < part; base += kThreads / sharers) {
-    const int index = base + static_cast<int>(threadIdx.x) / sharers;
-    const bool live = index < part;
-    const int i = rank * part + min(index, part - 1);
-    const int fragment = i / kWarpSize, lane = i % kWarpSize;
-    float4 maxima[2], sums[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int from = sharer + k * sharers;
-      maxima[k] =
-          load_shared(inbox + Box::kFragmentBytes +
-                      (from * Box::kMaximaPerBlock + fragment / T::kSteps * 4 + lane % 4) * 16);
-      sums[k] = load_shared(inbox + (from * part + i - rank * part) * 16);
-    }
-    float2 weights[2];
-    float4 all = merge_maxima<2>(maxima, weights);
-    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-    add_scaled(sum, sums[0], weights[0].x, weights[0].y);
-    add_scaled(sum, sums[1], weights[1].x, weights[1].y);
-    float even = all.x, odd = all.y;
-    for (int offset = 1; offset < sharers; offset *= 2) {
-      even = fmaxf(even, __shfl_xor_sync(kAllLanes, even, offset));
-      odd = fmaxf(odd, __shfl_xor_sync(kAllLanes, odd, offset));
-    }
-    even = exp2_approx(all.x - even);
-    odd = exp2_approx(all.y - odd);
-    float values[6] = {sum.x * even, sum.y * odd,  sum.z * even,
-                       sum.w * odd,  all.z * even, all.w * odd};
-    for (int offset = 1; offset < sharers; offset *= 2) {
-#pragma unroll
-      for (float& value : values) value += __shfl_xor_sync(kAllLanes, value, offset);
-    }
-    if (live && sharer == 0) {
-      const float4 total = {values[0], values[1], values[2], values[3]};
-      store_fragment<T>(args, token, head, fragment, lane, divided(total, values[4], values[5]));
-    }
-  }
-}
-
-// The warps of a cluster take the sequence's chunks in turn, blocks first.
-template <typename T>
-__device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stream, uint32_t rings,
-                                         uint32_t inbox, int seq, int head, int rank, int cluster,
-                                         int count) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  Ring<T> ring{rings + warp * T::kRingBytes};
-  const int first = stream.next.first, step = stream.next.step;
-  for (int i = 0; i < T::kStages; ++i) {
-    stream.copy_next(ring.stage());
-    ring.advance();
-  }
-  const int token = args.query_start[seq];
-  Query<T> q;
-  q.load(args, token, head);
-  Sums<T> sums;
-  sums.reset();
-  attend_chunks<T>(stream, ring, first, step, count, visible(args.seq_lens[seq], args.window), q,
-                   sums);
-  sums.finish();
-#pragma unroll
-  for (int n = 0; n < T::kHeadTiles; ++n) {
-#pragma unroll
-    for (int j = 0; j < T::kSteps; ++j) {
-      const auto& v = sums.out[n][j];
-      store_shared(ring.base + ((n * T::kSteps + j) * kWarpSize + lane) * 16,
-                   {v[0], v[1], v[2], v[3]});
-    }
-    if (lane < 4) {
-      store_shared(ring.base + Inbox<T>::kFragmentBytes + (n * 4 + lane) * 16,
-                   {sums.peak[n][0], sums.peak[n][1], sums.total[n][0], sums.total[n][1]});
-    }
-  }
-  __syncthreads();
-  if (cluster > 1) cluster_wait();  // every block has started
-  merge_block<T>(args, rings, inbox, rank, cluster, token, head);
-  if (cluster == 1) return;
-  cluster_arrive();
-  cluster_wait();
-  merge_cluster<T>(args, inbox, rank, cluster, token, head);
-}
 
 // ---- shares
 
@@ -386,25 +142,22 @@ __device__ __forceinline__ void run_share(const DecodeArgs& args, const Row<T>& 
     const bool cut = begin > row.starts[seq] || end < row.starts[seq + 1];
     if (cut && !gather_partials<T>(args, row, share, seq, head, begin, end, sums)) continue;
     sums.finish();
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int n = 0; n < T::kHeadTiles; ++n) {
-#pragma unroll
-      for (int j = 0; j < T::kSteps; ++j) {
-        const auto& v = sums.out[n][j];
-        store_fragment<T>(args, token, head, n * T::kSteps + j, lane,
-                          divided({v[0], v[1], v[2], v[3]}, sums.total[n][0], sums.total[n][1]));
-      }
-    }
+    store_sums<T>(args, token, head, sums);
   }
 }
 
 // ---- the kernel
 
-// Whether a cluster for each item is the better division: no warp of it has much more to do than in
-// equal shares. What four chunks take is about what a cut costs.
+// Whether a division without cuts, whose longest part this is, is as good as equal shares. Twelve
+// chunks are about what cuts cost; and who is done leaves its share of the bandwidth to the rest.
 template <typename T>
-__device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int cluster) {
+__device__ __forceinline__ bool is_even(int longest, int64_t share) {
+  return longest <= share + share / 2 + 12 * 16 / T::kChunk;
+}
+
+// Whether `warps` for each item are the better division.
+template <typename T>
+__device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int warps) {
   int total = 0, longest = 0;
   for (int seq = threadIdx.x % kWarpSize; seq < args.num_seqs; seq += kWarpSize) {
     const int chunks = chunks_of<T>(args, seq);
@@ -414,7 +167,7 @@ __device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int cluster
   total = __reduce_add_sync(kAllLanes, total);
   longest = __reduce_max_sync(kAllLanes, longest);
   const int64_t share = static_cast<int64_t>(total) * args.kv_heads / (gridDim.x * kWarps);
-  return longest / (cluster * kWarps) <= share + share / 8 + 4 * 16 / T::kChunk;
+  return is_even<T>(longest / warps, share);
 }
 
 // cluster: blocks that share an item; 0: there are more items than clusters.
@@ -423,39 +176,36 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     decode_kernel(const __grid_constant__ DecodeArgs args, int cluster) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ int warp_sums[kWarps];
+  __shared__ uint64_t barrier;
   const uint32_t rings = shared_address(memory);
   constexpr int kRings = kWarps * T::kRingBytes;
   const int warp = threadIdx.x / kWarpSize;
-  if (cluster > 1) cluster_arrive();
-  wait_for_previous();
-  start_next();  // not before the wait: at most one unfinished kernel precedes any that has started
+  const uint32_t arrived = shared_address(&barrier);
+  if (cluster > 1) {
+    if (threadIdx.x == 0) {
+      barrier_expect(arrived, Inbox<T>::kFragmentBytes + cluster * Inbox<T>::kMaximaPerBlock * 16);
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
 
-  if (cluster > 0) {
-    const int item = blockIdx.x / cluster, rank = blockIdx.x % cluster;
-    const int seq = item / args.kv_heads, head = item % args.kv_heads;
-    const bool exists = seq < args.num_seqs;
-    Stream<T> stream(args, head, nullptr);
-    if (exists) {
+  const int items = args.num_seqs * args.kv_heads, warps = gridDim.x * kWarps;
+  const int team = cluster > 0 ? kWarps : 2 * items <= warps ? 2 : items <= warps ? 1 : 0;
+  if (team > 0) {
+    const Place place = place_of<T>(args, cluster, team);
+    Stream<T> stream(args, place.head, nullptr);
+    stream.left = 0;
+    if (place.seq < args.num_seqs) {
       // Before the lengths are here, as many as may be: what is beyond the end is not copied.
-      const int begin = args.window > 0 ? visible(args.seq_lens[seq], args.window).begin : 0;
-      stream.seq = seq;
-      stream.step = cluster * kWarps;
-      stream.first = begin / T::kChunk + warp * cluster + rank;
+      const int begin = args.window > 0 ? visible(args.seq_lens[place.seq], args.window).begin : 0;
+      stream.seq = place.seq;
+      stream.step = place.step;
+      stream.first = begin / T::kChunk + place.ahead;
       stream.left = 1 << 20;
       stream.take_batch();
     }
-    if (prefer_items<T>(args, cluster)) {
-      const int chunks = exists ? chunks_of<T>(args, seq) : 0;
-      const int ahead = warp * cluster + rank;
-      const int step = cluster * kWarps;
-      const int count = chunks > ahead ? (chunks - ahead + step - 1) / step : 0;
-      if (chunks > 0) {
-        stream.left = max(count - stream.next.count, 0);
-        stream.next.count = min(stream.next.count, count);
-        run_item<T>(args, stream, rings, rings + kRings, seq, head, rank, cluster, count);
-      } else if (cluster > 1) {
-        cluster_wait();
-      }
+    if (prefer_items<T>(args, place.step)) {
+      run_item<T>(args, stream, rings, arrived, place);
       return;
     }
     if (cluster > 1) cluster_wait();
@@ -463,8 +213,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   int* starts = reinterpret_cast<int*>(memory + kRings);
   lay_out<T>(args, starts, warp_sums);
   const int total = starts[args.num_seqs];
-  const int max_shares = gridDim.x * kWarps / args.kv_heads;
+  const int max_shares = warps / args.kv_heads;
   Row<T> row{starts, args.num_seqs, min(max_shares, max(total * T::kChunk / kLeastCutTokens, 1))};
+  row.whole = true;
+  row.whole = is_even<T>(longest_share<T>(row, warp_sums), total / row.num_shares);
+  wait_for_previous();
+  start_next();
   const int stripe = blockIdx.x * kWarps + warp;
   const int share = stripe / args.kv_heads;
   if (share < row.num_shares) run_share<T>(args, row, rings, share, stripe % args.kv_heads);
@@ -475,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 // Of a device, or of one kernel on it: found once.
 struct Limits {
   int multiprocessors;
-  int clusters[5];  // of 1, 2, 4, 8, 16 blocks that run at once
+  int clusters[4];  // of 1, 2, 4, 8 blocks that run at once
 };
 
 inline int shared_bytes(int ring_bytes, int inbox_bytes, int num_seqs) {
@@ -494,12 +248,10 @@ cudaError_t find_limits(Limits& limits) {
   const int most = shared_bytes(T::kRingBytes, Inbox<T>::kBytes, kMaxSeqs);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error != cudaSuccess) return error;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  for (int i = 0; i < 5; ++i) {
+  for (int i = 0; i < 4; ++i) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {1u << i, 1, 1};
@@ -543,12 +295,14 @@ struct Grid {
 inline Grid plan_grid(const Limits& limits, int num_seqs, int kv_heads) {
   const int slots = kBlocksPerMultiprocessor * limits.multiprocessors;
   const int items = num_seqs * kv_heads;
-  int i = 4;
+  int i = 3;
   while (i >= 0 && items > limits.clusters[i]) --i;
   if (i < 0) return {slots, 0};
   const int cluster = 1 << i, used = items * cluster;
-  // Near a block a multiprocessor is enough; else there are some in reserve for equal shares.
-  const bool enough = used >= limits.multiprocessors * 9 / 10 && used >= kv_heads;
+  // Near a block a multiprocessor is enough, and half as many for one sequence, where more blocks
+  // take longer to start than they gain; else there are some in reserve for equal shares.
+  const int least = limits.multiprocessors * 9 / (num_seqs == 1 ? 20 : 10);
+  const bool enough = used >= least && used >= kv_heads;
   return {enough ? used : limits.clusters[i] * cluster, cluster};
 }
 

@@ -153,13 +153,43 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// To this block's shared address, but in the block of that rank of the cluster.
-__device__ __forceinline__ void store_to_rank(uint32_t address, int rank, float4 v) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(v.x),
-               "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
+// A barrier in shared memory that is over when `bytes` have been stored by store_to_rank; by one
+// thread, before the blocks of the cluster meet.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+      "fence.mbarrier_init.release.cluster;\n\t"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred over;\n\t"
+      "again:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n\t"
+      "@!over bra again;\n\t"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// To this block's shared address, but in the block of that rank of the cluster, and 16 bytes off
+// its barrier.
+__device__ __forceinline__ void store_to_rank(uint32_t address, uint32_t barrier, int rank,
+                                              float4 v) {
+  asm volatile(
+      "{\n\t"
+      ".reg .b32 to, counted;\n\t"
+      "mapa.shared::cluster.u32 to, %0, %2;\n\t"
+      "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, "
+      "[counted];\n\t"
+      "}" ::"r"(address),
+      "r"(barrier), "r"(rank), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
 }
 
 __device__ __forceinline__ void store_shared(uint32_t address, float4 v) {

@@ -23,6 +23,7 @@ template <typename T>
 struct Row {
   const int* starts;
   int num_seqs, num_shares;
+  bool whole = false;  // no sequence is cut
 
   __device__ __forceinline__ int total() const { return starts[num_seqs]; }
 
@@ -43,7 +44,7 @@ struct Row {
     const int x = static_cast<int>(static_cast<int64_t>(total()) * s / num_shares);
     if (x <= 0 || x >= total()) return x;
     const int seq = sequence_at(x), begin = starts[seq], end = starts[seq + 1];
-    const bool keep = (end - begin) * T::kChunk > kUncutTokens &&
+    const bool keep = !whole && (end - begin) * T::kChunk > kUncutTokens &&
                       min(x - begin, end - x) * T::kChunk >= kLeastCutTokens;
     if (keep) return x;
     return 2 * (x - begin) <= end - begin ? begin : end;
@@ -82,6 +83,22 @@ __device__ __forceinline__ void lay_out(const DecodeArgs& args, int* starts, int
   }
   if (threadIdx.x == kThreads - 1) starts[args.num_seqs] = at;
   __syncthreads();
+}
+
+// The whole block: how many chunks the longest share has.
+template <typename T>
+__device__ __forceinline__ int longest_share(const Row<T>& row, int* warp_longest) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  int longest = 0;
+  for (int s = threadIdx.x; s < row.num_shares; s += kThreads) {
+    longest = max(longest, row.cut(s + 1) - row.cut(s));
+  }
+  longest = __reduce_max_sync(kAllLanes, longest);
+  __syncthreads();
+  if (lane == 0) warp_longest[warp] = longest;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) longest = max(longest, warp_longest[w]);
+  return longest;
 }
 
 }  // namespace fusewright::attention

@@ -22,6 +22,8 @@ SHARED_BYTES = 227 << 10
 DECODE_STAGES = 4
 # Tokens of the shortest split; no tile is longer.
 MIN_SPLIT = 128
+# Of a prompt, on average; and of eight of them together.
+MOST_SHORT_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,13 @@ def _max_splits(num_seqs: int, kv_heads: int, max_context: int) -> int:
 
 
 def _prefill_tile(
-    block_d: int, itemsize: int, group: int, rows: int, kv_heads: int, num_sms: int
+    block_d: int,
+    itemsize: int,
+    group: int,
+    num_tokens: int,
+    num_seqs: int,
+    kv_heads: int,
+    num_sms: int,
 ) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages).  BLOCK_N never depends on the batch: rounding would."""
     group_rows = next_power_of_2(group)
@@ -59,8 +67,10 @@ def _prefill_tile(
         return max(16, group_rows), 32 if block_d <= 64 else 16, 4, 2
     # Three stages, where shared memory has room, so that loads also overlap QK and softmax.
     stages = 3 if block_d <= 128 else 2
-    few_programs = cdiv(rows, 128) * kv_heads < num_sms
-    if few_programs and group_rows <= 64:
+    few_programs = cdiv(num_tokens * group, 128) * kv_heads < num_sms
+    # Two programs of short prompts fit a multiprocessor: a program spends its time on its begin.
+    short_prompts = num_tokens <= min(MOST_SHORT_TOKENS * num_seqs, 8 * MOST_SHORT_TOKENS)
+    if (few_programs or short_prompts) and group_rows <= 64:
         return 64, 64, 4 if block_d <= 128 else 8, 2
     return 128, 64, 8, stages
 
@@ -104,7 +114,7 @@ def plan(
         "CHUNK": max(1, min(16, 4096 // (block_g * block_d))),
     }
     block_m, prefill_n, prefill_warps, stages = _prefill_tile(
-        block_d, itemsize, group, num_tokens * group, kv_heads, num_sms
+        block_d, itemsize, group, num_tokens, num_seqs, kv_heads, num_sms
     )
     tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
     warps = 4 if block_g <= 32 else 8

@@ -5,6 +5,10 @@ the kernel ahead has finished and its results are visible.  The rule, which ``_t
 checks in the code of every such kernel: all threads of all blocks wait, before they touch memory
 and before any of them returns.  Then whatever had finished for the kernel ahead has finished for
 this one too, at any distance.
+
+Two kernels of csrc read before they wait.  Products read weights, which no kernel writes.  Decode
+attention reads block tables, lengths and the cache but for the slots that this step stores.  Those
+were written before the step's first kernel, which lets nothing start before it has waited.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ def wait_for_previous(PROGRAMMATIC: tl.constexpr):
 
 @triton.jit
 def start_next_and_wait(PROGRAMMATIC: tl.constexpr):
-    """The first line of a kernel that comes before a product: the next one starts at once, and has
-    fetched weights when this one ends.
+    """The first line of a kernel that comes before a product or csrc's decode attention: the next
+    one starts at once, and has fetched weights, or K and V of earlier steps, when this one ends.
 
     Not for others: blocks that start this early lie on the few multiprocessors that have room.  Nor
     where the blocks are more than run at once (1024 of 8 warps on 132 multiprocessors): there the

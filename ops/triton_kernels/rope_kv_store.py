@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent import wait_for_previous
+from .dependent import start_next_and_wait
 from .float8 import scaled_as
 
 
@@ -85,7 +85,7 @@ def _rope_kv_store_kernel(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr, HEADS: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    wait_for_previous(PROGRAMMATIC)
+    start_next_and_wait(PROGRAMMATIC)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_q_groups = tl.cdiv(num_q_heads, HEADS)
     lane = tl.arange(0, HEADS)[:, None]

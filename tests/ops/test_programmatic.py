@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusewright.ops import ALL_OPS, BY_NAME, Launch
+from fusewright.ops import ALL_OPS, BY_NAME, Launch, load_cuda_library
 from fusewright.ops._driver import Function
+from fusewright.ops.paged_attention_cases import batch
 from fusewright.ops.triton_kernels.dependent import start_next_and_wait, wait_for_previous
 
 pytestmark = pytest.mark.gpu
 
 WITH_TRITON = [op.name for op in ALL_OPS if any(i.launches for i in op.implementations)]
+CACHE, TABLE, OUT = 1, 2, 5  # arguments of paged_attention
 NANOSECONDS = 100_000  # more than the host takes to launch two kernels
 
 
@@ -139,6 +141,46 @@ def test_every_op_waits_for_a_slow_kernel_ahead(name: str, captured: bool) -> No
                 if torch.is_tensor(value):
                     late[i].copy_(moved(value) if i == index else value)
             assert all(map(torch.equal, contents(call(), late), want)), f"{name}: argument {index}"
+
+
+@pytest.mark.parametrize("page", [8, 16, 64])
+@pytest.mark.parametrize("contexts", [[300], [17], [16, 17, 40, 0, 200], [64, 65] + [33] * 38])
+def test_decode_attention_sees_the_slots_that_are_stored_late(
+    contexts: list[int], page: int
+) -> None:
+    """It reads older slots before the kernel ahead has finished.  The second sequence goes on where
+    the first one ends: it reads a slot that the first one's query stores."""
+    if not load_cuda_library():
+        pytest.skip("needs csrc")
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [(1, context) for context in contexts]
+    args = [*batch(torch.bfloat16, torch.device("cuda"), generator, lengths, (4, 1, 64), page)]
+    whole = torch.randn(args[CACHE].shape, generator=generator, device="cuda").bfloat16()
+    args[CACHE] = whole
+    table = args[TABLE]
+    if len(contexts) > 1:
+        table[1, : contexts[0] // page] = table[0, : contexts[0] // page]
+    newest = [(s, n - 1) for s, n in enumerate(contexts) if n]
+    if len(contexts) > 1 and contexts[0] % page:
+        table[1, contexts[0] // page] = table[0, contexts[0] // page]
+    late = cloned(tuple(args))
+    attention = BY_NAME["paged_attention"].overload("cuda")
+    want = args[OUT]
+    BY_NAME["paged_attention"].overload()(*args)
+
+    def chain() -> None:
+        copy(whole, late[CACHE], NANOSECONDS).run()
+        attention(*late)
+
+    replay = replayed(chain)
+    for _ in range(5):
+        late[CACHE].copy_(whole)
+        for seq, position in newest:
+            late[CACHE][table[seq, position // page], :, position % page] = float("nan")
+        late[OUT].fill_(7.0)
+        torch.cuda.synchronize()
+        replay()
+        torch.testing.assert_close(late[OUT], want, atol=1e-2, rtol=1.6e-2)
 
 
 def test_a_kernel_that_does_not_wait_is_seen_to_read_early() -> None:
