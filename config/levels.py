@@ -43,6 +43,20 @@ OPT_IN = ("fuse_gated_linear", "fuse_lm_head_argmax")
 """Passes that no level runs, only ``--passes``: in a whole model the first is measured at 1 and 16
 sequences alone (1 and 2 % less time), the second gained nothing (bench/NOTES.md)."""
 
+BATCH_INVARIANT: dict[str, dict[str, str]] = {
+    "cuda": {"linear": "invariant", "linear_fp8": "invariant", "paged_attention": "invariant"},
+    "cpu": {
+        "linear": "rowwise",
+        "linear_fp8": "rowwise",
+        "paged_attention": "rowwise",
+        "token_logprobs": "rowwise",
+    },
+}
+"""Implementations by device and op that ``batch_invariant`` forces: those of which a row's bits do
+not depend on the other rows.  What ``-O2`` chooses of the other ops has that property anyhow."""
+
+BATCH_INVARIANT_LEVEL = 2
+
 _PROVEN = tuple(name for name in PASSES if name not in OPT_IN)
 
 

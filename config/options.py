@@ -64,6 +64,11 @@ class EngineOptions:
         "which paged attention; flashinfer is built by `fusewright compile` alone",
         ("auto", "cuda", "flashinfer", "triton", "native"),
     )
+    batch_invariant: bool = _option(
+        False,
+        "compile",
+        "the same bits for a request at any batch size, order, chunking and cache state; slower",
+    )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
 
     compile_cache: bool = _option(

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from .errors import UserError
-from .levels import LEVELS, PASSES, CudagraphMode, Level
+from .levels import (
+    BATCH_INVARIANT,
+    BATCH_INVARIANT_LEVEL,
+    LEVELS,
+    OPT_IN,
+    PASSES,
+    CudagraphMode,
+    Level,
+)
 from .options import EngineOptions, option_specs
 from .resolved import (
     CacheConfig,
@@ -52,7 +60,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
             max_model_len=max_model_len,
             seed=options.seed,
         ),
-        compile=_compile(options, level_number, level),
+        compile=_compile(options, level_number, level, hardware),
         store=_store(options, level),
         capture=_capture(options, level, hardware, scheduler.max_num_batched_tokens),
         scheduler=scheduler,
@@ -150,7 +158,9 @@ def _check_fp8(what: str, hardware: Hardware) -> None:
         )
 
 
-def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig:
+def _compile(
+    options: EngineOptions, number: int, level: Level, hardware: Hardware
+) -> CompileConfig:
     chosen = level.passes if options.passes is None else options.passes
     for name in (*chosen, *options.disable_passes):
         if name not in PASSES:
@@ -160,6 +170,8 @@ def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig
     if options.verify and not level.trace:
         raise UserError("verify: -O0 rewrites nothing; use -O1 or higher")
     passes = tuple(p for p in PASSES if p in chosen and p not in options.disable_passes)
+    if options.batch_invariant:
+        _check_batch_invariant(options, number, passes)
     return CompileConfig(
         level=number,
         trace=level.trace,
@@ -167,9 +179,29 @@ def _compile(options: EngineOptions, number: int, level: Level) -> CompileConfig
         required=_required(options, passes),
         hand_kernels=level.hand_kernels,
         tune=level.tune,
-        kernels=_kernels(options, level),
+        kernels=tuple(BATCH_INVARIANT[hardware.device].items())
+        if options.batch_invariant
+        else _kernels(options, level),
         verify=options.verify,
     )
+
+
+def _check_batch_invariant(options: EngineOptions, number: int, passes: tuple[str, ...]) -> None:
+    """Refuse what would let a row's bits depend on the others, or is not shown not to."""
+    if number != BATCH_INVARIANT_LEVEL:
+        raise UserError(
+            f"batch_invariant: kernels of -O{number} may add in another order at another batch "
+            f"size; use -O{BATCH_INVARIANT_LEVEL}"
+        )
+    given = [f"attention_backend={options.attention_backend}"]
+    given = given if options.attention_backend != "auto" else []
+    given += [f"kernels={','.join(options.kernels)}"] if options.kernels else []
+    given += [f"passes={name}" for name in OPT_IN if name in passes]
+    if given:
+        raise UserError(
+            f"batch_invariant has implementations of its own, which {given[0]} contradicts: drop "
+            "one of them"
+        )
 
 
 def _store(options: EngineOptions, level: Level) -> StoreConfig:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import _rowwise
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from ._skinny import refuses_bf16, rows_to_stream
@@ -48,9 +50,14 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _launches(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch], Tensor]:
+def _launches(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = False
+) -> tuple[list[Launch], Tensor]:
     _check(x, weight)
-    return kernels.linear(x, weight, bias)
+    return kernels.linear(x, weight, bias, invariant=invariant)
+
+
+_invariant = partial(_launches, invariant=True)
 
 
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -114,6 +121,14 @@ OP = SemanticOp(
         Implementation("skinny", _skinny, refuses_bf16, devices=("cuda",)),
         Implementation("native", _reference, inline=True),
         Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        Implementation(
+            "invariant",
+            run_launches(_invariant),
+            devices=("cuda",),
+            launches=_invariant,
+            opt_in=True,
+        ),
+        Implementation("rowwise", _rowwise.linear, devices=("cpu",), opt_in=True),
     ),
     tolerances={
         torch.float32: Tolerance(1e-5, 1e-5),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _skinny
+from . import _rowwise, _skinny
 from ._float8 import E4M3
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
@@ -170,8 +171,28 @@ def _native_supports(desc: OpDesc) -> str:
     return ""
 
 
-def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
-    return kernels.linear_fp8(scheme_of(*args), *args)
+def _launches(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
+    return kernels.linear_fp8(scheme_of(*args), *args, invariant=invariant)
+
+
+_invariant = partial(_launches, invariant=True)
+
+
+def _by_row(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    scheme_of(x, x_scale, weight, weight_scale, bias, out_dtype)
+    product = _rowwise.linear(
+        _dequantize(x, x_scale),
+        _dequantize(weight, weight_scale),
+        None if bias is None else bias.float(),
+    )
+    return product.to(out_dtype)
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -233,6 +254,15 @@ OP = SemanticOp(
             devices=("cuda",),
             launches=_launches,
         ),
+        Implementation(
+            "invariant",
+            run_launches(_invariant),
+            refuses_device,
+            devices=("cuda",),
+            launches=_invariant,
+            opt_in=True,
+        ),
+        Implementation("rowwise", _by_row, refuses_device, devices=("cpu",), opt_in=True),
     ),
     tolerances={
         # Sums of up to 5, of partial sums that tensor cores hold to 14 bits.

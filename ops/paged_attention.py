@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import _rowwise
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
 from ._launch import Launch, run_launches
 from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, Tolerance
@@ -216,9 +218,12 @@ def _fake(*args: Any) -> None:
     _check(args[0], args[1], args[5], *(*args[9:], None, None)[:2])
 
 
-def _launches(*args: Any) -> tuple[list[Launch], None]:
+def _launches(*args: Any, invariant: bool = False) -> tuple[list[Launch], None]:
     _fake(*args)
-    return kernels.paged_attention(*args)
+    return kernels.paged_attention(*args, invariant=invariant)
+
+
+_invariant = partial(_launches, invariant=True)
 
 
 def _triton_supports(desc: OpDesc) -> str:
@@ -289,6 +294,15 @@ OP = SemanticOp(
         ),
         by_flashinfer(_triton_supports),
         Implementation("native", _native),
+        Implementation(
+            "invariant",
+            run_launches(_invariant),
+            _triton_supports,
+            devices=("cuda",),
+            launches=_invariant,
+            opt_in=True,
+        ),
+        Implementation("rowwise", _rowwise.by_query(_reference), devices=("cpu",), opt_in=True),
     ),
     mutates=("out",),
     # Sums run in another order than the reference's, over logits of a few units.  In FP8, of which

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import _rowwise
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from ._sampling import clean_logits, ordered_bits
@@ -134,6 +135,7 @@ OP = SemanticOp(
             launches=_launches,
         ),
         Implementation("native", _reference, inline=True),
+        Implementation("rowwise", _rowwise.by_row(_reference), devices=("cpu",), opt_in=True),
     ),
     tolerances={
         torch.float32: _TOLERANCE,

@@ -1,6 +1,8 @@
-"""Launch of the tiled GEMM."""
+"""Launches of the tiled GEMM."""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,18 +13,40 @@ from .tiles import cdiv, next_power_of_2
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8
 
+Tile: TypeAlias = tuple[int, int, int, int, int]
+"""(rows, columns, depth, warps, stages)."""
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch], Tensor]:
+
+def _tile(m: int, itemsize: int) -> Tile:
+    wide = itemsize > 2  # float32 runs on the plain cores: keep its tiles in registers
+    block_m = min(max(next_power_of_2(max(m, 1)), 16), 64 if wide else 128)
+    block_n = 32 if wide or block_m == 16 else 128
+    block_k = 32 if wide else (128 if block_m == 16 else 64)
+    warps = 8 if block_m * block_n >= 128 * 128 else 4
+    return block_m, block_n, block_k, warps, 4 if block_m == 16 else 3
+
+
+def _invariant_tile(m: int, itemsize: int) -> Tile:
+    """Tiles of which every element's sum runs over K in one chain of the same instructions: of 16
+    bits, matrix instructions of 64 rows and a depth of 16, on Hopper.  How many columns they have
+    does not enter a sum; a test compares the bits."""
+    if itemsize > 2:
+        return 64, 32, 32, 4, 3
+    return (64, 32, 128, 4, 4) if m <= 64 else (128, 128, 64, 8, 3)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = False
+) -> tuple[list[Launch], Tensor]:
+    """``invariant``: a row has the same bits whatever the other rows are."""
     n, k = weight.shape
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     x = x if x.stride(-1) == 1 or k == 1 else x.contiguous()
     weight = weight if weight.stride(-1) == 1 or k == 1 else weight.contiguous()
     rows = x.reshape(-1, k)
     m = rows.shape[0]
-    wide = x.dtype.itemsize > 2  # float32 runs on the plain cores: keep its tiles in registers
-    block_m = min(max(next_power_of_2(max(m, 1)), 16), 64 if wide else 128)
-    block_n = 32 if wide or block_m == 16 else 128
-    block_k = 32 if wide else (128 if block_m == 16 else 64)
+    tile = (_invariant_tile if invariant else _tile)(m, x.dtype.itemsize)
+    block_m, block_n, block_k, num_warps, num_stages = tile
     launch = Launch(
         kernel="linear:_linear_kernel",
         grid=(cdiv(m, block_m) * cdiv(n, block_n),),
@@ -44,8 +68,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[list[Launch]
             "BLOCK_N": block_n,
             "BLOCK_K": block_k,
         },
-        num_warps=8 if block_m * block_n >= 128 * 128 else 4,
-        num_stages=4 if block_m == 16 else 3,
+        num_warps=num_warps,
+        num_stages=num_stages,
         dynamic=("M",),
         programmatic=True,
     )

@@ -6,11 +6,22 @@ import torch
 from torch import Tensor
 
 from .._launch import Launch
-from .sampling import RowSplit, rows_of, split_rows
+from .sampling import RowSplit, rows_of
 from .tiles import cdiv, next_power_of_2
 
 # One selection round each; the rounds see all keys of a row at once.
 MAX_LOGPROBS = 32
+# Programs a row at most: a few rows should fill a GPU.
+_SPLITS = 64
+
+
+def _split_row(vocab: int) -> RowSplit:
+    """Whatever the number of rows, so that a row's sum has the same bits in every batch."""
+    block = min(1024, next_power_of_2(vocab))
+    blocks = cdiv(vocab, block)
+    num_blocks = cdiv(blocks, _SPLITS)
+    splits = cdiv(blocks, num_blocks)
+    return RowSplit(block, num_blocks, splits, next_power_of_2(splits))
 
 
 def token_logprobs(
@@ -23,7 +34,7 @@ def token_logprobs(
     shape = (num_seqs, num_logprobs)
     top = torch.empty(shape, dtype=torch.float32, device=logits.device)
     top_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    split = split_rows(num_seqs, vocab)
+    split = _split_row(vocab)
     partial, scratch = _logsumexp_partial(logits, token_ids, split)
     blocks = cdiv(vocab, _top_block(vocab))
     keys = torch.empty((num_seqs, blocks * num_logprobs), dtype=torch.int64, device=logits.device)

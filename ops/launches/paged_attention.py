@@ -72,6 +72,8 @@ def _call(
     soft_cap: float,
     kv_scale: Tensor | None = None,
     out_scale: Tensor | None = None,
+    *,
+    invariant: bool = False,
 ) -> _Call:
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, max_blocks = block_table.shape
@@ -111,6 +113,7 @@ def _call(
         q.element_size(),
         kv_cache.element_size(),
         num_sms(q.device),
+        invariant,
     )
     flags = {"HAS_WINDOW": sliding_window > 0, "HAS_CAP": soft_cap > 0}
     return _Call(made, tensors, numbers, flags)
@@ -140,18 +143,22 @@ def decode(*args: Any) -> list[Launch]:
     return [launch]
 
 
-def prefill(*args: Any) -> list[Launch]:
+def prefill(*args: Any, invariant: bool = False) -> list[Launch]:
     """The launch for sequences with more than one query; where there is but one sequence, for it
-    whatever it has, so that it needs no other launch."""
+    whatever it has, so that it needs no other launch.
+
+    ``invariant``: for all sequences, in tiles that do not depend on the batch: then a query's bits
+    follow from its own context."""
     if not _has_work(*args):
         return []
-    call = _call(*args)
+    call = _call(*args, invariant=invariant)
     p = call.plan
+    fewest = 1 if invariant or len(args[2]) == 1 else 2
     launch = Launch(
         "paged_attention:_prefill_kernel",
         p.prefill_grid,
         call.tensors | call.numbers,
-        p.prefill_constexprs | call.flags,
+        p.prefill_constexprs | call.flags | {"FEWEST": fewest},
         p.prefill_warps,
         p.prefill_stages,
         call.dynamic,
@@ -164,9 +171,11 @@ def _has_work(q: Tensor, kv_cache: Tensor, block_table: Tensor, *rest: Any) -> b
     return len(q) > 0 and len(block_table) > 0
 
 
-def paged_attention(*args: Any) -> tuple[list[Launch], None]:
+def paged_attention(*args: Any, invariant: bool = False) -> tuple[list[Launch], None]:
     """All launches of one call, of the op's arguments."""
     num_tokens, num_seqs = len(args[0]), len(args[2])
+    if invariant:
+        return prefill(*args, invariant=True), None
     if num_tokens == num_seqs:
         return decode(*args), None
     if num_seqs == 1:

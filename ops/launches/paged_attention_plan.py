@@ -60,6 +60,7 @@ def _prefill_tile(
     num_seqs: int,
     kv_heads: int,
     num_sms: int,
+    invariant: bool,
 ) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages).  BLOCK_N never depends on the batch: rounding would."""
     group_rows = next_power_of_2(group)
@@ -67,6 +68,8 @@ def _prefill_tile(
         return max(16, group_rows), 32 if block_d <= 64 else 16, 4, 2
     # Three stages, where shared memory has room, so that loads also overlap QK and softmax.
     stages = 3 if block_d <= 128 else 2
+    if invariant:  # its rows are mostly those of decodes, its time that of their loads
+        return max(64, group_rows), 64, 4 if block_d <= 128 else 8, stages
     few_programs = cdiv(num_tokens * group, 128) * kv_heads < num_sms
     # Two programs of short prompts fit a multiprocessor: a program spends its time on its begin.
     short_prompts = num_tokens <= min(MOST_SHORT_TOKENS * num_seqs, 8 * MOST_SHORT_TOKENS)
@@ -87,6 +90,7 @@ def plan(
     itemsize: int,
     kv_itemsize: int,
     num_sms: int,
+    invariant: bool = False,
 ) -> Plan:
     block_d = max(16, next_power_of_2(head_dim))
     # Few variants, since each is a compilation; a larger scan costs little.
@@ -114,7 +118,7 @@ def plan(
         "CHUNK": max(1, min(16, 4096 // (block_g * block_d))),
     }
     block_m, prefill_n, prefill_warps, stages = _prefill_tile(
-        block_d, itemsize, group, num_tokens, num_seqs, kv_heads, num_sms
+        block_d, itemsize, group, num_tokens, num_seqs, kv_heads, num_sms, invariant
     )
     tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
     warps = 4 if block_g <= 32 else 8

@@ -39,8 +39,8 @@ def empty_results(x: Tensor, width: int, scheme: Scheme) -> Quantized:
     return q, x.new_empty((groups, rows), dtype=torch.float32).t()
 
 
-def _tile_rows(rows: int, block: int) -> int:
-    return max(min(_TILE_ELEMENTS // block, next_power_of_2(max(rows, 1))), 1)
+def _tile_rows(block: int) -> int:
+    return max(_TILE_ELEMENTS // block, 1)
 
 
 def _group(scheme: Scheme, block: int) -> int:
@@ -58,7 +58,7 @@ def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> tuple[list[
     if isinstance(scheme, Tensor) or scheme:
         block = min(block, 8 * elements)
     parts = cdiv(width, block)
-    tile_rows = _tile_rows(rows, block)
+    tile_rows = _tile_rows(block)
     launch = Launch(
         kernel="quant:_quant_kernel",
         grid=(cdiv(rows, tile_rows) * parts,),
@@ -99,7 +99,7 @@ def norm_quantize(
     added = None if residual is None else _rows(residual)
     block = next_power_of_2(hidden)
     # The tile of the unfused kernel: a sum in another order could round to other bits.
-    tile_rows = _tile_rows(rows, block)
+    tile_rows = _tile_rows(block)
     results = empty_results(x, hidden, scheme)
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     args: dict[str, Any] = {

@@ -289,10 +289,10 @@ def _prefill_kernel(
     num_seqs, q_stride, table_stride, scale, window, soft_cap, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    HAS_CAP: tl.constexpr, FEWEST: tl.constexpr, PRECISION: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """Sequences with more than one query, or the only one: a program takes BLOCK_M // GROUP queries
-    of one KV head.
+    """Sequences with at least FEWEST queries: a program takes BLOCK_M // GROUP queries of one KV
+    head.
 
     The flash-attention forward (Dao, 2023): masks only in the tiles that the diagonal crosses.
     """
@@ -303,9 +303,7 @@ def _prefill_kernel(
     starts = tl.load(query_start_ptr + index, mask=live, other=0)
     stops = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
     contexts = tl.load(seq_lens_ptr + index, mask=live, other=0)
-    # The other kernel is not launched for a single sequence.
-    fewest: tl.constexpr = 1 if SEQS == 1 else 2
-    has_tiles = (stops - starts >= fewest) & (contexts > 0)
+    has_tiles = (stops - starts >= FEWEST) & (contexts > 0)
     tiles = tl.where(has_tiles, tl.cdiv(stops - starts, BLOCK_Q), 0)
     tiles_to_here = tl.cumsum(tiles, axis=0)
     # Last tiles first: they see the longest context.

@@ -1,0 +1,118 @@
+"""``batch_invariant``: a request's tokens and logprobs have the same bits in any batch, order,
+chunking and state of the cache."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import LLM, SamplingParams
+from fusewright.config import EngineOptions, Hardware, UserError
+from fusewright.engine.startup import read_model
+from fusewright.model_executor.abacus.problems import held_out
+from tests.model_executor.tiny_models import BY_NAME
+
+PREFIX = "7+8=15\n12+34=46\n"
+PROMPTS = [PREFIX * (i % 3) + problem.prompt for i, problem in enumerate(held_out(24, seed=9))]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=9, logprobs=0, ignore_eos=True),
+    SamplingParams(temperature=1.3, top_p=0.9, seed=6, max_tokens=7, logprobs=5, ignore_eos=True),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=8, logprobs=1),
+]
+REQUESTS = [(prompt, PARAMS[i % len(PARAMS)]) for i, prompt in enumerate(PROMPTS)]
+SETUPS: list[dict[str, Any]] = [
+    {"max_num_seqs": 1, "enable_prefix_caching": False},
+    {"max_num_seqs": 3, "max_num_batched_tokens": 5},
+    {"max_num_seqs": 16, "max_num_batched_tokens": 37, "block_size": 8},
+    {"max_num_seqs": 24, "num_gpu_blocks_override": 40, "enable_prefix_caching": False},
+    {"max_num_seqs": 24, "async_scheduling": False},
+]
+
+
+def results(llm: LLM, rng: random.Random, requests: list[tuple[Any, SamplingParams]]) -> list[Any]:
+    """Of all requests, in random order and at once or in random groups."""
+    order = rng.sample(range(len(requests)), len(requests))
+    found: dict[int, Any] = {}
+    while order:
+        group = [order.pop() for _ in range(min(len(order), rng.choice([1, 5, 24])))]
+        prompts, params = zip(*(requests[i] for i in group), strict=True)
+        for i, output in zip(
+            group, llm.generate([*prompts], [*params], use_tqdm=False), strict=True
+        ):
+            assert output.error is None
+            found[i] = output.outputs[0].token_ids, output.outputs[0].logprobs
+    return [found[i] for i in range(len(requests))]
+
+
+def check(
+    rng: random.Random, requests: list[tuple[Any, SamplingParams]], model: str, **options: Any
+) -> None:
+    expected = None
+    for setup in SETUPS:
+        settings = {"max_model_len": 96, **options, **setup}
+        llm = LLM(model, batch_invariant=True, **settings)
+        for again in range(2):  # the second time prefixes are in the cache
+            given = results(llm, rng, requests)
+            expected = given if expected is None else expected
+            assert given == expected, (setup, again)
+        if setup.get("enable_prefix_caching", True):
+            assert llm.report()["prefix_cache"]["hit_tokens"] > 0
+
+
+def test_bits_do_not_depend_on_batch_order_chunks_or_cache(
+    device: torch.device, fw_seed: int
+) -> None:
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    check(random.Random(fw_seed), REQUESTS, "abacus", device=device.type, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
+def test_bits_of_fp8_do_not_depend_on_them_either(quantization: str, fw_seed: int) -> None:
+    settings = {"quantization": quantization, "kv_cache_dtype": "fp8"}
+    check(random.Random(fw_seed), REQUESTS, "abacus", device="cuda", **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_qk_norm", "mistral_window"])
+def test_bits_of_other_models_do_not_depend_on_them(
+    name: str, tmp_path: Path, fw_seed: int
+) -> None:
+    BY_NAME[name].save(tmp_path)
+    rng = random.Random(fw_seed)
+    prompts = [[rng.randrange(90) for _ in range(rng.randint(1, 60))] for _ in range(24)]
+    prompts[12:] = [prompts[i % 12] + prompts[i][:20] for i in range(12, 24)]
+    requests = [({"prompt_token_ids": p}, PARAMS[i % 4]) for i, p in enumerate(prompts)]
+    check(rng, requests, str(tmp_path), device="cuda", dtype="bfloat16")
+
+
+GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimization_level": 0}, "batch_invariant: kernels of -O0 may add in another order"),
+        ({"optimization_level": 3}, "kernels of -O3 .*; use -O2"),
+        ({"attention_backend": "cuda"}, "which attention_backend=cuda contradicts: drop one"),
+        ({"attention_backend": "flashinfer"}, "attention_backend=flashinfer contradicts"),
+        ({"kernels": ("linear=native",)}, "kernels=linear=native contradicts"),
+        ({"passes": ("cleanup", "fuse_lm_head_argmax")}, "passes=fuse_lm_head_argmax contradicts"),
+    ],
+)
+def test_what_cannot_be_invariant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_model(EngineOptions(batch_invariant=True, **options), GPU)
+
+
+def test_the_kernels_it_forces_are_in_the_key() -> None:
+    plain, invariant = (
+        read_model(EngineOptions(batch_invariant=value), GPU)[2] for value in (False, True)
+    )
+    assert plain.compile.kernels == ()
+    assert dict(invariant.compile.kernels)["paged_attention"] == "invariant"
