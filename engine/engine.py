@@ -26,6 +26,7 @@ from .startup import (
     read_model,
     size_kv_cache,
     step_buffers,
+    warm_up,
     weight_bytes,
 )
 from .startup_report import StartupReport
@@ -52,14 +53,19 @@ class Engine(EngineLoop):
         with show_progress() as progress:
             with load_beside(folder, spec, config, startup, progress) as weights:
                 compiled = compile_model(spec, config, weights, startup, progress)
-            with startup.phase("kv cache"):
+            with startup.phase("warm-up"):
                 dispatcher = Dispatcher(
                     config.capture,
                     config.scheduler.max_num_seqs,
                     greedy=compiled.program.greedy is not None,
                 )
                 buffers = step_buffers(config, dispatcher)
-                size = size_kv_cache(compiled.program, spec, config, buffers, dispatcher.num_graphs)
+                table = OpTable(config.compile, hardware.sm)
+                sampler = Sampler(table, config, spec.vocab_size)
+                sampler.warm_up(spec.dtype)
+                activations = warm_up(compiled.program, spec, config, buffers)
+            with startup.phase("kv cache"):
+                size = size_kv_cache(spec, config, buffers, activations, dispatcher.num_graphs)
                 kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)
                 memory = measure_memory(
                     hardware,
@@ -69,10 +75,6 @@ class Engine(EngineLoop):
                 )
             with startup.phase("capture"):
                 graphs = make_graphs(compiled.program, buffers, dispatcher, config, progress)
-        with startup.phase("warm-up"):
-            table = OpTable(config.compile, hardware.sm)
-            sampler = Sampler(table, config, spec.vocab_size)
-            sampler.warm_up(spec.dtype)
         runner = Runner(
             compiled.program,
             graphs,

@@ -251,16 +251,14 @@ class CacheSize:
 
 
 def size_kv_cache(
-    program: Program,
     spec: ModelSpec,
     config: ResolvedConfig,
     buffers: StepBuffers,
+    activations: int,
     num_graphs: int,
 ) -> CacheSize:
-    """How many KV blocks fit.
-
-    On a GPU the largest step runs once over a cache of one block, so that its activations are
-    measured; graphs are predicted from their number.
+    """How many KV blocks fit beside ``activations`` bytes, and graphs as predicted from their
+    number.
 
     Raises:
         UserError: not even one block fits.
@@ -275,7 +273,6 @@ def size_kv_cache(
     elif config.hardware.device == "cpu":
         budget, source = _CPU_CACHE_BYTES, "1 GiB of memory"
     else:
-        activations = _measure_activations(program, spec, config, buffers)
         free, total = torch.cuda.mem_get_info()
         share = config.cache.gpu_memory_utilization
         budget = int(share * total) - (total - free) - activations - graph_bytes
@@ -290,16 +287,22 @@ def size_kv_cache(
     return CacheSize(min(num_blocks, most_useful), graph_bytes)
 
 
-def _measure_activations(
-    program: Program, spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers
-) -> int:
-    """Peak bytes of the largest step beyond what is allocated before it, on a GPU."""
+def warm_up(program: Program, spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers) -> int:
+    """Run the largest step and the largest decode once over a cache of one block, on a GPU: what
+    kernels and libraries take of its memory is taken then, and no more later.
+
+    Returns:
+        Peak bytes of the steps beyond what is allocated before them; 0 on a CPU.
+    """
+    if config.hardware.device == "cpu":
+        return 0
     bind_kv_caches(program, spec, config, 1)
-    inputs = buffers.dummy(num_tokens=buffers.max_tokens, num_seqs=buffers.max_seqs)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
+    most = config.scheduler.max_num_seqs
     with torch.inference_mode():
-        program.run(inputs)
+        for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
+            program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
