@@ -25,6 +25,11 @@ class CudagraphMode(StrEnum):
         """Other steps replay one graph per piece, attention running between them."""
         return self in (self.PIECEWISE, self.FULL_AND_PIECEWISE)
 
+    @property
+    def without_full(self) -> CudagraphMode:
+        """The mode for programs with a step that no graph can hold."""
+        return CudagraphMode.NONE if self is self.FULL_DECODE_ONLY else CudagraphMode.PIECEWISE
+
 
 PASSES: tuple[str, ...] = (
     "cleanup",

@@ -9,9 +9,14 @@ from .levels import PASSES, CudagraphMode
 
 
 def _option(
-    default: Any, group: str, help: str, choices: tuple[str, ...] = (), flag: str = ""
+    default: Any,
+    group: str,
+    help: str,
+    choices: tuple[str, ...] = (),
+    flag: str = "",
+    alias: str = "",
 ) -> Any:
-    metadata = {"group": group, "help": help, "choices": choices, "flag": flag}
+    metadata = {"group": group, "help": help, "choices": choices, "flag": flag, "alias": alias}
     return field(default=default, metadata=metadata)
 
 
@@ -93,7 +98,10 @@ class EngineOptions:
         None, "capture", "which steps replay CUDA graphs", tuple(CudagraphMode)
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(
-        None, "capture", "token counts to capture; 1, 2, 4, 8..248 by 8, then by 16 if unset"
+        None,
+        "capture",
+        "token counts to capture; 1, 2, 4, 8..248 by 8, then by 16 if unset",
+        alias="--cudagraph-sizes",
     )
     lazy_capture: bool = _option(
         True, "capture", "serve at once and capture each size when it is first needed or at rest"
@@ -131,7 +139,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class OptionSpec:
-    """One option as the command line needs it."""
+    """One option as the command line needs it; ``alias``: another flag for it, or none."""
 
     name: str
     flag: str
@@ -140,6 +148,7 @@ class OptionSpec:
     group: str
     help: str
     choices: tuple[str, ...]
+    alias: str = ""
 
 
 def option_specs() -> list[OptionSpec]:
@@ -153,6 +162,7 @@ def option_specs() -> list[OptionSpec]:
             group=f.metadata["group"],
             help=f.metadata["help"],
             choices=f.metadata["choices"],
+            alias=f.metadata["alias"],
         )
         for f in fields(EngineOptions)
     ]

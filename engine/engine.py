@@ -9,6 +9,7 @@ import torch
 
 from ..config import EngineOptions, Hardware
 from ..graph_capture import Dispatcher, MemoryReport
+from .capture_mode import capturable
 from .hardware import detect_hardware
 from .loop import EngineLoop
 from .progress import show_progress
@@ -55,7 +56,7 @@ class Engine(EngineLoop):
                 compiled = compile_model(spec, config, weights, startup, progress)
             with startup.phase("warm-up"):
                 dispatcher = Dispatcher(
-                    config.capture,
+                    capturable(config.capture, compiled.program, hardware),
                     config.scheduler.max_num_seqs,
                     greedy=compiled.program.greedy is not None,
                 )
@@ -126,6 +127,8 @@ class Engine(EngineLoop):
             "graphs": {
                 "captured": self.graphs.num_captured,
                 "pending": self.graphs.num_pending,
+                "mode": self.dispatcher.mode.value,
+                "outside": self.dispatcher.report_outside(),
             },
             "dispatch": self.dispatcher.report(),
             "memory": self.memory().to_json(),

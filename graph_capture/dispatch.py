@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from ..config import CaptureConfig, CudagraphMode
+
+_log = logging.getLogger(__name__)
 
 
 class GraphKind(StrEnum):
@@ -29,6 +32,14 @@ class Dispatch:
     greedy: bool = False
 
 
+@dataclass
+class Outside:
+    """Steps of a kind that the mode captures, with more tokens than any size of it."""
+
+    steps: int = 0
+    most_tokens: int = 0
+
+
 class Dispatcher:
     """Chooses by batch shape, and by whether logits are needed; ``counters[(step kind, graph
     kind)]`` says what happened, and ``counters["greedy", graph kind]`` how often without logits.
@@ -36,6 +47,9 @@ class Dispatcher:
     FULL graphs of uniform decode have one token a sequence.  Those of mixed steps (mode FULL) have
     a fixed number of sequences, the surplus empty; it never equals the number of tokens, because
     attention takes that for uniform decode.
+
+    A step beyond the captured sizes runs without a graph; ``outside`` counts those by step kind,
+    and the first of a kind is logged.
 
     Args:
         greedy: the program can end without logits: each FULL graph is captured either way.
@@ -51,7 +65,9 @@ class Dispatcher:
             self._decode_sizes = tuple(s for s in config.sizes if s <= max_num_seqs)
         if mode is CudagraphMode.FULL:
             self._mixed_sizes = config.sizes
+        self.mode = mode
         self.counters: Counter[tuple[str, str]] = Counter()
+        self.outside: dict[str, Outside] = {}
 
     @property
     def full_sizes(self) -> list[tuple[int, int]]:
@@ -73,18 +89,44 @@ class Dispatcher:
         self, num_tokens: int, num_seqs: int, *, uniform_decode: bool, greedy: bool = False
     ) -> Dispatch:
         """Pick the graph of a step, and count it; ``greedy``: the step needs no logits."""
-        kind = GraphKind.NONE
+        kind, step = GraphKind.NONE, "decode" if uniform_decode else "mixed"
         if uniform_decode and (size := _round_up(num_tokens, self._decode_sizes)):
             kind, num_tokens, num_seqs = GraphKind.FULL, size, size
         elif size := _round_up(num_tokens, self._mixed_sizes):
             kind, num_tokens, num_seqs = GraphKind.FULL, size, self._mixed_seqs(size)
         elif size := _round_up(num_tokens, self.piecewise_sizes):
             kind, num_tokens = GraphKind.PIECEWISE, size
+        if kind is GraphKind.NONE:
+            self._count_outside(step, num_tokens)
         dispatch = Dispatch(kind, num_tokens, num_seqs, greedy and self.greedy)
-        self.counters["decode" if uniform_decode else "mixed", kind.value] += 1
+        self.counters[step, kind.value] += 1
         if dispatch.greedy:
             self.counters["greedy", kind.value] += 1
         return dispatch
+
+    def _count_outside(self, step: str, num_tokens: int) -> None:
+        own = self._decode_sizes if step == "decode" else ()
+        largest = max((*own, *self._mixed_sizes, *self.piecewise_sizes), default=0)
+        if not largest:
+            return  # the mode has no graphs for such steps
+        if step not in self.outside:
+            # A large prefill keeps the GPU busy anyway; a decode is waiting for launches then.
+            _log.log(
+                logging.WARNING if step == "decode" else logging.INFO,
+                "a %s step of %d tokens is beyond the largest captured size, %d, and runs without "
+                "a graph, as others of its size will: add it to --cudagraph-sizes, or lower %s",
+                step,
+                num_tokens,
+                largest,
+                "--max-num-seqs" if step == "decode" else "--max-num-batched-tokens",
+            )
+        entry = self.outside.setdefault(step, Outside())
+        entry.steps += 1
+        entry.most_tokens = max(entry.most_tokens, num_tokens)
+
+    def report_outside(self) -> dict[str, dict[str, int]]:
+        """``outside`` as plain data."""
+        return {step: asdict(entry) for step, entry in self.outside.items()}
 
     def _mixed_seqs(self, num_tokens: int) -> int:
         return self._max_num_seqs + (num_tokens == self._max_num_seqs)

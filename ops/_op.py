@@ -96,7 +96,8 @@ class Implementation:
     ``inline``: Inductor sees through it and fuses it.  ``launches(*args)`` (Triton only) returns
     ``(launch list, result)`` without running anything.  ``opt_in``: only ``--kernels`` chooses it,
     as long as what it gains inside a whole model is not measured.  ``missing(desc)`` returns what
-    must be compiled and loaded before it runs here, for a call that it supports.
+    must be compiled and loaded before it runs here, for a call that it supports.  ``on_host``: it
+    reads values of its tensors on the host, which cannot be captured in a CUDA graph.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Implementation:
     launches: Callable[..., tuple[list[Launch], Any]] | None = None
     opt_in: bool = False
     missing: Callable[[OpDesc], str] = always
+    on_host: bool = False
 
 
 @dataclass(frozen=True)

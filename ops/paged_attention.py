@@ -293,7 +293,7 @@ OP = SemanticOp(
             launches=_launches,
         ),
         by_flashinfer(_triton_supports),
-        Implementation("native", _native),
+        Implementation("native", _native, on_host=True),
         Implementation(
             "invariant",
             run_launches(_invariant),

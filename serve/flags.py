@@ -91,6 +91,8 @@ def _parameter(spec: OptionSpec) -> inspect.Parameter:
     if spec.choices:
         parser, metavar = functools.partial(_choice, spec.choices), "|".join(spec.choices)
     names = [f"{spec.flag}/--no-{spec.flag.removeprefix('--')}" if kind is bool else spec.flag]
+    if spec.alias:
+        names.append(spec.alias)
     if spec.name in _SHORT:
         names.insert(0, _SHORT[spec.name])
     default = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 
 from fusewright.config import CaptureConfig, CudagraphMode, capture_sizes
@@ -84,3 +87,48 @@ def test_steps_without_logits_are_counted_where_the_program_can_end_so() -> None
     decode, greedy = {"FULL": 2}, {"FULL": 1, "PIECEWISE": 1}
     assert either.report() == {"decode": decode, "mixed": {"PIECEWISE": 1}, "greedy": greedy}
     assert (plain.num_graphs, either.num_graphs) == (4, 6)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """What the dispatcher logs."""
+    records: list[logging.LogRecord] = []
+
+    class Records(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    log = logging.getLogger("fusewright.graph_capture.dispatch")
+    monkeypatch.setattr(log, "handlers", [Records()])
+    before = log.level
+    log.setLevel(logging.INFO)
+    yield records
+    log.setLevel(before)
+
+
+def test_steps_beyond_the_sizes_are_counted_and_said_once(said: list[logging.LogRecord]) -> None:
+    config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 8), True)
+    made = Dispatcher(config, 20)
+    for tokens in (8, 12, 9):
+        made.choose(tokens, tokens, uniform_decode=True)
+        made.choose(tokens + 100 * (tokens > 8), 3, uniform_decode=False)
+    assert made.report_outside() == {
+        "decode": {"steps": 2, "most_tokens": 12},
+        "mixed": {"steps": 2, "most_tokens": 112},
+    }
+    decode, mixed = said
+    assert decode.levelname == "WARNING" and mixed.levelname == "INFO"
+    assert decode.getMessage() == (
+        "a decode step of 12 tokens is beyond the largest captured size, 8, and runs without a "
+        "graph, as others of its size will: add it to --cudagraph-sizes, or lower --max-num-seqs"
+    )
+    assert "112 tokens" in mixed.getMessage() and "--max-num-batched-tokens" in mixed.getMessage()
+
+
+@pytest.mark.parametrize(("mode", "step"), [("NONE", True), ("FULL_DECODE_ONLY", False)])
+def test_steps_that_the_mode_does_not_capture_are_not_outside(
+    mode: str, step: bool, said: list[logging.LogRecord]
+) -> None:
+    made = dispatcher(mode)
+    made.choose(900, 3, uniform_decode=step)
+    assert not made.outside and not said
