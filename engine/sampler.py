@@ -115,6 +115,7 @@ class Sampler:
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
         self._rows: tuple[tuple[Any, ...], _RowParameters] | None = None
+        self._never = torch.tensor(-torch.inf, device=self._device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what a greedy step runs, so that the first request does not wait for it."""
@@ -131,9 +132,16 @@ class Sampler:
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
         counts = np.bincount(request.output_token_ids, minlength=self._vocab_size)
-        self._counts[slot].copy_(torch.from_numpy(counts.astype(np.int32)))
-        prompt = torch.tensor(request.prompt_token_ids, dtype=torch.long, device=self._device)
+        self._counts[slot].copy_(self._send(counts, torch.int32))
+        prompt = self._send(request.prompt_token_ids, torch.long)
         self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
+
+    def _send(self, values: Any, dtype: torch.dtype) -> Tensor:
+        """A list or array on the device, by a copy that nothing waits for."""
+        host = torch.as_tensor(values, dtype=dtype)
+        if self._device.type == "cuda":
+            host = host.pin_memory()  # without, the copy would wait for the device
+        return host.to(self._device, non_blocking=True)
 
     def sample(self, logits: Tensor, batch: Batch, slots: Tensor, seq_lens: Tensor) -> Sampled:
         """Choose the next token of every row.
@@ -176,9 +184,14 @@ class Sampler:
                 rows.frequency_penalty,
                 rows.presence_penalty,
             )
-        for row, entry in enumerate(entries):
-            if _below_min_tokens(entry) and (banned := list(entry.request.stop_ids)):
-                values[row, banned] = -torch.inf
+        banned = [
+            (row, token_id)
+            for row, entry in enumerate(entries)
+            if _below_min_tokens(entry)
+            for token_id in entry.request.stop_ids
+        ]
+        if banned:
+            values.index_put_(tuple(self._send(banned, torch.long).unbind(1)), self._never)
         token_ids: Tensor = self._ops(
             "sample",
             values,
@@ -204,7 +217,7 @@ class Sampler:
         params = [entry.request.sampling_params for entry in entries]
 
         def column(values: list[Any], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+            return self._send(values, dtype)
 
         def optional(values: list[Any], off: Any, dtype: torch.dtype) -> Tensor | None:
             return None if all(v == off for v in values) else column(values, dtype)

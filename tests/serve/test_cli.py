@@ -124,7 +124,8 @@ def test_every_option_has_its_flag(spec: Any) -> None:
     cases = [([spec.flag], True), (["--no-" + spec.flag.removeprefix("--")], False)]
     if spec.type != "bool":
         words, value = example_of(spec.type, spec.choices)
-        cases = [([spec.flag, *words], value)]
+        flags = [spec.flag, spec.alias] if spec.alias else [spec.flag]
+        cases = [([flag, *words], value) for flag in flags]
     index = 1 if spec in SAMPLING else 0
     for argv, value in cases:
         received = parse(*argv)
@@ -191,8 +192,8 @@ def test_sampling_flags_are_sampling_params() -> None:
         (
             ["run", "--cudagraph-capture-sizes", "1,b"],
             (
-                "Invalid value for '--cudagraph-capture-sizes': '1,b' is not a list of integers "
-                "such as 1,2,4. (see `fusewright run --help`)"
+                "Invalid value for '--cudagraph-capture-sizes' / '--cudagraph-sizes': '1,b' is not "
+                "a list of integers such as 1,2,4. (see `fusewright run --help`)"
             ),
         ),
         (
