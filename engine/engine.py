@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from .progress import show_progress
 from .runner import Runner
 from .sampler import OpTable, Sampler
 from .startup import (
+    account,
     bind_kv_caches,
+    capture,
     compile_model,
-    driver_bytes,
     input_processor,
     load_beside,
     make_graphs,
     make_scheduler,
-    measure_memory,
+    num_kv_blocks,
+    outside_bytes,
     read_model,
-    size_kv_cache,
     step_buffers,
     warm_up,
     weight_bytes,
@@ -64,18 +65,22 @@ class Engine(EngineLoop):
                 table = OpTable(config.compile, hardware.sm)
                 sampler = Sampler(table, config, spec.vocab_size)
                 sampler.warm_up(spec.dtype)
-                activations = warm_up(compiled.program, spec, config, buffers)
+                graphs = make_graphs(compiled.program, buffers, dispatcher, config)
+                needs = warm_up(compiled.program, spec, config, buffers, graphs)
             with startup.phase("kv cache"):
-                size = size_kv_cache(spec, config, buffers, activations, dispatcher.num_graphs)
-                kv_bytes = bind_kv_caches(compiled.program, spec, config, size.num_blocks)
-                memory = measure_memory(
+                num_blocks = num_kv_blocks(spec, config, buffers, needs)
+                kv_bytes = bind_kv_caches(compiled.program, spec, config, num_blocks)
+                self._account = partial(
+                    account,
                     hardware,
+                    graphs,
+                    context=outside_bytes(hardware),
                     weights=weight_bytes(weights.result()),
                     kv_cache=kv_bytes,
-                    predicted_graphs=size.graph_bytes,
+                    predicted=graphs.predict_bytes(),
                 )
             with startup.phase("capture"):
-                graphs = make_graphs(compiled.program, buffers, dispatcher, config, progress)
+                capture(graphs, config, progress)
         runner = Runner(
             compiled.program,
             graphs,
@@ -85,7 +90,7 @@ class Engine(EngineLoop):
             table,
             block_size=config.cache.block_size,
         )
-        scheduler = make_scheduler(config, size.num_blocks)
+        scheduler = make_scheduler(config, num_blocks)
         super().__init__(
             scheduler=scheduler,
             runner=runner,
@@ -99,7 +104,6 @@ class Engine(EngineLoop):
         self.dispatcher = dispatcher
         self.startup = startup
         self.graphs = graphs
-        self._memory = memory
 
     def report(self) -> dict[str, Any]:
         """What this engine is, as plain data: level, passes, kernel choices, times in seconds,
@@ -137,11 +141,7 @@ class Engine(EngineLoop):
 
     def memory(self) -> MemoryReport:
         """The account of device memory, with the graphs that are captured by now."""
-        return replace(
-            self._memory,
-            graphs=self.graphs.bytes,
-            driver=driver_bytes(self.config.hardware),
-        )
+        return self._account()
 
     @torch.inference_mode()
     def capture_next(self) -> bool:

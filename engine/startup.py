@@ -48,10 +48,6 @@ from .startup_report import StartupReport
 from .tokenizer import load_tokenizer
 
 _CPU_CACHE_BYTES = 2**30
-_GRAPH_BYTES_FIXED = 96 * 2**20
-_GRAPH_BYTES_PER_LAYER = 216 * 2**10
-"""Device memory of captured graphs, once and for each graph's layer: fitted to one H200, see
-bench/NOTES.md."""
 
 
 def model_folder(model: str) -> Path:
@@ -243,31 +239,24 @@ def bind_kv_caches(
 
 
 @dataclass(frozen=True)
-class CacheSize:
-    """Number of KV blocks, and the bytes that were left for graphs."""
+class Needs:
+    """Bytes that steps and graphs will take of the device beyond what is in use."""
 
-    num_blocks: int
-    graph_bytes: int
+    activations: int = 0
+    graphs: int = 0
 
 
-def size_kv_cache(
-    spec: ModelSpec,
-    config: ResolvedConfig,
-    buffers: StepBuffers,
-    activations: int,
-    num_graphs: int,
-) -> CacheSize:
-    """How many KV blocks fit beside ``activations`` bytes, and graphs as predicted from their
-    number.
+def num_kv_blocks(
+    spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers, needs: Needs
+) -> int:
+    """How many KV blocks fit beside ``needs``.
 
     Raises:
         UserError: not even one block fits.
     """
     per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.kv_cache_dtype)
-    graph_bytes = num_graphs * spec.num_layers * _GRAPH_BYTES_PER_LAYER
-    graph_bytes += _GRAPH_BYTES_FIXED if num_graphs else 0
     if config.cache.num_blocks is not None:
-        return CacheSize(config.cache.num_blocks, graph_bytes)
+        return config.cache.num_blocks
     if config.cache.kv_cache_memory_bytes is not None:
         budget, source = config.cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif config.hardware.device == "cpu":
@@ -275,7 +264,7 @@ def size_kv_cache(
     else:
         free, total = torch.cuda.mem_get_info()
         share = config.cache.gpu_memory_utilization
-        budget = int(share * total) - (total - free) - activations - graph_bytes
+        budget = int(share * total) - (total - free) - needs.activations - needs.graphs
         source = f"gpu_memory_utilization={share} of {total / 1e9:.1f} GB"
     num_blocks = budget // per_block
     if num_blocks < 1:
@@ -284,49 +273,52 @@ def size_kv_cache(
             f"tokens takes {per_block}; raise it, or use a smaller model or max_num_batched_tokens"
         )
     most_useful = config.scheduler.max_num_seqs * buffers.max_blocks
-    return CacheSize(min(num_blocks, most_useful), graph_bytes)
+    return min(num_blocks, most_useful)
 
 
-def warm_up(program: Program, spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers) -> int:
-    """Run the largest step and the largest decode once over a cache of one block, on a GPU: what
-    kernels and libraries take of its memory is taken then, and no more later.
+def make_graphs(
+    program: Program, buffers: StepBuffers, dispatcher: Dispatcher, config: ResolvedConfig
+) -> Graphs:
+    """The graphs that the dispatcher may choose, none of them captured."""
+    hardware = config.hardware
+    device = torch.device(hardware.device)
+    backend = make_backend(hardware.graphs, device) if dispatcher.num_graphs else None
+    return Graphs(program, buffers, dispatcher, backend, lambda: outside_bytes(hardware))
 
-    Returns:
-        Peak bytes of the steps beyond what is allocated before them; 0 on a CPU.
-    """
+
+@torch.inference_mode()
+def warm_up(
+    program: Program,
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    buffers: StepBuffers,
+    graphs: Graphs,
+) -> Needs:
+    """On a GPU, run the largest step and decodes, and capture the largest graphs, over a cache of
+    one block: what they take is measured, and what kernels and libraries take for good is taken."""
     if config.hardware.device == "cpu":
-        return 0
+        return Needs()
     bind_kv_caches(program, spec, config, 1)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     most = config.scheduler.max_num_seqs
-    with torch.inference_mode():
-        for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
-            program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))
+    for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
+        program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
+    graphs.capture_largest()
     torch.cuda.empty_cache()
-    return peak
+    return Needs(peak, graphs.predict_bytes() - graphs.pool_bytes)
 
 
-def make_graphs(
-    program: Program,
-    buffers: StepBuffers,
-    dispatcher: Dispatcher,
-    config: ResolvedConfig,
-    progress: Progress,
-) -> Graphs:
-    """The graphs that the dispatcher may choose: the largest captured, and all unless lazy."""
-    hardware = config.hardware
-    device = torch.device(hardware.device)
-    backend = make_backend(hardware.graphs, device) if dispatcher.num_graphs else None
-    graphs = Graphs(program, buffers, dispatcher, backend, lambda: driver_bytes(hardware))
-    with torch.inference_mode(), progress.bar("Capturing graphs", graphs.num_pending) as advance:
+@torch.inference_mode()
+def capture(graphs: Graphs, config: ResolvedConfig, progress: Progress) -> None:
+    """Capture the largest graphs, and all unless lazy."""
+    with progress.bar("Capturing graphs", graphs.num_pending) as advance:
         graphs.capture_largest()
         advance(graphs.num_captured)
         while not config.capture.lazy and graphs.capture_next():
             advance(1)
-    return graphs
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -343,17 +335,20 @@ def driver_bytes(hardware: Hardware) -> int:
     return int(total - free)
 
 
-def measure_memory(
-    hardware: Hardware, *, weights: int, kv_cache: int, predicted_graphs: int
-) -> MemoryReport:
-    """The account of device memory just before graphs are captured; the capture adds its own.
+def outside_bytes(hardware: Hardware) -> int:
+    """Of these, what is not PyTorch's: the CUDA context, loaded kernels, library workspaces."""
+    return driver_bytes(hardware) - torch.cuda.memory_reserved() if hardware.graphs == "cuda" else 0
 
-    ``context`` is what is in use outside of PyTorch's allocator: the CUDA context, loaded kernels
-    and library workspaces.
-    """
-    report = MemoryReport(weights=weights, kv_cache=kv_cache, graphs_predicted=predicted_graphs)
+
+def account(
+    hardware: Hardware, graphs: Graphs, *, context: int, weights: int, kv_cache: int, predicted: int
+) -> MemoryReport:
+    """Where the device memory is now; ``context``: ``outside_bytes`` before the graphs."""
+    report = MemoryReport(
+        weights=weights, kv_cache=kv_cache, graphs=graphs.bytes, graphs_predicted=predicted
+    )
     if hardware.device == "cuda":
-        reserved = torch.cuda.memory_reserved()
-        report.context = driver_bytes(hardware) - reserved
-        report.activations = reserved - weights - kv_cache
+        reserved, pool = torch.cuda.memory_reserved(), graphs.pool_bytes
+        report.context, report.driver = context, driver_bytes(hardware)
+        report.activations = reserved - weights - kv_cache - pool
     return report

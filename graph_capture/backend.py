@@ -21,6 +21,9 @@ class GraphBackend(Protocol):
     def alias(self, tensor: Tensor) -> Tensor:
         """The same memory without ownership: the pool may reuse it for later captures."""
 
+    def pool_bytes(self) -> int:
+        """Device memory of the pool that all captures share."""
+
 
 class CudaGraphs:
     """CUDA graphs from one memory pool, captured on a stream of their own."""
@@ -50,6 +53,11 @@ class CudaGraphs:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    def pool_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()
+        ours = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+        return sum(segment["total_size"] for segment in ours)
+
 
 class RecordingGraphs:
     """Replays by running the function again and copying into the outputs of the capture, so that
@@ -73,6 +81,9 @@ class RecordingGraphs:
 
     def alias(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def pool_bytes(self) -> int:
+        return 0
 
 
 def make_backend(graphs: str, device: torch.device) -> GraphBackend:

@@ -13,6 +13,11 @@ from .buffers import StepBuffers
 from .dispatch import Dispatch, Dispatcher, GraphKind
 from .protocol import Program, Step
 
+_BYTES_A_GRAPH = 133 << 10
+_BYTES_A_STEP = 14 << 10
+"""Device memory of an instantiated CUDA graph, and of each of a program's steps in a FULL one:
+fitted to an H200 (bench/NOTES.md)."""
+
 
 @dataclass(frozen=True)
 class _FullGraph:
@@ -45,14 +50,15 @@ class Graphs:
     """The graphs of a program: captured at once, at rest, or when a step first needs one.
 
     All share one memory pool.  Its extent is that of the largest sizes, which are captured first;
-    smaller ones fit into it, whenever they come.
+    smaller ones fit into it, whenever they come.  FULL before piecewise: the former's logits leave
+    room in the pool for whatever the latter need.
 
     Args:
         program: bound to weights and KV caches.
         buffers: the static inputs that graphs read.
         dispatcher: says which sizes there are.
         backend: captures; None where nothing is captured.
-        used_bytes: device memory in use, for the account in ``bytes``.
+        outside_bytes: device memory in use beside PyTorch's, for the account in ``bytes``.
     """
 
     def __init__(
@@ -61,14 +67,36 @@ class Graphs:
         buffers: StepBuffers,
         dispatcher: Dispatcher,
         backend: GraphBackend | None,
-        used_bytes: Callable[[], int] = lambda: 0,
+        outside_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._program, self._buffers = program, buffers
-        self._backend, self._used_bytes = backend, used_bytes
+        self._backend, self._outside_bytes = backend, outside_bytes
         self._full: dict[GraphSize, _FullGraph] = {}
         self._piecewise: dict[int, _PiecewiseGraph] = {}
-        self._pending = dict.fromkeys(_largest_first(dispatcher)) if backend else {}
-        self.bytes = 0
+        self._sizes = tuple(_largest_first(dispatcher)) if backend else ()
+        self._pending = dict.fromkeys(self._sizes)
+        self._grown = 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the pool: memory of PyTorch's."""
+        return self._backend.pool_bytes() if self._backend else 0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of what is captured: the pool, and what the driver took beside it."""
+        return self.pool_bytes + self._grown
+
+    def predict_bytes(self) -> int:
+        """``bytes`` once all is captured, from a sample: the pool of the largest graphs."""
+        graphs = 0
+        for size in self._sizes:
+            if size.kind is GraphKind.FULL:
+                graphs += _BYTES_A_GRAPH + _BYTES_A_STEP * len(self._program.steps)
+            else:
+                runs = [per_token for per_token, _ in _runs(self._program.steps)]
+                graphs += _BYTES_A_GRAPH * sum(runs)
+        return self.pool_bytes + graphs
 
     @property
     def num_pending(self) -> int:
@@ -80,9 +108,11 @@ class Graphs:
         return len(self._full) + len(self._piecewise)
 
     def capture_largest(self) -> None:
-        """Capture the largest graph of each kind, whose memory the others share."""
+        """Capture the largest graph of each kind, whose memory the others share.  Called again, it
+        captures these anew, as when the program was bound to other tensors."""
+        self._grown = 0
         seen: set[GraphKind] = set()
-        for size in list(self._pending):
+        for size in self._sizes:
             if size.kind not in seen:
                 seen.add(size.kind)
                 self._capture(size)
@@ -107,8 +137,8 @@ class Graphs:
         """Each distinct step runs once before it is captured: libraries load their kernels and set
         up their workspaces outside of capture."""
         assert self._backend is not None
-        before = self._used_bytes()
-        del self._pending[size]
+        before = self._outside_bytes()
+        self._pending.pop(size, None)
         num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
         inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
         program = self._program.ending(greedy=size.greedy)
@@ -118,7 +148,7 @@ class Graphs:
         else:
             pieces = _capture_piecewise(program, inputs, self._backend)
             self._piecewise[size.num_tokens] = pieces
-        self.bytes += self._used_bytes() - before
+        self._grown += self._outside_bytes() - before
 
     def replay_full(self, num_tokens: int, num_seqs: int, *, greedy: bool = False) -> Tensor:
         """Replay the whole step of captured sizes; its output, valid until the next replay."""
@@ -150,11 +180,11 @@ class Graphs:
 
 
 def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
-    for size in sorted(dispatcher.piecewise_sizes, reverse=True):
-        yield GraphSize(GraphKind.PIECEWISE, size, 0, False)
     for num_tokens, num_seqs in sorted(dispatcher.full_sizes, reverse=True):
         for greedy in (False, True)[: 1 + dispatcher.greedy]:
             yield GraphSize(GraphKind.FULL, num_tokens, num_seqs, greedy)
+    for size in sorted(dispatcher.piecewise_sizes, reverse=True):
+        yield GraphSize(GraphKind.PIECEWISE, size, 0, False)
 
 
 def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ Tile: TypeAlias = tuple[int, int, int, int, int]
 """(rows, columns, depth, warps, stages)."""
 
 
-def _tile(m: int, itemsize: int) -> Tile:
+def _tile(m: int, n: int, itemsize: int) -> Tile:
     wide = itemsize > 2  # float32 runs on the plain cores: keep its tiles in registers
     block_m = min(max(next_power_of_2(max(m, 1)), 16), 64 if wide else 128)
     block_n = 32 if wide or block_m == 16 else 128
@@ -26,13 +26,18 @@ def _tile(m: int, itemsize: int) -> Tile:
     return block_m, block_n, block_k, warps, 4 if block_m == 16 else 3
 
 
-def _invariant_tile(m: int, itemsize: int) -> Tile:
+def _invariant_tile(m: int, n: int, itemsize: int) -> Tile:
     """Tiles of which every element's sum runs over K in one chain of the same instructions: of 16
-    bits, matrix instructions of 64 rows and a depth of 16, on Hopper.  How many columns they have
-    does not enter a sum; a test compares the bits."""
+    bits, matrix instructions of 64 rows and a depth of 16, on Hopper.  How many columns they have,
+    and what is copied at a time, does not enter a sum; tests compare the bits.  The fastest of some
+    on an H200 (bench/NOTES.md)."""
     if itemsize > 2:
         return 64, 32, 32, 4, 3
-    return (64, 32, 128, 4, 4) if m <= 64 else (128, 128, 64, 8, 3)
+    if m <= 64:
+        if n <= 4096:
+            return 64, 32, 128, 4, 6
+        return (64, 64, 128, 4, 4) if n < 16384 else (64, 64, 64, 4, 6)
+    return (64, 128, 64, 4, 4) if n <= 4096 and m <= 512 else (128, 128, 64, 8, 4)
 
 
 def linear(
@@ -45,7 +50,7 @@ def linear(
     weight = weight if weight.stride(-1) == 1 or k == 1 else weight.contiguous()
     rows = x.reshape(-1, k)
     m = rows.shape[0]
-    tile = (_invariant_tile if invariant else _tile)(m, x.dtype.itemsize)
+    tile = (_invariant_tile if invariant else _tile)(m, n, x.dtype.itemsize)
     block_m, block_n, block_k, num_warps, num_stages = tile
     launch = Launch(
         kernel="linear:_linear_kernel",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +101,35 @@ def test_the_account_of_memory_agrees_with_the_driver(lazy: bool) -> None:
     assert abs(memory["accounted"] - memory["driver"]) < 0.02 * memory["driver"]
     free, total = torch.cuda.mem_get_info()
     assert abs(total - free - memory["driver"]) < 0.02 * (total - free)
+
+
+_FRESH = """
+import json
+from fusewright import LLM, SamplingParams
+llm = LLM("abacus", max_model_len=256, gpu_memory_utilization=0.5, lazy_capture={lazy})
+reports = [llm.report()["memory"]]
+params = SamplingParams(temperature=0.0, max_tokens=8)
+llm.generate(["12+34="] * 300, params, use_tqdm=False)
+reports.append(llm.report()["memory"])
+while llm.engine.capture_next():
+    pass
+reports.append(llm.report()["memory"])
+print(json.dumps(reports))
+"""
+
+
+@pytest.mark.whole_gpu
+@pytest.mark.parametrize("lazy", [True, False])
+def test_in_a_fresh_process_the_account_closes_and_the_prediction_holds(lazy: bool) -> None:
+    """Nothing has loaded kernels or made streams before, as when other tests ran in the process."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", _FRESH.format(lazy=lazy)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    started, served, captured = json.loads(done.stdout.splitlines()[-1])
+    for memory in (started, served, captured):
+        assert abs(memory["accounted"] - memory["driver"]) < 0.015 * memory["driver"], memory
+        # As it was said before anything was captured, within the driver's pages of 2 MiB.
+        assert memory["graphs_predicted"] == started["graphs_predicted"]
+    off = captured["graphs"] - captured["graphs_predicted"]
+    assert abs(off) < 0.15 * captured["graphs"] + (8 << 20), captured

@@ -21,6 +21,7 @@ from fusewright.graph_capture import (
     RecordingGraphs,
     StepBuffers,
 )
+from fusewright.graph_capture.capture import _BYTES_A_GRAPH, _BYTES_A_STEP
 
 MAX_TOKENS, MAX_SEQS = 8, 4
 NAMES = ("input_ids", "positions", "seq_lens", "hidden", "mixed", "tail", "output", "tokens")
@@ -174,10 +175,25 @@ def test_largest_sizes_are_captured_first() -> None:
     wanted = dispatcher("FULL_AND_PIECEWISE")
     graphs = Graphs(program([]), made, wanted, RecordingGraphs())
     graphs.capture_largest()  # one of each kind: what the others share memory with
-    assert sizes == [8, 4] and graphs.num_pending == 3
+    assert sizes == [4, 8] and graphs.num_pending == 3
     while graphs.capture_next():
         pass
-    assert sizes == [8, 4, 4, 2, 2] and graphs.num_pending == 0
+    assert sizes == [4, 8, 2, 4, 2] and graphs.num_pending == 0
+
+
+def test_the_largest_are_captured_anew_over_other_tensors() -> None:
+    """As a sample is, before the size of the KV cache is known."""
+    log: list[str] = []
+    made, backend = buffers(), RecordingGraphs()
+    graphs = Graphs(program(log), made, dispatcher("FULL_AND_PIECEWISE"), backend)
+    graphs.capture_largest()
+    sampled, predicted = graphs.num_captured, graphs.predict_bytes()
+    assert backend.captures == 1 + 2  # a piecewise graph has two parts
+    graphs.capture_largest()
+    assert graphs.num_captured == sampled == 2 and backend.captures == 6
+    assert graphs.num_pending == 3 and graphs.predict_bytes() == predicted
+    # Two FULL graphs of four steps; three piecewise ones of two parts.
+    assert predicted == 2 * (_BYTES_A_GRAPH + 4 * _BYTES_A_STEP) + 3 * 2 * _BYTES_A_GRAPH
 
 
 def test_graphs_of_both_ends_are_captured_size_by_size() -> None:
