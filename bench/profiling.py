@@ -188,7 +188,7 @@ def profile_phase(llm: LLM, plan: Plan, trace: Path) -> PhaseProfile:
             raise UserError(f"{name}={has}: profiling needs {needs}; raise it or ask for less")
     vocab_size = engine.inputs.vocab_size
     warm_up(engine, equal(plan.batch_size, plan.input_len, _WARM_UP_TOKENS, vocab_size))
-    undisturbed = _drive(engine, plan, None)
+    undisturbed = drive(engine, plan)
     on_gpu = engine.config.hardware.device == "cuda"
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
@@ -196,7 +196,7 @@ def profile_phase(llm: LLM, plan: Plan, trace: Path) -> PhaseProfile:
         profile_memory=plan.profile_memory,
         with_stack=plan.with_stack,
     )
-    steps = _drive(engine, plan, profiler)
+    steps = drive(engine, plan, profiler)
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
     activities = read_trace(events, [step.index for step in steps], shapes=plan.record_shapes)
@@ -208,7 +208,7 @@ def profile_phase(llm: LLM, plan: Plan, trace: Path) -> PhaseProfile:
     return PhaseProfile(plan, engine.spec.num_layers, on_gpu, steps, undisturbed, activities)
 
 
-def _drive(engine: Engine, plan: Plan, profiler: profile | None) -> list[Step]:
+def drive(engine: Engine, plan: Plan, profiler: profile | None = None) -> list[Step]:
     """The steady steps after the delay.  Prefill is kept steady by new prompts as soon as the last
     ones are scheduled; decode ends with the first step that has not all requests."""
     decode = plan.phase == "decode"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,15 @@ class RequestTimes:
 
 @dataclass
 class Run:
-    """What a run took.  ``gaps`` are the times between two tokens of a request, ms."""
+    """What a run took.  ``gaps`` are the times between two tokens of a request, ms;
+    ``token_ids`` what each gave."""
 
     seconds: float
     input_tokens: int
     output_tokens: int
     requests: list[RequestTimes] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
 
     def to_json(self, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Rates a second, and mean and percentiles in ms; with ``limits`` in ms also goodput:
@@ -106,12 +109,14 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float | None = 
             f"{engine.inputs.max_model_len}; raise it or take another workload"
         )
     stamps: dict[str, list[float]] = {}
+    given: dict[str, list[int]] = {}
     due = {}
 
     def on_tokens(tokens: list[NewToken]) -> None:
         now = time.perf_counter()
         for token in tokens:
             stamps[token.request.request_id].append(now)
+            given[token.request.request_id].append(token.token_id)
 
     start = time.perf_counter()
     for index, work in enumerate(works):
@@ -123,7 +128,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float | None = 
             while waiting and due[waiting[-1]][0] <= time.perf_counter():
                 request_id = waiting.pop()
                 work = due[request_id][1]
-                stamps[request_id] = []
+                stamps[request_id], given[request_id] = [], []
                 params = SamplingParams(
                     temperature=0.0, max_tokens=work.output_len, ignore_eos=True
                 )
@@ -150,6 +155,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float | None = 
         tpot = float(gaps.mean()) if len(gaps) else 0.0
         ttft, e2e = ((t - came) * 1e3 for t in (times[0], times[-1]))
         result.requests.append(RequestTimes(ttft, tpot, e2e))
+        result.token_ids.append(given[request_id])
     return result
 
 
@@ -159,3 +165,25 @@ def warm_up(engine: EngineLoop, works: Sequence[Work]) -> None:
     while capture_next():
         pass
     run(engine, works)
+
+
+def plot_throughput(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Output tokens a second over the mean time a token, a line for each named result, a point for
+    each rate of requests."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    page, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for name, rows in results.items():
+        points = [(row["tpot_ms"]["mean"], row["output_tokens_per_s"]) for row in rows]
+        axis.plot(*zip(*points, strict=True), "o-", label=name)
+        for row, point in zip(rows, points, strict=True):
+            rate = row["request_rate"]
+            axis.annotate("all at once" if rate is None else f"{rate:g}/s", point, fontsize=7)
+    axis.set(xlabel="ms a token, mean", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    page.savefig(path)
+    pyplot.close(page)

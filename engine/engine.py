@@ -69,14 +69,14 @@ class Engine(EngineLoop):
                 needs = warm_up(compiled.program, spec, config, buffers, graphs)
             with startup.phase("kv cache"):
                 num_blocks = num_kv_blocks(spec, config, buffers, needs)
-                kv_bytes = bind_kv_caches(compiled.program, spec, config, num_blocks)
+                self.kv_caches = bind_kv_caches(compiled.program, spec, config, num_blocks)
                 self._account = partial(
                     account,
                     hardware,
                     graphs,
                     context=outside_bytes(hardware),
                     weights=weight_bytes(weights.result()),
-                    kv_cache=kv_bytes,
+                    kv_cache=sum(cache.nbytes for cache in self.kv_caches),
                     predicted=graphs.predict_bytes(),
                 )
             with startup.phase("capture"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..compiler.check_kernels import check_kernels
 from ..compiler.compiled import Compiled
@@ -217,8 +217,8 @@ def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
 
 def bind_kv_caches(
     program: Program, spec: ModelSpec, config: ResolvedConfig, num_blocks: int
-) -> int:
-    """Allocate ``num_blocks`` in every layer, fix them in the program; their bytes.
+) -> list[Tensor]:
+    """Allocate ``num_blocks`` in every layer, fix them in the program.
 
     Raises:
         UserError: the device has no room for them.
@@ -235,7 +235,7 @@ def bind_kv_caches(
             "gpu_memory_utilization"
         ) from error
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
-    return sum(cache.nbytes for cache in caches)
+    return caches
 
 
 @dataclass(frozen=True)

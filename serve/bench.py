@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..config import UserError
+from .bench_engine import growth, latency, prefix, throughput
 from .flags import engine_flags
 from .help import GroupedHelp
-from .options import merge
+from .options import merge, writable
 from .table import table
 
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
 
 
-def _writable(option: str, path: Path | None) -> None:
-    if path is not None and not os.access(path.parent, os.W_OK):
-        raise UserError(f"{option}={path}: cannot be written; give a file in another folder")
+for _command in (latency, throughput, growth, prefix):
+    app.command(_command.__name__, cls=GroupedHelp)(_command)
 
 
 @app.command("startup", cls=GroupedHelp)
@@ -39,7 +38,7 @@ def startup(
     options = merge(engine, model=model_argument)
     if iterations < 1:
         raise UserError(f"iterations={iterations}: expected at least 1")
-    _writable("output", output)
+    writable("output", output)
     from ..bench.environment import environment
     from ..bench.startup import measure_startup
 
@@ -60,102 +59,6 @@ def startup(
     if output is not None:
         record = {"environment": environment(), "options": options, **result}
         output.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _engine(options: dict[str, Any]) -> Any:
-    """The engine to measure: prompts are repeated, so prefixes are not cached unless asked for."""
-    from ..engine.llm import LLM
-
-    return LLM(**{"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
-
-
-@app.command("latency", cls=GroupedHelp)
-@engine_flags
-def latency(
-    engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(help="Equal requests at a time.")] = None,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 129,
-    repeats: Annotated[int, typer.Option(help="Runs, of which the best counts.")] = 2,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot TPOT over batch to this PNG.")] = None,
-) -> None:
-    """Time per output token and to the first token, for batches of equal requests."""
-    options = merge(engine, model=model_argument)
-    for name, value in (("input_len", input_len), ("repeats", repeats)):
-        if value < 1:
-            raise UserError(f"{name}={value}: expected at least 1")
-    if output_len < 2:
-        raise UserError(f"output_len={output_len}: expected at least 2, the first is TTFT")
-    _writable("json", output)
-    _writable("plot", plot)
-    from ..bench.environment import environment
-    from ..bench.latency import measure_latency, plot_latency
-
-    llm = _engine(options)
-    rows = []
-    for batch in batch_size or [1]:
-        row = measure_latency(
-            llm, batch, input_len=input_len, output_len=output_len, repeats=repeats
-        )
-        rows.append(row)
-        typer.echo(f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms")
-    record = {"environment": environment(), "options": options, "rows": rows}
-    if output is not None:
-        output.write_text(json.dumps({**record, "engine": llm.report()}, indent=1) + "\n")
-    if plot is not None:
-        plot_latency({str(options.get("model", "abacus")): rows}, plot)
-
-
-@app.command("throughput", cls=GroupedHelp)
-@engine_flags
-def throughput(
-    engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
-    workload: Annotated[str, typer.Option(help="chat, prefill-heavy or decode-heavy.")] = "chat",
-    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500,
-    request_rate: Annotated[
-        float | None, typer.Option(help="Requests a second; all at once if unset.")
-    ] = None,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the result here.")] = None,
-) -> None:
-    """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
-    options = merge(engine, model=model_argument)
-    if num_prompts < 1 or (request_rate is not None and request_rate <= 0):
-        raise UserError(
-            f"num_prompts={num_prompts}, request_rate={request_rate}: expected more than 0"
-        )
-    _writable("json", output)
-    from ..bench.environment import environment
-    from ..bench.serving import parse_limits, run, warm_up
-    from ..bench.workloads import equal, mix
-
-    limits = parse_limits(goodput or [])
-    mix(workload, 1, 8)  # an unknown name is found before the model is loaded
-    llm = _engine(options)
-    vocab_size = llm.engine.inputs.vocab_size
-    warm_up(llm.engine, equal(8, 64, 8, vocab_size))
-    result = run(llm.engine, mix(workload, num_prompts, vocab_size), request_rate).to_json(limits)
-    rows = [["ms", "mean", "p50", "p90", "p99"]]
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        rows.append([name, *(f"{value:.2f}" for value in result[f"{name}_ms"].values())])
-    typer.echo(table(rows))
-    typer.echo(
-        f"{result['requests_per_s']:.2f} requests/s, {result['output_tokens_per_s']:.0f} output "
-        f"tokens/s, {result['seconds']:.2f} s"
-        + (f", goodput {result['goodput_per_s']:.2f} requests/s" if limits else "")
-    )
-    if output is not None:
-        record = {"environment": environment(), "options": options, "workload": workload, **result}
-        output.write_text(json.dumps({**record, "engine": llm.report()}, indent=1) + "\n")
 
 
 @app.command("kernels")
@@ -189,7 +92,7 @@ def kernels(
         return
     from ..bench.kernels.run import run_benchmarks
 
-    _writable("json", output)
+    writable("json", output)
     environment, found = run_benchmarks(select)
     if output is not None:
         figures.save(output, environment, found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import UserError
@@ -30,6 +32,16 @@ def merge(engine: dict[str, Any], **implied: Any) -> dict[str, Any]:
             raise UserError(f"{flag} {merged[name]} contradicts {value}: give one of them")
         merged[name] = value
     return merged
+
+
+def writable(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before anything is measured.
+
+    Raises:
+        UserError: names the option.
+    """
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option}={path}: cannot be written; give a file in another folder")
 
 
 def load(options: dict[str, Any]) -> LLM:

@@ -1,0 +1,184 @@
+"""How a decode step grows: with the context, against the bytes that it must read, and with the
+number of requests, against what its graph alone takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import UserError
+from ..engine.engine import Engine
+from ..engine.prefix_cache import extend_keys
+from ..engine.request import Request
+from ..engine.sampling_params import SamplingParams
+from ..graph_capture import GraphKind
+from ..model_executor.kv_cache import kv_cache_bytes_per_block
+from .profiling import Plan, drive
+from .serving import run, warm_up
+from .workloads import Work, equal
+
+COPY_TB_S = 4.28
+"""Of an H200, bytes read and written (bench/NOTES.md): what limits are computed with."""
+_REPLAYS = 20
+
+
+def fill_caches(engine: Engine) -> None:
+    """Random values in every KV block, since zeros would be attended to faster than real ones."""
+    for cache in engine.kv_caches:
+        if cache.dtype.itemsize == 1:
+            cache.view(torch.uint8).random_(0, 120)  # finite numbers of e4m3
+        else:
+            cache.normal_()
+
+
+def pretend_computed(engine: Engine, works: Sequence[Work]) -> None:
+    """Let the prefix cache find every full block of these prompts, whatever lies there: the time
+    of a decode does not depend on values, and prompts of 64 x 32k tokens take long to compute.
+
+    Raises:
+        UserError: the KV cache does not hold them all, with what they will generate.
+    """
+    pool = engine.scheduler.pool
+    needed = sum(pool.blocks_for(len(w.prompt_token_ids) + w.output_len) + 1 for w in works)
+    if needed > pool.num_blocks:
+        raise UserError(f"{needed} KV blocks are needed, the cache has {pool.num_blocks}")
+    pool.forget_all()
+    for work in works:
+        tokens = len(work.prompt_token_ids)
+        request = Request("", work.prompt_token_ids, SamplingParams(), tokens, frozenset())
+        keys = extend_keys(request, pool.block_size)
+        blocks = pool.allocate(len(keys))
+        for block_id, key in zip(blocks, keys, strict=True):
+            pool.keep(block_id, key)
+        pool.free(blocks)
+
+
+def bytes_to_read(engine: Engine, batch: int, context: int) -> int:
+    """Of a decode step: all weights but the embedding's other rows, and the cached contexts."""
+    spec, size = engine.spec, engine.config.cache.block_size
+    weights = engine.memory().weights
+    if not spec.tie_word_embeddings:
+        weights -= spec.vocab_size * spec.hidden_size * spec.dtype.itemsize
+    per_block = kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
+    return weights + batch * context * per_block // size
+
+
+def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
+    """Median time between tokens of ``batch`` requests behind ``context`` tokens each.
+
+    Raises:
+        UserError: the engine is too small for them; it has no prefix cache.
+    """
+    if not engine.scheduler.prefix_caching:
+        raise UserError("enable_prefix_caching=False: growth needs it, to skip prefills; drop it")
+    works = equal(batch, context, steps + 1, engine.inputs.vocab_size, seed=context)
+    pretend_computed(engine, works)
+    found = run(engine, works)
+    nbytes = bytes_to_read(engine, batch, context + steps // 2)
+    tpot_ms, limit_ms = statistics.median(found.gaps), nbytes / COPY_TB_S / 1e9
+    return {
+        "batch": batch,
+        "context": context,
+        "tpot_ms": round(tpot_ms, 4),
+        "gigabytes": round(nbytes / 1e9, 3),
+        "limit_ms": round(limit_ms, 4),
+        "of_limit": round(limit_ms / tpot_ms, 3),
+    }
+
+
+def measure_requests(engine: Engine, num_requests: int, steps: int) -> dict[str, Any]:
+    """Median us of a decode step of so many requests: all of it, the CPU's part of it, and where
+    it is one graph the replay by itself; ``overhead_us`` is the step without the replay."""
+    plan = Plan("decode", num_requests, 32, steps + 12, delay_iterations=4, max_iterations=steps)
+    found = drive(engine, plan)
+    step_us = statistics.median(step.wall_us for step in found)
+    host_us = statistics.median(sum(s.cpu_us.values()) - s.cpu_us["wait"] for s in found)
+    row = {"requests": num_requests, "step_us": round(step_us, 1), "host_us": round(host_us, 1)}
+    dispatch = engine.dispatcher.choose(num_requests, num_requests, uniform_decode=True)
+    if engine.config.hardware.graphs == "cuda" and dispatch.kind is GraphKind.FULL:
+        graph_us = _replay_us(engine, dispatch.num_tokens)
+        row |= {"graph_us": round(graph_us, 1), "overhead_us": round(step_us - graph_us, 1)}
+    return row
+
+
+def _replay_us(engine: Engine, size: int) -> float:
+    """Of the graph, on the inputs that the last step left."""
+    times = []
+    with torch.inference_mode():
+        for _ in range(_REPLAYS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(4):
+                engine.graphs.replay_full(size, size)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) / 4 * 1e6)
+    return statistics.median(times)
+
+
+def measure_growth(
+    engine: Engine,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    requests: Sequence[int],
+    steps: int,
+) -> dict[str, list[dict[str, Any]]]:
+    """``context``: a row for each batch and context that the engine has room for; ``requests``: one
+    for each number of requests; ``skipped``: what there was no room for, and why."""
+    fill_caches(engine)
+    warm_up(engine, equal(1, 8, 4, engine.inputs.vocab_size))
+    found: dict[str, list[dict[str, Any]]] = {"context": [], "requests": [], "skipped": []}
+    for batch in batches:
+        for context in contexts:
+            try:
+                row = measure_context(engine, batch, context, steps)
+            except UserError as error:
+                found["skipped"].append({"batch": batch, "context": context, "why": str(error)})
+            else:
+                found["context"].append(row)
+    engine.scheduler.pool.forget_all()
+    for count in requests:
+        if count > engine.scheduler.max_num_seqs:
+            why = f"max_num_seqs is {engine.scheduler.max_num_seqs}"
+            found["skipped"].append({"requests": count, "why": why})
+        else:
+            found["requests"].append(measure_requests(engine, count, steps))
+    return found
+
+
+def plot_growth(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Left: TPOT over context with its limit by bytes; right: step and overhead over requests."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    page, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for batch in dict.fromkeys(row["batch"] for row in found["context"]):
+        rows = [row for row in found["context"] if row["batch"] == batch]
+        contexts = [row["context"] for row in rows]
+        (line,) = left.plot(contexts, [r["tpot_ms"] for r in rows], "o-", label=f"b={batch}")
+        limits = [row["limit_ms"] for row in rows]
+        left.plot(contexts, limits, "--", color=line.get_color(), label=f"bytes, b={batch}")
+    left.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms a token")
+    for name, label in (
+        ("step_us", "step"),
+        ("graph_us", "its graph"),
+        ("host_us", "CPU in it"),
+        ("overhead_us", "step - graph"),
+    ):
+        points = [(r["requests"], r[name]) for r in found["requests"] if name in r]
+        if points:
+            right.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
+    right.set(xscale="log", xlabel="requests", ylabel="us a step", ylim=(0, None))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    page.savefig(path)
+    pyplot.close(page)

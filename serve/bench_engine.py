@@ -1,0 +1,237 @@
+"""``fusewright bench latency | throughput | growth | prefix``: what a whole engine takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import UserError
+from .flags import engine_flags
+from .options import merge, writable
+from .table import table
+
+Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result here.")]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
+]
+Threshold = Annotated[float, typer.Option(help="Slower by this share is a regression.")]
+
+
+def _engine(options: dict[str, Any]) -> Any:
+    """The engine to measure: prompts are repeated, so prefixes are not cached unless asked for."""
+    from ..engine.llm import LLM
+
+    return LLM(**{"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
+
+
+def _write(path: Path | None, llm: Any, options: dict[str, Any], **found: Any) -> None:
+    from ..bench.environment import environment
+
+    if path is not None:
+        record = {"environment": environment(), "options": options, **found, "engine": llm.report()}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _check_counts(least: int, **given: int) -> None:
+    for name, value in given.items():
+        if value < least:
+            raise UserError(f"{name}={value}: expected at least {least}")
+
+
+def _compare(old: Path, new: Path, threshold: float) -> int:
+    """Print what changed by more than ``threshold``; the exit code."""
+    from ..bench.compare import compare
+
+    changes = compare(old, new)
+    slower = [change for change in changes if change.slower > 1 + threshold]
+    faster = [change for change in changes if change.slower < 1 / (1 + threshold)]
+    for word, some in (("slower", slower), ("faster", faster[::-1])):
+        if some:
+            rows = [[word, "figure", "old", "new", "ratio"]]
+            for c in some:
+                rows.append([c.work, c.figure, f"{c.old:.3f}", f"{c.new:.3f}", f"{c.slower:.2f}"])
+            typer.echo(table(rows) + "\n")
+    typer.echo(
+        f"{len(changes)} in both: {len(slower)} slower, {len(faster)} faster by more than "
+        f"{threshold:.0%}"
+    )
+    return int(bool(slower))
+
+
+@engine_flags
+def latency(
+    engine: dict[str, Any],
+    model_argument: Model = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="Equal requests at a time.")] = None,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 129,
+    repeats: Annotated[int, typer.Option(help="Runs, of which the best counts.")] = 2,
+    output: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot TPOT over batch to this PNG.")] = None,
+    compare: Compare = None,
+    threshold: Threshold = 0.05,
+) -> None:
+    """Time per output token and to the first token, for batches of equal requests."""
+    if compare is not None:
+        raise typer.Exit(_compare(*compare, threshold))
+    options = merge(engine, model=model_argument)
+    _check_counts(1, input_len=input_len, repeats=repeats)
+    if output_len < 2:
+        raise UserError(f"output_len={output_len}: expected at least 2, the first is TTFT")
+    writable("json", output)
+    writable("plot", plot)
+    from ..bench.latency import measure_latency, plot_latency
+
+    llm = _engine(options)
+    rows = []
+    for batch in batch_size or [1]:
+        row = measure_latency(
+            llm, batch, input_len=input_len, output_len=output_len, repeats=repeats
+        )
+        rows.append(row)
+        typer.echo(f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms")
+    _write(output, llm, options, rows=rows)
+    if plot is not None:
+        plot_latency({str(options.get("model", "abacus")): rows}, plot)
+
+
+@engine_flags
+def throughput(
+    engine: dict[str, Any],
+    model_argument: Model = None,
+    workload: Annotated[str, typer.Option(help="chat, prefill-heavy or decode-heavy.")] = "chat",
+    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500,
+    request_rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second; all at once if unset. Several: a run each."),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
+    ] = None,
+    output: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
+    ] = None,
+    compare: Compare = None,
+    threshold: Threshold = 0.05,
+) -> None:
+    """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
+    if compare is not None:
+        raise typer.Exit(_compare(*compare, threshold))
+    options = merge(engine, model=model_argument)
+    _check_counts(1, num_prompts=num_prompts)
+    for rate in request_rate or []:
+        if rate <= 0:
+            raise UserError(f"request_rate={rate}: expected more than 0")
+    writable("json", output)
+    writable("plot", plot)
+    from ..bench.serving import parse_limits, plot_throughput, run, warm_up
+    from ..bench.workloads import equal, mix
+
+    limits = parse_limits(goodput or [])
+    mix(workload, 1, 8)  # an unknown name is found before the model is loaded
+    llm = _engine(options)
+    vocab_size = llm.engine.inputs.vocab_size
+    warm_up(llm.engine, equal(8, 64, 8, vocab_size))
+    works, rows = mix(workload, num_prompts, vocab_size), []
+    rates: list[float | None] = [*(request_rate or [None])]
+    for rate in rates:
+        found = run(llm.engine, works, rate).to_json(limits)
+        rows.append({"workload": workload, "request_rate": rate, **found})
+        _show_throughput(rows[-1])
+    _write(output, llm, options, rows=rows)
+    if plot is not None:
+        plot_throughput({str(options.get("model", "abacus")): rows}, plot)
+
+
+def _show_throughput(row: dict[str, Any]) -> None:
+    rows = [["ms", "mean", "p50", "p90", "p99"]]
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
+    if row["request_rate"] is not None:
+        typer.echo(f"{row['request_rate']} requests/s offered")
+    typer.echo(table(rows))
+    typer.echo(
+        f"{row['requests_per_s']:.2f} requests/s, {row['output_tokens_per_s']:.0f} output "
+        f"tokens/s, {row['seconds']:.2f} s"
+        + (f", goodput {row['goodput_per_s']:.2f} requests/s" if "goodput_per_s" in row else "")
+    )
+
+
+@engine_flags
+def growth(
+    engine: dict[str, Any],
+    model_argument: Model = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="1 and 64 if unset.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens; 128 to 32768 by doubling if unset.")
+    ] = None,
+    requests: Annotated[
+        list[int] | None, typer.Option(help="1 to 512 by doubling if unset.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps of each point.")] = 24,
+    output: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot both to this PNG.")] = None,
+) -> None:
+    """TPOT over context, against the bytes to read; step and its overhead over requests."""
+    options = merge(engine, model=model_argument)
+    _check_counts(2, steps=steps)
+    batches, counts = batch_size or [1, 64], requests or [1 << n for n in range(10)]
+    contexts = context or [128 << n for n in range(9)]
+    for name, values in (("batch_size", batches), ("context", contexts), ("requests", counts)):
+        _check_counts(1, **{name: min(values)})
+    writable("json", output)
+    writable("plot", plot)
+    from ..bench.growth import measure_growth, plot_growth
+
+    seqs = max(*batches, *counts)
+    llm = _engine({"enable_prefix_caching": True, "max_num_seqs": seqs, **options})
+    found = measure_growth(llm.engine, batches, contexts, counts, steps)
+    for name in ("context", "requests"):
+        if found[name]:
+            keys = list(dict.fromkeys(key for row in found[name] for key in row))
+            cells = [[str(row.get(key, "")) for key in keys] for row in found[name]]
+            typer.echo(table([keys, *cells]) + "\n")
+    for row in found["skipped"]:
+        what = ", ".join(f"{name} {value}" for name, value in row.items() if name != "why")
+        typer.echo(f"skipped {what}: {row['why']}")
+    _write(output, llm, options, **found)
+    if plot is not None:
+        plot_growth(found, plot)
+
+
+@engine_flags
+def prefix(
+    engine: dict[str, Any],
+    model_argument: Model = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 64,
+    prefix_len: Annotated[int, typer.Option(help="Tokens that all begin with.")] = 2000,
+    input_len: Annotated[int, typer.Option(help="Tokens of each behind them.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 16,
+    output: Json = None,
+) -> None:
+    """First-token time of requests with one prefix, with and without prefix caching."""
+    options = merge(engine, model=model_argument)
+    counts = {"num_prompts": num_prompts, "prefix_len": prefix_len, "input_len": input_len}
+    _check_counts(1, **counts, output_len=output_len)
+    writable("json", output)
+    from ..bench.prefix import measure_prefix
+
+    llm = _engine({"enable_prefix_caching": True, **options})
+    found = measure_prefix(llm.engine, num_prompts, prefix_len, input_len, output_len)
+    rows = [["prefix", "mean TTFT, ms", "p50", "p99", "output tokens/s"]]
+    for row in found["rows"]:
+        ttft = (row["ttft_ms"][name] for name in ("mean", "p50", "p99"))
+        cells = [row["prefix"], *(f"{value:.2f}" for value in ttft)]
+        rows.append([*cells, f"{row['output_tokens_per_s']:.0f}"])
+    typer.echo(table(rows))
+    typer.echo(
+        f"first token {found['speedup']:.1f} times sooner; {found['identical']} of {num_prompts} "
+        "outputs identical"
+    )
+    _write(output, llm, options, **found)

@@ -1,0 +1,130 @@
+"""``bench growth`` and ``prefix`` measure what they say, ``--compare`` finds what got slower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import LLM
+from fusewright.bench.compare import compare
+from fusewright.bench.growth import bytes_to_read, measure_context, pretend_computed
+from fusewright.bench.prefix import measure_prefix, shared_prefix
+from fusewright.bench.serving import plot_throughput
+from fusewright.bench.workloads import equal
+from fusewright.config import UserError
+from fusewright.engine.engine import Engine
+from fusewright.serve.cli import main
+from tests.engine.toy import Setup
+
+
+@pytest.fixture(scope="module")
+def engine(device: torch.device) -> Engine:
+    made = LLM("abacus", optimization_level=0, device=device.type, max_num_seqs=4).engine
+    assert isinstance(made, Engine)
+    return made
+
+
+def test_contexts_are_there_without_being_computed(engine: Engine) -> None:
+    works = equal(3, 100, 5, engine.inputs.vocab_size)
+    pretend_computed(engine, works)
+    scheduler = engine.scheduler
+    assert scheduler.pool.num_kept == 3 * (100 // 16)
+    before = scheduler.num_prefix_hits
+    row = measure_context(engine, 3, 100, 4)
+    assert scheduler.num_prefix_hits - before == 3 * (99 // 16) * 16
+    assert row["tpot_ms"] > 0 and row["gigabytes"] == round(bytes_to_read(engine, 3, 102) / 1e9, 3)
+
+
+def test_bytes_are_those_of_weights_and_contexts(engine: Engine) -> None:
+    spec = engine.spec
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+    assert bytes_to_read(engine, 2, 64) - bytes_to_read(engine, 2, 32) == 2 * 32 * per_token
+    assert bytes_to_read(engine, 1, 0) <= engine.memory().weights
+
+
+def test_contexts_that_do_not_fit_are_refused(engine: Engine) -> None:
+    with pytest.raises(UserError, match="KV blocks are needed, the cache has"):
+        pretend_computed(engine, equal(4, 10 * 16 * engine.scheduler.pool.num_blocks, 1, 50))
+
+
+def test_requests_of_one_prefix_skip_it_and_answer_alike() -> None:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    made = Setup(num_blocks=64, prefix_caching=True, **sizes).engine()
+    found = measure_prefix(made, 6, prefix_len=40, input_len=5, output_len=4)
+    assert found["identical"] == 6 and [r["prefix"] for r in found["rows"]] == [
+        "without",
+        "cold",
+        "cached",
+    ]
+    assert made.scheduler.num_prefix_hits > 0 and made.scheduler.prefix_caching
+    works = shared_prefix(3, 7, 2, 1, 100)
+    assert len({tuple(w.prompt_token_ids[:7]) for w in works}) == 1
+    assert len({tuple(w.prompt_token_ids) for w in works}) == 3
+
+
+def result(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps({"rows": rows}))
+    return path
+
+
+def test_a_comparison_names_what_is_slower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = {"batch": 1, "input_len": 128, "output_len": 129}
+    old = result(tmp_path / "old", [{**work, "tpot_ms": 4.0, "ttft_ms": 6.0}])
+    new = result(tmp_path / "new", [{**work, "tpot_ms": 4.6, "ttft_ms": 5.0}])
+    argv = ["bench", "latency", "--compare", str(old), str(new)]
+    assert main(argv) == 1
+    said = capsys.readouterr().out
+    assert "batch 1, input_len 128, output_len 129  tpot_ms  4.000  4.600  1.15" in said
+    assert "2 in both: 1 slower, 1 faster by more than 5%" in said
+    assert main([*argv, "--threshold", "0.3"]) == 0
+
+
+def test_of_rates_less_is_slower(tmp_path: Path) -> None:
+    def row(rate: float, ms: float) -> dict[str, Any]:
+        return {"workload": "chat", "requests_per_s": rate, "tpot_ms": {"p50": ms, "mean": ms}}
+
+    old = result(tmp_path / "old", [row(50.0, 10.0)])
+    new = result(tmp_path / "new", [row(40.0, 9.0)])
+    worst, best = compare(old, new)
+    assert (worst.figure, worst.slower) == ("requests_per_s", 1.25)
+    assert (best.figure, best.slower) == ("tpot_ms p50", 0.9)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"rows": 3}', '{"rows": [3]}'])
+def test_what_is_no_result_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x").write_text(text)
+    argv = ["bench", "throughput", "--compare", str(tmp_path / "x"), str(tmp_path / "x")]
+    assert main(argv) == 2
+    assert "is not a result of `fusewright bench latency` or" in capsys.readouterr().err
+
+
+def test_a_throughput_plot_has_a_point_a_rate(tmp_path: Path) -> None:
+    rows = [
+        {"tpot_ms": {"mean": 5.0}, "output_tokens_per_s": 100.0, "request_rate": rate}
+        for rate in (10.0, None)
+    ]
+    plot_throughput({"a": rows}, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["abacus", "-O0", "--device", "cpu", "--max-num-seqs", "2"]
+    sizes = ["--batch-size", "1", "--context", "32", "--requests", "2", "--requests", "3"]
+    files = ["--json", str(tmp_path / "g.json"), "--plot", str(tmp_path / "g.png")]
+    assert main(["bench", "growth", *common, *sizes, "--steps", "3", *files]) == 0
+    record = json.loads((tmp_path / "g.json").read_text())
+    assert [row["context"] for row in record["context"]] == [32]
+    assert [row["requests"] for row in record["requests"]] == [2]
+    assert record["skipped"] == [{"requests": 3, "why": "max_num_seqs is 2"}]
+    assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+    lengths = ["--num-prompts", "2", "--prefix-len", "40", "--input-len", "3", "--output-len", "2"]
+    assert main(["bench", "prefix", *common, *lengths]) == 0
+    assert "2 of 2 outputs identical" in capsys.readouterr().out
