@@ -138,7 +138,6 @@ class Graphs:
         up their workspaces outside of capture."""
         assert self._backend is not None
         before = self._outside_bytes()
-        self._pending.pop(size, None)
         num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
         inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
         program = self._program.ending(greedy=size.greedy)
@@ -148,6 +147,7 @@ class Graphs:
         else:
             pieces = _capture_piecewise(program, inputs, self._backend)
             self._piecewise[size.num_tokens] = pieces
+        self._pending.pop(size, None)  # at the end: what failed is tried again when needed
         self._grown += self._outside_bytes() - before
 
     def replay_full(self, num_tokens: int, num_seqs: int, *, greedy: bool = False) -> Tensor:

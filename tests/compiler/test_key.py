@@ -124,6 +124,7 @@ INSIDE_OPTIONS = {
     "disable_passes": ("fuse_act",),
     "kernels": ("rms_norm=native",),
     "attention_backend": "triton",
+    "batch_invariant": True,
     "verify": True,
     "block_size": 32,
     "quantization": "fp8",

@@ -181,6 +181,26 @@ def test_largest_sizes_are_captured_first() -> None:
     assert sizes == [4, 8, 2, 4, 2] and graphs.num_pending == 0
 
 
+def test_a_capture_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = RecordingGraphs()
+    graphs = Graphs(program([]), buffers(), dispatcher("FULL_DECODE_ONLY"), backend)
+    pending, capture = graphs.num_pending, backend.capture
+
+    def fail(fn: Any) -> Any:
+        fn()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(backend, "capture", fail)
+    dispatch = Dispatch(GraphKind.FULL, 4, 4)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.ensure(dispatch)
+    assert graphs.num_pending == pending and graphs.num_captured == 0
+    monkeypatch.setattr(backend, "capture", capture)
+    graphs.ensure(dispatch)
+    assert graphs.num_pending == pending - 1
+    assert graphs.replay_full(4, 4) is not None
+
+
 def test_the_largest_are_captured_anew_over_other_tensors() -> None:
     """As a sample is, before the size of the KV cache is known."""
     log: list[str] = []

@@ -1,0 +1,127 @@
+"""Faults of a real device: memory that runs out, a capture that fails, a device that is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import LLM, SamplingParams
+from fusewright.engine.engine import Engine
+from fusewright.engine.outputs import RequestOutput
+from fusewright.graph_capture.backend import CudaGraphs
+from fusewright.model_executor.abacus.problems import held_out
+
+pytestmark = pytest.mark.gpu
+PROBLEMS = held_out(12, seed=4)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+def make(**options: Any) -> LLM:
+    return LLM("abacus", max_num_seqs=64, max_model_len=512, enable_prefix_caching=False, **options)
+
+
+def check_serves(llm: LLM) -> None:
+    """Answers are right and every block is free."""
+    outputs = llm.generate([p.prompt for p in PROBLEMS], GREEDY, use_tqdm=False)
+    assert [o.outputs[0].text for o in outputs] == [p.answer for p in PROBLEMS]
+    pool = llm.engine.scheduler.pool
+    assert pool.num_free == pool.num_blocks
+
+
+@pytest.fixture
+def memory_limit() -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.usefixtures("memory_limit")
+def test_out_of_memory_in_a_step_ends_its_requests_alone() -> None:
+    llm, last = make(), dict[str, RequestOutput]()
+    engine = llm.engine
+
+    def step() -> None:
+        last.update({output.request_id: output for output in engine.step()})
+
+    engine.add_request(PROBLEMS[0].prompt, LONG, "running")
+    for _ in range(8):
+        step()
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit)
+    for name in ("large", "larger", "largest"):  # beyond the captured sizes: memory of its own
+        engine.add_request({"prompt_token_ids": [5] * 440}, LONG, name)
+    while engine.has_unfinished():
+        step()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(last) == 4
+    for output in last.values():
+        assert output.outputs[0].finish_reason == "error"
+        assert (output.outputs[0].error or "").startswith("OutOfMemoryError: CUDA out of memory")
+    check_serves(llm)
+
+
+def test_a_capture_that_fails_ends_the_requests_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Synchronizing is forbidden while a stream captures, and spoils the capture."""
+    llm = make()
+    real = CudaGraphs.capture
+
+    def spoiled(self: CudaGraphs, fn: Any) -> Any:
+        def inside() -> Sequence[Any]:
+            torch.cuda.synchronize()
+            return fn()  # type: ignore[no-any-return]
+
+        return real(self, inside)
+
+    monkeypatch.setattr(CudaGraphs, "capture", spoiled)
+    (output,) = llm.generate([PROBLEMS[0].prompt], GREEDY, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error" and output.error is not None
+    monkeypatch.undo()
+    check_serves(llm)
+    assert isinstance(llm.engine, Engine)
+    while llm.engine.capture_next():
+        pass
+    check_serves(llm)
+
+
+_LOST = """
+import sys
+import torch
+from fusewright.engine.runner import Runner
+from fusewright.serve.cli import main
+
+launch, launched = Runner.launch, []
+
+def lose(self, batch):
+    launched.append(1)
+    if len(launched) == 4:
+        torch.zeros(2, device="cuda")[torch.full((1,), 1 << 20, device="cuda")]  # asserted there
+    return launch(self, batch)
+
+Runner.launch = lose
+sys.exit(main({argv}))
+"""
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_lost_device_ends_the_command_with_one_line(prompts: int) -> None:
+    argv = ["run", "abacus", "--max-model-len", "64", "--max-num-seqs", "4", "--temperature", "0"]
+    for problem in PROBLEMS[:prompts]:
+        argv += ["--prompt", problem.prompt]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", _LOST.format(argv=argv)]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 2, (done.returncode, done.stderr[-2000:])
+    (line,) = [text for text in done.stderr.splitlines() if text.startswith("error: ")]
+    assert line.startswith("error: the device failed and runs nothing more: ")
+    assert line.endswith("restart the engine") and "Traceback" not in done.stderr
