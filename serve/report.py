@@ -15,6 +15,10 @@ def summary(facts: dict[str, Any]) -> str:
     lines.append(startup_table(facts["startup"], facts["compile"]))
     for kind, modes in facts["dispatch"].items():
         counts = ", ".join(f"{count} in graph mode {mode}" for mode, count in modes.items())
+        outside = facts["graphs"]["outside"].get(kind)
+        if outside:
+            counts += f"; {outside['steps']} beyond the captured sizes, up to "
+            counts += f"{outside['most_tokens']} tokens"
         lines.append(f"{kind} steps: {counts or 'none'}")
     if facts["memory"]["driver"]:
         lines.append(_memory(facts["memory"]))

@@ -13,6 +13,7 @@ from fusewright.config import LEVELS, EngineOptions, Hardware
 from fusewright.engine.engine import Engine
 from fusewright.engine.llm import LLM
 from fusewright.model_executor.abacus.problems import held_out
+from fusewright.serve.report import summary
 
 PROBLEMS = held_out(24, seed=5)
 RECORDING = Hardware(device="cpu", name="recording", graphs="recording")
@@ -185,3 +186,15 @@ def test_level_0_always_makes_logits() -> None:
     llm = make_level("NONE", 0)
     assert answers(llm) == [p.answer for p in PROBLEMS]
     assert "greedy" not in llm.report()["dispatch"]
+
+
+def test_steps_beyond_the_sizes_are_in_the_report() -> None:
+    """24 prompts of several tokens in one step are more than the 40 that were captured."""
+    llm = make("FULL_AND_PIECEWISE", max_num_seqs=24, max_num_batched_tokens=300)
+    assert answers(llm) == [p.answer for p in PROBLEMS]
+    report = llm.report()
+    outside = report["graphs"]["outside"]["mixed"]
+    assert outside["steps"] == report["dispatch"]["mixed"]["NONE"] > 0
+    assert outside["most_tokens"] > 40
+    said = f"{outside['steps']} beyond the captured sizes, up to {outside['most_tokens']} tokens"
+    assert said in summary(report)
