@@ -17,7 +17,7 @@ from fusewright.model_executor.abacus.problems import held_out
 from tests.model_executor.tiny_models import BY_NAME
 
 PREFIX = "7+8=15\n12+34=46\n"
-PROMPTS = [PREFIX * (i % 3) + problem.prompt for i, problem in enumerate(held_out(24, seed=9))]
+PROMPTS = [PREFIX * (i % 3) + problem.prompt for i, problem in enumerate(held_out(16, seed=9))]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=3, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=5, max_tokens=9, logprobs=0, ignore_eos=True),

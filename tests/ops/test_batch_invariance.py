@@ -87,7 +87,7 @@ def test_linear_fp8(implementation: str, scheme: str, device: torch.device) -> N
     check_rows(rows, device, compute, implementation)
 
 
-@pytest.mark.parametrize("width", [64, 128, 1000])
+@pytest.mark.parametrize("width", [64, 200])
 def test_norms_and_quantization(width: int, device: torch.device) -> None:
     x = torch.randn(1100, width, device=device).to(torch.bfloat16)
     weight = torch.rand(width, device=device).to(torch.bfloat16)
@@ -102,7 +102,7 @@ def test_norms_and_quantization(width: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("implementation", ["triton", "rowwise"])
 def test_logprobs(implementation: str, device: torch.device) -> None:
-    vocab = 3000 if device.type == "cpu" else 128256
+    vocab = 1500 if device.type == "cpu" else 128256
     logits = 3 * torch.randn(140, vocab, device=device)
 
     def compute(rows: Tensor) -> Tensor:
@@ -154,14 +154,14 @@ def test_attention(
     implementation: str, window: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Of one sequence, its queries at once, in chunks, one by one, and beside other sequences."""
-    lengths = (90, 33, 17) if device.type == "cpu" else (1500, 700, 90, 33, 17, 257)
+    lengths = (50, 33, 17) if device.type == "cpu" else (1500, 700, 90, 33, 17, 257)
     made, whole = Sequences(lengths, dtype, device), lengths[0]
     (expected,) = made.attend(implementation, [(0, 0, whole)], window)
     others = [(s, n // 2 if s % 2 else n - 1, n) for s, n in enumerate(lengths)][1:]
     interpreted = device.type == "cpu" and implementation == "invariant"
     # Interpreted, a query keeps its place in the tile, as rows do in ``batches``.
     step = 16 if interpreted else 1
-    cuts = [0, 16, 32, 80, whole] if interpreted else [0, 1, 2, 37, 64, whole - 1, whole]
+    cuts = [0, 16, 32, 48, whole] if interpreted else [0, 1, 2, 37, 64, whole - 1, whole]
     for batch in ([], others):
         for first, stop in itertools.pairwise(cuts):
             chunk = (0, first, stop)
