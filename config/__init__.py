@@ -4,7 +4,7 @@
 ``levels`` is the ``-O`` table, ``resolve()`` combines both with hardware and model limits.
 """
 
-from .errors import UserError
+from .errors import EngineDeadError, UserError
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, OPT_IN, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
@@ -29,6 +29,7 @@ __all__ = [
     "CaptureConfig",
     "CompileConfig",
     "CudagraphMode",
+    "EngineDeadError",
     "EngineOptions",
     "Hardware",
     "Level",

@@ -4,3 +4,7 @@
 class UserError(ValueError):
     """Bad input.  The message names the thing, its value, what was expected and the remedy;
     the command line prints it alone and exits with code 2."""
+
+
+class EngineDeadError(UserError):
+    """The device is lost; a new process is needed."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..config import UserError
+from ..config import EngineDeadError, UserError
 from .batch import Batch, PendingStep, Runner, StepResult
 from .inputs import InputProcessor, Prompt
 from .output_processor import OutputProcessor
@@ -26,10 +26,6 @@ class CheckedRequest:
 
 
 _Launched: TypeAlias = tuple[Batch, PendingStep]
-
-
-class EngineDeadError(UserError):
-    """The device is lost; a new process is needed."""
 
 
 class EngineLoop:

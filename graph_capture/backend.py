@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -30,20 +31,33 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools = [torch.cuda.graph_pool_handle()]
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, fn: Function) -> tuple[Sequence[Any], Replay]:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            graph.capture_begin(pool=self._pools[-1])
             try:
                 outputs = fn()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return outputs, graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture in which something went wrong."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # A call that CUDA forbids has spoiled it.  Up to 2.11 torch then leaves its allocators
+            # in capture (pytorch#180395): no later capture can use the pool.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pools[-1])
+            self._pools.append(torch.cuda.graph_pool_handle())
 
     def alias(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -55,8 +69,8 @@ class CudaGraphs:
 
     def pool_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()
-        ours = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
-        return sum(segment["total_size"] for segment in ours)
+        ours = {tuple(pool) for pool in self._pools}
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in ours)
 
 
 class RecordingGraphs:

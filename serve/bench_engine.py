@@ -125,9 +125,8 @@ def throughput(
         raise typer.Exit(_compare(*compare, threshold))
     options = merge(engine, model=model_argument)
     _check_counts(1, num_prompts=num_prompts)
-    for rate in request_rate or []:
-        if rate <= 0:
-            raise UserError(f"request_rate={rate}: expected more than 0")
+    if request_rate and min(request_rate) <= 0:
+        raise UserError(f"request_rate={min(request_rate)}: expected more than 0")
     writable("json", output)
     writable("plot", plot)
     from ..bench.serving import parse_limits, plot_throughput, run, warm_up
@@ -139,7 +138,7 @@ def throughput(
     vocab_size = llm.engine.inputs.vocab_size
     warm_up(llm.engine, equal(8, 64, 8, vocab_size))
     works, rows = mix(workload, num_prompts, vocab_size), []
-    rates: list[float | None] = [*(request_rate or [None])]
+    rates: list[float | None] = [*request_rate] if request_rate else [None]
     for rate in rates:
         found = run(llm.engine, works, rate).to_json(limits)
         rows.append({"workload": workload, "request_rate": rate, **found})

@@ -6,6 +6,7 @@ stderr; 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..config import UserError
+from ..config import EngineDeadError, UserError
 from . import bench
 from .cache import app as cache
 from .compile import compile
@@ -74,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return app(args=argv, prog_name="fusewright", standalone_mode=False) or 0
     except _UsageError as error:
         return _refuse(f"{error.format_message()} (see `{_where(error)} --help`)")  # type: ignore[attr-defined]
+    except EngineDeadError as error:
+        _refuse(str(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)  # torch would free its graphs, find the device lost, and abort
     except UserError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fusewright import LLM
-from fusewright.engine.loop import EngineDeadError, EngineLoop
+from fusewright.config import EngineDeadError
+from fusewright.engine.loop import EngineLoop
 from fusewright.engine.outputs import RequestOutput
 from fusewright.engine.runner import Runner
 from fusewright.engine.sampling_params import SamplingParams
