@@ -314,7 +314,8 @@ def warm_up(
 @torch.inference_mode()
 def capture(graphs: Graphs, config: ResolvedConfig, progress: Progress) -> None:
     """Capture the largest graphs, and all unless lazy."""
-    with progress.bar("Capturing graphs", graphs.num_pending) as advance:
+    total = graphs.num_pending + graphs.num_captured
+    with progress.bar("Capturing graphs", total) as advance:
         graphs.capture_largest()
         advance(graphs.num_captured)
         while not config.capture.lazy and graphs.capture_next():
@@ -337,7 +338,9 @@ def driver_bytes(hardware: Hardware) -> int:
 
 def outside_bytes(hardware: Hardware) -> int:
     """Of these, what is not PyTorch's: the CUDA context, loaded kernels, library workspaces."""
-    return driver_bytes(hardware) - torch.cuda.memory_reserved() if hardware.graphs == "cuda" else 0
+    if hardware.device == "cpu":
+        return 0
+    return driver_bytes(hardware) - torch.cuda.memory_reserved()
 
 
 def account(
