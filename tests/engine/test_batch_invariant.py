@@ -53,7 +53,8 @@ def check(
     rng: random.Random, requests: list[tuple[Any, SamplingParams]], model: str, **options: Any
 ) -> None:
     expected = None
-    for setup in SETUPS:
+    on_cpu = options["device"] == "cpu"  # slow: row by row
+    for setup in SETUPS[:2] if on_cpu else SETUPS:
         settings = {"max_model_len": 96, **options, **setup}
         llm = LLM(model, batch_invariant=True, **settings)
         for again in range(2):  # the second time prefixes are in the cache
