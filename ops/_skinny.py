@@ -21,11 +21,12 @@ from ._op import OpDesc
 # What the kernels' copies take of a row at least, and the least that is measured.
 _LINE_BYTES = 128
 _LEAST_BYTES = 8 << 20
-# The most rows with which they are ahead; they hold 32.  Of FP8, cuBLASLt is near with one scale
-# for all, far behind with more; blocks are copied by four.
+# The most rows with which they are ahead; they hold 32.  Of FP8, behind them is cuBLASLt with one
+# scale for all, the tiled kernel with more; blocks are copied by four.
 _ROWS_BF16 = 16
 _ROWS_FP8 = 32
-_ROWS_ONE_SCALE = 8
+_ROWS_FP8_LINEAR = 8
+_ROWS_FP8_BLOCKS = 16
 _BLOCK_COLUMNS = 512
 
 
@@ -83,7 +84,7 @@ def linear_fp8(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(*args: Any) -> Tensor:
         x, _, weight, weight_scale, *_ = args
-        most = _ROWS_ONE_SCALE if weight_scale.numel() == 1 else _ROWS_FP8
+        most = _ROWS_FP8_LINEAR if weight_scale.shape[1] == 1 else _ROWS_FP8_BLOCKS
         if x.shape[0] > most or rows_to_stream(x, weight) is None:
             return otherwise(*args)
         return torch.ops.fw_cuda.skinny_linear_fp8.default(*args)  # type: ignore[no-any-return]

@@ -16,8 +16,9 @@ from ._variant import DIVISOR, FIRST_PROGRAMMATIC_SM, Binary, Variant
 
 _WAIT = "griddepcontrol.wait;"
 # What must not come before the wait: memory that other kernels see, and ways around the wait.
+# A prefetch into L2 may: nothing is read before L2, where the writes of all kernels meet.
 _TOO_EARLY = re.compile(
-    r"\b(?:(?:ld|st|atom|red|cp|prefetch|multimem|ldu)\b(?!\.(?:param|shared))[.\w:]*|bra|ret|exit)\b"
+    r"\b(?:(?:ld|st|atom|red|cp|prefetch(?!\.global\.L2)|multimem|ldu)\b(?!\.(?:param|shared))[.\w:]*|bra|ret|exit)\b"
 )
 
 

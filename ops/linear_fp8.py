@@ -16,6 +16,7 @@ from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
 from ._quantize import refuses_device
 from .launches import linear_fp8 as kernels
+from .launches.counters import counters
 from .launches.quant import GROUP
 from .launches.tiles import cdiv
 
@@ -195,6 +196,25 @@ def _by_row(
     return product.to(out_dtype)
 
 
+def _launches_by_rows(*args: Any) -> tuple[list[Launch], Tensor]:
+    """Of the tiled kernel where it is ahead of cuBLASLt, else none."""
+    x, _, weight, *_ = args
+    ahead = kernels.is_ahead(scheme_of(*args), x.shape[0], weight.shape[0])
+    return _launches(*args) if ahead else ([], _fake(*args))
+
+
+_tiled = run_launches(_launches)
+
+
+def _by_rows(*args: Any) -> Tensor:
+    """cuBLASLt, or the tiled kernel where that is ahead; by the shapes of each call."""
+    x, _, weight, *_ = args
+    if x.device.type == "cuda":
+        counters(x.device)  # a capture may come next, and cannot allocate them
+    ahead = kernels.is_ahead(scheme_of(*args), x.shape[0], weight.shape[0])
+    return _tiled(*args) if ahead else _native(*args)
+
+
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
     def scales(rows: int, columns: int) -> Tensor:
         return 0.5 + torch.rand((rows, columns), generator=gen, device=device)
@@ -242,9 +262,13 @@ OP = SemanticOp(
     implementations=(
         Implementation(
             "skinny",
-            _skinny.linear_fp8(_native),
+            _skinny.linear_fp8(_by_rows),
             _skinny.linear_fp8_supports(_native_supports),
             devices=("cuda",),
+            launches=_launches_by_rows,
+        ),
+        Implementation(
+            "by_rows", _by_rows, _native_supports, devices=("cuda",), launches=_launches_by_rows
         ),
         Implementation("native", _native, _native_supports),
         Implementation(

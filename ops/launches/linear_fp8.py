@@ -1,32 +1,105 @@
-"""Launch of the tiled FP8 GEMM."""
+"""Launch of the tiled FP8 GEMM: tiles by rows and columns, measured, and splits by rule."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from .._launch import Launch
-from .tiles import cdiv
+from .counters import counters
+from .tiles import cdiv, next_power_of_2
 
+# The most rows with which the kernel is ahead of cuBLASLt, by the fewest columns.  With one scale
+# for all, never: with more, those kernels are slow.
+_MOST_ROWS = {
+    "tensor": ((0, 0),),
+    "token": ((16384, 64), (4097, 128), (0, 256)),
+    "block": ((4097, 64), (0, 128)),
+}
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8
+_H200_SMS = 132
+# Of each row of a weight tile: lines fetched into L2 while the kernel ahead still runs.
+_LINES_AHEAD = 4
 
 
-def _tile(m: int, n: int) -> tuple[int, int, int, int]:
-    """(rows, columns, warps, stages): the fastest measured on an H200 (bench/NOTES.md) of those
-    whose copies fit 96 KiB, which SM 8.9 has too."""
-    wide = n >= 16384  # programs enough for every multiprocessor even of larger tiles
-    if m <= 16:
-        return (16, 64, 4, 4) if wide else (16, 32, 4, 6)
-    if m <= 64:
-        return (64, 64, 4, 5) if wide else (64, 32, 4, 5)
-    return (64, 64, 4, 5) if m <= 256 and not wide else (128, 128, 8, 3)
+@dataclass(frozen=True)
+class Tile:
+    """What a program computes, and how.
+
+    Args:
+        rows, columns, depth: of a step; ``depth`` in elements, that is bytes.
+        stages: steps whose copies are under way.
+        least_steps: the fewest of a split: below, its start and its sum are most of its time.
+        an_sm: programs for a multiprocessor that a tile's depth is split for.
+        swapped: the weight is the tensor core's first operand: less of it idles for few rows.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 4
+    swapped: bool = False
+    least_steps: int = 14
+    an_sm: int = 2
 
 
-def _invariant_tile(m: int, n: int) -> tuple[int, int, int, int]:
-    """As ``_tile``, of tiles that add the same sums in the same order: matrix instructions of 64
-    rows, partial sums of 128 products."""
-    return (64, 64, 4, 5) if m <= 256 else (128, 128, 8, 3)
+# By the most rows, then by the fewest columns: the fastest measured on an H200 (bench/NOTES.md).
+_Tiles: TypeAlias = dict[int, tuple[tuple[int, Tile], ...]]
+_TILES: _Tiles = {
+    16: ((0, Tile(16, 64, 256, swapped=True)),),
+    32: ((0, Tile(32, 64, 256, swapped=True)),),
+    64: ((16384, Tile(64, 128, 128)), (0, Tile(64, 32, 256))),
+    128: ((16384, Tile(64, 128, 128)), (0, Tile(128, 64, 128, warps=8, an_sm=1))),
+    256: ((0, Tile(128, 64, 128, warps=8, an_sm=1)),),
+    1 << 62: ((0, Tile(128, 128, 128, warps=8, stages=3)),),
+}
+# With a scale for each 128 in depth, which is then a step's.
+_TILES_OF_BLOCKS: _Tiles = {
+    16: (
+        (16384, Tile(16, 128, 128, stages=5, swapped=True)),
+        (0, Tile(16, 64, 128, stages=6, swapped=True, least_steps=6, an_sm=3)),
+    ),
+    32: (
+        (16384, Tile(32, 128, 128, swapped=True)),
+        (0, Tile(32, 64, 128, stages=6, swapped=True, least_steps=6, an_sm=3)),
+    ),
+    64: ((16384, Tile(64, 128, 128)), (0, Tile(64, 64, 128, stages=5, least_steps=8))),
+    128: ((16384, Tile(64, 128, 128)), (0, Tile(128, 64, 128, warps=8, an_sm=1))),
+    1 << 62: ((0, Tile(128, 128, 128, warps=8, stages=3)),),
+}
+
+
+def tile_of(scheme: str, m: int, n: int) -> Tile:
+    """The tile for ``m`` rows and ``n`` columns."""
+    tiles = _TILES_OF_BLOCKS if scheme == "block" else _TILES
+    by_columns = next(found for most, found in tiles.items() if m <= most)
+    return next(tile for fewest, tile in by_columns if n >= fewest)
+
+
+def _invariant_tile(m: int) -> Tile:
+    """Of tiles that add the same sums in the same order, unsplit: matrix instructions of 64 rows,
+    partial sums of 128 products."""
+    return Tile(64, 64, 128, stages=5) if m <= 256 else Tile(128, 128, 128, warps=8, stages=3)
+
+
+def splits_of(tile: Tile, m: int, n: int, k: int) -> int:
+    """Parts of the depth that different programs sum, where tiles alone leave processors idle.
+
+    By the next power of two of the rows: whether there are any is fixed in the code.
+    """
+    tiles = cdiv(next_power_of_2(m), tile.rows) * cdiv(n, tile.columns)
+    most = cdiv(k, tile.depth) // tile.least_steps
+    return max(min(_H200_SMS * tile.an_sm // tiles, most), 1)
+
+
+def is_ahead(scheme: str, m: int, n: int) -> bool:
+    """Whether the kernel is faster than cuBLASLt, as measured on an H200 (bench/NOTES.md)."""
+    return m <= next(rows for fewest, rows in _MOST_ROWS[scheme] if n >= fewest)
 
 
 def linear_fp8(
@@ -47,10 +120,16 @@ def linear_fp8(
     weight = weight if weight.stride(1) == 1 or k == 1 else weight.contiguous()
     m = x.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    block_m, block_n, num_warps, num_stages = (_invariant_tile if invariant else _tile)(m, n)
+    tile = _invariant_tile(m) if invariant else tile_of(scheme, m, n)
+    splits = 1 if invariant else splits_of(tile, m, n, k)
+    tiles = cdiv(m, tile.rows) * cdiv(n, tile.columns)
+    arrived, partial = counters(x.device), None  # asked for always: a capture may come next
+    if splits > 1:
+        numel = tiles * splits * tile.rows * tile.columns
+        partial = torch.empty(numel, dtype=torch.float32, device=x.device)
     launch = Launch(
         kernel="linear_fp8:_linear_fp8_kernel",
-        grid=(cdiv(m, block_m) * cdiv(n, block_n),),
+        grid=(tiles * splits,),
         args={
             "x_ptr": x,
             "x_scale_ptr": x_scale,
@@ -58,9 +137,12 @@ def linear_fp8(
             "weight_scale_ptr": weight_scale.contiguous(),
             "bias_ptr": bias,
             "out_ptr": out,
+            "partial_ptr": partial,
+            "counter_ptr": None if partial is None else arrived,
             "M": m,
             "N": n,
             "K": k,
+            "splits": splits,
             "x_stride": x.stride(0),
             # Of one row the stride says nothing: as if there were more.
             "x_scale_row": x_scale.stride(0) if m > 1 else 1,
@@ -70,14 +152,17 @@ def linear_fp8(
         },
         constexprs={
             "SCHEME": scheme,
+            "SWAPPED": tile.swapped,
+            "WHOLE_STEPS": k % tile.depth == 0,
             "GROUP_M": _GROUP_M,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_K": 128,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+            "AHEAD": _LINES_AHEAD,
         },
-        num_warps=num_warps,
-        num_stages=num_stages,
-        dynamic=("M", "x_scale_group"),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        dynamic=("M", "splits", "x_scale_group"),
         programmatic=True,
     )
     return [launch], out

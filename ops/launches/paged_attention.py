@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .._launch import Launch
+from .counters import MAX_COUNTERS
+from .counters import counters as _counters
 from .paged_attention_plan import MAX_SEQS, Plan, plan
 
-# Arrival counters of split sequences: one per (sequence, KV head).  Zero between launches.
-MAX_COUNTERS = 1 << 16
 _H200_SMS = 132
 
 
@@ -28,17 +28,6 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.cache
-def _counters(device: torch.device) -> Tensor:
-    """Zeros that every launch leaves as zeros.  One stream a device may run this op at a time."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"paged_attention's first call on {device} is inside a CUDA graph capture, where its"
-            " counters cannot be allocated: run the op once before capturing"
-        )
-    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
 
 
 def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor) -> None:

@@ -4,7 +4,7 @@ Its blocks start while the last ones ahead still run, which hides its launch.  I
 the kernel ahead has finished and its results are visible.  The rule, which ``_triton_compile``
 checks in the code of every such kernel: all threads of all blocks wait, before they touch memory
 and before any of them returns.  Then whatever had finished for the kernel ahead has finished for
-this one too, at any distance.
+this one too, at any distance.  A prefetch into L2 touches nothing: L2 is where writes meet reads.
 
 Two kernels of csrc read before they wait.  Products read weights, which no kernel writes.  Decode
 attention reads block tables, lengths and the cache but for the slots that this step stores.  Those
@@ -50,3 +50,16 @@ def start_next_and_wait(PROGRAMMATIC: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask L2 for the line of each pointer, which must be one that may be read; before the wait."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -13,16 +13,16 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fusewright.ops import ALL_OPS, KernelTable, Launch, Variant, variants_of
+from fusewright.ops import ALL_OPS, BY_NAME, KernelTable, Launch, Variant, variants_of
 from fusewright.ops._triton_compile import compile_variant
-from fusewright.ops.triton_kernels.dependent import start_next_and_wait, wait_for_previous
+from fusewright.ops.triton_kernels.dependent import prefetch, start_next_and_wait, wait_for_previous
 
 SM = 90
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
@@ -71,9 +71,18 @@ def evading_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
         tl.store(x_ptr + tl.arange(0, BLOCK), n)
 
 
+@triton.jit
+def fetching_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
+    if PROGRAMMATIC:
+        prefetch(x_ptr + tl.arange(0, BLOCK))
+    wait_for_previous(PROGRAMMATIC)
+    tl.store(x_ptr + tl.arange(0, BLOCK), n)
+
+
 PLAIN = ("right_kernel", "wrong_kernel")
 PROGRAMMATIC = (
-    "waiting_kernel", "leading_kernel", "heedless_kernel", "hasty_kernel", "evading_kernel"
+    "waiting_kernel", "leading_kernel", "fetching_kernel", "heedless_kernel", "hasty_kernel",
+    "evading_kernel"
 )  # fmt: skip
 
 
@@ -107,6 +116,37 @@ def op_launches() -> Iterator[tuple[str, str, Launch]]:
                         continue
                     for launch in impl.launches(*case.args)[0]:
                         yield op.name, f"{case.label}, {dtype}", launch
+
+
+def large_launches() -> Iterator[tuple[str, str, Launch]]:
+    """Launches that only a model's sizes need, as (op, case, launch), on tensors without data."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def products(scheme: str, rows: int, n: int, k: int) -> tuple[Any, ...]:
+        one, bf16 = torch.float32, torch.bfloat16
+        x, weight = (empty(size, k, dtype=torch.float8_e4m3fn) for size in (rows, n))
+        if scheme == "token":
+            return x, empty(rows, 1, dtype=one), weight, empty(n, 1, dtype=one), None, bf16
+        x_scale = empty(k // 128, rows, dtype=one).t()
+        return x, x_scale, weight, empty(n // 128, k // 128, dtype=one), None, bf16
+
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("silu_mul_quant_dynamic", (empty(2, 2 * 14336), 0)),
+        ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 0)),
+        ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 128)),
+    ]
+    for scheme in ("token", "block"):
+        calls += [
+            ("linear_fp8", products(scheme, *shape))
+            for shape in ((64, 28672, 4096), (128, 4096, 14336))
+        ]
+    for name, args in calls:
+        describe = BY_NAME[name].implementation("triton").launches
+        assert describe is not None
+        for launch in describe(*args)[0]:
+            yield name, "a model's size", launch
 
 
 def compile_unique(launches: Iterator[tuple[str, str, Launch]]) -> Iterator[dict[str, Any]]:
@@ -163,7 +203,9 @@ def main() -> None:
     if "--table" in sys.argv:
         print(json.dumps(table_report()))
         return
-    launches = self_test_launches() if "--self-test" in sys.argv else op_launches()
+    launches = chain(op_launches(), large_launches())
+    if "--self-test" in sys.argv:
+        launches = self_test_launches()
     for result in compile_unique(launches):
         print(json.dumps(result), flush=True)
 

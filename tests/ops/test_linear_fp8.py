@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from fusewright.ops import BY_NAME, OpDesc
 from fusewright.ops._float8 import E4M3
+from fusewright.ops.launches import linear_fp8 as kernels
+from fusewright.ops.launches.counters import MAX_COUNTERS, counters
 
 OP = BY_NAME["linear_fp8"]
 SCHEMES = ("tensor", "token", "block")
@@ -43,19 +46,17 @@ def spread(scale: Tensor, like: Tensor) -> Tensor:
     """The scale of each element, by the indices of blocks: not as the reference does it."""
     sizes = zip(like.shape, scale.shape, strict=True)
     row, col = (torch.arange(n) // (n if s == 1 else 1 if s == n else 128) for n, s in sizes)
-    return scale.cpu().double()[row[:, None], col[None, :]]
+    return scale.double()[row.to(scale.device)[:, None], col.to(scale.device)[None, :]]
 
 
 def relative_error(got: Tensor, args: tuple[Any, ...], bias: Tensor | None) -> float:
     """Of each row relative to its largest element: rows have scales of their own."""
     x, x_scale, weight, weight_scale = args
-    exact = (x.cpu().double() * spread(x_scale, x)) @ (
-        weight.cpu().double() * spread(weight_scale, weight)
-    ).T
-    exact += 0.0 if bias is None else bias.cpu().double()
+    exact = (x.double() * spread(x_scale, x)) @ (weight.double() * spread(weight_scale, weight)).T
+    exact += 0.0 if bias is None else bias.double()
     if not exact.numel():
         return 0.0
-    error = (got.cpu().double() - exact).abs() / exact.abs().amax(1, keepdim=True)
+    error = (got.double() - exact).abs() / exact.abs().amax(1, keepdim=True)
     return float(error.max().nan_to_num(torch.inf))
 
 
@@ -75,6 +76,7 @@ def test_every_scheme_is_near_float64(
 ) -> None:
     torch.manual_seed(fw_seed)
     shapes = [(1, 96, 512), (4, 96, 1024), (6, 40, 200), (17, 130, 300), (3, 256, 640), (0, 32, 16)]
+    shapes += [(5, 40, 2048), (70, 40, 3584)]  # depth that programs share
     if device.type == "cuda":
         shapes += [(m, 512, 4096) for m in (1, 2, 3, 5, 16, 65, 130)] + [(33, 128, 14336)]
     checked = 0
@@ -95,6 +97,79 @@ def test_every_scheme_is_near_float64(
         checked += 1
     if not checked:
         pytest.skip(f"{implementation} runs no case of {dtype} here")
+
+
+def test_tiles_fit_every_gpu_that_has_fp8() -> None:
+    for tiles in (kernels._TILES, kernels._TILES_OF_BLOCKS):
+        for tile in (tile for by_columns in tiles.values() for _, tile in by_columns):
+            # SM 8.9 has 99 KiB of shared memory for a block.
+            assert (tile.rows + tile.columns) * tile.depth * tile.stages <= 96 << 10, tile
+            assert tiles is kernels._TILES or (tile.depth == 128 and tile.columns <= 128), tile
+
+
+def test_splits_give_each_program_work_and_each_tile_a_counter() -> None:
+    for scheme in SCHEMES:
+        for m, n, k in itertools.product((1, 9, 33, 64, 200, 5000), (16, 4096, 128256), (16, 8192)):
+            tile = kernels.tile_of(scheme, m, n)
+            splits = kernels.splits_of(tile, m, n, k)
+            assert 1 <= splits <= max(k // tile.depth, 1)
+            assert splits == 1 or -(-m // tile.rows) * -(-n // tile.columns) <= MAX_COUNTERS
+
+
+LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("n", "k"), LLAMA)
+def test_tiles_of_a_models_products_are_near_float64_and_repeat(
+    n: int, k: int, scheme: str, fw_seed: int
+) -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(fw_seed)
+    tiled = OP.overload("triton")
+    for m in (1, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 257):
+        args = draw(m, n, k, scheme, device)
+        bias = torch.randn(n, device=device).bfloat16() if m % 4 == 0 else None
+        call = (*args, bias, torch.bfloat16)
+        got = tiled(*call)
+        for result in (got, OP.overload("by_rows")(*call)):
+            error = relative_error(result, args, bias)
+            assert error <= 2.0**-7, f"{m} rows: {error}, --fw-seed={fw_seed}"
+        for _ in range(3):
+            assert torch.equal(got, tiled(*call)), f"{m} rows: another result when repeated"
+    assert not counters(device).any()
+
+
+@pytest.mark.gpu
+def test_products_that_start_early_in_a_graph_give_the_bits_of_single_launches(
+    fw_seed: int,
+) -> None:
+    """Behind quantization, which lets them fetch weights before it has written x."""
+    torch.manual_seed(fw_seed)
+    device = torch.device("cuda")
+    layers = [draw(1, 4096, 4096, scheme, device)[2:] for scheme in ("token", "block") * 3]
+    quantize = BY_NAME["quant_fp8_dynamic"].overload("triton")
+    for m in (9, 32, 64, 200):
+        x = torch.randn(m, 4096, device=device).bfloat16()
+
+        def run(x: Tensor = x) -> list[Tensor]:
+            found = [x]
+            for weight, weight_scale in layers:
+                group = 0 if weight_scale.shape[1] == 1 else 128
+                given = (*quantize(found[-1], group), weight, weight_scale * 1e-3)
+                found.append(OP.overload("triton")(*given, None, torch.bfloat16))
+            return found[1:]
+
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            for got, want in zip(captured, run(), strict=True):
+                assert torch.equal(got, want), f"{m} rows, --fw-seed={fw_seed}"
 
 
 def on_gpu(args: tuple[Any, ...], sm: int = 90) -> OpDesc:
