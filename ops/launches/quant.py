@@ -12,10 +12,18 @@ from torch import Tensor
 
 from .._float8 import E4M3
 from .._launch import Launch
+from .._variant import Constant
+from .counters import zeros_between_launches
 from .tiles import cdiv, next_power_of_2
 
 # Elements of a tile below which one program takes several rows; as ``norm.py`` does.
 _TILE_ELEMENTS = 1024
+
+# Few wide rows with a scale each: columns of a program, and programs, which must all run at once.
+_SPLIT_BLOCK, _LEAST_SPLIT_WIDTH, _MAX_PARTS = 1024, 8192, 32
+_MOST_PROGRAMS_WAITING, _MOST_SPLIT_ROWS = 128, 16
+# More rows than this are normed by programs that take several in turn.
+_MANY_ROWS, _PROGRAMS_OF_MANY = 1024, 8 * 132
 
 GROUP = 128
 """Columns that share a scale in the block scheme."""
@@ -53,6 +61,10 @@ def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> tuple[list[
     x = _rows(x)
     rows, width = x.shape[0], x.shape[1] if activation == "none" else x.shape[1] // 2
     results = empty_results(x, width, scheme)
+    if not isinstance(scheme, Tensor) and scheme == 0 and x.device.type != "cpu":
+        state = _split_state(x.device)  # also where it is not split: a capture may come next
+        if width >= _LEAST_SPLIT_WIDTH and rows <= _most_split_rows(width):
+            return [_quantize_split(x, width, results, state, activation)], results
     elements = 512 if activation == "none" else 256  # of a warp
     block = next_power_of_2(max(width, 1))
     if isinstance(scheme, Tensor) or scheme:
@@ -84,6 +96,44 @@ def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> tuple[list[
     return [launch], results
 
 
+def _most_split_rows(width: int) -> int:
+    """The largest power of two whose rows' programs all run at once; 0 for rows too wide."""
+    parts = cdiv(width, _SPLIT_BLOCK)
+    return 0 if parts > _MAX_PARTS else 1 << ((_MOST_PROGRAMS_WAITING // parts).bit_length() - 1)
+
+
+def _split_state(device: torch.device) -> Tensor:
+    """For each row a word of each part, and whose turn it is."""
+    return zeros_between_launches(device, _MOST_SPLIT_ROWS * (_MAX_PARTS + 1), torch.int64)
+
+
+def _quantize_split(
+    x: Tensor, width: int, results: Quantized, state: Tensor, activation: str
+) -> Launch:
+    """Several programs a row, which wait for each other: not under an interpreter."""
+    parts = cdiv(width, _SPLIT_BLOCK)
+    return Launch(
+        kernel="quant:_quant_split_kernel",
+        grid=(x.shape[0] * parts,),
+        args={
+            "x_ptr": x,
+            "q_ptr": results[0],
+            "scale_ptr": results[1],
+            "state_ptr": state,
+            "width": width,
+            "row_stride": x.stride(0),
+        },
+        constexprs={
+            "ACTIVATION": activation,
+            "PARTS": parts,
+            "MAX_PARTS": _MAX_PARTS,
+            "BLOCK": _SPLIT_BLOCK,
+        },
+        num_warps=4,
+        programmatic=True,
+    )
+
+
 def norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scheme: Scheme
 ) -> tuple[list[Launch], Quantized]:
@@ -102,6 +152,7 @@ def norm_quantize(
     tile_rows = _tile_rows(block)
     results = empty_results(x, hidden, scheme)
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    many = added is None and tile_rows == 1 and rows > _MANY_ROWS
     args: dict[str, Any] = {
         "x_ptr": x,
         "residual_ptr": added,
@@ -115,16 +166,17 @@ def norm_quantize(
         "residual_stride": 0 if added is None else added.stride(0),
         "eps": eps,
     }
+    constexprs: dict[str, Constant] = {"GROUP": _group(scheme, block), "BLOCK": block}
+    if many:
+        for name in ("residual_ptr", "residual_out_ptr", "residual_stride"):
+            del args[name]
+    else:
+        constexprs |= {"ADD": added is not None, "ROWS": tile_rows}
     launch = Launch(
-        kernel="quant:_norm_quant_kernel",
-        grid=(cdiv(rows, tile_rows),),
+        kernel=f"quant:_norm_quant_{'rows_' if many else ''}kernel",
+        grid=(_PROGRAMS_OF_MANY if many else cdiv(rows, tile_rows),),
         args=args,
-        constexprs={
-            "ADD": added is not None,
-            "GROUP": _group(scheme, block),
-            "ROWS": tile_rows,
-            "BLOCK": block,
-        },
+        constexprs=constexprs,
         num_warps=min(max(tile_rows * block // 512, 1), 16),
         dynamic=("num_rows",),
         programmatic=True,

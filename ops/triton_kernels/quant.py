@@ -15,13 +15,17 @@ from .float8 import stored_as
 
 
 @triton.jit
+def _scale_for(largest):
+    floor: tl.constexpr = 2.0**-64
+    return tl.where(largest < floor, floor, largest) * (1.0 / 448.0)
+
+
+@triton.jit
 def _scale_of(values, axis: tl.constexpr):
     """What makes the largest magnitude along ``axis`` 448; that of zeros still has an inverse."""
     # As integers, magnitudes order like the floats that they are, with NaN above infinity.
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
-    floor: tl.constexpr = 2.0**-64
-    return tl.where(largest < floor, floor, largest) * (1.0 / 448.0)
+    return _scale_for(tl.max(bits, axis=axis).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -70,6 +74,18 @@ def _store_quantized(
 
 
 @triton.jit
+def _activated(at, mask, width, ACTIVATION: tl.constexpr):
+    """float32 of what ``at`` points to, or of the gated activation of that and what is ``width``
+    behind it; 0 where ``mask`` is not."""
+    values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION != "none":
+        up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+        # Rounded as the unfused kernel does.
+        values = gated(values, up, ACTIVATION).to(at.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@triton.jit
 def _quant_kernel(
     x_ptr,
     q_ptr,
@@ -95,14 +111,73 @@ def _quant_kernel(
     if GROUP == 0:
         scale = tl.load(scale_ptr)
     at = x_ptr + row[:, None] * row_stride + cols[None, :]
-    values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION != "none":
-        up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-        # Rounded as the unfused kernel does.
-        values = gated(values, up, ACTIVATION).to(x_ptr.dtype.element_ty).to(tl.float32)
+    values = _activated(at, mask, width, ACTIVATION)
     _store_quantized(
         values, q_ptr, scale_ptr, scale, row, cols, num_rows, width, GROUP, ROWS, BLOCK, part
     )
+
+
+@triton.jit
+def _largest_of_parts(largest, part, row, state_ptr, PARTS: tl.constexpr, MAX_PARTS: tl.constexpr):
+    """The largest of a row's ``PARTS`` programs, which run at once and wait for each other.
+
+    Each publishes its own with the number of the row's turn in one word, and reads until the words
+    of all are of this turn.  So no word need be reset; the first program counts the turn.
+    """
+    words = state_ptr + row * (MAX_PARTS + 1)
+    turn = tl.load(words + MAX_PARTS, volatile=True).to(tl.int32) + 1
+    tl.atomic_xchg(words + part, (turn.to(tl.int64) << 32) | largest.to(tl.int64), sem="relaxed")
+    index = tl.arange(0, MAX_PARTS)
+    read = tl.zeros((MAX_PARTS,), dtype=tl.int64)
+    late = 1
+    while late > 0:
+        # The word of a part that does not exist is this program's own.
+        at = tl.where(index < PARTS, index, part)
+        read = tl.load(words + at, volatile=True)
+        late = tl.max(((read >> 32).to(tl.int32) != turn).to(tl.int32), axis=0)
+    if part == 0:
+        tl.store(words + MAX_PARTS, turn.to(tl.int64))
+    return tl.max(read.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _quant_split_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    state_ptr,
+    width,
+    row_stride,
+    ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """``_quant_kernel`` with a scale a row, for few rows: PARTS programs share one.
+
+    Alone, one multiprocessor's arithmetic is the time.
+    """
+    start_next_and_wait(PROGRAMMATIC)
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    values = _activated(x_ptr + row * row_stride + cols, cols < width, width, ACTIVATION)
+    mine = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    largest = _largest_of_parts(mine, part, row, state_ptr, PARTS, MAX_PARTS)
+    scale = _scale_for(largest.to(tl.float32, bitcast=True))
+    if part == 0:
+        tl.store(scale_ptr + row, scale)
+    q = stored_as(values * _inverse(scale), tl.float8e4nv)
+    tl.store(q_ptr + row * width + cols, q, mask=cols < width)
+
+
+@triton.jit
+def _normed(x, weight, hidden, eps, dtype: tl.constexpr):
+    """The norm of float32 rows, rounded on the way as the unfused kernels do."""
+    inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+    normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
+    return (normed * weight[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -124,7 +199,7 @@ def _norm_quant_kernel(
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """``rms_norm(x [+ residual])``, quantized; rounded on the way as the unfused kernels do."""
+    """``rms_norm(x [+ residual])``, quantized."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -144,9 +219,46 @@ def _norm_quant_kernel(
         total = (x + tl.load(r_at, mask=mask, other=0.0).to(tl.float32)).to(dtype)
         tl.store(residual_out_ptr + row[:, None] * hidden + cols[None, :], total, mask=mask)
         x = total.to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
-    normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
-    values = (normed * weight[None, :]).to(dtype).to(tl.float32)
+    values = _normed(x, weight, hidden, eps, dtype)
     _store_quantized(
         values, q_ptr, scale_ptr, scale, row, cols, num_rows, hidden, GROUP, ROWS, BLOCK
     )
+
+
+@triton.jit
+def _norm_quant_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    q_ptr,
+    scale_ptr,
+    num_rows,
+    hidden,
+    x_stride,
+    eps,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """``_norm_quant_kernel`` without a residual for many rows: each program takes several in turn,
+    reads the next while it works on one, and the weight once."""
+    start_next_and_wait(PROGRAMMATIC)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
+    mask = (cols < hidden)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < hidden, other=0.0)
+    scale = 1.0
+    if GROUP == 0:
+        scale = tl.load(scale_ptr)
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    at = x_ptr + row[:, None] * x_stride + cols[None, :]
+    ahead = tl.load(at, mask=(row < num_rows)[:, None] & mask, other=0.0)
+    for _ in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        x = ahead.to(tl.float32)
+        next_row = row + tl.num_programs(0)
+        at = x_ptr + next_row[:, None] * x_stride + cols[None, :]
+        ahead = tl.load(at, mask=(next_row < num_rows)[:, None] & mask, other=0.0)
+        values = _normed(x, weight.to(tl.float32), hidden, eps, dtype)
+        _store_quantized(
+            values, q_ptr, scale_ptr, scale, row, cols, num_rows, hidden, GROUP, 1, BLOCK
+        )
+        row = next_row

@@ -12,6 +12,7 @@ from fusewright import ops
 from fusewright.ops import BY_NAME, Case, SemanticOp
 from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
+from fusewright.ops.launches import quant as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -68,12 +69,52 @@ def test_fusing_changes_no_bit(
     fw_seed: int,
 ) -> None:
     torch.manual_seed(fw_seed)
-    for rows in (5, 70) if device.type == "cuda" else (5,):
+    # 1500 rows are normed by programs that take several in turn.
+    for rows in (5, 70, 1500) if device.type == "cuda" else (5,):
         args = inputs_of(name, rows, dtype, device)
         for i, (got, want) in enumerate(
             zip(*run_both(name, implementation, args, scheme), strict=True)
         ):
             assert same_bits(got, want), f"output {i} of {rows} rows, --fw-seed={fw_seed}"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_programs_that_take_several_rows_change_no_bit(
+    scheme: Any, device: torch.device, fw_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(fw_seed)
+    args = (torch.randn(7, 1024, device=device), torch.randn(1024, device=device), 1e-6)
+    one = run_both("rms_norm", "triton", args, scheme)[0]
+    monkeypatch.setattr(kernels, "_MANY_ROWS", 4)
+    monkeypatch.setattr(kernels, "_PROGRAMS_OF_MANY", 3)
+    several = run_both("rms_norm", "triton", args, scheme)[0]
+    assert all(map(same_bits, one, several)), f"--fw-seed={fw_seed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_programs_that_share_rows_find_the_scales_of_one_program(name: str, fw_seed: int) -> None:
+    """In graphs, again and again, other widths between: programs wait for each other's words."""
+    torch.manual_seed(fw_seed)
+    run = BY_NAME[f"{name}_quant_dynamic"].overload("triton")
+    reference = BY_NAME["quant_fp8_dynamic"].overload("native")
+    inputs = [
+        torch.randn(rows, 2 * width, device="cuda").bfloat16()
+        for rows in (1, 3, 8, 17)
+        for width in (14336, 9216, 8200, 28672)
+    ]
+    graph = torch.cuda.CUDAGraph()
+    for x in inputs:
+        run(x, 0)
+    with torch.cuda.graph(graph):
+        captured = [run(x, 0) for x in inputs]
+    for _ in range(20):
+        for x in inputs:
+            x.normal_()
+        graph.replay()
+        for x, (q, scale) in zip(inputs, captured, strict=True):
+            want_q, want_scale = reference(BY_NAME[name].overload("triton")(x), 0)
+            assert same_bits(q, want_q) and torch.equal(scale, want_scale), f"--fw-seed={fw_seed}"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -158,7 +199,7 @@ def test_costs_count_every_argument_and_result_once(op: SemanticOp) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", QUANTIZING)
-@pytest.mark.parametrize("rows", [1, 31, 257, 4099])
+@pytest.mark.parametrize("rows", [1, 31, 257, 1025, 4099])
 def test_kernels_write_all_of_large_outputs_and_nothing_else(
     op: SemanticOp, rows: int, fw_seed: int
 ) -> None:
