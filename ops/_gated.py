@@ -12,22 +12,31 @@ from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from .launches import activation as kernels
 
 
-def _check_even(gate_up: Tensor) -> None:
+def _check(gate_up: Tensor, up: Tensor | None) -> None:
     width = gate_up.shape[-1]
-    if width % 2:
+    if up is not None:
+        if gate_up.shape != up.shape or gate_up.dtype != up.dtype:
+            raise ValueError(
+                f"gate is {gate_up.dtype}{list(gate_up.shape)}, up {up.dtype}{list(up.shape)}: "
+                "expected the same"
+            )
+    elif width % 2:
         raise ValueError(f"gate_up has last dimension {width}, expected an even one: gate then up")
 
 
-def split_halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gate and up halves in float32.  Raises ValueError when the last dimension is odd."""
-    _check_even(gate_up)
+def gate_and_up(gate_up: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both in float32.  Raises ValueError when the last dimension is odd, or gate and up differ."""
+    _check(gate_up, up)
+    if up is not None:
+        return gate_up.float(), up.float()
     gate, up = gate_up.float().chunk(2, dim=-1)
     return gate, up
 
 
-def _fake(gate_up: Tensor) -> Tensor:
-    _check_even(gate_up)
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+def _fake(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    _check(gate_up, up)
+    width = gate_up.shape[-1] // (2 if up is None else 1)
+    return gate_up.new_empty((*gate_up.shape[:-1], width))
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -36,22 +45,25 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         yield Case(f"{list(shape)}", (x.to(dtype),))
     wide = torch.randn((5, 700), generator=gen, device=device).to(dtype)
     yield Case("slice of [5, 700]", (wide[:, 100:356],))
+    yield Case("gate and up of their own", (wide[:, :129].contiguous(), wide[:, 300:429]))
+    yield Case("three dimensions of each", (wide.view(5, 7, 100), wide.view(5, 7, 100) + 1))
     extreme = torch.tensor([-3e4, -200.0, -0.0, 0.0, 200.0, 240.0], device=device).repeat(3, 2)
     yield Case("saturated gates", (extreme.to(dtype),))
     yield Case("no tokens", (extreme[:0].to(dtype),))
 
 
 def _cost(desc: OpDesc) -> Cost:
-    gate_up = desc["gate_up"]
-    return Cost(bytes=gate_up.nbytes * 3 // 2, flops=5 * gate_up.numel // 2)
+    gate_up, up = desc["gate_up"], desc["up"]
+    out = gate_up.numel // 2 if up is None else gate_up.numel
+    return Cost(bytes=3 * out * gate_up.dtype.itemsize, flops=5 * out)
 
 
-def gated_op(name: str, reference: Callable[[Tensor], Tensor], activation: str) -> SemanticOp:
+def gated_op(name: str, reference: Callable[..., Tensor], activation: str) -> SemanticOp:
     """The op ``name``: [..., 2 * I] -> [..., I]; ``activation`` is the kernel's constant."""
 
-    def launches(gate_up: Tensor) -> tuple[list[Launch], Tensor]:
-        _check_even(gate_up)
-        return kernels.gated_activation(gate_up, activation)
+    def launches(gate_up: Tensor, up: Tensor | None = None) -> tuple[list[Launch], Tensor]:
+        _check(gate_up, up)
+        return kernels.gated_activation(gate_up, up, activation)
 
     return SemanticOp(
         name=name,

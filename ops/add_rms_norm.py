@@ -15,7 +15,13 @@ from .rms_norm import rms_norm_native
 _MAX_HIDDEN = 16384
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
     """Add and normalize: ``rms_norm(x + residual)`` (Zhang and Sennrich, 2019, eq. 4).
 
     Args:
@@ -23,30 +29,47 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         residual: like ``x``.
         weight: [hidden], same dtype.
         eps: added to the mean square.
+        weight_offset: as ``rms_norm`` takes it.
 
     Returns:
         (normed, residual_out), each like ``x`` and contiguous.  ``residual_out`` is the sum rounded
         to the dtype; the norm is of that rounded value, so fusing changes no bit.
     """
     return torch.ops.fw.add_rms_norm.default(  # type: ignore[no-any-return]
-        x, residual, weight, eps
+        x, residual, weight, eps, weight_offset
     )
 
 
-def _reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
     residual_out = x + residual
-    return rms_norm_native(residual_out, weight, eps), residual_out
+    return rms_norm_native(residual_out, weight, eps, weight_offset), residual_out
 
 
-def _fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float | None = None,
+) -> tuple[Tensor, Tensor]:
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     return normed, torch.empty_like(normed)
 
 
 def _launches(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float | None = None,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
-    return norm.add_rms_norm(x, residual, weight, eps)
+    return norm.add_rms_norm(x, residual, weight, eps, weight_offset)
 
 
 def _triton_supports(desc: OpDesc) -> str:
@@ -62,6 +85,8 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         yield Case(f"{list(shape)}", (randn(*shape), randn(*shape), randn(shape[-1]), 1e-5))
     packed = randn(6, 3 * 128)
     yield Case("slice of [6, 384]", (packed[:, 128:256], randn(6, 128), randn(128), 1e-6))
+    gemma = (randn(7, 96), randn(7, 96), randn(96), 1e-6, 1.0)
+    yield Case("Gemma's 1 + weight", gemma)
     yield Case("no rows", (randn(0, 64), randn(0, 64), randn(64), 1e-6))
 
 

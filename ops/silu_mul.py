@@ -6,26 +6,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._gated import gated_op, split_halves
+from ._gated import gate_and_up, gated_op
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` (Shazeer, 2020, GLU Variants, eq. 6).
 
     Args:
-        gate_up: [..., 2 * I], floating point: I gate columns, then I up columns.
+        gate_up: [..., 2 * I], floating point: I gate columns, then I up columns; or, with ``up``,
+            the gate columns alone, [..., I].
+        up: [..., I], like the gate; None where it is part of ``gate_up``.
 
     Returns:
         [..., I] in the same dtype, contiguous; computed in float32 and rounded once.
 
     Raises:
-        ValueError: the last dimension is odd.
+        ValueError: the last dimension is odd, or gate and up differ.
     """
-    return torch.ops.fw.silu_mul.default(gate_up)  # type: ignore[no-any-return]
+    return torch.ops.fw.silu_mul.default(gate_up, up)  # type: ignore[no-any-return]
 
 
-def _reference(gate_up: Tensor) -> Tensor:
-    gate, up = split_halves(gate_up)
+def _reference(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, up = gate_and_up(gate_up, up)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 

@@ -41,9 +41,9 @@ class FuseAddNorm:
             if reason:
                 report.miss(norm.name, reason)
                 continue
-            x, residual, weight, eps = add.args[1], add.args[0], norm.args[1], norm.args[2]
+            args = (add.args[1], add.args[0], *norm.args[1:])
 
-            def build(graph: fx.Graph, args: Any = (x, residual, weight, eps)) -> list[fx.Node]:
+            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
                 fused = graph.call_function(torch.ops.fw.add_rms_norm.default, args)
                 normed = graph.call_function(operator.getitem, (fused, 0))
                 total = graph.call_function(operator.getitem, (fused, 1))

@@ -35,6 +35,7 @@ class FuseNormQuant:
                 continue
             name = quant.node.name
             reason = why_not_alone(quant.source, quant) or why_not_before(quant, norm)
+            reason = reason or _why_not_norm(norm)
             if reason:
                 report.miss(name, reason)
                 continue
@@ -52,6 +53,11 @@ class FuseNormQuant:
             context.replace(self, norm, old=old, outputs=outputs, build=build)
             report.match(name)
         return report
+
+
+def _why_not_norm(norm: fx.Node) -> str:
+    has_offset = len(norm.args) > (3 if is_call(norm, torch.ops.fw.rms_norm.default) else 4)
+    return "its weight has an offset, for which there is no fused kernel" if has_offset else ""
 
 
 def _norm_of(source: Any) -> Any:

@@ -61,6 +61,8 @@ def _why_no_norms(norms: list[fx.Node]) -> str:
     for norm in norms:
         if len(norm.users) > 1:
             return f"{norm.name} has {len(norm.users)} users, not the rotary embedding alone"
+        if len(norm.args) > 3:
+            return f"the weight of {norm.name} has an offset, for which there is no fused kernel"
     epsilons = [norm.args[2] for norm in norms]
     if len(set(epsilons)) > 1:
         return f"q is normed with eps {epsilons[0]}, k with {epsilons[1]}"

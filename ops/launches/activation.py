@@ -12,14 +12,19 @@ from .tiles import cdiv, next_power_of_2
 _FEW_TOKENS = 32
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> tuple[list[Launch], Tensor]:
-    intermediate = gate_up.shape[-1] // 2
+def _rows(x: Tensor) -> Tensor:
+    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+
+
+def gated_activation(
+    gate_up: Tensor, up: Tensor | None, activation: str
+) -> tuple[list[Launch], Tensor]:
+    """``gate_up`` is the gate alone where ``up`` is given."""
+    intermediate = gate_up.shape[-1] // (2 if up is None else 1)
     out = torch.empty(
         (*gate_up.shape[:-1], intermediate), dtype=gate_up.dtype, device=gate_up.device
     )
-    if gate_up.stride(-1) != 1:
-        gate_up = gate_up.contiguous()
-    rows = gate_up.reshape(-1, 2 * intermediate)
+    rows, up_rows = _rows(gate_up), None if up is None else _rows(up)
     num_tokens = rows.shape[0]
     widest = 512 if num_tokens <= _FEW_TOKENS else 2048
     block = min(next_power_of_2(max(intermediate, 1)), widest)
@@ -29,9 +34,11 @@ def gated_activation(gate_up: Tensor, activation: str) -> tuple[list[Launch], Te
         grid=(num_tokens * parts,),
         args={
             "gate_up_ptr": rows,
+            "up_ptr": up_rows,
             "out_ptr": out,
             "intermediate": intermediate,
             "row_stride": rows.stride(0),
+            "up_row_stride": None if up_rows is None else up_rows.stride(0),
         },
         constexprs={"ACTIVATION": activation, "PARTS": parts, "BLOCK": block},
         num_warps=max(block // 256, 1),

@@ -30,7 +30,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
 
 
 def _plan(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None
 ) -> tuple[Launch, Tensor, Tensor | None]:
     hidden = x.shape[-1]
     if weight.shape != (hidden,) or (residual is not None and residual.shape != x.shape):
@@ -60,6 +60,7 @@ def _plan(
         "residual_outer_stride": r_outer,
         "residual_inner_stride": r_inner,
         "eps": eps,
+        "weight_offset": weight_offset,
     }
     launch = Launch(
         kernel="norm:_rms_norm_kernel",
@@ -73,14 +74,16 @@ def _plan(
     return launch, out, residual_out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[list[Launch], Tensor]:
-    launch, out, _ = _plan(x, None, weight, eps)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float | None
+) -> tuple[list[Launch], Tensor]:
+    launch, out, _ = _plan(x, None, weight, eps, weight_offset)
     return [launch], out
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float | None
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
-    launch, out, residual_out = _plan(x, residual, weight, eps)
+    launch, out, residual_out = _plan(x, residual, weight, eps, weight_offset)
     assert residual_out is not None
     return [launch], (out, residual_out)

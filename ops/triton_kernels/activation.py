@@ -1,4 +1,4 @@
-"""Gated activations: ``act(gate) * up`` from one packed row of gate and up.
+"""Gated activations: ``act(gate) * up`` from one packed row of gate and up, or from a row of each.
 
 Bandwidth-bound: a row of 2 * I elements is read and I are written.  Each thread has two loads of
 16 bytes in flight.
@@ -26,9 +26,11 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 @triton.jit
 def _gated_activation_kernel(
     gate_up_ptr,
+    up_ptr,
     out_ptr,
     intermediate,
     row_stride,
+    up_row_stride,
     ACTIVATION: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,7 +42,11 @@ def _gated_activation_kernel(
     cols = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     mask = cols < intermediate
     gate_ptr = gate_up_ptr + row * row_stride
+    if up_ptr is None:
+        up_ptr = gate_ptr + intermediate
+    else:
+        up_ptr += row * up_row_stride
     gate = tl.load(gate_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + intermediate + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     out = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * intermediate + cols, out.to(out_ptr.dtype.element_ty), mask=mask)

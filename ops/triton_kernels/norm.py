@@ -26,6 +26,7 @@ def _rms_norm_kernel(
     residual_outer_stride,
     residual_inner_stride,
     eps,
+    weight_offset,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -49,7 +50,11 @@ def _rms_norm_kernel(
         tl.store(residual_out_ptr + dense, total, mask=mask)
         x = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
-    # Rounded before the weight, as the reference; the product in float32 then rounds only once.
-    normed = (x * scale[:, None]).to(out_ptr.dtype.element_ty).to(tl.float32)
+    normed = x * scale[:, None]
+    if weight_offset is None:
+        # Rounded before the weight, as the reference; the product in float32 then rounds only once.
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
+    else:
+        weight += weight_offset
     out = normed * weight[None, :]
     tl.store(out_ptr + dense, out.to(out_ptr.dtype.element_ty), mask=mask)
