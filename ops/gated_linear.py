@@ -64,7 +64,7 @@ def _fake(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 def _in_turn(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """``F.linear``, then the activation's kernel."""
     _activation(activation)
-    launches, y = kernels.gated_activation(F.linear(x, weight), activation)
+    launches, y = kernels.gated_activation(F.linear(x, weight), None, activation)
     for launch in launches:
         launch.run()
     return y
@@ -82,7 +82,7 @@ def _skinny(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 def _launches(x: Tensor, weight: Tensor, activation: str) -> tuple[list[Launch], Tensor]:
     """What must be compiled: the activation's launch."""
     gate_up = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    return kernels.gated_activation(gate_up, activation)
+    return kernels.gated_activation(gate_up, None, activation)
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:

@@ -19,7 +19,7 @@ def rms_norm(
 
     Args:
         x: [..., hidden], floating point.
-        weight: [hidden], same dtype as ``x``.
+        weight: [hidden], same dtype as ``x``; with a ``weight_offset`` also float32.
         eps: added to the mean square.
         weight_offset: None rounds to x's dtype, then multiplies by the weight, as Llama does.  A
             number multiplies by weight + weight_offset in float32 and rounds once: 1 is Gemma's

@@ -5,13 +5,14 @@ matched, and why the others were missed.  Every replacement goes through ``Conte
 keeps both sides, so that ``verify`` can run one against the other.
 """
 
-from .pipeline import build_passes, run_passes
+from .pipeline import CANONICALIZE, build_passes, run_passes
 from .report import PassReport, RequiredFusionError, Site, check_required
 from .rule import Context, Rewrite, Rule
 from .subgraph import Subgraph, digest, extract, fake_value
 from .verify import VerificationError, check_graph, check_rewrite, random_value
 
 __all__ = [
+    "CANONICALIZE",
     "Context",
     "PassReport",
     "RequiredFusionError",

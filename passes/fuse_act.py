@@ -1,31 +1,52 @@
-"""``fuse_act``: the gated activation in one kernel.
+"""``fuse_act``: raises the gated activation, however it is spelled, to one op and one kernel.
 
-Before: ``gate, up = gate_up.chunk(2, -1); y = silu(gate) * up`` (or tanh-GELU).
-After: ``y = silu_mul(gate_up)`` (``gelu_tanh_mul``).  Saves a write and a read of the gate.
+Before: ``gate, up = gate_up.chunk(2, -1); y = silu(gate) * up`` (or tanh-GELU), the halves by split
+or slices or from two products, SiLU also as ``x * sigmoid(x)``, in the tensors' dtype or float32.
+After: ``y = silu_mul(gate_up)`` or ``silu_mul(gate, up)`` (``gelu_tanh_mul``).  Saves a write and a
+read of the gate.
 """
 
 from __future__ import annotations
 
-import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
+from .canonicalize import (
+    Miss,
+    cast_source,
+    check_dense,
+    columns,
+    in_order,
+    is_same,
+    kind,
+    only_user,
+    other_operand,
+    same_shape,
+    tensor,
+    widened,
+)
 from .report import PassReport
-from .rule import Context, Tier, is_call, writes_shared
-from .subgraph import fake_value
+from .rule import Context, Tier, writes_shared
 
-_MULS = (operator.mul, operator.imul, torch.mul, "mul", torch.ops.aten.mul.Tensor)
-_CHUNKS = ("chunk", torch.chunk)
+
+@dataclass(frozen=True)
+class _Act:
+    """An activation of a graph: ``op`` computes its product with another tensor."""
+
+    op: Any
+    node: fx.Node
+    gate: Any
+    inner: tuple[fx.Node, ...] = ()
 
 
 class FuseAct:
     """Expected sites: every SiLU or tanh-GELU.
 
-    Tolerant: unfused, the activation is rounded to the tensors' dtype before the product; fused,
-    only the product is (one rounding of a 16-bit type: 2^-8).
+    Tolerant: unfused, the activation is rounded to the tensors' dtype before the product, and with
+    ``x * sigmoid(x)`` once more; fused, only the product is (one rounding of a 16-bit type: 2^-8).
     """
 
     name = "fuse_act"
@@ -33,58 +54,87 @@ class FuseAct:
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
-        for act in list(gm.graph.nodes):
-            op = _fused_op(act)
-            if op is None:
+        for node in list(gm.graph.nodes):
+            act = _activation(node)
+            if act is None:
                 continue
-            mul, chunk, reason = _match(act)
-            if mul is None or chunk is None:
-                report.miss(act.name, reason)
+            name = act.node.name
+            try:
+                args, old, result = _read(act)
+            except Miss as miss:
+                report.miss(name, str(miss))
                 continue
-            source = chunk.args[0]
-            gate, up = act.args[0], next(a for a in mul.args if a is not act)
-            old = [n for n in act.graph.nodes if n in (chunk, gate, up, act, mul)]
-            name = act.name
 
-            def build(graph: fx.Graph, op: Any = op, source: Any = source) -> list[fx.Node]:
-                return [graph.call_function(op, (source,))]
+            def build(graph: fx.Graph, op: Any = act.op, args: Any = args) -> list[fx.Node]:
+                return [graph.call_function(op, args)]
 
-            context.replace(self, mul, old=old, outputs=[mul], build=build)
+            context.replace(self, result, old=old, outputs=[result], build=build)
             report.match(name)
         return report
 
 
-def _fused_op(node: fx.Node) -> Any:
-    if is_call(node, F.silu, torch.ops.aten.silu.default):
-        return torch.ops.fw.silu_mul.default
-    if is_call(node, F.gelu, torch._C._nn.gelu) and node.kwargs.get("approximate") == "tanh":
-        return torch.ops.fw.gelu_tanh_mul.default
+def _activation(node: fx.Node) -> _Act | None:
+    if kind(node) == "silu":
+        return _Act(torch.ops.fw.silu_mul.default, node, node.args[0])
+    if kind(node) == "gelu" and node.kwargs.get("approximate") == "tanh":
+        return _Act(torch.ops.fw.gelu_tanh_mul.default, node, node.args[0])
+    if kind(node) == "sigmoid":
+        for user in node.users:
+            if kind(user) == "mul" and any(is_same(a, node.args[0]) for a in user.args):
+                return _Act(torch.ops.fw.silu_mul.default, user, node.args[0], (node,))
     return None
 
 
-def _match(act: fx.Node) -> tuple[Any, Any, str]:
-    """(mul, chunk, "") when ``act`` is the gate of a gated activation, else without nodes."""
-    if len(act.users) != 1:
-        return None, None, f"the activation has {len(act.users)} users, not one product"
-    mul = next(iter(act.users))
-    if not is_call(mul, *_MULS) or len(mul.args) != 2:
-        return None, None, f"the activation feeds {mul.name}, not a product"
+def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:
+    """(arguments of the op, matched nodes, the node that has the result)."""
+    for node in act.inner:
+        only_user(node)
+    if len(act.node.users) != 1:
+        raise Miss(f"the activation has {len(act.node.users)} users, not one product")
+    gate = widened(act.gate)
+    nodes: list[Any] = [*act.inner, act.node, act.gate if gate is not act.gate else None]
+    dtype, factor, mul = tensor(gate).dtype, act.node, only_user(act.node)
+    if kind(mul) == "cast" and len(mul.users) == 1:
+        nodes.append(mul)
+        factor, mul = mul, only_user(mul)
+    if kind(mul) != "mul" or len(mul.args) != 2:
+        raise Miss(f"the activation feeds {mul.name}, not a product")
+    wide = other_operand(mul, factor)
+    up = widened(wide)
+    if tensor(up).dtype != dtype:
+        up = cast_source(wide)
+    nodes += [mul, wide if up is not wide else None]
     if writes_shared(mul):
-        return None, None, f"{mul.name} overwrites memory that others may read"
-    gate: Any = act.args[0]
-    up: Any = mul.args[1] if mul.args[0] is act else mul.args[0]
-    for half, index in ((gate, 0), (up, 1)):
-        if not is_call(half, operator.getitem) or half.args[1] != index:
-            return None, None, "gate and up are not the two halves of one tensor"
-    chunk: Any = gate.args[0]
-    if chunk is not up.args[0] or not is_call(chunk, *_CHUNKS):
-        return None, None, "gate and up are not the two halves of one tensor"
-    halved: Any = chunk.args[0]
-    source: Tensor = fake_value(halved)
-    parts = chunk.args[1] if len(chunk.args) > 1 else chunk.kwargs.get("chunks")
-    dim = chunk.args[2] if len(chunk.args) > 2 else chunk.kwargs.get("dim", 0)
-    if parts != 2 or dim not in (-1, source.dim() - 1):
-        return None, None, f"chunk({parts}, dim={dim}) does not halve the last dimension"
-    if source.shape[-1] % 2:
-        return None, None, f"odd last dimension {source.shape[-1]}"
-    return mul, chunk, ""
+        raise Miss(f"{mul.name} overwrites memory that others may read")
+    result = mul
+    if tensor(mul).dtype != dtype:
+        result = only_user(mul)
+        if kind(result) != "cast" or tensor(result).dtype != dtype:
+            raise Miss(f"the product is {tensor(mul).dtype}, the gate {dtype}")
+        nodes.append(result)
+    if tensor(up).dtype != dtype or not same_shape(tensor(gate), tensor(up)):
+        raise Miss(f"gate and up differ: {_describe(gate)}, {_describe(up)}")
+    check_dense(result)
+    halves = _halves(gate, up)
+    if halves is None:
+        return (gate, up), in_order(nodes), result
+    source, views = halves
+    return (source,), in_order([*nodes, *views]), result
+
+
+def _halves(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, list[Any]] | None:
+    """(the packed tensor, the nodes that cut it) when gate and up are its halves."""
+    first, second = columns(gate), columns(up)
+    if first is None or second is None or first[0] is not second[0]:
+        return None
+    source, middle = first[0], first[2]
+    if first[1] != 0 or second[1:] != (middle, 2 * middle):
+        return None
+    if tensor(source).shape[-1] != 2 * middle or tensor(source).dim() != tensor(gate).dim():
+        return None
+    cuts = [half.args[0] for half in (gate, up) if kind(half.args[0]) == "split"]
+    return source, [gate, up, *cuts]
+
+
+def _describe(node: fx.Node) -> str:
+    return f"{tensor(node).dtype}{list(tensor(node).shape)}"

@@ -36,8 +36,8 @@ class FuseActQuant:
                 continue
             name = quant.node.name
             reason = why_not_alone(act, quant) or why_not_before(quant, act)
-            if len(act.args) > 1:
-                reason = reason or "gate and up are two tensors, for which there is no fused kernel"
+            if any(up is not None for up in act.args[1:]):
+                reason = "gate and up are two tensors, for which there is no fused kernel"
             if reason:
                 report.miss(name, reason)
                 continue

@@ -36,7 +36,7 @@ class FuseGatedLinear:
                 continue
             product: Any = act.args[0]
             name, reason = act.name, _why_not(product)
-            if len(act.args) > 1:
+            if any(up is not None for up in act.args[1:]):
                 reason = "gate and up are two products"
             if reason:
                 report.miss(name, reason)

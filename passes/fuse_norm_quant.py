@@ -33,15 +33,15 @@ class FuseNormQuant:
             norm = _norm_of(quant.source)
             if norm is None:
                 continue
-            name = quant.node.name
+            name, adds = quant.node.name, norm is not quant.source
+            op, count = ("add_rms_norm", 4) if adds else ("rms_norm", 3)
             reason = why_not_alone(quant.source, quant) or why_not_before(quant, norm)
-            reason = reason or _why_not_norm(norm)
+            if any(offset is not None for offset in norm.args[count:]):
+                reason = "its weight has an offset, for which there is no fused kernel"
             if reason:
                 report.miss(name, reason)
                 continue
-            adds = norm is not quant.source
-            op = "add_rms_norm" if adds else "rms_norm"
-            target, args = fused_op(op, quant), (*norm.args, quant.how)
+            target, args = fused_op(op, quant), (*norm.args[:count], quant.how)
             outputs = [*quant.outputs, *([_total_of(norm)] if adds else [])]
 
             def build(
@@ -53,11 +53,6 @@ class FuseNormQuant:
             context.replace(self, norm, old=old, outputs=outputs, build=build)
             report.match(name)
         return report
-
-
-def _why_not_norm(norm: fx.Node) -> str:
-    has_offset = len(norm.args) > (3 if is_call(norm, torch.ops.fw.rms_norm.default) else 4)
-    return "its weight has an offset, for which there is no fused kernel" if has_offset else ""
 
 
 def _norm_of(source: Any) -> Any:

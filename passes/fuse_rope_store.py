@@ -61,7 +61,7 @@ def _why_no_norms(norms: list[fx.Node]) -> str:
     for norm in norms:
         if len(norm.users) > 1:
             return f"{norm.name} has {len(norm.users)} users, not the rotary embedding alone"
-        if len(norm.args) > 3:
+        if any(offset is not None for offset in norm.args[3:]):
             return f"the weight of {norm.name} has an offset, for which there is no fused kernel"
     epsilons = [norm.args[2] for norm in norms]
     if len(set(epsilons)) > 1:
@@ -110,6 +110,6 @@ def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[A
     _, v, kv_cache, slots, *kv_scale = store.args
     weights: list[Any] = [None, None, 0.0]
     if norms:
-        (q, q_weight, eps), (k, k_weight, _) = norms[0].args, norms[1].args
+        (q, q_weight, eps), (k, k_weight, _) = norms[0].args[:3], norms[1].args[:3]
         weights = [q_weight, k_weight, eps]
     return (positions, q, k, v, table, kv_cache, slots, *weights, *kv_scale)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
+from .canonicalize_norm import CanonicalizeNorm
+from .canonicalize_rope import CanonicalizeRope
 from .check_effects import Snapshot
 from .cleanup import Cleanup
 from .fuse_act import FuseAct
@@ -32,6 +34,11 @@ PIPELINE: tuple[Rule, ...] = (
     FuseRopeStore(),
     FuseLMHeadArgmax(),
 )
+
+
+CANONICALIZE: tuple[Rule, ...] = (CanonicalizeNorm(), CanonicalizeRope())
+"""What unmodified models need first; ours are written in semantic ops.  ``fuse_act`` raises gated
+activations in both."""
 
 
 def build_passes(names: Iterable[str]) -> list[Rule]:

@@ -17,14 +17,19 @@ from .subgraph import Subgraph, compute_fake, external_inputs, extract, fake_val
 
 @dataclass(frozen=True)
 class Tier:
-    """How far a rewrite may move its outputs: ``atol == rtol == 0`` promises equal bits."""
+    """How far a rewrite may move its outputs: nothing but zeros promises equal bits.
+
+    ``of_row`` is relative to the largest magnitude in a value's row: for sums in which large terms
+    cancel.
+    """
 
     atol: float
     rtol: float
+    of_row: float = 0.0
 
     @property
     def exact(self) -> bool:
-        return self.atol == self.rtol == 0.0
+        return self.atol == self.rtol == self.of_row == 0.0
 
 
 EXACT = Tier(0.0, 0.0)
@@ -55,12 +60,13 @@ class Context:
         old: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
         build: Callable[[fx.Graph], Sequence[fx.Node]],
+        tier: Tier | None = None,
     ) -> None:
         """Put the nodes made by ``build`` in place of ``outputs``, right before ``site``.
 
         ``old`` are the matched nodes in graph order, ``outputs`` those of them whose values are
         used outside; ``build`` returns their replacements in the same order.  Matched nodes that
-        have other users stay.
+        have other users stay.  ``tier`` is this rewrite's, where it may move less than its rule.
         """
         graph = site.graph
         first = site.prev
@@ -82,7 +88,7 @@ class Context:
                 Rewrite(
                     rule=rule.name,
                     site=site.name,
-                    tier=rule.tier,
+                    tier=tier or rule.tier,
                     before=extract(old, outputs, inputs),
                     after=extract(new, new_outputs, inputs),
                 )

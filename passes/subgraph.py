@@ -30,6 +30,8 @@ def compute_fake(node: fx.Node) -> Any:
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake_value)
     tensors = _tensors([args, kwargs, fake_value(node)])
+    if not tensors:  # it creates a tensor, perhaps of a symbolic size
+        tensors = _tensors([fake_value(n) for n in node.graph.find_nodes(op="placeholder")])
     modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
     with modes[0] if modes else nullcontext():
         if node.op == "call_method":

@@ -38,7 +38,7 @@ class WrongRule:
             norm,
             old=[add, norm],
             outputs=[norm, add],
-            build=lambda graph: self.build(graph, *reversed(add.args), *norm.args[1:]),
+            build=lambda graph: self.build(graph, *reversed(add.args), *norm.args[1:3]),
         )
         return PassReport(self.name)
 

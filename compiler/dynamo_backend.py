@@ -1,0 +1,313 @@
+"""The Dynamo backend: ``torch.compile(model, backend="fusewright")`` for unmodified modules.
+
+Dynamo's graph -> AOTAutograd: functional ATen -> canonicalize, fusion passes -> lower -> Inductor
+for all the rest.  Attention stays PyTorch's own call: it is already one fused kernel over
+contiguous keys and values, which no semantic op describes (``paged_attention`` reads a block
+table).  What cannot be fused as a whole, such as training, runs through Inductor as it is, with one
+warning, or is refused if fusions are required.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ..config import LEVELS, UserError
+from ..passes import CANONICALIZE, PassReport, build_passes, check_required, run_passes
+from ..passes.subgraph import compute_fake
+from .lower import lower
+
+_PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
+"""Of a level's passes those that find sites in unmodified models: the others are about FP8 and
+paged KV caches."""
+_REPORTS: dict[str, GraphReport] = {}
+"""By name: Dynamo may compile a graph again before it runs."""
+
+
+class UnfusedWarning(UserWarning):
+    """A graph runs through Inductor without fusions, or in parts."""
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """``torch.compile(..., options={...})`` of this backend.
+
+    Attributes:
+        level: as ``-O``: 0 runs the graph eagerly, 1 raises ops and lets Inductor fuse them, 2 runs
+            the fusion passes and hand kernels, 3 lets Inductor search for its kernels'
+            configurations too.
+        require_fusion: "NAME" or "NAME:COUNT", one or a list: the pass must match that often in
+            every graph and miss nowhere.
+        require_all_fusions: every expected site must match, in one graph without a break.
+        verify: run every distinct rewrite, before against after, on random inputs.
+        rest: "inductor" or "eager": how what the passes leave runs; the latter, op by op, is for
+            debugging.
+    """
+
+    level: int = 2
+    require_fusion: str | Sequence[str] = ()
+    require_all_fusions: bool = False
+    verify: bool = False
+    rest: str = "inductor"
+
+    def __post_init__(self) -> None:
+        checks: list[tuple[str, bool, Any]] = [
+            ("level", self.level in LEVELS and type(self.level) is int, f"one of {[*LEVELS]}"),
+            ("rest", self.rest in ("inductor", "eager"), "'inductor' or 'eager'"),
+        ]
+        for name in ("require_all_fusions", "verify"):
+            checks.append((name, isinstance(getattr(self, name), bool), "True or False"))
+        for name, fits, expected in checks:
+            if not fits:
+                raise UserError(f"options[{name!r}] is {getattr(self, name)!r}, expected {expected}")
+        self.required()
+
+    def required(self) -> list[tuple[str, int]]:
+        """(pass, least number of matches) of ``require_fusion``."""
+        given = self.require_fusion
+        pairs = []
+        for item in [given] if isinstance(given, str) else given:
+            name, _, count = str(item).partition(":")
+            known = [rule.name for rule in self.passes()]
+            if name not in known or (count and not count.isdigit()):
+                raise UserError(
+                    f"options['require_fusion'] has {item!r}, expected NAME or NAME:COUNT; "
+                    f"level {self.level} runs: {', '.join(known) or 'none'}"
+                )
+            pairs.append((name, int(count or 1)))
+        return pairs
+
+    def passes(self) -> list[Any]:
+        level = LEVELS[self.level]
+        if not level.trace:
+            return []
+        return [*CANONICALIZE, *build_passes(name for name in _PASSES if name in level.passes)]
+
+
+@dataclass
+class GraphReport:
+    """What became of one graph that Dynamo captured.
+
+    Attributes:
+        name: Dynamo's frame and compilation, such as "0/1"; ``TORCH_LOGS`` prints the same.
+        passes: expected sites of each pass, matched or missed with the reason.
+        choices: implementations chosen, counted.
+        library_calls: attention calls that are left to PyTorch, counted.
+        notice: why the graph is not fused, or fused in part; "" if it is whole.
+        seconds: time of passes and lowering, without Dynamo and Inductor.
+    """
+
+    name: str
+    passes: list[PassReport] = field(default_factory=list)
+    choices: Mapping[str, int] = field(default_factory=dict)
+    library_calls: Mapping[str, int] = field(default_factory=dict)
+    notice: str = ""
+    seconds: float = 0.0
+
+    def matched(self, name: str) -> int:
+        """Sites that the pass of this name matched."""
+        return sum(report.matched for report in self.passes if report.name == name)
+
+    def __str__(self) -> str:
+        lines = [f"graph {self.name}" + (f": {self.notice}" if self.notice else "")]
+        lines += [report.summary() for report in self.passes]
+        lines += [f"{name}: {count} left to PyTorch" for name, count in self.library_calls.items()]
+        return "\n  ".join([*lines, *(f"{n} x {choice}" for choice, n in self.choices.items())])
+
+
+def reports() -> list[GraphReport]:
+    """One for each graph that was compiled since ``clear_reports()``, oldest first."""
+    return list(_REPORTS.values())
+
+
+def clear_reports() -> None:
+    _REPORTS.clear()
+
+
+def fusewright(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile what Dynamo captured; ``torch.compile`` calls this.
+
+    Args:
+        mode: as for Inductor, such as "reduce-overhead" for CUDA graphs.
+        options: fields of ``BackendOptions``.
+
+    Raises:
+        UserError: an unknown option, or a fusion that is required and missed.
+    """
+    chosen = read_options(options or {})
+    name = str(torch._guards.CompileContext.current_compile_id())
+    report = _REPORTS[name] = GraphReport(name)
+    if chosen.level == 0:
+        report.notice = "level 0 runs it eagerly"
+        return gm.forward
+    from torch._functorch import config as functorch_config
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = list_mode_options(mode) if mode else {}
+    if LEVELS[chosen.level].tune:
+        patches |= {"coordinate_descent_tuning": True}
+    unfused = _why_unfused(gm, example_inputs)
+    _notice(report, chosen, unfused or _broken(gm))
+    if unfused and chosen.rest == "eager":
+        return gm.forward
+    if unfused:
+        return compile_fx(gm, example_inputs, config_patches=patches)
+    _fix_floats(gm)
+
+    def inner(aten: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return _compile_aten(aten, inputs, chosen, report, **kwargs)
+
+    # AOTAutograd's own cache knows Dynamo's graph alone, not what we make of it.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(
+            gm, example_inputs, inner_compile=inner, config_patches=patches, decompositions={}
+        )
+
+
+def read_options(options: Mapping[str, Any]) -> BackendOptions:
+    """Raises UserError for a name or a value that there is not."""
+    known = [*BackendOptions.__dataclass_fields__]
+    for name in options:
+        if name not in known:
+            raise UserError(f"options has {name!r}, expected some of: {', '.join(known)}")
+    return BackendOptions(**options)
+
+
+def _why_unfused(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """Why the rewritten graph could not stand for this one, or nothing."""
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
+        return (
+            "gradients are required; for inference, call it under torch.inference_mode() or "
+            "torch.no_grad()"
+        )
+    devices = {value.device.type for value in tensors} - {"cpu", "cuda"}
+    if devices:
+        return f"it runs on {', '.join(sorted(devices))}, expected cpu or cuda"
+    for node in gm.graph.nodes:
+        if node.meta.get("unbacked_bindings"):
+            return f"a size or a number in it depends on data, computed by {node.name}"
+    return ""
+
+
+def _broken(gm: fx.GraphModule) -> str:
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    what = str(reason.reason).strip().splitlines()[0]
+    return f"the graph breaks behind it ({what}): nothing is fused across the break"
+
+
+def _notice(report: GraphReport, options: BackendOptions, reason: str) -> None:
+    """Warn, or refuse where fusions are required."""
+    if not reason:
+        return
+    broken = reason.startswith("the graph breaks")
+    if options.require_all_fusions or (options.require_fusion and not broken):
+        raise UserError(f"fusions are required, but graph {report.name} is not fused: {reason}")
+    what = "is compiled in parts" if broken else "runs through Inductor unfused"
+    report.notice = reason
+    warnings.warn(f"fusewright: a graph {what}: {reason}", UnfusedWarning, stacklevel=3)
+
+
+def _fix_floats(gm: fx.GraphModule) -> None:
+    """Make numbers of the model constants, which Dynamo guards: with ``dynamic=True`` they would be
+    inputs, and a norm's eps unknown."""
+    for node in list(gm.graph.nodes):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymFloat) and node.op == "call_method" and node.target == "item":
+            node.replace_all_uses_with(float(value))
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _compile_aten(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: BackendOptions,
+    report: GraphReport,
+    **kwargs: Any,
+) -> Any:
+    """Rewrite and lower AOTAutograd's graph, and have Inductor compile the result."""
+    start = time.perf_counter()
+    for node in gm.graph.nodes:
+        made = getattr(gm, node.target) if node.op == "get_attr" else None
+        node.meta["example_value"] = node.meta.get("val", made)
+        if options.verify and node.op == "call_function":
+            # AOTAutograd drops slices that take all: sizes behind them are other expressions.
+            node.meta["example_value"] = compute_fake(node)
+    report.library_calls = Counter(
+        node.target.__name__
+        for node in gm.graph.nodes
+        if "scaled_dot_product" in getattr(node.target, "__name__", "")
+    )
+    with unset_fake_temporarily():  # verification runs on data
+        report.passes = run_passes(gm, options.passes(), verify=options.verify)
+    required = options.required()
+    if options.require_all_fusions:
+        required = [(one.name, 0) for one in report.passes]
+    check_required(report.passes, required)
+    report.choices = lower(
+        gm, hand_kernels=LEVELS[options.level].hand_kernels, kernels={}, sm=_sm(gm)
+    )
+    report.seconds = time.perf_counter() - start
+    if options.rest == "eager":
+        return _run_eagerly(gm)
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+
+
+def _sm(gm: fx.GraphModule) -> int:
+    """Compute capability of the graph's GPU; 0 without one."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta["example_value"]
+        if isinstance(value, Tensor) and value.device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(value.device)
+            return 10 * major + minor
+    return 0
+
+
+def _run_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def run(args: list[Any]) -> Any:
+        values = list(args)
+        args.clear()
+        return gm(*values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _decompose(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph in the ops that Inductor lowers, native implementations opened."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    trace = make_fx(
+        gm, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True
+    )
+    modes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
+    with torch.no_grad(), enable_python_dispatcher(), modes[0]:
+        made: fx.GraphModule = trace(*inputs)
+    (old,), (new,) = (graph.find_nodes(op="output") for graph in (gm.graph, made.graph))
+    # Which results the caller sees, in which strides.
+    new.meta.update(old.meta)
+    return made

@@ -1,0 +1,197 @@
+"""Reads plain PyTorch math in whatever spelling a graph has it: Dynamo's functions and methods, or
+ATen's ops.
+
+The rules that raise it to semantic ops (``canonicalize_norm``, ``canonicalize_rope``,
+``fuse_act``) ask what a node computes and check eps, dimensions and dtypes on the nodes; no pattern
+graphs are listed anywhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from .rule import EXACT, Tier
+from .subgraph import fake_value
+
+_ATEN = torch.ops.aten
+_TARGETS: dict[str, tuple[Any, ...]] = {
+    "add": (operator.add, operator.iadd, torch.add, "add", _ATEN.add.Tensor, _ATEN.add.Scalar),
+    "mul": (operator.mul, operator.imul, torch.mul, "mul", _ATEN.mul.Tensor, _ATEN.mul.Scalar),
+    "div": (operator.truediv, torch.div, "div", _ATEN.div.Tensor, _ATEN.div.Scalar),
+    "pow": (operator.pow, torch.pow, "pow", _ATEN.pow.Tensor_Scalar),
+    "square": (torch.square, "square", _ATEN.square.default),
+    "mean": (torch.mean, "mean", _ATEN.mean.dim),
+    "sum": (torch.sum, "sum", _ATEN.sum.dim_IntList),
+    "rsqrt": (torch.rsqrt, "rsqrt", _ATEN.rsqrt.default),
+    "sqrt": (torch.sqrt, "sqrt", _ATEN.sqrt.default),
+    "reciprocal": (torch.reciprocal, "reciprocal", _ATEN.reciprocal.default),
+    "neg": (operator.neg, torch.neg, "neg", _ATEN.neg.default),
+    "cos": (torch.cos, "cos", _ATEN.cos.default),
+    "sin": (torch.sin, "sin", _ATEN.sin.default),
+    "sigmoid": (torch.sigmoid, F.sigmoid, "sigmoid", _ATEN.sigmoid.default),
+    "silu": (F.silu, _ATEN.silu.default),
+    "gelu": (F.gelu, torch._C._nn.gelu, _ATEN.gelu.default),
+    "rms_norm": (F.rms_norm, torch.rms_norm, _ATEN.rms_norm.default),
+    "cast": (
+        *("to", "float", "half", "bfloat16", "type", "type_as"),
+        _ATEN._to_copy.default,
+        torch.ops.prims.convert_element_type.default,
+    ),
+    "cat": (torch.cat, _ATEN.cat.default),
+    "unsqueeze": (torch.unsqueeze, "unsqueeze", _ATEN.unsqueeze.default),
+    "split": (
+        *(torch.chunk, "chunk", torch.split, "split", torch.tensor_split, "tensor_split"),
+        *(_ATEN.split.Tensor, _ATEN.split_with_sizes.default),
+    ),
+    "item": (operator.getitem,),
+    "slice": (_ATEN.slice.Tensor,),
+}
+_KINDS: dict[Any, str] = {target: kind for kind, many in _TARGETS.items() for target in many}
+_EPSILONS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+class Miss(Exception):
+    """A site that is not raised; the message is the reason that the report gives."""
+
+
+def kind(node: Any) -> str:
+    """What ``node`` computes, such as "mul"; "" for what no rule reads."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    return _KINDS.get(node.target, "")
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument, by position or by keyword."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def tensor(node: Any) -> Tensor:
+    """The fake tensor of a node; a ``Miss`` where there is none."""
+    value = fake_value(node) if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor):
+        raise Miss(f"{node} is not a tensor of the graph")
+    return value
+
+
+def cast_source(node: Any) -> Any:
+    """What is cast by ``node``, or ``node`` itself if it does not change a dtype alone."""
+    if kind(node) != "cast":
+        return node
+    source = fake_value(node.args[0])
+    made = fake_value(node)
+    if not isinstance(source, Tensor) or not isinstance(made, Tensor):
+        return node
+    moved = source.device != made.device or not source.dtype.is_floating_point
+    return node if moved or not made.dtype.is_floating_point else node.args[0]
+
+
+def widened(node: Any) -> Any:
+    """What ``node`` casts to float32, else ``node``: every value stays what it is."""
+    made = fake_value(node) if isinstance(node, fx.Node) else None
+    return cast_source(node) if isinstance(made, Tensor) and made.dtype == torch.float32 else node
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether both nodes have the same values: one node, or two wide casts of one."""
+    return isinstance(a, fx.Node) and widened(a) is widened(b)
+
+
+def with_number(node: fx.Node) -> tuple[Any, float | None]:
+    """(the tensor operand, the number) of a sum, product, quotient or power with a number."""
+    left, right = argument(node, 0, "input"), argument(node, 1, "other", node.kwargs.get("exponent"))
+    if argument(node, 2, "alpha", 1) != 1 or node.kwargs.get("rounding_mode"):
+        return left, None
+    if isinstance(right, (int, float)):
+        return left, float(right)
+    if isinstance(left, (int, float)) and kind(node) in ("add", "mul"):
+        return right, float(left)
+    return left, None
+
+
+def other_operand(node: fx.Node, known: fx.Node) -> Any:
+    """The operand beside ``known`` of a sum or a product of two; a ``Miss`` for anything else."""
+    operands = [argument(node, 0, "input"), argument(node, 1, "other")]
+    if known not in operands or argument(node, 2, "alpha", 1) != 1:
+        raise Miss(f"{node.name} is not of two operands")
+    return operands[1] if operands[0] is known else operands[0]
+
+
+def only_user(node: fx.Node) -> fx.Node:
+    """The one user of a value in the midst of a site."""
+    if len(node.users) != 1:
+        raise Miss(f"{node.name} has {len(node.users)} users, expected one")
+    return next(iter(node.users))
+
+
+def columns(node: Any) -> tuple[Any, int, int] | None:
+    """(tensor, start, stop) when ``node`` is a range of columns of another tensor, else None."""
+    if not isinstance(node, fx.Node) or not isinstance(fake_value(node), Tensor):
+        return None
+    width, start = fake_value(node).shape[-1], None
+    source: Any = node.args[0] if node.args else None
+    rank = fake_value(node).dim()
+    if kind(node) == "slice" and argument(node, 1, "dim", 0) in (-1, rank - 1):
+        start = argument(node, 2, "start") if argument(node, 4, "step", 1) == 1 else None
+    elif kind(node) == "item" and kind(source) == "split":
+        parts, index, source = fake_value(source), node.args[1], source.args[0]
+        dim = argument(node.args[0], 2, "dim", 0)  # type: ignore[arg-type]
+        if dim in (-1, rank - 1) and isinstance(index, int):
+            start = sum(part.shape[-1] for part in parts[:index])
+    elif kind(node) == "item" and isinstance(source, fx.Node):
+        start = _slice_start(node.args[1], fake_value(source))
+    if not isinstance(start, int) or not isinstance(width, int):
+        return None
+    if start < 0:
+        start += tensor(source).shape[-1]
+    return source, start, start + width
+
+
+def _slice_start(index: Any, source: Any) -> int | None:
+    """Where ``source[..., start:stop]`` starts, whatever of the other dimensions is taken whole."""
+    if not isinstance(index, tuple) or not isinstance(source, Tensor):
+        return None
+    *rest, last = index
+    whole = all(i is Ellipsis or i == slice(None) for i in rest)
+    reaches = Ellipsis in rest or len(index) == source.dim()
+    if not (whole and reaches and isinstance(last, slice) and last.step in (None, 1)):
+        return None
+    return 0 if last.start is None else last.start
+
+
+def same_shape(a: Tensor, b: Tensor) -> bool:
+    """Compared as expressions, which makes no guards."""
+    return [str(d) for d in a.shape] == [str(d) for d in b.shape]
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether the rows follow one another, as the ops' results do; makes no guards."""
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if str(size) == "1":
+            continue
+        if str(stride) != str(expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def check_dense(node: fx.Node) -> None:
+    if not is_dense(tensor(node)):
+        raise Miss(f"{node.name} has strides {list(tensor(node).stride())}, the op's result is dense")
+
+
+def rounding(dtype: torch.dtype, exact: bool) -> Tier:
+    """Equal bits, or two roundings of ``dtype``."""
+    return EXACT if exact else Tier(atol=1e-6 * (dtype != torch.float32), rtol=2 * _EPSILONS[dtype])
+
+
+def in_order(nodes: Iterable[Any]) -> list[fx.Node]:
+    """The distinct nodes among ``nodes``, in the order of the graph."""
+    return sorted({node for node in nodes if isinstance(node, fx.Node)})

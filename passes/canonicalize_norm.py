@@ -1,0 +1,246 @@
+"""``canonicalize_norm``: raises RMSNorm, however it is spelled.
+
+Before: ``x.float() * rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)``, cast and multiplied by
+a weight, in any order of operands, with ``x * x`` or ``square``, ``sqrt`` and division or
+``reciprocal``, the weight before or after the cast, or 1 + the weight.
+After: ``rms_norm(x, weight, eps[, weight_offset])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .canonicalize import (
+    Miss,
+    argument,
+    check_dense,
+    in_order,
+    is_same,
+    kind,
+    only_user,
+    other_operand,
+    rounding,
+    tensor,
+    widened,
+    with_number,
+)
+from .report import PassReport
+from .rule import Context, Tier, writes_shared
+from .subgraph import fake_value
+
+
+@dataclass
+class _Norm:
+    """What has been read of a norm so far: ``x`` in its own dtype, the nodes that compute it, and
+    whether they round as the op does."""
+
+    x: fx.Node
+    eps: float
+    weight: Any = None
+    weight_offset: float | None = None
+    nodes: list[Any] = field(default_factory=list)
+    exact: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return tensor(self.x).dtype
+
+
+class CanonicalizeNorm:
+    """Expected sites: every mean, or sum, of squares, and every ``torch.rms_norm``.
+
+    Exact where root and mean are computed as the op does; else, as with a division by the square
+    root, statistics differ in the last bit of float32, and results by two roundings of their dtype.
+    """
+
+    name = "canonicalize_norm"
+    tier = Tier(atol=1e-6, rtol=2.0**-6)
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = PassReport(self.name)
+        for site, squared in list(_sites(gm)):
+            try:
+                norm, result = _read(site, squared)
+            except Miss as miss:
+                report.miss(site.name, str(miss))
+                continue
+            args: tuple[Any, ...] = (norm.x, norm.weight, norm.eps)
+            if norm.weight_offset is not None:
+                args += (norm.weight_offset,)
+
+            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
+                return [graph.call_function(torch.ops.fw.rms_norm.default, args)]
+
+            context.replace(
+                self,
+                result,
+                old=in_order([*norm.nodes, result]),
+                outputs=[result],
+                build=build,
+                tier=rounding(norm.dtype, norm.exact),
+            )
+            report.match(site.name)
+        return report
+
+
+def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+    """(mean or sum, the tensor that is squared), or (``rms_norm``, None)."""
+    for node in gm.graph.nodes:
+        if kind(node) == "rms_norm":
+            yield node, None
+        elif kind(node) in ("mean", "sum") and (squared := _squared(node.args[0])) is not None:
+            yield node, squared
+
+
+def _squared(node: Any) -> Any:
+    """x of ``x ** 2`` or ``x * x``, else None."""
+    if kind(node) == "square":
+        return node.args[0]
+    if kind(node) == "pow":
+        base, power = with_number(node)
+        return base if power == 2 else None
+    if kind(node) == "mul" and len(node.args) == 2 and is_same(*node.args):
+        return node.args[0]
+    return None
+
+
+def _read(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
+    """The norm around ``site``, and its result."""
+    if squared is None:
+        return _read_call(site)
+    norm, root = _read_statistics(site, squared)
+    normed = _read_scaling(norm, root, squared)
+    result = _read_weight(norm, normed)
+    for node in in_order([*norm.nodes, result]):
+        if writes_shared(node):
+            raise Miss(f"{node.name} overwrites memory that others may read")
+    check_dense(result)
+    return norm, result
+
+
+def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
+    x, weight = argument(site, 0, "input"), argument(site, 2, "weight")
+    shape, eps = argument(site, 1, "normalized_shape"), argument(site, 3, "eps")
+    if not isinstance(eps, float):
+        raise Miss("eps is left to torch")
+    if weight is None or len(shape) != 1:
+        raise Miss(f"no weight of one dimension: normalized_shape {list(shape)}")
+    norm = _Norm(x, eps, weight, 0.0, exact=False)
+    _check_weight(norm, weight, site)
+    check_dense(site)
+    return norm, site
+
+
+def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
+    """``mean(x^2) + eps``: (the norm, the sum, whose root is to be taken)."""
+    stats, source = tensor(site), tensor(squared)
+    dims = argument(site, 1, "dim", ())
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    if dims not in ([-1], [source.dim() - 1]) or not argument(site, 2, "keepdim", False):
+        raise Miss(f"the mean is over dimensions {dims}, expected the last alone, kept")
+    if stats.dtype != torch.float32 or source.dtype != torch.float32:
+        raise Miss(f"squares of {source.dtype} are averaged in {stats.dtype}, the op's in float32")
+    mean, nodes = site, [squared, site.args[0], site]
+    if kind(site) == "sum":
+        mean, hidden = only_user(site), source.shape[-1]
+        divisor = with_number(mean)[1] if kind(mean) in ("div", "mul") else None
+        if divisor != (hidden if kind(mean) == "div" else 1 / hidden):
+            raise Miss(f"the squares are summed and not divided by {hidden}")
+        nodes.append(mean)
+    shifted = only_user(mean)
+    eps = with_number(shifted)[1] if kind(shifted) == "add" else None
+    if eps is None:
+        raise Miss(f"the mean feeds {shifted.name}, not a sum with a number, eps")
+    norm = _Norm(widened(squared), eps, nodes=[*nodes, shifted], exact=kind(site) == "mean")
+    return norm, shifted
+
+
+def _read_scaling(norm: _Norm, shifted: fx.Node, squared: Any) -> fx.Node:
+    """``x * rsqrt(shifted)``, or with other words for the inverse root."""
+    scale, divides = only_user(shifted), False
+    norm.nodes.append(scale)
+    if kind(scale) == "sqrt":
+        norm.exact, divides = False, True
+    elif kind(scale) == "pow" and with_number(scale)[1] == -0.5:
+        norm.exact = False
+    elif kind(scale) != "rsqrt":
+        raise Miss(f"{shifted.name} feeds {scale.name}, not a square root")
+    normed = only_user(scale)
+    while divides and kind(normed) == "reciprocal":
+        norm.nodes.append(normed)
+        scale, normed, divides = normed, only_user(normed), False
+    if divides and kind(normed) == "div" and normed.args[0] == 1:
+        norm.nodes.append(normed)
+        scale, normed, divides = normed, only_user(normed), False
+    while kind(normed) == "mul" and with_number(normed)[1] == 1:
+        norm.nodes.append(normed)
+        scale, normed = normed, only_user(normed)
+    if kind(normed) != ("div" if divides else "mul") or (divides and normed.args[1] is not scale):
+        raise Miss(f"{scale.name} feeds {normed.name}, which does not scale the tensor")
+    scaled: Any = normed.args[0] if divides else other_operand(normed, scale)
+    if not is_same(scaled, squared):
+        raise Miss(f"{normed.name} scales another tensor than the one that is squared")
+    if tensor(normed).dtype != torch.float32:
+        raise Miss(f"{normed.name} scales in {tensor(normed).dtype}, the op in float32")
+    norm.nodes += [normed, scaled if scaled is not norm.x else None]
+    norm.nodes = [node for node in norm.nodes if node is not norm.x]
+    return normed
+
+
+def _read_weight(norm: _Norm, normed: fx.Node) -> fx.Node:
+    """The product with the weight, and the cast back, before or after it."""
+    dtype, product = norm.dtype, only_user(normed)
+    rounded = normed
+    if kind(product) == "cast":
+        if tensor(product).dtype != dtype:
+            raise Miss(f"{product.name} casts to {tensor(product).dtype}, x is {dtype}")
+        norm.nodes.append(product)
+        rounded, product = product, only_user(product)
+    if kind(product) != "mul":
+        raise Miss(f"{rounded.name} feeds {product.name}, not a product with a weight")
+    weight = other_operand(product, rounded)
+    if rounded is normed:
+        weight = _read_offset(norm, weight)
+    norm.weight = weight
+    _check_weight(norm, weight, product)
+    if rounded is normed and dtype != torch.float32:
+        norm.nodes.append(product)
+        product = only_user(product)
+        if kind(product) != "cast":
+            raise Miss(f"the product with the weight is not cast to {dtype}")
+    if tensor(product).dtype != dtype:
+        raise Miss(f"the result is {tensor(product).dtype}, x is {dtype}")
+    return product
+
+
+def _read_offset(norm: _Norm, weight: Any) -> Any:
+    """The weight of a product in float32, without its cast and without what is added to it."""
+    offset = with_number(weight)[1] if kind(weight) == "add" else None
+    if offset is not None and tensor(weight).dtype == torch.float32:
+        norm.nodes.append(weight)
+        weight = with_number(weight)[0]
+        norm.weight_offset = offset
+    elif norm.dtype != torch.float32:
+        norm.weight_offset = 0.0
+    if widened(weight) is not weight and tensor(widened(weight)).dtype == norm.dtype:
+        norm.nodes.append(weight)
+        weight = widened(weight)
+    return weight
+
+
+def _check_weight(norm: _Norm, weight: Any, product: fx.Node) -> None:
+    value: Tensor | None = fake_value(weight) if isinstance(weight, fx.Node) else None
+    if not isinstance(value, Tensor):
+        raise Miss(f"{product.name} multiplies by a number, not by a weight")
+    hidden = tensor(norm.x).shape[-1]
+    if value.dim() != 1 or value.shape[0] != hidden:
+        raise Miss(f"the weight has shape {list(value.shape)}, expected [{hidden}]")
+    if value.dtype != norm.dtype and norm.weight_offset is None:
+        raise Miss(f"the weight is {value.dtype}, x is {norm.dtype}")
+    if value.dtype not in (norm.dtype, torch.float32):
+        raise Miss(f"the weight is {value.dtype}, x is {norm.dtype}")
