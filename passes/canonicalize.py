@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .rule import EXACT, Tier
+from .rule import Tier
 from .subgraph import fake_value
 
 _ATEN = torch.ops.aten
@@ -53,7 +53,7 @@ _TARGETS: dict[str, tuple[Any, ...]] = {
     "slice": (_ATEN.slice.Tensor,),
 }
 _KINDS: dict[Any, str] = {target: kind for kind, many in _TARGETS.items() for target in many}
-_EPSILONS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+_HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 class Miss(Exception):
@@ -187,9 +187,11 @@ def check_dense(node: fx.Node) -> None:
         raise Miss(f"{node.name} has strides {list(tensor(node).stride())}, the op's result is dense")
 
 
-def rounding(dtype: torch.dtype, exact: bool) -> Tier:
-    """Equal bits, or two roundings of ``dtype``."""
-    return EXACT if exact else Tier(atol=1e-6 * (dtype != torch.float32), rtol=2 * _EPSILONS[dtype])
+def roundings(dtype: torch.dtype, count: int) -> Tier:
+    """What ``count`` roundings to ``dtype`` amount to at most; in float32 a few last bits."""
+    if dtype not in _HALF_STEPS:
+        return Tier(atol=1e-6, rtol=2.0**-18)
+    return Tier(atol=1e-6, rtol=count * _HALF_STEPS[dtype])
 
 
 def in_order(nodes: Iterable[Any]) -> list[fx.Node]:

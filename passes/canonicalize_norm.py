@@ -24,13 +24,13 @@ from .canonicalize import (
     kind,
     only_user,
     other_operand,
-    rounding,
+    roundings,
     tensor,
     widened,
     with_number,
 )
 from .report import PassReport
-from .rule import Context, Tier, writes_shared
+from .rule import EXACT, Context, Tier, writes_shared
 from .subgraph import fake_value
 
 
@@ -55,7 +55,7 @@ class CanonicalizeNorm:
     """Expected sites: every mean, or sum, of squares, and every ``torch.rms_norm``.
 
     Exact where root and mean are computed as the op does; else, as with a division by the square
-    root, statistics differ in the last bit of float32, and results by two roundings of their dtype.
+    root, statistics differ in the last bit of float32, and both roundings may fall another way.
     """
 
     name = "canonicalize_norm"
@@ -63,7 +63,7 @@ class CanonicalizeNorm:
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
-        for site, squared in list(_sites(gm)):
+        for site, squared in _sites(gm):
             try:
                 norm, result = _read(site, squared)
             except Miss as miss:
@@ -82,15 +82,16 @@ class CanonicalizeNorm:
                 old=in_order([*norm.nodes, result]),
                 outputs=[result],
                 build=build,
-                tier=rounding(norm.dtype, norm.exact),
+                tier=EXACT if norm.exact else roundings(norm.dtype, 4),
             )
             report.match(site.name)
         return report
 
 
 def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
-    """(mean or sum, the tensor that is squared), or (``rms_norm``, None)."""
-    for node in gm.graph.nodes:
+    """(mean or sum, the tensor that is squared), or (``rms_norm``, None), read when its turn comes:
+    x may be the result of a norm that has been replaced."""
+    for node in list(gm.graph.nodes):
         if kind(node) == "rms_norm":
             yield node, None
         elif kind(node) in ("mean", "sum") and (squared := _squared(node.args[0])) is not None:

@@ -24,6 +24,7 @@ from .canonicalize import (
     kind,
     only_user,
     other_operand,
+    roundings,
     same_shape,
     tensor,
     widened,
@@ -46,11 +47,11 @@ class FuseAct:
     """Expected sites: every SiLU or tanh-GELU.
 
     Tolerant: unfused, the activation is rounded to the tensors' dtype before the product, and with
-    ``x * sigmoid(x)`` once more; fused, only the product is (one rounding of a 16-bit type: 2^-8).
+    ``x * sigmoid(x)`` once more; fused, only the product is.
     """
 
     name = "fuse_act"
-    tier = Tier(atol=1e-5, rtol=2.0**-7)
+    tier = Tier(atol=1e-6, rtol=2.0**-6)
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
@@ -68,7 +69,8 @@ class FuseAct:
             def build(graph: fx.Graph, op: Any = act.op, args: Any = args) -> list[fx.Node]:
                 return [graph.call_function(op, args)]
 
-            context.replace(self, result, old=old, outputs=[result], build=build)
+            tier = roundings(tensor(result).dtype, 3 + len(act.inner))
+            context.replace(self, result, old=old, outputs=[result], build=build, tier=tier)
             report.match(name)
         return report
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright.compiler.trace import trace
 
@@ -20,6 +21,16 @@ def capture(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:
 
     dynamic = {name: {0: "num_tokens"} for name, value in inputs.items() if not is_weight(value)}
     return trace(Positional(), tuple(inputs.values()), inputs, dynamic).gm
+
+
+def aten(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:
+    """The graph of ``fn(**inputs)`` in functional ATen ops, as AOTAutograd has it."""
+    called = torch.func.functionalize(lambda *args: fn(**dict(zip(inputs, args, strict=True))))
+    made: fx.GraphModule = make_fx(called, tracing_mode="fake")(*inputs.values())
+    for node in made.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
+    made.graph.eliminate_dead_code()
+    return made
 
 
 def is_weight(value: Tensor) -> bool:

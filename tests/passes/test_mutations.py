@@ -344,7 +344,9 @@ class _Spoiling(Context):
         super().__init__(into.keep_rewrites, into.rewrites)
         self.inside = mutation.inside
 
-    def replace(self, rule: Any, site: Any, old: Any, outputs: Any, build: Any) -> None:
+    def replace(
+        self, rule: Any, site: Any, old: Any, outputs: Any, build: Any, tier: Any = None
+    ) -> None:
         def wrong(graph: fx.Graph) -> Any:
             first = site.prev
             made = build(graph)
@@ -356,7 +358,7 @@ class _Spoiling(Context):
                 node = following
             return made
 
-        super().replace(rule, site, old, outputs, wrong)
+        super().replace(rule, site, old, outputs, wrong, tier)
 
 
 def _rules(mutation: Mutation) -> tuple[list[Rule], Rule]:
