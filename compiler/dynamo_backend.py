@@ -13,12 +13,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..config import LEVELS, UserError
@@ -68,7 +69,11 @@ class BackendOptions:
             checks.append((name, isinstance(getattr(self, name), bool), "True or False"))
         for name, fits, expected in checks:
             if not fits:
-                raise UserError(f"options[{name!r}] is {getattr(self, name)!r}, expected {expected}")
+                raise UserError(
+                    f"options[{name!r}] is {getattr(self, name)!r}, expected {expected}"
+                )
+        if self.level == 0 and self.require_all_fusions:
+            raise UserError("options: level 0 fuses nothing, and require_all_fusions is set")
         self.required()
 
     def required(self) -> list[tuple[str, int]]:
@@ -154,7 +159,7 @@ def fusewright(
     report = _REPORTS[name] = GraphReport(name)
     if chosen.level == 0:
         report.notice = "level 0 runs it eagerly"
-        return gm.forward
+        return _unchanged(gm)
     from torch._functorch import config as functorch_config
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -165,9 +170,10 @@ def fusewright(
     unfused = _why_unfused(gm, example_inputs)
     _notice(report, chosen, unfused or _broken(gm))
     if unfused and chosen.rest == "eager":
-        return gm.forward
+        return _unchanged(gm)
     if unfused:
-        return compile_fx(gm, example_inputs, config_patches=patches)
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
+        return compiled
     _fix_floats(gm)
 
     def inner(aten: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -175,9 +181,15 @@ def fusewright(
 
     # AOTAutograd's own cache knows Dynamo's graph alone, not what we make of it.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(
+        compiled = compile_fx(
             gm, example_inputs, inner_compile=inner, config_patches=patches, decompositions={}
         )
+    return compiled
+
+
+def _unchanged(gm: fx.GraphModule) -> Callable[..., Any]:
+    forward: Callable[..., Any] = gm.forward
+    return forward
 
 
 def read_options(options: Mapping[str, Any]) -> BackendOptions:
@@ -301,11 +313,8 @@ def _decompose(gm: fx.GraphModule) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    trace = make_fx(
-        gm, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True
-    )
-    modes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
-    with torch.no_grad(), enable_python_dispatcher(), modes[0]:
+    trace = make_fx(gm, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
+    with torch.no_grad(), enable_python_dispatcher(), detect_fake_mode(inputs) or nullcontext():
         made: fx.GraphModule = trace(*inputs)
     (old,), (new,) = (graph.find_nodes(op="output") for graph in (gm.graph, made.graph))
     # Which results the caller sees, in which strides.

@@ -12,9 +12,7 @@ from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from .launches import norm
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
     """Root-mean-square normalization over the last dimension (Zhang and Sennrich, 2019, eq. 4).
 
     Args:
@@ -68,7 +66,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield Case("heads of a packed qkv", (qkv.view(9, 8, 64)[:, 5:7], weight[:64].clone(), 1e-6))
     x, weight, eps = x[:, :1001], weight[:1001], 1e-6
     yield Case("Gemma's 1 + weight", (x, weight, eps, 1.0))
-    yield Case("weight in float32", (x, weight, eps, 0.0))
+    yield Case("float32 weight", (x, weight.float(), eps, 0.0))
 
 
 def _cost(desc: OpDesc) -> Cost:

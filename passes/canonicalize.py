@@ -105,7 +105,10 @@ def is_same(a: Any, b: Any) -> bool:
 
 def with_number(node: fx.Node) -> tuple[Any, float | None]:
     """(the tensor operand, the number) of a sum, product, quotient or power with a number."""
-    left, right = argument(node, 0, "input"), argument(node, 1, "other", node.kwargs.get("exponent"))
+    left, right = (
+        argument(node, 0, "input"),
+        argument(node, 1, "other", node.kwargs.get("exponent")),
+    )
     if argument(node, 2, "alpha", 1) != 1 or node.kwargs.get("rounding_mode"):
         return left, None
     if isinstance(right, (int, float)):
@@ -184,7 +187,9 @@ def is_dense(value: Tensor) -> bool:
 
 def check_dense(node: fx.Node) -> None:
     if not is_dense(tensor(node)):
-        raise Miss(f"{node.name} has strides {list(tensor(node).stride())}, the op's result is dense")
+        raise Miss(
+            f"{node.name} has strides {list(tensor(node).stride())}, the op's result is dense"
+        )
 
 
 def roundings(dtype: torch.dtype, count: int) -> Tier:

@@ -20,6 +20,7 @@ from .canonicalize import (
     argument,
     check_dense,
     in_order,
+    is_dense,
     is_same,
     kind,
     only_user,
@@ -73,8 +74,16 @@ class CanonicalizeNorm:
             if norm.weight_offset is not None:
                 args += (norm.weight_offset,)
 
-            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
-                return [graph.call_function(torch.ops.fw.rms_norm.default, args)]
+            swapped = not is_dense(tensor(result))
+
+            def build(graph: fx.Graph, args: Any = args, swapped: bool = swapped) -> list[fx.Node]:
+                if not swapped:
+                    return [graph.call_function(torch.ops.fw.rms_norm.default, args)]
+                transpose, x = torch.ops.aten.transpose.int, args[0]
+                by_token = graph.call_function(transpose, (x, 1, 2))
+                args = (by_token, *args[1:])
+                normed = graph.call_function(torch.ops.fw.rms_norm.default, args)
+                return [graph.call_function(transpose, (normed, 1, 2))]
 
             context.replace(
                 self,
@@ -120,8 +129,15 @@ def _read(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
     for node in in_order([*norm.nodes, result]):
         if writes_shared(node):
             raise Miss(f"{node.name} overwrites memory that others may read")
-    check_dense(result)
+    _check_layout(result)
     return norm, result
+
+
+def _check_layout(result: fx.Node) -> None:
+    """Dense as the op's result is, or heads of which those of a token follow one another."""
+    value = tensor(result)
+    if value.dim() != 4 or not is_dense(value.transpose(1, 2)):
+        check_dense(result)
 
 
 def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
@@ -133,7 +149,7 @@ def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
         raise Miss(f"no weight of one dimension: normalized_shape {list(shape)}")
     norm = _Norm(x, eps, weight, 0.0, exact=False)
     _check_weight(norm, weight, site)
-    check_dense(site)
+    _check_layout(site)
     return norm, site
 
 

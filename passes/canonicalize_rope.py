@@ -80,13 +80,15 @@ class CanonicalizeRope:
                     report.miss(waiting.result.name, "no other rotation by the same angles follows")
                 waiting = found
                 continue
-            early = [user for user in waiting.result.users if user < found.result]
+            # In place of the first rotation, unless what the second rotates is not known there.
+            site = waiting.result if found.x < waiting.result else found.result
+            early = [user for user in waiting.result.users if user < site]
             if early:
                 report.miss(waiting.result.name, f"{early[0].name} reads it before k is rotated")
                 waiting = found
                 continue
             names = (waiting.result.name, found.result.name)
-            _replace(self, context, waiting, found)
+            _replace(self, context, site, waiting, found)
             waiting = None
             for name in names:
                 report.match(name)
@@ -127,7 +129,11 @@ def _read(site: fx.Node, x: fx.Node) -> _Rotation:
     negated, first = argument(site, 0, "tensors")
     width, half = value.shape[-1], columns(first)[2]  # type: ignore[index]
     halves = (columns(first)[1], *columns(negated.args[0])[1:])  # type: ignore[index]
-    if halves != (0, half, width) or width != 2 * half or argument(site, 1, "dim", 0) not in (-1, 3):
+    if (
+        halves != (0, half, width)
+        or width != 2 * half
+        or argument(site, 1, "dim", 0) not in (-1, 3)
+    ):
         raise Miss("the parts are not the two halves of the last dimension")
     if value.dim() != 4:
         raise Miss(f"the rotated tensor has {value.dim()} dimensions, expected 4")
@@ -153,7 +159,7 @@ def _read(site: fx.Node, x: fx.Node) -> _Rotation:
 
 
 def _angles(node: Any, function: str, nodes: list[Any]) -> _Angles:
-    """Walk back from what multiplies the tensor to the frequencies; appends the nodes on the way."""
+    """Walk back from what multiplies the tensor to the frequencies; ``nodes`` gets those passed."""
     spread, scale = node, 1.0
     if kind(spread) != "unsqueeze":
         raise Miss(f"{spread} is not unsqueezed over the heads")
@@ -215,7 +221,9 @@ def _belong(q: _Rotation, k: _Rotation) -> bool:
     return q.angles == k.angles and same_shape(a.select(heads, 0), b.select(heads, 0))
 
 
-def _replace(rule: CanonicalizeRope, context: Context, q: _Rotation, k: _Rotation) -> None:
+def _replace(
+    rule: CanonicalizeRope, context: Context, site: fx.Node, q: _Rotation, k: _Rotation
+) -> None:
     angles = q.angles
 
     def build(graph: fx.Graph) -> list[fx.Node]:
@@ -232,7 +240,7 @@ def _replace(rule: CanonicalizeRope, context: Context, q: _Rotation, k: _Rotatio
     tolerance = {torch.float32: EXACT, torch.float16: Tier(0.0, 0.0, 2.0**-9)}
     context.replace(
         rule,
-        k.result,
+        site,
         old=in_order([*q.nodes, *k.nodes]),
         outputs=[q.result, k.result],
         build=build,
@@ -256,7 +264,7 @@ def _table(graph: fx.Graph, angles: _Angles, x: fx.Node) -> tuple[fx.Node, fx.No
         table = call(_ATEN._to_copy.default, (table,), {"dtype": torch.float32})
     table = call(_ATEN.reshape.default, (table, [-1, 2 * frequencies.shape[2]]))
     rows = call(_ATEN.sym_size.int, (table, 0))
-    given = {"dtype": torch.int32, "device": frequencies.device}
+    given: dict[str, Any] = {"dtype": torch.int32, "device": frequencies.device}
     positions = call(_ATEN.arange.default, (rows,), given)
     if str(frequencies.shape[0]) != str(tensor(x).shape[0]):
         batch = call(_ATEN.sym_size.int, (x, 0))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .canonicalize import is_dense
 from .report import PassReport
 from .rule import EXACT, Context, is_call, writes_shared
 from .subgraph import fake_value
@@ -68,6 +69,8 @@ def _why_not(norm: fx.Node, add: fx.Node) -> str:
         return f"the add mixes {left.dtype} and {right.dtype}"
     if not (tuple(left.shape) == tuple(right.shape) == tuple(total.shape)):
         return "the add broadcasts"
+    if not is_dense(total):
+        return f"the sum has strides {list(total.stride())}, the op's is dense"
     if writes_shared(add):
         return f"the add overwrites {operands[0].name}, which others may read"
     node = add.next

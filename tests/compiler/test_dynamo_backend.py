@@ -96,3 +96,135 @@ def test_hand_kernels_run_on_a_gpu(gemma: bool, dtype: torch.dtype) -> None:
         assert_close(run(ids), model(ids))
     assert counts(only_report()) == ALL
     assert all("-> triton" in choice for choice in only_report().choices), str(only_report())
+
+
+def test_torch_rms_norm_and_a_changed_eps() -> None:
+    norm = nn.RMSNorm(32, eps=1e-5)
+    run = compiled(norm, verify=True, **EAGER)
+    x = torch.randn(3, 32) * 1e-2
+    for eps in (1e-5, 1e-2):
+        norm.eps = eps
+        torch.testing.assert_close(run(x), norm(x))
+    assert [report.matched("canonicalize_norm") for report in reports()] == [1, 1]
+
+
+def test_mutated_inputs_and_views_are_as_eager() -> None:
+    norm = Norm(32, gemma=False)
+
+    def step(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        cache[1:2].copy_(norm(x)[:1])
+        return cache[1], x[:2]
+
+    x, eager, fused = torch.randn(3, 32), torch.zeros(4, 32), torch.zeros(4, 32)
+    want, (got, view) = step(x, eager)[0], compiled(step, **EAGER)(x, fused)
+    assert torch.equal(eager, fused) and torch.equal(got, want)
+    assert got.data_ptr() == fused[1].data_ptr() and view.data_ptr() == x.data_ptr()
+    assert only_report().matched("canonicalize_norm") == 1
+
+
+def test_a_graph_without_inputs_runs() -> None:
+    made = compiled(lambda: torch.arange(5) * 2)()
+    assert made.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_gradients_are_computed_without_fusions_and_said_so() -> None:
+    with torch.inference_mode(False):
+        model = Norm(32, gemma=False)
+        x = torch.randn(3, 32)
+        with pytest.warns(UnfusedWarning, match="gradients are required.*inference_mode"):
+            got = compiled(model)(x)
+        got.sum().backward()
+        gradient = model.weight.grad
+        model.weight.grad = None
+        model(x).sum().backward()
+    torch.testing.assert_close(gradient, model.weight.grad)
+    assert "gradients" in only_report().notice and not only_report().passes
+
+
+def broken(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        y = norm(x)
+        if y.sum() > 0:  # depends on data
+            return norm(y)
+        return norm(-y)
+
+    return step
+
+
+def test_a_graph_break_is_said_and_the_parts_are_fused() -> None:
+    norm = Norm(32, gemma=False)
+    step = broken(norm)
+    x = torch.randn(3, 32)
+    with pytest.warns(UnfusedWarning, match="compiled in parts: the graph breaks") as caught:
+        got = compiled(step, **EAGER)(x)
+    torch.testing.assert_close(got, step(x))
+    assert len([w for w in caught if w.category is UnfusedWarning]) == 1
+    assert [report.matched("canonicalize_norm") for report in reports()] == [1, 1]
+
+
+def refusal(run: Callable[[], Any]) -> str:
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run()
+    return str(caught.value)
+
+
+def test_required_fusions_refuse_what_is_not_fused() -> None:
+    norm = Norm(32, gemma=False)
+    x = torch.randn(3, 32)
+    assert compiled(norm, require_fusion="canonicalize_norm:1", **EAGER)(x) is not None
+    torch._dynamo.reset()
+    run = compiled(norm, require_fusion=["canonicalize_norm:2"], **EAGER)
+    assert "only 1 sites matched" in refusal(lambda: run(x))
+    rows = compiled(
+        lambda x: x * torch.rsqrt(x.pow(2).mean(0, True) + 1e-6), require_all_fusions=True
+    )
+    assert "require_fusion=canonicalize_norm: missed mean" in refusal(lambda: rows(x))
+    whole = compiled(broken(norm), require_all_fusions=True, **EAGER)
+    assert "the graph breaks" in refusal(lambda: whole(x))
+    with torch.inference_mode(False):
+        training = compiled(Norm(32, gemma=False), require_fusion="canonicalize_norm")
+        assert "gradients are required" in refusal(lambda: training(torch.randn(3, 32)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"levle": 2}, "options has 'levle', expected some of: level, require_fusion"),
+        ({"level": 4}, r"options['level'] is 4, expected one of [0, 1, 2, 3]"),
+        ({"verify": 1}, "options['verify'] is 1, expected True or False"),
+        ({"rest": "aot"}, "options['rest'] is 'aot', expected 'inductor' or 'eager'"),
+        ({"require_fusion": "norm"}, "options['require_fusion'] has 'norm', expected NAME"),
+        ({"require_fusion": "fuse_act", "level": 1}, "level 1 runs: canonicalize_norm"),
+        ({"require_all_fusions": True, "level": 0}, "level 0 fuses nothing"),
+    ],
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
+    run = torch.compile(lambda x: x + 1, backend=fusewright, options=options)
+    assert message in refusal(lambda: run(torch.ones(2)))
+
+
+def test_lower_levels_fuse_less() -> None:
+    norm, x = Norm(32, gemma=True), torch.randn(3, 32)
+    torch.testing.assert_close(compiled(norm, level=0)(x), norm(x))
+    assert not only_report().passes
+    clear_reports()
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled(norm, level=1, **EAGER)(x), norm(x))
+    passes = [one.name for one in only_report().passes]
+    assert passes == ["canonicalize_norm", "canonicalize_rope", "cleanup"]
+
+
+def test_an_installed_package_is_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ((name, target),) = project["entry-points"]["torch_dynamo_backends"].items()
+    info = tmp_path / "fusewright_backend_test-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: fusewright-backend-test\nVersion: 1\n"
+    )
+    (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{name} = {target}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (found,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name=name)
+    assert name == "fusewright" and found.load() is fusewright

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, fx
 
 from fusewright import ops
 from fusewright.passes import (
@@ -211,6 +211,14 @@ NEAR_MISSES = [
     (normed_read_twice, "mul has 2 users, expected one"),
     (of_columns, "mul_1 has strides [1, 32], the op's result is dense"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_heads_normed_behind_their_transposition_keep_their_layout(dtype: torch.dtype) -> None:
+    gm = aten(lambda x, w: llama(x.transpose(1, 2), w), x=torch.randn(2, 5, 4, 32).to(dtype),
+              w=torch.randn(32).to(dtype))  # fmt: skip
+    assert raised(gm).matched == 1
+    assert targets(gm) == ["transpose.int", "transpose.int", "rms_norm.default", "transpose.int"]
 
 
 @pytest.mark.parametrize(("fn", "reason"), NEAR_MISSES, ids=names)

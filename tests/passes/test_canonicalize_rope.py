@@ -65,6 +65,15 @@ def partial(q: Tensor, k: Tensor, f: Tensor) -> Any:
     return torch.cat((first, rest), -1), torch.cat((second, tail), -1)
 
 
+def partial_of_each(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As Phi-3: q is put together before k rotates."""
+    cos, sin = (t.unsqueeze(1) for t in angles(f[..., : DIM // 4], q.dtype))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    first, rest, second, tail = q[..., : DIM // 2], q[..., DIM // 2 :], *k.split(DIM // 2, -1)
+    q = torch.cat((first * cos + half(first) * sin, rest), dim=-1)
+    return q, torch.cat((second * cos + half(second) * sin, tail), dim=-1)
+
+
 def inputs(dtype: torch.dtype, batch: int = 1, tokens: int = TOKENS) -> dict[str, Tensor]:
     return {
         "q": torch.randn(BATCH, TOKENS, HEADS, DIM).to(dtype),
@@ -85,7 +94,9 @@ def names(fn: Any) -> Any:
 
 @pytest.mark.parametrize("batch", [1, BATCH])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-@pytest.mark.parametrize("fn", [llama, other_orders, chunked, heads_last, partial], ids=names)
+@pytest.mark.parametrize(
+    "fn", [llama, other_orders, chunked, heads_last, partial, partial_of_each], ids=names
+)
 def test_every_spelling_is_raised(fn: Any, dtype: torch.dtype, batch: int) -> None:
     report, ops = raised(fn, **inputs(dtype, batch))
     assert report.matched == 2 and not report.missed

@@ -132,7 +132,9 @@ def test_other_passes_leave_two_tensors_alone() -> None:
 
     gm = capture(quantized, x=hidden(), w=torch.randn(64 * 32), s=torch.ones(1))
     passes = build_passes(["fuse_act", "fuse_gated_linear", "fuse_act_quant"])
-    reasons = [site.reason for report in run_passes(gm, passes, verify=True) for site in report.missed]
+    reasons = [
+        site.reason for report in run_passes(gm, passes, verify=True) for site in report.missed
+    ]
     assert reasons == [
         "gate and up are two products",
         "gate and up are two tensors, for which there is no fused kernel",

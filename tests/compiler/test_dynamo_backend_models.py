@@ -1,0 +1,90 @@
+"""Unmodified models of transformers under the backend: same outputs, every fusion they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fusewright.compiler.dynamo_backend import clear_reports, fusewright, reports
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}
+# Sites of a layer; the last norm of the model is one more, as is its sum.
+LLAMA = {"canonicalize_norm": 2, "canonicalize_rope": 2, "fuse_add_norm": 2, "fuse_act": 1}
+# QK-norms read projections; Gemma's norms behind attention and MLP do too: no residual to absorb.
+QWEN = LLAMA | {"canonicalize_norm": 4}
+GEMMA_3 = LLAMA | {"canonicalize_norm": 6}
+# Layer norms, and a GELU without a product: only the rotation is ours.
+PHI = {"canonicalize_norm": -1, "canonicalize_rope": 2, "fuse_add_norm": 0, "fuse_act": 0}
+MODELS = [
+    ("Llama", {"num_hidden_layers": 2}, LLAMA),
+    ("Mistral", {"sliding_window": 5}, LLAMA),
+    ("Qwen3", {}, QWEN),
+    ("Gemma", {}, LLAMA),
+    ("Gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 5}, GEMMA_3),
+    ("Phi", {"partial_rotary_factor": 0.5}, PHI),
+    ("Phi3", {}, LLAMA),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    clear_reports()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def tiny(name: str, more: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    config_class = getattr(
+        transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**TINY | more))
+    for parameter in model.parameters():  # weights of norms are all ones, or zeros
+        parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.bfloat16().eval()
+
+
+def matched() -> list[dict[str, int]]:
+    return [
+        {one.name: one.matched for one in report.passes if one.name != "cleanup"}
+        for report in reports()
+    ]
+
+
+@pytest.mark.parametrize(("name", "more", "expected"), MODELS, ids=[name for name, *_ in MODELS])
+def test_a_model_of_transformers_is_fused(
+    name: str, more: dict[str, Any], expected: dict[str, int]
+) -> None:
+    model = tiny(name, more)
+    prompt = torch.randint(3, 128, (2, 9))
+    want = model(prompt).logits
+    tokens = model.generate(prompt, max_new_tokens=2, do_sample=False)
+    model.forward = torch.compile(model.forward, backend=fusewright, options={"rest": "eager"})
+    got = model(prompt).logits
+    error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+    assert error < 0.02
+    assert model.generate(prompt, max_new_tokens=2, do_sample=False).tolist() == tokens.tolist()
+    layers = model.config.num_hidden_layers
+    in_all = {one: count * layers for one, count in expected.items()}
+    in_all["canonicalize_norm"] += 1
+    assert matched() == [in_all] * 3  # forward, prefill, decode
+    assert not [site for report in reports() for one in report.passes for site in one.missed]
