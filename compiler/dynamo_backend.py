@@ -162,7 +162,6 @@ def fusewright(
         return _unchanged(gm)
     from torch._functorch import config as functorch_config
     from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(mode) if mode else {}
     if LEVELS[chosen.level].tune:
@@ -172,8 +171,7 @@ def fusewright(
     if unfused and chosen.rest == "eager":
         return _unchanged(gm)
     if unfused:
-        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
-        return compiled
+        return _inductor(gm, example_inputs, config_patches=patches)
     _fix_floats(gm)
 
     def inner(aten: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -181,10 +179,15 @@ def fusewright(
 
     # AOTAutograd's own cache knows Dynamo's graph alone, not what we make of it.
     with functorch_config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(
+        return _inductor(
             gm, example_inputs, inner_compile=inner, config_patches=patches, decompositions={}
         )
-    return compiled
+
+
+def _inductor(gm: fx.GraphModule, example_inputs: list[Any], **how: Any) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, **how)  # type: ignore[return-value]
 
 
 def _unchanged(gm: fx.GraphModule) -> Callable[..., Any]:
