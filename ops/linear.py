@@ -60,6 +60,11 @@ def _launches(
 _invariant = partial(_launches, invariant=True)
 
 
+def _by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _check(x, weight)
+    return _rowwise.linear(x, weight, bias)
+
+
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The streaming kernel for few rows, else ``F.linear``."""
     rows = rows_to_stream(x, weight)
@@ -128,7 +133,7 @@ OP = SemanticOp(
             launches=_invariant,
             opt_in=True,
         ),
-        Implementation("rowwise", _rowwise.linear, devices=("cpu",), opt_in=True),
+        Implementation("rowwise", _by_row, devices=("cpu",), opt_in=True),
     ),
     tolerances={
         torch.float32: Tolerance(1e-5, 1e-5),
