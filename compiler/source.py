@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 
+from ..passes.place import STACK
+
 WEIGHTS = "weights/"
 """Begins the name of every parameter and buffer among a program's inputs."""
 
@@ -34,10 +36,24 @@ class Repeat:
 
     def traced_layer(self, node: fx.Node) -> int | None:
         """The traced layer that a node was captured in, None outside of the list."""
-        for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        for path, *_ in (node.meta.get(STACK) or {}).values():
             if found := re.search(rf"\b{self.module}\W+(\d+)\b", path):
                 return int(found[1])
         return None
+
+    def layer_of(self, module: str) -> tuple[int | None, str]:
+        """(the layer, the path within it) of a module's path; no layer where it is in none."""
+        found = re.fullmatch(rf"(?:.*\b)?{self.module}\.(\d+)(?:\.(.*))?", module)
+        return (int(found[1]), found[2] or "") if found else (None, module)
+
+    def relocate(self, node: fx.Node, layer: int) -> None:
+        """Let ``node``, a copy of one of a traced layer, say that it belongs to ``layer``."""
+        if stack := node.meta.get(STACK):
+            number = rf"(\b{self.module}\W+)\d+\b"
+            node.meta[STACK] = {
+                key: (re.sub(number, rf"\g<1>{layer}", path, count=1), *rest)
+                for key, (path, *rest) in stack.items()
+            }
 
     def rename(self, name: str, traced: int, layer: int) -> str | None:
         """The name, in ``layer``, of an input that belongs to ``traced``; None if it does not."""

@@ -63,6 +63,8 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
         template = layers[number]
         local = {**mapping, **own[layer], template.carried_in: carried}
         _copy(template.nodes, graph, local)
+        for node in template.nodes:
+            repeat.relocate(local[node], layer)
         carried = local[template.carried_out]
     mapping[last.carried_out] = carried
     _copy([n for n in rest if n not in set(before)], graph, mapping)

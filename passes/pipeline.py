@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torch import fx
 
@@ -19,6 +20,7 @@ from .fuse_gated_linear import FuseGatedLinear
 from .fuse_lm_head_argmax import FuseLMHeadArgmax
 from .fuse_norm_quant import FuseNormQuant
 from .fuse_rope_store import FuseRopeStore
+from .place import module_of
 from .report import PassReport
 from .rule import Context, Rule
 from .verify import check_graph, check_nothing_else, check_rewrite
@@ -78,15 +80,17 @@ def run_passes(
         context = Context(keep_rewrites=verify)
         snapshot = Snapshot(gm) if verify else None
         start, before = time.perf_counter(), _num_ops(gm)
+        places = {node.name: module_of(node) for node in gm.graph.nodes}
         report = rule(gm, context)
-        gm.recompile()
+        report.sites = [replace(site, module=places.get(site.name, "")) for site in report.sites]
         report.ops_before, report.ops_after = before, _num_ops(gm)
         report.seconds = time.perf_counter() - start
         if snapshot:
             check_graph(gm, after=rule.name)
-            for rewrite in context.rewrites:
-                check_rewrite(rewrite, proven=proven)
+            found = [check_rewrite(rewrite, proven=proven) for rewrite in context.rewrites]
+            report.checks = [check for check in found if check]
             check_nothing_else(snapshot, gm, context.rewrites, after=rule.name)
         reports.append(report)
         on_pass(rule.name, gm)
+    gm.recompile()
     return reports

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..config import UserError
@@ -16,22 +16,39 @@ class RequiredFusionError(UserError):
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a rule could apply; ``name`` is the graph node."""
+    """One place where a rule could apply: ``name`` is the graph node, ``module`` where in the model
+    it was traced."""
 
     name: str
     matched: bool
     reason: str = ""
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One distinct rewrite, run before against after: the largest differences of its outputs, and
+    what its rule declares."""
+
+    site: str
+    max_abs: float
+    max_rel: float
+    atol: float
+    rtol: float
+    seed: int
 
 
 @dataclass
 class PassReport:
-    """The outcome of one pass over one graph."""
+    """The outcome of one pass over one graph; ``checks`` are those of its distinct rewrites, if
+    they were verified."""
 
     name: str
     sites: list[Site] = field(default_factory=list)
     ops_before: int = 0
     ops_after: int = 0
     seconds: float = 0.0
+    checks: list[Check] = field(default_factory=list)
 
     @property
     def matched(self) -> int:
@@ -63,6 +80,7 @@ class PassReport:
             "ops_before": self.ops_before,
             "ops_after": self.ops_after,
             "seconds": self.seconds,
+            "checks": [asdict(check) for check in self.checks],
         }
 
     @staticmethod
@@ -70,8 +88,9 @@ class PassReport:
         """The report that ``to_json`` gave."""
         sites = [Site(name, matched=True) for name in data["matched_sites"]]
         sites += [Site(miss["site"], False, miss["reason"]) for miss in data["missed"]]
+        checks = [Check(**check) for check in data["checks"]]
         return PassReport(
-            data["name"], sites, data["ops_before"], data["ops_after"], data["seconds"]
+            data["name"], sites, data["ops_before"], data["ops_after"], data["seconds"], checks
         )
 
 

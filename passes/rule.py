@@ -5,12 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..ops import NAMESPACE
+from .place import STACK
 from .report import PassReport
 from .subgraph import Subgraph, compute_fake, external_inputs, extract, fake_value
 
@@ -48,10 +52,19 @@ class Rewrite:
 
 @dataclass
 class Context:
-    """State of one run of the pipeline over one graph."""
+    """State of one pass over one graph.
+
+    Attributes:
+        keep_rewrites: keep both sides of each replacement in ``rewrites``.
+        limit: replace no more than this many times; None: wherever the rule asks for it.
+        replaced: names of the sites that were replaced, in order.
+    """
 
     keep_rewrites: bool = False
     rewrites: list[Rewrite] = field(default_factory=list)
+    limit: int | None = None
+    replaced: list[str] = field(default_factory=list)
+    _fakes: dict[Any, Any] = field(default_factory=dict)
 
     def replace(
         self,
@@ -68,14 +81,20 @@ class Context:
         used outside; ``build`` returns their replacements in the same order.  Matched nodes that
         have other users stay.  ``tier`` is this rewrite's, where it may move less than its rule.
         """
+        if self.limit is not None and len(self.replaced) >= self.limit:
+            return
+        self.replaced.append(site.name)
         graph = site.graph
         first = site.prev
         with graph.inserting_before(site):
             new_outputs = list(build(graph))
+        spare = [fake_value(node) for node in outputs if _is_alone(node)]
         new: list[fx.Node] = []
         node = first.next
         while node is not site:
-            node.meta["example_value"] = compute_fake(node)
+            node.meta["example_value"] = self._fake(node, spare)
+            if STACK in site.meta:
+                node.meta[STACK] = site.meta[STACK]
             new.append(node)
             node = node.next
         for old_output, new_output in zip(outputs, new_outputs, strict=True):
@@ -98,6 +117,49 @@ class Context:
         for node in reversed(old):
             if not node.users:
                 graph.erase_node(node)
+
+    def _fake(self, node: fx.Node, spare: list[FakeTensor]) -> Any:
+        """``compute_fake``, but its answer for an equal call of a semantic op is used again, in
+        other memory, if possible that of what it replaces: layers are alike, and making fakes is
+        what a pass spends its time on."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
+            return compute_fake(node)
+        key = (target, _kind(node.args), _kind(tuple(node.kwargs.items())))
+        if key in self._fakes:
+            return tree_map_only(FakeTensor, partial(_afresh, spare), self._fakes[key])
+        return self._fakes.setdefault(key, compute_fake(node))
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a node makes a tensor in memory that it does not share with its inputs."""
+    call: Any = node.args[0] if is_call(node, operator.getitem) else node
+    if not isinstance(fake_value(node), FakeTensor):
+        return False
+    return _memory([node]).isdisjoint(_memory(call.all_input_nodes))
+
+
+def _afresh(spare: list[FakeTensor], value: FakeTensor) -> FakeTensor:
+    """Another tensor like this one, one of ``spare`` if there is one."""
+    kind = _kind(value)
+    for index, other in enumerate(spare):
+        if _kind(other) == kind:
+            return spare.pop(index)
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, made, value.device)
+
+
+def _kind(arg: Any) -> Any:
+    """What a fake result depends on."""
+    value = fake_value(arg) if isinstance(arg, fx.Node) else arg
+    if isinstance(value, Tensor):
+        dims = (*value.shape, *value.stride())
+        return (
+            value.dtype,
+            value.device,
+            *(getattr(getattr(d, "node", d), "expr", d) for d in dims),
+        )
+    return tuple(map(_kind, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 class Rule(Protocol):

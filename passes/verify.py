@@ -8,6 +8,7 @@ of attention's soft cap hide among standard normals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from .check_effects import Snapshot, why_not_the_same
+from .report import Check
 from .rule import Rewrite
 from .subgraph import compute_fake, digest, fake_value
 
 _DYNAMIC_SIZE = 5
 _SEED = 20_240_229
+_MOST_AT_ONCE = 1 << 24
 
 
 class VerificationError(RuntimeError):
@@ -79,15 +82,18 @@ def check_nothing_else(
         raise VerificationError(f"pass {after} changed more than its rewrites: {reason}")
 
 
-def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int = _SEED) -> None:
-    """Run both sides on the same random inputs; ``proven`` holds the pairs already compared.
+def check_rewrite(
+    rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int = _SEED
+) -> Check | None:
+    """Run both sides on the same random inputs; ``proven`` holds the pairs already compared, of
+    which there is nothing new to say.
 
     Raises:
         VerificationError: names the rule, site, seed and the two values that differ most.
     """
     key = (digest(rewrite.before.module), digest(rewrite.after.module))
     if key in proven:
-        return
+        return None
     inputs = _inputs(rewrite.before.module, seed)
     before = _run(rewrite.before.module, inputs)
     try:
@@ -95,9 +101,13 @@ def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int =
     except Exception as error:
         name = f"rewrite {rewrite.rule} at {rewrite.site}"
         raise VerificationError(f"{name} does not run: {error}") from error
+    errors = [(0.0, 0.0)]
     for index, (want, got) in enumerate(zip(before, after, strict=True)):
-        _compare(rewrite, index, want, got, seed)
+        errors.append(_compare(rewrite, index, want, got, seed))
     proven.add(key)
+    max_abs, max_rel = map(max, zip(*errors, strict=True))
+    tier = rewrite.tier
+    return Check(rewrite.site, max_abs, max_rel, tier.atol, tier.rtol, seed)
 
 
 def _inputs(module: fx.GraphModule, seed: int) -> list[Any]:
@@ -112,8 +122,20 @@ def _inputs(module: fx.GraphModule, seed: int) -> list[Any]:
     return list(values.values())
 
 
+def here(device: torch.device) -> torch.device:
+    """Where the data of a device is computed: on a CPU if it is for a GPU that is not there."""
+    absent = device.type == "cuda" and not torch.cuda.is_available()
+    return torch.device("cpu") if absent else device
+
+
 class _Filled(fx.Interpreter):
     """Fills new buffers: memory that the other side has freed could hold the right values."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if isinstance(kwargs.get("device"), torch.device):
+            kwargs = {**kwargs, "device": here(kwargs["device"])}
+        return args, kwargs
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -155,11 +177,14 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     if not isinstance(value, Tensor):
         return _size(value, size) if isinstance(value, torch.SymInt) else value
     shape = [d if isinstance(d, int) else _size(d, size) for d in value.shape]
-    gen = torch.Generator(device=value.device).manual_seed(seed)
+    device = here(value.device)
+    gen = torch.Generator(device=device).manual_seed(seed)
     if not value.dtype.is_floating_point:
-        return torch.randint(0, 2, shape, generator=gen, device=value.device).to(value.dtype)
-    data = torch.randn(shape, generator=gen, device=value.device, dtype=torch.float32)
-    outliers = torch.rand(shape, generator=gen, device=value.device) < 0.01
+        return torch.randint(0, 2, shape, generator=gen, device=device).to(value.dtype)
+    if math.prod(shape) > _MOST_AT_ONCE:
+        return _large(shape, value.dtype, gen)
+    data = torch.randn(shape, generator=gen, device=device, dtype=torch.float32)
+    outliers = torch.rand(shape, generator=gen, device=device) < 0.01
     if 1 < len(shape) < 4 and isinstance(value.shape[0], torch.SymInt):
         data[1::4] *= 2.0**-10  # tokens so small that a norm's eps decides
         data[3::4] *= 2.0**4  # and so large that attention's soft cap does
@@ -172,13 +197,30 @@ def _size(value: torch.SymInt, size: int) -> int:
     return int(expression.subs(dict.fromkeys(expression.free_symbols, size)))
 
 
-def _compare(rewrite: Rewrite, index: int, want: Tensor, got: Tensor, seed: int) -> None:
+def _large(shape: list[int], dtype: torch.dtype, gen: torch.Generator) -> Tensor:
+    """A weight drawn in parts: an embedding in float32, beside its outliers, is many GB."""
+    made = torch.empty(shape, dtype=dtype, device=gen.device)
+    for part in made.view(-1).split(_MOST_AT_ONCE):
+        data = torch.randn(part.shape, generator=gen, device=gen.device)
+        few = torch.randint(0, len(part), (len(part) // 100,), generator=gen, device=gen.device)
+        data[few] *= 50
+        part.copy_(data)
+    return made
+
+
+def _compare(
+    rewrite: Rewrite, index: int, want: Tensor, got: Tensor, seed: int
+) -> tuple[float, float]:
+    """The largest absolute and relative differences between finite values."""
     tier = rewrite.tier
     name = f"rewrite {rewrite.rule} at {rewrite.site}, output {index}"
     if want.shape != got.shape or want.dtype != got.dtype:
         raise VerificationError(
             f"{name}: {want.dtype}{list(want.shape)} became {got.dtype}{list(got.shape)}"
         )
+    large = want.numel() > _MOST_AT_ONCE and want.is_contiguous() and got.is_contiguous()
+    if large and torch.equal(want.view(torch.uint8), got.view(torch.uint8)):
+        return 0.0, 0.0  # as of weights, which may have GB
     if want.dtype.itemsize == 1 and want.dtype.is_floating_point:
         want, got = want.float(), got.float()  # FP8 tensors know no comparison
     if not want.dtype.is_floating_point or tier.exact:
@@ -196,3 +238,14 @@ def _compare(rewrite: Rewrite, index: int, want: Tensor, got: Tensor, seed: int)
             f"index {worst} ({int(bad.sum())} of {bad.numel()} values beyond atol={tier.atol}, "
             f"rtol={tier.rtol}; inputs from seed {seed})"
         )
+    return largest_errors(want, got)
+
+
+def largest_errors(want: Tensor, got: Tensor) -> tuple[float, float]:
+    """The largest absolute and relative differences of values that are finite and not zero."""
+    left, right = want.double().flatten(), got.double().flatten()
+    finite = left.isfinite() & right.isfinite()
+    error = torch.where(finite, (left - right).abs(), 0.0)
+    size = torch.where(finite & (left != 0), left.abs(), 1.0)
+    relative = torch.where(left != 0, error / size, 0.0)
+    return (float(error.max()), float(relative.max())) if error.numel() else (0.0, 0.0)

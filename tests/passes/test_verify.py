@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fusewright import ops
-from fusewright.passes import PassReport, VerificationError, run_passes
+from fusewright.passes import PassReport, VerificationError, random_value, run_passes
 from fusewright.passes.fuse_add_norm import FuseAddNorm
 from fusewright.passes.rule import EXACT, Context, Tier, is_call
 from tests.passes.graphs import capture, hidden
@@ -149,3 +149,31 @@ def test_identical_sites_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     (report,) = run_passes(gm, [FuseAddNorm()], verify=True)
     assert report.matched == 6 and len(runs) == 6
     assert sum(bool(r) for r in runs) == 1
+
+
+def test_errors_of_each_distinct_rewrite_are_kept() -> None:
+    def rounded(graph: fx.Graph, *args: Any) -> list[fx.Node]:
+        normed, total = fused(graph, *args)
+        return [graph.call_function(operator.mul, (normed, 1 + 2**-8)), total]
+
+    tier = Tier(1e-3, 1e-2)
+    gm = capture(model, x=hidden(), residual=hidden(), weight=torch.randn(32))
+    (report,) = run_passes(gm, [WrongRule(rounded, tier)], verify=True)
+    (check,) = report.checks
+    assert check.max_rel == pytest.approx(2**-8, rel=1e-3) and 0 < check.max_abs < 2
+    assert (check.atol, check.rtol, check.site) == (1e-3, 1e-2, "rms_norm_default")
+    assert PassReport.from_json(report.to_json()) == report
+    again = capture(model, x=hidden(), residual=hidden(), weight=torch.randn(32))
+    (report,) = run_passes(again, [WrongRule(fused)], verify=False)
+    assert report.checks == []
+
+
+def test_a_weight_too_large_for_one_draw_is_filled_in_parts() -> None:
+    weight = torch.empty(4100, 4096, dtype=torch.bfloat16, device="meta")
+    made = random_value(torch.empty_like(weight, device="cpu"), seed=1)
+    assert made.shape == weight.shape and made.dtype == torch.bfloat16
+    parts = made.view(-1).float().split(1 << 24)
+    assert len(parts) == 2
+    for part in parts:
+        assert part.abs().max() > 50 and 4 < part.std() < 6
+    assert torch.equal(made, random_value(torch.empty_like(weight, device="cpu"), seed=1))
