@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import gates
 from .errors import UserError
 from .levels import (
     BATCH_INVARIANT,
@@ -49,18 +50,20 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
     max_model_len = _max_model_len(options, limits)
     scheduler = _scheduler(options, hardware, max_model_len)
     dtype = limits.dtype if options.dtype == "auto" else options.dtype
+    quantization = _quantization(options, hardware, limits)
+    weights = dtype if quantization == "none" else quantization
     return ResolvedConfig(
         hardware=hardware,
         model=ModelConfig(
             path=options.model,
             tokenizer=options.tokenizer or options.model,
             dtype=dtype,
-            quantization=_quantization(options, hardware, limits),
+            quantization=quantization,
             load_format=options.load_format,
             max_model_len=max_model_len,
             seed=options.seed,
         ),
-        compile=_compile(options, level_number, level, hardware),
+        compile=_compile(options, level_number, level, hardware, weights),
         store=_store(options, level),
         capture=_capture(options, level, hardware, scheduler.max_num_batched_tokens),
         scheduler=scheduler,
@@ -158,10 +161,27 @@ def _check_fp8(what: str, hardware: Hardware) -> None:
         )
 
 
+def why_off(name: str, number: int, sm: int, weights: str) -> str:
+    """Why level ``number`` does not run a pass on this hardware, or an empty string.
+
+    Args:
+        weights: their dtype, or how they are quantized.
+    """
+    level = LEVELS[number]
+    named = name in level.passes
+    if not named and (name not in OPT_IN or not level.hand_kernels):
+        return f"-O{number} does not run it"
+    return gates.why_off(name, sm, weights, opt_in=not named)
+
+
 def _compile(
-    options: EngineOptions, number: int, level: Level, hardware: Hardware
+    options: EngineOptions, number: int, level: Level, hardware: Hardware, weights: str
 ) -> CompileConfig:
-    chosen = level.passes if options.passes is None else options.passes
+    chosen = options.passes
+    if chosen is None:
+        chosen = tuple(name for name in PASSES if not why_off(name, number, hardware.sm, weights))
+        if options.batch_invariant:
+            chosen = tuple(name for name in chosen if name not in OPT_IN)
     for name in (*chosen, *options.disable_passes):
         if name not in PASSES:
             raise UserError(f"unknown pass {name!r}; known: {', '.join(PASSES)}")

@@ -10,6 +10,7 @@ import typer
 
 from ..config import UserError
 from .bench_engine import growth, latency, prefix, throughput
+from .bench_passes import passes
 from .flags import engine_flags
 from .help import GroupedHelp
 from .options import merge, writable
@@ -18,7 +19,7 @@ from .table import table
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
 
 
-for _command in (latency, throughput, growth, prefix):
+for _command in (latency, throughput, growth, prefix, passes):
     app.command(_command.__name__, cls=GroupedHelp)(_command)
 
 

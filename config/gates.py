@@ -1,0 +1,99 @@
+"""Which passes run on which GPU: one measured table, ``gates.json``.
+
+``fusewright bench passes --update-gates`` writes it: for each pass, the time of a whole step with
+the pass and without, at several numbers of rows.  One graph serves every number of rows, so a pass
+is on or off for all of them; where a fused op can choose by rows, it does so when it is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+GATES = Path(__file__).with_name("gates.json")
+NOISE = 0.01
+"""Two runs of the same configuration differ by less (bench/NOTES.md)."""
+WORKS = ("decode 1", "decode 64", "decode 256", "prefill 2048")
+"""What must be measured before a pass of ``OPT_IN`` is on."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one pass gains in a whole model.
+
+    Attributes:
+        name: of the pass.
+        sm: compute capability that the figures are used for: a baked artifact knows no more.
+        dtype: of weights: that of the model, or how it is quantized.
+        gpu, model, commit, source: where they come from.
+        on_ms, off_ms: what was run -> ms a step with and without the pass: ``decode 64`` has 64
+            rows, ``prefill 2048`` has 2048.
+    """
+
+    name: str
+    sm: int
+    dtype: str
+    gpu: str
+    model: str
+    commit: str
+    source: str
+    on_ms: Mapping[str, float]
+    off_ms: Mapping[str, float]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Time with the pass over time without: below 1 it gains."""
+        return {work: self.on_ms[work] / self.off_ms[work] for work in self.on_ms}
+
+    def __str__(self) -> str:
+        figures = ", ".join(
+            f"{work} {self.on_ms[work]:.3f} against {self.off_ms[work]:.3f} ms ({ratio - 1:+.1%})"
+            for work, ratio in self.ratios.items()
+        )
+        return f"on against off: {figures}; {self.gpu}, {self.dtype}"
+
+
+@cache
+def measured_passes(path: Path = GATES) -> tuple[Measured, ...]:
+    """The table."""
+    return tuple(Measured(**entry) for entry in json.loads(path.read_text())["measured"])
+
+
+def find(name: str, sm: int, dtype: str, path: Path = GATES) -> Measured | None:
+    """What is known of a pass on a GPU, None if nothing is."""
+    known = (m for m in measured_passes(path) if (m.name, m.sm, m.dtype) == (name, sm, dtype))
+    return next(known, None)
+
+
+def why_off(name: str, sm: int, dtype: str, *, opt_in: bool, path: Path = GATES) -> str:
+    """Why a level leaves a pass out, or an empty string; ``opt_in``: one of ``OPT_IN``."""
+    found = find(name, sm, dtype, path)
+    if found is None:
+        return f"opt-in, not measured on sm_{sm} with {dtype}" if opt_in else ""
+    return verdict(found, opt_in=opt_in)
+
+
+def verdict(found: Measured, *, opt_in: bool) -> str:
+    """Why a pass of these figures is off, or an empty string: it loses more than noise somewhere,
+    or, being opt-in, is not measured to gain, or not for every kind of step."""
+    if max(found.ratios.values()) > 1 + NOISE:
+        return f"it loses: {found}"
+    if opt_in and min(found.ratios.values()) > 1 - NOISE:
+        return f"it gains nothing: {found}"
+    if opt_in and (missing := [work for work in WORKS if work not in found.ratios]):
+        return f"opt-in, not measured at {', '.join(missing)}; {found}"
+    return ""
+
+
+def update(new: Iterable[Measured], path: Path = GATES) -> None:
+    """Put figures into the table, in place of those of the same pass, GPU and dtype."""
+    table: dict[tuple[str, int, str], Any] = {
+        (m.name, m.sm, m.dtype): m for m in (*measured_passes(path), *new)
+    }
+    entries = [asdict(table[key]) for key in sorted(table)]
+    path.write_text(json.dumps({"measured": entries}, indent=1) + "\n")
+    measured_passes.cache_clear()
