@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def compile(
     config: CompileConfig,
     *,
     key: Key,
+    as_good: Sequence[Key] = (),
     store: Store,
     require: bool = False,
     label: str = "",
@@ -59,6 +60,7 @@ def compile(
         source: makes what is compiled; called only when there is no artifact.
         config: level, passes, kernel choices.
         key: names everything that the compiled code depends on.
+        as_good: keys of artifacts that serve as well, if they are there.
         require: refuse to build.
         label: what the artifact is, for people.
         device: "cpu" or "cuda".
@@ -75,12 +77,12 @@ def compile(
     timer = Timer(on_phase)
     built = False
     with timer.phase("find artifact"):
-        artifact = store.find(key) if dump is None else None
+        artifact = store.find(key, *as_good) if dump is None else None
     if artifact is None:
         if require:
-            raise store.missing(key)
+            raise store.missing(key, *as_good)
         with store.lock(key, on_wait=lambda: on_phase("another process compiles this")):
-            artifact = store.find(key) if dump is None else None
+            artifact = store.find(key, *as_good) if dump is None else None
             if artifact is None:
                 for refusal in store.refusals:
                     _log.warning("%s: %s; compiling anew", refusal.path, refusal.reason)

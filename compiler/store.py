@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,11 @@ class Store:
 
     # Reading
 
-    def find(self, key: Key) -> Artifact | None:
-        """The first sound artifact of ``key``, every byte verified; sets ``refusals``."""
+    def find(self, *keys: Key) -> Artifact | None:
+        """The first sound artifact of the first of ``keys`` that has one, every byte verified; sets
+        ``refusals``."""
         self.refusals = []
-        for root in self.search_paths:
+        for key, root in product(keys, self.search_paths):
             try:
                 artifact = self.load(root, key.digest)
             except Refusal as refusal:
@@ -149,25 +151,29 @@ class Store:
             "`fusewright cache ls`"
         )
 
-    def explain_miss(self, key: Key) -> str:
-        """Why the last ``find(key)`` found nothing: what was refused, and how the artifact with
+    def explain_miss(self, *keys: Key) -> str:
+        """Why the last ``find(*keys)`` found nothing: what was refused, and how the artifact with
         the fewest other factors differs, each with its value there and the value wanted."""
         refused = [f"refused {refusal}" for refusal in self.refusals]
-        manifests = [m for listed in self.ls() if (m := listed.manifest) and m.key != key.digest]
+        wanted = {key.digest for key in keys}
+        manifests = [m for listed in self.ls() if (m := listed.manifest) and m.key not in wanted]
         if not manifests:
             return "; ".join(refused) or f"no artifacts in {self._where()}"
-        nearest = min(manifests, key=lambda m: len(differences(m.factors, key.factors)))
-        changes = ", ".join(str(d) for d in differences(nearest.factors, key.factors))
+        nearest, differing = min(
+            ((m, differences(m.factors, key.factors)) for m, key in product(manifests, keys)),
+            key=lambda pair: len(pair[1]),
+        )
+        changes = ", ".join(map(str, differing))
         near = (
             f"the nearest in {self._where()} is {nearest.key} ({nearest.label}), which differs "
             f"(there -> wanted) in {changes}"
         )
         return "; ".join([*refused, near])
 
-    def missing(self, key: Key) -> UserError:
-        """The error for an artifact that must be there and is not."""
+    def missing(self, key: Key, *as_good: Key) -> UserError:
+        """The error for an artifact that must be there, or one of ``as_good``, and is not."""
         return UserError(
-            f"no artifact of key {key.digest}: {self.explain_miss(key)}; "
+            f"no artifact of key {key.digest}: {self.explain_miss(key, *as_good)}; "
             "compile it first: `fusewright compile`, or allow it to be compiled"
         )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..compiler.store import Store
 from ..config import ResolvedConfig
 from ..model_executor.spec import ModelSpec
-from .source import artifact_key
+from .source import artifact_key, keys_as_good
 
 _log = logging.getLogger(__name__)
 _CHOICE = ("paged_attention", "flashinfer")
@@ -19,7 +19,8 @@ def until_compiled(spec: ModelSpec, config: ResolvedConfig, store: Store) -> Res
     which a warning says."""
     kernels = config.compile.kernels
     wanted = _CHOICE in kernels and config.hardware.device == "cuda"
-    if not wanted or config.store.require or store.find(artifact_key(spec, config)):
+    keys = artifact_key(spec, config), *keys_as_good(spec, config)
+    if not wanted or config.store.require or store.find(*keys):
         return config
     _log.warning(
         "attention_backend=flashinfer: its modules are not compiled, so our own kernels serve; "

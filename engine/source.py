@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,6 +68,15 @@ def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
     return Key(factors)
 
 
+def keys_as_good(spec: ModelSpec, config: ResolvedConfig) -> list[Key]:
+    """Keys of other artifacts that serve: where rewrites need not be verified, that of a build in
+    which they were, as ``fusewright compile`` makes."""
+    if config.compile.verify:
+        return []
+    verified = replace(config, compile=replace(config.compile, verify=True))
+    return [artifact_key(spec, verified)]
+
+
 def configured_store(config: StoreConfig, write_to: Path | None = None) -> Store:
     """The store that the options name; ``write_to`` takes new artifacts in its stead."""
     return open_store(
@@ -118,6 +128,7 @@ def find_or_compile(
         source,
         config.compile,
         key=artifact_key(spec, config),
+        as_good=keys_as_good(spec, config),
         store=store,
         require=config.store.require,
         label=artifact_label(spec, config),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import UserError
+from .report import checks_table
 from .table import table
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def show(key: _Key, folders: _Folders = None, json_output: _Json = False) -> Non
     typer.echo("\n" + table([["file", "bytes", "SHA-256"], *files]))
     factors = [[name, value] for name, value in _sorted(artifact.manifest.factors)]
     typer.echo("\n" + table([["factor", "value"], *factors]))
+    if checks := checks_table(facts["report"].get("passes", ())):
+        typer.echo("\n" + checks)
     typer.echo("\nreport: " + json.dumps(facts["report"], indent=1, sort_keys=True))
 
 

@@ -11,7 +11,7 @@ import typer
 from ..config import EngineOptions
 from .flags import engine_flags
 from .options import merge
-from .report import startup_table
+from .report import checks_line, startup_table
 
 
 @engine_flags
@@ -30,8 +30,10 @@ def compile(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compile a model ahead of time and keep the artifact."""
+    """Compile a model ahead of time, verify every rewrite, and keep the artifact."""
     options = merge(engine, model=model_argument)
+    if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
+        options.setdefault("verify", True)
     from ..engine.ahead import compile_ahead
 
     ahead = compile_ahead(EngineOptions(**options), target_sm=target_sm, dump=dump)
@@ -53,6 +55,7 @@ def compile(
     verb = "compiled" if ahead.compiled.built else "found"
     typer.echo(f"{verb} {ahead.label}\n{artifact.path}")
     typer.echo(startup_table(ahead.startup.to_json(), ahead.compiled.seconds))
+    typer.echo(checks_line(artifact.manifest.report["passes"]))
     for item in ahead.left:
         typer.echo(f"left to the first start: {item}")
     if dump is not None:

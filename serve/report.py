@@ -35,6 +35,30 @@ def passes_table(passes: Iterable[Mapping[str, Any]]) -> str:
     return table(rows) if len(rows) > 1 else "no passes at this level"
 
 
+def checks_table(passes: Iterable[Mapping[str, Any]]) -> str:
+    """Each distinct rewrite that was run, before against after: largest errors, and those that its
+    rule declares; "" if none was."""
+    rows = [["verified", "site", "max abs error", "max rel error", "atol", "rtol", "seed"]]
+    for entry in passes:
+        for check in entry.get("checks", ()):
+            names = ("max_abs", "max_rel", "atol", "rtol")
+            errors = [f"{check[name]:.3g}" for name in names]
+            rows.append([entry["name"], check["site"], *errors, str(check["seed"])])
+    return table(rows) if len(rows) > 1 else ""
+
+
+def checks_line(passes: Iterable[Mapping[str, Any]]) -> str:
+    """How many rewrites were verified, and the largest errors."""
+    checks = [check for entry in passes for check in entry["checks"]]
+    if not checks:
+        return "no rewrite was verified"
+    absolute, relative = (max(check[name] for check in checks) for name in ("max_abs", "max_rel"))
+    return (
+        f"{len(checks)} distinct rewrites verified: largest absolute error {absolute:.3g}, "
+        f"relative {relative:.3g} (`fusewright cache show` has each)"
+    )
+
+
 def startup_table(startup: dict[str, Any], compile_s: dict[str, float]) -> str:
     """Every phase of a start: when it began, counted from the process's birth, and how long it
     took."""
