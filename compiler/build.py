@@ -62,8 +62,10 @@ def lower_model(
     sm: int,
     timer: Timer,
     record: Dump,
+    csrc: bool | None = None,
 ) -> Lowered:
-    """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces."""
+    """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces.
+    ``csrc``: see ``lower``."""
     with timer.phase("trace"):
         example = source.example
         traced = trace(source.model, example.args, example.named, example.dynamic)
@@ -88,6 +90,7 @@ def lower_model(
             hand_kernels=config.hand_kernels,
             kernels=dict(config.kernels),
             sm=sm,
+            csrc=csrc,
             tuner=tuner,
         )
     with timer.phase("dedupe"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -12,13 +13,19 @@ from torch import fx
 
 from .. import ops
 from ..passes import fake_value
+from ..passes.products import Product, products
 from .build import Lowered
 from .emit import choose_emitter
 from .emit_direct import is_plain
+from .explain_graph import Drawn, draw
+from .explain_sites import SiteFacts, Where
 from .kernels import launches_of, on_meta, step_sizes
-from .partition import Region
 from .piece_code import op_name
 from .plan import PieceStep
+from .trace import Traced
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_MOST_SEQS = 512
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,40 @@ class OpFacts:
     launches: int | None
     bytes: int
     flops: int
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """Steps of ``first`` to ``last`` tokens run the same kernels; ``last`` is None for any more.
+
+    ``decode``: of one token a sequence; else of one prompt.
+    """
+
+    decode: bool
+    first: int
+    last: int | None
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """Layers that are alike, by the one that most of them are like; ``layers`` is empty for what
+    lies outside of all."""
+
+    title: str
+    layers: tuple[int, ...]
+    calls: list[OpFacts]
+    ranges: list[TokenRange]
+    before: Drawn
+    after: Drawn
+
+    @property
+    def launches(self) -> int | None:
+        return total_launches(self.calls)
+
+    @property
+    def bytes(self) -> int:
+        return sum(call.bytes for call in self.calls)
 
 
 @dataclass(frozen=True)
@@ -48,42 +89,67 @@ class Explanation:
 
     Attributes:
         passes: reports of the passes, as plain data.
+        sites: every expected site, those of passes that are off among them.
+        products: what neighbours can be one kernel, and how often they are here.
         choices: kernel choice, printed -> how many calls got it.
         pieces: the distinct pieces.
-        layer: the calls of one layer: those of the piece that most steps run, and attention.
+        layers: each kind of layer, then what lies outside of them.
         launches, bytes, flops: of the whole step; launches are None where Inductor decides.
         greedy: what steps without logits call in place of the last op, if the plan can.
+        notes: what these figures cannot know.
     """
 
     num_seqs: int
     context: int
     passes: list[dict[str, Any]]
+    sites: list[SiteFacts]
+    products: list[tuple[Product, int]]
     choices: Mapping[str, int]
     pieces: list[PieceFacts]
-    layer: list[OpFacts]
+    layers: list[LayerFacts]
     launches: int | None
     bytes: int
     flops: int
     greedy: str | None
+    notes: list[str]
 
     @property
-    def layer_launches(self) -> int | None:
-        return total_launches(self.layer)
+    def missed(self) -> list[SiteFacts]:
+        return [site for site in self.sites if site.outcome == "missed"]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        sums = [{"launches": layer.launches, "bytes": layer.bytes} for layer in self.layers]
+        facts = asdict(self)
+        facts["layers"] = [f | s for f, s in zip(facts["layers"], sums, strict=True)]
+        facts["products"] = [{**asdict(p), "calls": calls} for p, calls in self.products]
+        return facts
 
 
-def explain(lowered: Lowered, *, num_seqs: int, context: int) -> Explanation:
+def explain(
+    lowered: Lowered,
+    before: Traced,
+    where: Where,
+    sites: list[SiteFacts],
+    *,
+    num_seqs: int,
+    context: int,
+    notes: Iterable[str] = (),
+) -> Explanation:
     """Explain a decode step.
 
     Args:
+        before: the graph as the passes found it.
+        where: which layers the model has.
+        sites: see ``expected_sites``.
         num_seqs: sequences, one token each.
-        context: KV positions of each sequence.
+        context: KV positions of each.
+        notes: to be kept with it.
     """
-    facts = [_region(lowered, region, num_seqs, context) for region in lowered.regions]
-    greedy = facts.pop()[0].op if lowered.plan.greedy else None
-    step = [call for calls in facts for call in calls]
+    output = next(iter(lowered.traced.gm.graph.find_nodes(op="output")))
+    greedy = output.args[0][1] if lowered.plan.greedy else None
+    nodes = [node for region in lowered.regions for node in region.nodes]
+    costs = {node: _facts(node, lowered.traced, num_seqs, context) for node in nodes}
+    step = [call for node, call in costs.items() if node is not greedy and call]
     uses = Counter(s.piece for s in lowered.plan.steps if isinstance(s, PieceStep))
     pieces = []
     for piece, subgraph in lowered.pieces.items():
@@ -93,13 +159,16 @@ def explain(lowered: Lowered, *, num_seqs: int, context: int) -> Explanation:
         num_seqs=num_seqs,
         context=context,
         passes=[report.to_json() for report in lowered.reports],
+        sites=sites,
+        products=_products(nodes),
         choices=dict(lowered.choices),
         pieces=pieces,
-        layer=_layer(lowered, facts, uses),
+        layers=_layers(lowered.traced, before, where, costs, greedy),
         launches=total_launches(step),
         bytes=sum(call.bytes for call in step),
         flops=sum(call.flops for call in step),
-        greedy=greedy,
+        greedy=op_name(greedy) if greedy else None,
+        notes=list(notes),
     )
 
 
@@ -110,48 +179,134 @@ def total_launches(calls: Iterable[OpFacts]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _layer(lowered: Lowered, facts: list[list[OpFacts]], uses: Mapping[str, int]) -> list[OpFacts]:
-    """From attention to attention: the first step of the most used piece, and what precedes it."""
-    steps = lowered.plan.steps
-    most = max(uses.values(), default=0)
-    for index, step in enumerate(steps):
-        if index and isinstance(step, PieceStep) and uses[step.piece] == most:
-            return [*facts[index - 1], *facts[index]]
-    return [call for calls in facts for call in calls]
+def _products(nodes: Iterable[fx.Node]) -> list[tuple[Product, int]]:
+    """Every product, and how many calls of the model are one.
+
+    Products with the same op are told apart by its arguments: norm weights, a group, a scale.
+    """
+    found = [(name, node) for node in nodes if (name := semantic_name(node))]
+    return [(p, sum(n == p.op and _is_product(p, node) for n, node in found)) for p in products()]
 
 
-def _region(lowered: Lowered, region: Region, num_seqs: int, context: int) -> list[OpFacts]:
-    sizes = step_sizes(num_seqs, num_seqs)
-    calls = []
-    for node in region.nodes:
-        namespace, _, name = getattr(node.target, "_name", "").partition("::")
-        if not namespace.startswith(f"{ops.NAMESPACE}_") or name not in ops.BY_NAME:
-            if not is_plain(node):
-                calls.append(OpFacts(op_name(node), None, 0, 0))
-            continue
-        fakes: Any = fx.node.map_arg(node.args, fake_value)
-        args = [on_meta(arg, lowered.traced.dims, sizes) for arg in fakes]
-        op = ops.BY_NAME[name]
-        cost = op.cost(op.describe(args))
-        pairs = num_seqs * context
-        values = {"context_tokens": pairs, "query_context_pairs": pairs}
-        calls.append(
-            OpFacts(
-                op_name(node),
-                _num_launches(node, args),
-                int(sympy.sympify(cost.bytes).subs(values)),
-                int(sympy.sympify(cost.flops).subs(values)),
+def _is_product(product: Product, node: fx.Node) -> bool:
+    args: dict[str, Any] = {
+        argument.name: value
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
+    }
+    if "FP8 token" in product.parts or "FP8 group" in product.parts:
+        return bool(args["group_size"]) == ("FP8 group" in product.parts)
+    if product.op == "rope_kv_store":
+        return (args.get("q_weight") is not None) == ("QK-norm" in product.parts)
+    return product.op != "paged_attention" or args.get("out_scale") is not None
+
+
+def semantic_name(node: fx.Node) -> str:
+    """The name of the semantic op that a lowered node calls, "" if it calls none."""
+    namespace, _, name = getattr(node.target, "_name", "").partition("::")
+    return name if namespace.startswith(f"{ops.NAMESPACE}_") and name in ops.BY_NAME else ""
+
+
+def _layers(
+    after: Traced,
+    before: Traced,
+    where: Where,
+    costs: Mapping[fx.Node, OpFacts | None],
+    greedy: fx.Node | None,
+) -> list[LayerFacts]:
+    """Each kind of layer by the most common of its layers, and what lies outside."""
+    new, old = where.by_layer(after.gm.graph), where.by_layer(before.gm.graph)
+    found = []
+    for title, layers in where.kinds:
+        calls = {n: [c for node in new.get(n, ()) if (c := costs[node])] for n in layers}
+        like = Counter(tuple(call.op for call in calls[n]) for n in layers).most_common(1)[0][0]
+        one = next(n for n in layers if tuple(call.op for call in calls[n]) == like)
+        found.append(
+            LayerFacts(
+                title,
+                layers,
+                calls[one],
+                _ranges(new.get(one, []), after),
+                draw(old.get(one, []), before.dims),
+                draw(new.get(one, []), after.dims),
             )
         )
-    return calls
+    outside = [node for node in new.get(None, []) if node is not greedy]
+    calls_outside = [call for node in outside if (call := costs[node])]
+    drawn = draw(old.get(None, []), before.dims), draw(outside, after.dims)
+    found.append(LayerFacts("outside of layers", (), calls_outside, [], *drawn))
+    return found
 
 
-def _num_launches(node: fx.Node, args: list[Any]) -> int | None:
-    """Of a Triton op those it describes; of an opaque op or a library call, one; of what Inductor
-    inlines, nobody knows before it has."""
+def _facts(node: fx.Node, traced: Traced, num_seqs: int, context: int) -> OpFacts | None:
+    """What a call of a decode step takes; None for what launches nothing."""
+    name = semantic_name(node)
+    if not name:
+        return None if is_plain(node) else OpFacts(op_name(node), None, 0, 0)
+    args = arguments(node, traced, num_seqs, num_seqs)
+    op = ops.BY_NAME[name]
+    cost = op.cost(op.describe(args))
+    pairs = num_seqs * context
+    values = {"context_tokens": pairs, "query_context_pairs": pairs}
+    kernels = kernels_of(node, args)
+    return OpFacts(
+        op_name(node),
+        None if kernels is None else len(kernels),
+        int(sympy.sympify(cost.bytes).subs(values)),
+        int(sympy.sympify(cost.flops).subs(values)),
+    )
+
+
+def arguments(node: fx.Node, traced: Traced, num_tokens: int, num_seqs: int) -> list[Any]:
+    """A node's arguments in a step of these sizes, tensors without data."""
+    fakes: Any = fx.node.map_arg(node.args, fake_value)
+    sizes = step_sizes(num_tokens, num_seqs)
+    return [on_meta(arg, traced.dims, sizes) for arg in fakes]
+
+
+def kernels_of(node: fx.Node, args: list[Any]) -> tuple[str, ...] | None:
+    """Names of the kernels that a lowered call launches: as its implementation says, else those of
+    Triton that it describes, else one by the implementation's name.  None where Inductor inlines
+    it: nobody knows before it has."""
+    namespace, _, name = op_name(node).partition("::")
+    made_by = namespace.removeprefix(f"{ops.NAMESPACE}_")
+    implementation = ops.BY_NAME[name].implementation(made_by)
+    if implementation.runs is not None:
+        return implementation.runs(*args)
     launches = launches_of(node)
     if launches is not None:
-        return max(1, len(launches(*args)[0]))  # none of Triton's: one of csrc's
-    namespace, _, name = op_name(node).partition("::")
-    implementation = ops.BY_NAME[name].implementation(namespace.removeprefix(f"{ops.NAMESPACE}_"))
-    return None if implementation.inline and name != "linear" else 1
+        described = launches(*args)[0]
+        names = tuple(launch.kernel.partition(":")[2] for launch in described)
+        return names or (f"csrc {name}",)
+    return None if implementation.inline and name != "linear" else (f"{made_by} {name}",)
+
+
+def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
+    """Where the kernels of a layer change with the number of tokens."""
+    calls = [node for node in nodes if semantic_name(node)]
+
+    def at(rows: int, decode: bool) -> tuple[str, ...]:
+        names: list[str] = []
+        for node in calls:
+            args = arguments(node, traced, rows, rows if decode else 1)
+            names += kernels_of(node, args) or (f"Inductor's {op_name(node)}",)
+        return tuple(names)
+
+    found = []
+    for decode in (True, False):
+        rows = [n for n in _ROWS if (n <= _MOST_SEQS if decode else n > 1)]
+        known = {n: at(n, decode) for n in rows}
+        first = rows[0]
+        for low, high in pairwise(rows):
+            if known[low] == known[high]:
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                if at(middle, decode) == known[first]:
+                    low = middle
+                else:
+                    high = middle
+            found.append(TokenRange(decode, first, low, known[first]))
+            first = high
+            known[first] = at(first, decode)
+        found.append(TokenRange(decode, first, None, known[first]))
+    return found

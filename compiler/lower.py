@@ -25,6 +25,7 @@ def lower(
     hand_kernels: bool,
     kernels: Mapping[str, str],
     sm: int,
+    csrc: bool | None = None,
     tuner: Tuner | None = None,
 ) -> Counter[str]:
     """Lower ``gm`` in place; returns how often each choice (printed) was made.
@@ -33,6 +34,7 @@ def lower(
         hand_kernels: prefer Triton and CUDA kernels; otherwise what Inductor can fuse.
         kernels: op name -> implementation that must be used.
         sm: compute capability of the target, such as 90; 0 without a GPU.
+        csrc: whether the kernels of csrc are there; None: as they are here.
         tuner: measures which implementation is fastest; without it each op's own order holds.
 
     Raises:
@@ -49,7 +51,7 @@ def lower(
         if op is None:
             raise LoweringError(f"{node.format_node()}: {name} is not in ops.ALL_OPS")
         args: Any = fx.node.map_arg(node.args, fake_value)
-        desc = op.describe(args, sm=sm)
+        desc = op.describe(args, sm=sm, csrc=csrc)
         try:
             choice = ops.choose(
                 op,

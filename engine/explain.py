@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from ..compiler.explain import Explanation, explain
-from ..config import EngineOptions, UserError
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..compiler.dump import Dump
+from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
+from ..config.resolve import why_off
 from .ahead import target_hardware
+from .hardware import detect_hardware
 from .source import artifact_label, model_source
 from .startup import read_model
+
+if TYPE_CHECKING:
+    from ..compiler.explain import Explanation
+    from ..compiler.trace import Traced
+
+_MEASURED = (
+    "-O3 chooses kernels by measurement when it compiles; these are the choices without: "
+    "`fusewright cache show` has those of a compiled artifact"
+)
+_CSRC = "the GPU is not here: the kernels of csrc are taken to be there"
+_CUBLAS = "cuBLAS may split a product into two launches"
+
+
+class _Before(Dump):
+    """Keeps the graph as it was traced."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.traced: Traced | None = None
+
+    def graph(self, title: str, traced: Traced) -> None:
+        from ..compiler.explain_sites import copied
+
+        self.traced = self.traced or copied(traced)
 
 
 def explain_model(
@@ -21,10 +51,11 @@ def explain_model(
         context: KV positions of each.
 
     Raises:
-        UserError: the options compile nothing, or only measurement could tell.
+        UserError: the options compile nothing.
     """
     from ..compiler.build import lower_model
-    from ..compiler.dump import Dump
+    from ..compiler.explain import explain
+    from ..compiler.explain_sites import Where, expected_sites
     from ..compiler.timer import Timer
 
     if num_seqs < 1 or context < 1:
@@ -33,17 +64,44 @@ def explain_model(
     _, spec, config = read_model(options, hardware)
     if not config.compile.trace:
         raise UserError("explain: -O0 rewrites and compiles nothing; use -O1 or higher")
-    if config.compile.tune:
-        raise UserError(
-            "explain: -O3 chooses kernels by measurement; compile it, and see "
-            "`fusewright cache show`"
-        )
+    absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
+    before = _Before()
+    source = model_source(spec, config)
     lowered = lower_model(
-        model_source(spec, config),
-        config.compile,
+        source,
+        replace(config.compile, tune=False),
         device=hardware.device,
         sm=hardware.sm,
         timer=Timer(lambda phase: None),
-        record=Dump(None),
+        record=before,
+        csrc=True if absent else None,
     )
-    return artifact_label(spec, config), explain(lowered, num_seqs=num_seqs, context=context)
+    assert before.traced is not None
+    where = Where(source.repeat)
+    off = passes_off(options, config)
+    sites = expected_sites(lowered.reports, before.traced, config.compile.passes, off, where)
+    notes = [_MEASURED] if config.compile.tune else []
+    notes += [_CUBLAS] if hardware.device == "cuda" else []
+    notes += [_CSRC] if absent else []
+    facts = explain(
+        lowered, before.traced, where, sites, num_seqs=num_seqs, context=context, notes=notes
+    )
+    return artifact_label(spec, config), facts
+
+
+def passes_off(options: EngineOptions, config: ResolvedConfig) -> Mapping[str, str]:
+    """The passes that do not run -> why: an option, the level, or a gate (``config/gates.py``)."""
+    weights = config.model.dtype
+    if config.model.quantization != "none":
+        weights = config.model.quantization
+    off: dict[str, str] = {}
+    for name in PASSES:
+        if name in config.compile.passes:
+            continue
+        if name in options.disable_passes:
+            off[name] = "by --disable-passes"
+        elif options.passes is not None:
+            off[name] = "by --passes"
+        else:
+            off[name] = why_off(name, config.compile.level, config.hardware.sm, weights)
+    return off

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from ._op import OpDesc
+
 LIBRARY_NAME = "_fw_cuda.so"
 
 
@@ -20,6 +22,12 @@ def find_cuda_library() -> Path | None:
     folders = sys.modules[__package__].__path__
     built = [path for folder in folders if (path := Path(folder) / LIBRARY_NAME).is_file()]
     return max(built, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def why_no_csrc(desc: OpDesc) -> str:
+    """Why the kernels of csrc do not serve a call, for want of them, or an empty string."""
+    there = load_cuda_library() if desc.csrc is None else desc.csrc
+    return "" if there else "csrc is not built into this installation"
 
 
 @cache

@@ -44,12 +44,16 @@ class TensorDesc:
 
 @dataclass(frozen=True)
 class OpDesc:
-    """What kernel choice and cost see of one call: names to descriptions, no data."""
+    """What kernel choice and cost see of one call: names to descriptions, no data.
+
+    ``csrc``: whether the kernels of csrc are there where it runs; None: as in this process.
+    """
 
     op: str
     args: tuple[tuple[str, Any], ...]
     device: str
     sm: int = 0
+    csrc: bool | None = None
 
     def __getitem__(self, name: str) -> Any:
         return dict(self.args)[name]
@@ -96,7 +100,8 @@ class Implementation:
     ``inline``: Inductor sees through it and fuses it.  ``launches(*args)`` (Triton only) returns
     ``(launch list, result)`` without running anything.  ``opt_in``: only ``--kernels`` chooses it,
     as long as what it gains inside a whole model is not measured.  ``missing(desc)`` returns what
-    must be compiled and loaded before it runs here, for a call that it supports.  ``on_host``: it
+    must be compiled and loaded before it runs here, for a call that it supports.  ``runs(*args)``
+    names the kernels that a call launches, where the number of rows decides.  ``on_host``: it
     reads values of its tensors on the host, which cannot be captured in a CUDA graph.
     """
 
@@ -108,6 +113,7 @@ class Implementation:
     launches: Callable[..., tuple[list[Launch], Any]] | None = None
     opt_in: bool = False
     missing: Callable[[OpDesc], str] = always
+    runs: Callable[..., tuple[str, ...]] | None = None
     on_host: bool = False
 
 
@@ -156,7 +162,7 @@ class SemanticOp:
         namespace = f"{NAMESPACE}_{implementation}" if implementation else NAMESPACE
         return getattr(getattr(torch.ops, namespace), self.name).default
 
-    def describe(self, args: Iterable[Any], *, sm: int = 0) -> OpDesc:
+    def describe(self, args: Iterable[Any], *, sm: int = 0, csrc: bool | None = None) -> OpDesc:
         """Describe one call from its positional arguments, real, fake or symbolic."""
         arguments, given = self.overload()._schema.arguments, list(args)
         # Of a call's node the dispatcher drops trailing arguments that are at their defaults.
@@ -170,7 +176,7 @@ class SemanticOp:
                 described.append((name, TensorDesc(value.dtype, shape)))
             else:
                 described.append((name, value))
-        return OpDesc(self.name, tuple(described), device, sm)
+        return OpDesc(self.name, tuple(described), device, sm, csrc)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cuda import load_cuda_library
+from ._cuda import why_no_csrc
 from ._float8 import E4M3
 from ._op import OpDesc
 
@@ -59,7 +59,7 @@ def refuses_weight(desc: OpDesc, dtype: torch.dtype) -> str:
             f"weight {list(weight.shape)}: in_features not a multiple of "
             f"{_LINE_BYTES // dtype.itemsize}, or less than {_LEAST_BYTES >> 20} MiB"
         )
-    return "" if load_cuda_library() else "csrc is not built into this installation"
+    return why_no_csrc(desc)
 
 
 def refuses_bf16(desc: OpDesc) -> str:

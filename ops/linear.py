@@ -74,6 +74,10 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
+def _skinny_runs(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[str, ...]:
+    return ("cuBLAS" if rows_to_stream(x, weight) is None else "skinny_linear",)
+
+
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
     def call(label: str, rows: tuple[int, ...], n: int, k: int, bias: bool = False) -> Case:
         def randn(*shape: int) -> Tensor:
@@ -123,7 +127,7 @@ OP = SemanticOp(
     cost=_cost,
     # cuBLAS is ahead of a plain Triton GEMM at every shape; the Triton one is for where it is not.
     implementations=(
-        Implementation("skinny", _skinny, refuses_bf16, devices=("cuda",)),
+        Implementation("skinny", _skinny, refuses_bf16, devices=("cuda",), runs=_skinny_runs),
         Implementation("native", _reference, inline=True),
         Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
         Implementation(

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ._cuda import load_cuda_library
+from ._cuda import why_no_csrc
 from ._float8 import E4M3
 from ._launch import Launch, run_launches
 from ._op import Implementation, OpDesc
@@ -67,7 +67,7 @@ def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
         return f"{num_heads} heads share {kv_heads} KV heads: a group has at most {_MAX_GROUP}"
     if reason := triton_supports(desc):
         return reason
-    return "" if load_cuda_library() else "csrc is not built into this installation"
+    return why_no_csrc(desc)
 
 
 def by_cuda(launches: Launches, triton_supports: Callable[[OpDesc], str]) -> Implementation:

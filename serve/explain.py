@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import LEVELS, EngineOptions, UserError
+from .explain_text import difference_text, explanation
 from .flags import engine_flags
 from .options import merge
-from .report import passes_table
 from .table import table
 
 if TYPE_CHECKING:
@@ -34,6 +36,16 @@ def explain(
         bool,
         typer.Option("--require-all-fusions", help="Exit with code 2 when a pass missed a site."),
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="LEVEL", help="How another level, such as -O3, differs."),
+    ] = None,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Print the graph of a layer, before and after.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write all of it to this HTML file.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain what a model's compilation does, and what the levels turn on."""
@@ -45,15 +57,25 @@ def explain(
         raise UserError(
             "explain: nothing to explain; name a model, or use `fusewright explain --levels`"
         )
+    from ..compiler.explain_diff import differences
     from ..engine.explain import explain_model
+    from .explain_html import page
 
-    label, facts = explain_model(
-        EngineOptions(**options), target_sm=target_sm, num_seqs=batch, context=context
-    )
+    told = [
+        explain_model(EngineOptions(**asked), target_sm=target_sm, num_seqs=batch, context=context)
+        for asked in (options, *_other(options, against))
+    ]
+    label, facts = told[0]
+    found = differences(*map(_by_level, told)) if len(told) > 1 else None
+    if html is not None:
+        _write(html, page(label, facts, found))
     if json_output:
-        typer.echo(json.dumps({"label": label, **facts.to_json()}))
+        record = {"label": label, **facts.to_json()}
+        typer.echo(json.dumps(record | ({"against": asdict(found)} if found else {})))
+    elif found is not None:
+        typer.echo(difference_text(found))
     else:
-        typer.echo(explanation(label, facts))
+        typer.echo(explanation(label, facts, graphs=graphs))
     missed = [
         f"{entry['name']}: {miss['site']} ({miss['reason']})"
         for entry in facts.passes
@@ -63,41 +85,28 @@ def explain(
         raise UserError(f"require_all_fusions: {len(missed)} missed: {'; '.join(missed)}")
 
 
-def explanation(label: str, facts: Explanation) -> str:
-    """An explanation as text: passes, pieces, choices, one layer."""
-    pieces = [["piece", "steps", "code by"]]
-    for piece in facts.pieces:
-        pieces.append([piece.piece, str(piece.uses), f"{piece.emitter}: {piece.reason}"])
-    chosen = [["calls", "kernel choice"]]
-    chosen += [[str(count), choice] for choice, count in facts.choices.items()]
-    layer = [["one layer", "launches", "MB", "MFLOP"]]
-    for call in facts.layer:
-        layer.append([call.op, _count(call.launches), _millions(call.bytes), _millions(call.flops)])
-    layer.append(
-        [
-            "in all",
-            _count(facts.layer_launches),
-            _millions(sum(call.bytes for call in facts.layer)),
-            _millions(sum(call.flops for call in facts.layer)),
-        ]
-    )
-    step = (
-        f"a decode step of {facts.num_seqs} x {facts.context} tokens of context: "
-        f"{_count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
-        f"{facts.flops / 1e12:.3f} TFLOP (cuBLAS may split a product into two launches)"
-    )
-    if facts.greedy:
-        step += f"; without logits its last call is {facts.greedy}"
-    parts = [passes_table(facts.passes), *map(table, (pieces, chosen, layer))]
-    return "\n\n".join([label, *parts, step])
+def _other(options: dict[str, Any], against: str | None) -> list[dict[str, Any]]:
+    """The options of the level that is compared to, if there is one."""
+    if against is None:
+        return []
+    level = against.removeprefix("-").removeprefix("O")
+    if not level.isdigit() or int(level) not in LEVELS:
+        raise UserError(f"against={against}: expected a level, such as -O3")
+    return [{**options, "optimization_level": int(level)}]
 
 
-def _count(launches: int | None) -> str:
-    return "Inductor's" if launches is None else str(launches)
+def _by_level(told: tuple[str, Explanation]) -> tuple[str, Explanation]:
+    """An explanation named by its level alone: the rest is the same."""
+    label, facts = told
+    return next(part for part in label.split(", ") if part.startswith("-O")), facts
 
 
-def _millions(number: int) -> str:
-    return f"{number / 1e6:.3f}"
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"html={path}: {error.strerror}; give a file that can be written") from None
+    typer.echo(f"wrote {path}", err=True)
 
 
 def levels_table() -> str:

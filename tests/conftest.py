@@ -32,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="seed of the random inputs; without it a fresh one, named by header and failures",
     )
+    parser.addoption(
+        "--fw-update-golden",
+        action="store_true",
+        help="write tests/serve/golden anew instead of comparing with it",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

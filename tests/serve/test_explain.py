@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -37,9 +39,12 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         (4, "direct"),
         (1, "direct"),
     ]
-    layer = [call["op"].partition("::")[2] for call in told["layer"]]
-    assert layer[0] == "paged_attention" and layer.count("linear") == 4 and len(layer) == 9
-    assert all(call["launches"] == 1 for call in told["layer"])
+    layers, outside = told["layers"]
+    assert (layers["title"], outside["title"]) == ("layers 0 to 4", "outside of layers")
+    layer = [call["op"].partition("::")[2] for call in layers["calls"]]
+    assert layer[0] == "add_rms_norm" and layer.count("linear") == 4 and len(layer) == 9
+    assert all(call["launches"] == 1 for call in layers["calls"])
+    assert (layers["launches"], outside["launches"]) == (9, 4)
     # Five layers; embedding, first norm, gather and lm_head; each layer has two norms of its own.
     assert told["launches"] == 5 * 9 + 4
     weights = Path(FOLDER, "model.safetensors").stat().st_size
@@ -52,7 +57,10 @@ def test_bytes_and_flops_follow_batch_and_context(capsys: Capture) -> None:
         for b, c in (("1", "128"), ("64", "128"), ("1", "4096"))
     )
     assert wide["flops"] == 64 * one["flops"] and wide["launches"] == one["launches"]
-    attention = [told["layer"][0]["bytes"] for told in (one, long)]
+    attention = [
+        next(c["bytes"] for c in told["layers"][0]["calls"] if c["op"].endswith("paged_attention"))
+        for told in (one, long)
+    ]
     assert 30 < attention[1] / attention[0] < 32
 
 
@@ -70,7 +78,7 @@ def test_a_step_without_logits_is_explained(capsys: Capture) -> None:
     passes = ("--passes", "cleanup,fuse_lm_head_argmax")
     plain, either = facts(capsys, *SM_90, *passes[:1], "cleanup"), facts(capsys, *SM_90, *passes)
     assert plain["greedy"] is None and either["greedy"].endswith("::lm_head_argmax")
-    assert all(either[key] == plain[key] for key in ("launches", "bytes", "flops", "layer"))
+    assert all(either[key] == plain[key] for key in ("launches", "bytes", "flops", "layers"))
     assert {p["name"]: p["matched"] for p in either["passes"]}["fuse_lm_head_argmax"] == 1
     assert main([*SM_90, *passes]) == 0
     assert "without logits its last call is fw_" in capsys.readouterr().out
@@ -79,8 +87,10 @@ def test_a_step_without_logits_is_explained(capsys: Capture) -> None:
 def test_the_text_has_every_part(capsys: Capture) -> None:
     assert main(["explain", "abacus", "-O1", "--device", "cpu", "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
-    for part in ("-O1, cpu", "cleanup", "inductor: it can fuse", "rms_norm -> native", "in all"):
-        assert part in out
+    parts = ("-O1, cpu", "fuse_act", "inductor: it can fuse", "rms_norm -> native", "in all")
+    assert all(
+        part in out for part in (*parts, "off      -O1 does not run it", "decode of 1 or more")
+    )
 
 
 def test_required_fusions_are_counted(capsys: Capture) -> None:
@@ -95,7 +105,8 @@ def test_required_fusions_are_counted(capsys: Capture) -> None:
     [
         (("explain",), "nothing to explain; name a model"),
         (("explain", "abacus", "-O0"), "-O0 rewrites and compiles nothing"),
-        (("explain", "abacus", "-O3", "--target-sm", "90"), "-O3 chooses kernels by measurement"),
+        ((*SM_90, "--against", "-O7"), "against=-O7: expected a level, such as -O3"),
+        ((*SM_90, "--html", "/nowhere/x.html"), "html=/nowhere/x.html: No such file or directory"),
         (("explain", "abacus", "--batch", "0"), "batch=0, context=128: expected at least 1"),
         (("explain", "abacus", "--target-sm", "9"), "target_sm=9: expected a compute capability"),
     ],
@@ -125,3 +136,89 @@ def test_a_missed_site_fails_when_all_are_required(
     assert main([*SM_90, "--require-all-fusions"]) == 2
     err = capsys.readouterr().err
     assert "require_all_fusions: 5 missed: fuse_act: " in err and reason in err
+
+
+def test_every_site_has_a_place_and_a_reason_unless_it_matched(capsys: Capture) -> None:
+    told = facts(capsys, *SM_90, "--quantization", "fp8", "--disable-passes", "fuse_rope_store")
+    sites = {(s["name"], s["layers"], s["module"]): s for s in told["sites"]}
+    layers = "layers 0 to 4"
+    assert sites["fuse_add_norm", layers, "attention_norm"]["count"] == 4  # layer 0 has no residual
+    assert sites["fuse_add_norm", "outside of layers", "norm"]["count"] == 1
+    missed = sites["fuse_attn_quant", layers, "attention.o"]
+    assert missed["outcome"] == "missed" and "a scale a token" in missed["reason"]
+    off = sites["fuse_rope_store", layers, "attention"]
+    assert (off["outcome"], off["reason"], off["count"]) == ("off", "by --disable-passes", 5)
+    gated = sites["fuse_lm_head_argmax", "outside of layers", "lm_head"]
+    assert gated["outcome"] == "off" and "on sm_90 with fp8" in gated["reason"]
+    assert all(s["reason"] for s in told["sites"] if s["outcome"] != "matched")
+
+
+def test_products_are_counted_or_say_why_not(capsys: Capture) -> None:
+    told = facts(capsys, *SM_90, "--quantization", "fp8_static", "--load-format", "dummy")[
+        "products"
+    ]
+    counts = {" + ".join(p["parts"]): p["calls"] for p in told}
+    assert counts["add + RMSNorm + FP8 static"] == 9 and counts["add + RMSNorm + FP8 token"] == 0
+    assert counts["RMSNorm + FP8 static"] == 1 and counts["add + RMSNorm"] == 1
+    assert counts["attention + FP8 static"] == counts["rope + KV store"] == 5
+    assert all(bool(p["op"]) != bool(p["reason"]) for p in told)
+
+
+def test_kernels_are_told_by_range_of_tokens(capsys: Capture) -> None:
+    model = str(Path(__file__).with_name("golden") / "llama3-8b")
+    argv: tuple[str, ...] = ("explain", model, "--load-format", "dummy", "--target-sm", "90")
+    argv += ("--passes", "cleanup,fuse_add_norm,fuse_act,fuse_rope_store")
+    ranges = facts(capsys, *argv)["layers"][0]["ranges"]
+    ends = [(r["decode"], r["first"], r["last"]) for r in ranges]
+    assert ends == [(True, 1, 16), (True, 17, None), (False, 2, 16), (False, 17, None)]
+    few, many, _, prompt = (r["kernels"] for r in ranges)
+    assert few.count("skinny_linear") == 4 and "csrc paged_attention" in few
+    assert many.count("cuBLAS") == 4 and "_prefill_kernel" in prompt
+
+
+def test_levels_are_compared(capsys: Capture) -> None:
+    assert main([*SM_90, "--against", "-O1"]) == 0
+    out = capsys.readouterr().out
+    assert "fuse_act, layers 0 to 4, mlp" in out and "5 off: -O1 does not run it" in out
+    assert "launches of the step" in out and "add_rms_norm -> " in out
+    assert main([*SM_90, "--against=-O2"]) == 0
+    assert capsys.readouterr().out == "-O2 and -O2 do the same\n"
+    told = facts(capsys, *SM_90, "--against", "1")["against"]
+    assert told["figures"]["launches of the step"] == ["49", "None"]
+
+
+def test_a_level_that_measures_says_what_it_cannot_know(capsys: Capture) -> None:
+    measured, *_ = facts(capsys, *SM_90, "-O3")["notes"]
+    assert "-O3 chooses kernels by measurement" in measured
+
+
+def test_the_page_stands_alone_and_has_pictures(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "explained.html"
+    assert main([*SM_90, "--html", str(path), "--against", "-O1", "--graphs"]) == 0
+    text = path.read_text()
+    assert not re.search(r"(src|href)=|@import|<script|<link", text)
+    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == 4  # one layer and what is outside, before and after
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+    after, before = pictures[:2]
+    assert after.count("<rect") == 9 and before.count("<rect") > 9
+    assert "fw_triton::add_rms_norm" in after and "fw_triton" not in before
+    assert "Against -O1" in text and "fuse_add_norm" in text
+
+
+def test_graphs_are_printed_before_and_after(capsys: Capture) -> None:
+    assert main([*SM_90, "--graphs"]) == 0
+    out = capsys.readouterr().out
+    _, _, rest = out.partition("layers 0 to 4, before the passes:\n")
+    before, _, rest = rest.partition("layers 0 to 4, after the passes:\n")
+    after = rest.partition("\n\n")[0]
+    assert "silu" in before and "silu_mul" not in before
+    assert "fw_triton::silu_mul" in after and "fw_triton::rope_kv_store" in after
+
+
+def test_what_was_verified_is_told(capsys: Capture) -> None:
+    assert main([*SM_90, "--verify"]) == 0  # on a CPU, for a GPU
+    out = capsys.readouterr().out
+    assert re.search(r"\nfuse_add_norm +\S+ +0 +0 +0 +0 +\d+\n", out)
+    assert re.search(r"\nfuse_act +mul +\S+ +0\.007\d+ +1e-05 +0\.00781 +\d+\n", out)

@@ -1,0 +1,71 @@
+"""In what two explanations differ: sites, launches, bytes, kernel choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .explain import Explanation
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What is not equal: name -> (left, right); "-" where one has no such thing.
+
+    Attributes:
+        left, right: labels.
+        sites: pass and place -> outcomes.
+        figures: launches and bytes, of a layer of each kind and of the step.
+        choices: kernel choice -> how many calls got it.
+    """
+
+    left: str
+    right: str
+    sites: Mapping[str, tuple[str, str]]
+    figures: Mapping[str, tuple[str, str]]
+    choices: Mapping[str, tuple[str, str]]
+
+    def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
+        """(title, rows under a heading) of each that differs."""
+        for title in ("sites", "figures", "choices"):
+            found: Mapping[str, tuple[str, str]] = getattr(self, title)
+            rows = [[name, *both] for name, both in found.items()]
+            if rows:
+                yield title, [[title, self.left, self.right], *rows]
+
+
+def differences(left: tuple[str, Explanation], right: tuple[str, Explanation]) -> Differences:
+    """Compare two explanations, each with its label."""
+    (left_label, one), (right_label, two) = left, right
+    return Differences(
+        left_label,
+        right_label,
+        _unequal(_sites(one), _sites(two)),
+        _unequal(_figures(one), _figures(two)),
+        _unequal(one.choices, two.choices),
+    )
+
+
+def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    names = dict.fromkeys([*one, *two])
+    pairs = {name: (str(one.get(name, "-")), str(two.get(name, "-"))) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _sites(facts: Explanation) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for site in facts.sites:
+        place = f"{site.name}, {site.layers}, {site.module or 'model'}"
+        why = f": {site.reason}" if site.reason else ""
+        found.setdefault(place, []).append(f"{site.count} {site.outcome}{why}")
+    return {place: "; ".join(outcomes) for place, outcomes in found.items()}
+
+
+def _figures(facts: Explanation) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for layer in facts.layers:
+        found[f"launches of {layer.title}"] = layer.launches
+        found[f"bytes of {layer.title}"] = layer.bytes
+        found[f"calls of {layer.title}"] = ", ".join(c.op.rpartition("::")[2] for c in layer.calls)
+    return found | {"launches of the step": facts.launches, "bytes of the step": facts.bytes}

@@ -1,0 +1,56 @@
+"""An explanation as one HTML file that needs no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .explain_svg import picture
+from .explain_text import (
+    choice_rows,
+    layer_rows,
+    piece_rows,
+    product_rows,
+    range_lines,
+    site_rows,
+    step_line,
+)
+
+if TYPE_CHECKING:
+    from ..compiler.explain import Explanation
+    from ..compiler.explain_diff import Differences
+
+_TEMPLATE = Path(__file__).with_name("explain.html.jinja")
+
+
+def page(label: str, facts: Explanation, against: Differences | None = None) -> str:
+    """The file's content: tables, and graphs of a layer of each kind before and after the passes,
+    as pictures and text."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    layers: list[dict[str, Any]] = [
+        {
+            "title": layer.title,
+            "rows": layer_rows(layer),
+            "ranges": list(range_lines(layer)),
+            "before": Markup(picture(layer.before.boxes)),
+            "after": Markup(picture(layer.after.boxes)),
+            "before_text": "\n".join(layer.before.lines),
+            "after_text": "\n".join(layer.after.lines),
+        }
+        for layer in facts.layers
+    ]
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return template.from_string(_TEMPLATE.read_text()).render(
+        label=label,
+        facts=facts,
+        summary=step_line(facts),
+        sites=site_rows(facts),
+        layers=layers,
+        products=product_rows(facts),
+        choices=choice_rows(facts),
+        pieces=piece_rows(facts),
+        other=against.right if against else "",
+        difference=list(against.tables()) if against else [],
+    )
