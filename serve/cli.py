@@ -16,6 +16,7 @@ import typer
 from .. import __version__
 from ..config import EngineDeadError, UserError
 from . import bench
+from .bisect import bisect
 from .cache import app as cache
 from .compile import compile
 from .demo import demo
@@ -43,6 +44,7 @@ app.command("demo", cls=GroupedHelp)(demo)
 app.command("compile", cls=GroupedHelp)(compile)
 app.add_typer(bench.app, name="bench")
 app.command("explain", cls=GroupedHelp)(explain)
+app.command("bisect", cls=GroupedHelp)(bisect)
 app.command("profile", cls=GroupedHelp)(profile)
 app.command("env", cls=GroupedHelp)(env)
 app.add_typer(cache, name="cache")

@@ -1,0 +1,156 @@
+"""``fusewright bisect MODEL``: where a level's outputs leave those of ``-O0``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..compiler.source import WEIGHTS
+from ..config import EngineOptions, ResolvedConfig, UserError
+from ..model_executor.kv_cache import allocate_kv_caches
+from ..model_executor.loader import load_model
+from ..model_executor.spec import ModelSpec
+from .hardware import detect_hardware
+from .source import (
+    artifact_store,
+    find_or_compile,
+    kv_cache_name,
+    model_source,
+    module_arguments,
+)
+from .startup import read_model
+
+if TYPE_CHECKING:
+    from ..compiler.bisect import Culprit, Inputs, Run
+    from ..passes import Rule
+
+PROMPTS = (9, 1, 18)
+"""Lengths of the first step's sequences; the second step is a token of each."""
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
+_TOLERANCE_FP8 = 0.3
+"""Relative errors of logits: sums of a model's roundings, which tolerant passes move."""
+
+
+def default_tolerance(config: ResolvedConfig) -> float:
+    quantized = config.model.quantization != "none" or config.cache.dtype == "fp8_e4m3"
+    return _TOLERANCE_FP8 if quantized else _TOLERANCE[config.model.dtype]
+
+
+def bisect_model(
+    options: EngineOptions,
+    *,
+    tolerance: float | None = None,
+    rules: Sequence[Rule] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Culprit | None, float]:
+    """The first place where outputs are beyond tolerance, if there is one, and the tolerance.
+
+    Args:
+        options: as for a start; its ``seed`` is that of the inputs too.
+        tolerance: largest relative error of an output; by dtype if None.
+        rules: the pipeline; that of the options if None.
+        say: told of every run.
+
+    Raises:
+        UserError: the options are those of -O0.
+    """
+    from ..compiler.bisect import Culprit, Run, bisect_kernels, bisect_passes
+    from ..compiler.explain_sites import copied
+    from ..compiler.lower import lower
+    from ..compiler.trace import trace
+    from ..compiler.unroll import unroll
+    from ..passes import build_passes, run_passes
+
+    hardware = detect_hardware(options.device)
+    folder, spec, config = read_model(options, hardware)
+    if not config.compile.trace:
+        raise UserError("bisect: compares a level with -O0; give -O1, -O2 or -O3")
+    if tolerance is None:
+        tolerance = default_tolerance(config)
+    model = load_model(
+        spec, folder, hardware.device, load_format=options.load_format, seed=options.seed
+    )
+    fixed = {WEIGHTS + n: t for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    caches, steps = inputs(spec, config, options.seed)
+
+    def eager(values: Inputs) -> Any:
+        return model(*module_arguments(values, spec.num_layers))
+
+    say("-O0")
+    run = Run(fixed, caches, steps, {}, tolerance)
+    run = replace(run, want=run.outputs(eager))
+    source = model_source(spec, config)
+    example = source.example
+    traced = trace(source.model, example.args, example.named, example.dynamic)
+    traced = unroll(traced, source.repeat) if source.repeat else traced
+    say("trace")
+    if (difference := run.of(copied(traced))) is not None:
+        return Culprit("trace", "", "", "", difference), tolerance
+    rules = build_passes(config.compile.passes) if rules is None else rules
+    if (culprit := bisect_passes(traced, rules, run, say)) is not None:
+        return culprit, tolerance
+    run_passes(traced.gm, rules)
+    lowered = copied(traced)
+    lower(
+        lowered.gm,
+        hand_kernels=config.compile.hand_kernels,
+        kernels=dict(config.compile.kernels),
+        sm=hardware.sm,
+    )
+    if (culprit := bisect_kernels(traced, lowered, run, say)) is not None:
+        return culprit, tolerance
+    return _code(spec, config, run, say), tolerance
+
+
+def _code(
+    spec: ModelSpec, config: ResolvedConfig, run: Run, say: Callable[[str], None]
+) -> Culprit | None:
+    """The compiled program as a whole: generated code, kernels chosen by measurement."""
+    from ..compiler.bisect import Culprit
+
+    say("the compiled program")
+    with artifact_store(config.store) as store:
+        program = find_or_compile(spec, config, store, on_phase=lambda phase: None).program
+    program.bind(run.fixed)
+
+    def call(values: Inputs) -> Tensor:
+        program.bind({name: values[name] for name in run.caches})
+        return program.run({name: values[name] for name in run.steps[0]})
+
+    difference = run.difference(call)
+    return Culprit("code", "", "", "", difference) if difference else None
+
+
+def inputs(
+    spec: ModelSpec, config: ResolvedConfig, seed: int
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """KV caches, and the inputs of two steps: prompts of ``PROMPTS`` tokens, then a token of each.
+    Token ids are random; blocks are in random order."""
+    device, size = torch.device(config.hardware.device), config.cache.block_size
+    gen = torch.Generator().manual_seed(seed)
+    per_sequence = max(PROMPTS) // size + 1
+    blocks = torch.randperm(len(PROMPTS) * per_sequence, generator=gen)
+    table = blocks.view(len(PROMPTS), per_sequence)
+    made = allocate_kv_caches(spec, len(blocks), size, spec.kv_cache_dtype, device)
+    caches = {kv_cache_name(i): cache.zero_() for i, cache in enumerate(made)}
+
+    def step(spans: Iterable[tuple[int, int]]) -> dict[str, Tensor]:
+        positions = [torch.arange(first, last) for first, last in spans]
+        slots = [table[i][where // size] * size + where % size for i, where in enumerate(positions)]
+        counts = torch.tensor([0, *(len(where) for where in positions)])
+        total = int(counts.sum())
+        values: Mapping[str, Tensor] = {
+            "input_ids": torch.randint(spec.vocab_size, (total,), generator=gen),
+            "positions": torch.cat(positions),
+            "slot_mapping": torch.cat(slots),
+            "block_table": table,
+            "seq_lens": torch.tensor([int(where[-1]) + 1 for where in positions]),
+            "query_start_loc": counts.cumsum(0),
+        }
+        return {name: value.to(torch.int32).to(device) for name, value in values.items()}
+
+    return caches, [step((0, n) for n in PROMPTS), step((n, n + 1) for n in PROMPTS)]
