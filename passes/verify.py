@@ -8,18 +8,20 @@ of attention's soft cap hide among standard normals.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .check_effects import Snapshot, why_not_the_same
+from .ranks import RankInterpreter, group_names, num_ranks, run_ranks
 from .rule import Rewrite
 from .subgraph import compute_fake, digest, fake_value
 
 _DYNAMIC_SIZE = 5
 _SEED = 20_240_229
+_SEEDS_A_RANK = 1000
 
 
 class VerificationError(RuntimeError):
@@ -81,6 +83,7 @@ def check_nothing_else(
 
 def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int = _SEED) -> None:
     """Run both sides on the same random inputs; ``proven`` holds the pairs already compared.
+    Sides that reduce over ranks run as several, each with inputs of its own.
 
     Raises:
         VerificationError: names the rule, site, seed and the two values that differ most.
@@ -88,15 +91,19 @@ def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int =
     key = (digest(rewrite.before.module), digest(rewrite.after.module))
     if key in proven:
         return
-    inputs = _inputs(rewrite.before.module, seed)
-    before = _run(rewrite.before.module, inputs)
+    before, after = rewrite.before.module, rewrite.after.module
+    groups = group_names([before.graph, after.graph])
+    seeds = [seed + _SEEDS_A_RANK * rank for rank in range(num_ranks(groups))]
+    inputs = [_inputs(before, of_rank) for of_rank in seeds]
+    wanted = run_ranks(groups, lambda rank, names: _run(before, inputs[rank], names))
     try:
-        after = _run(rewrite.after.module, inputs)
+        found = run_ranks(groups, lambda rank, names: _run(after, inputs[rank], names))
     except Exception as error:
         name = f"rewrite {rewrite.rule} at {rewrite.site}"
         raise VerificationError(f"{name} does not run: {error}") from error
-    for index, (want, got) in enumerate(zip(before, after, strict=True)):
-        _compare(rewrite, index, want, got, seed)
+    for of_rank, want_all, got_all in zip(seeds, wanted, found, strict=True):
+        for index, (want, got) in enumerate(zip(want_all, got_all, strict=True)):
+            _compare(rewrite, index, want, got, of_rank)
     proven.add(key)
 
 
@@ -112,7 +119,7 @@ def _inputs(module: fx.GraphModule, seed: int) -> list[Any]:
     return list(values.values())
 
 
-class _Filled(fx.Interpreter):
+class _Filled(RankInterpreter):
     """Fills new buffers: memory that the other side has freed could hold the right values."""
 
     def run_node(self, n: fx.Node) -> Any:
@@ -123,11 +130,12 @@ class _Filled(fx.Interpreter):
         return value
 
 
-def _run(module: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
-    """The module's results, then its inputs, which it may have written to."""
+def _run(module: fx.GraphModule, inputs: list[Any], groups: Mapping[str, str]) -> list[Tensor]:
+    """The module's results, then its inputs, which it may have written to; as the rank that knows
+    its process groups as ``groups``."""
     values = [v.clone() if isinstance(v, Tensor) else v for v in inputs]
     with torch.no_grad():
-        outputs: list[Tensor] = _Filled(module).run(*values)
+        outputs: list[Tensor] = _Filled(module, groups).run(*values)
     return [*outputs, *(v for v in values if isinstance(v, Tensor))]
 
 
