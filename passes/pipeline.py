@@ -75,6 +75,8 @@ def run_passes(
     values.
     """
     reports: list[PassReport] = []
+    if verify:
+        check_graph(gm, after="(none yet)")
     proven: set[tuple[str, str]] = set()
     for rule in passes:
         context = Context(keep_rewrites=verify)

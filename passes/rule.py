@@ -117,8 +117,23 @@ def writes(node: fx.Node) -> bool:
     ``x.zero_()`` too."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
-    in_place |= node.target in _IN_PLACE
+    in_place |= node.target in _IN_PLACE or node.kwargs.get("inplace", False)
     return bool(node.is_impure() or in_place or "out" in node.kwargs)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments to whose memory a node writes; all of them where that is not known."""
+    if not writes(node):
+        return []
+    if isinstance(node.target, torch._ops.OpOverload):
+        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
+        given |= node.kwargs
+        marked: Any = [given.get(a.name) for a in node.target._schema.arguments if a.is_write]
+    elif "out" in node.kwargs:
+        marked = [node.kwargs["out"]]
+    else:
+        marked = node.all_input_nodes if node.is_impure() else list(node.args[:1])
+    return [arg for arg in marked if isinstance(arg, fx.Node)]
 
 
 def writes_shared(node: fx.Node) -> bool:
@@ -131,10 +146,11 @@ def writes_shared(node: fx.Node) -> bool:
         return True
     if not isinstance(made, fx.Node) or made.op == "placeholder" or len(made.users) > 1:
         return True
-    return not _memory([made]).isdisjoint(_memory(made.all_input_nodes))
+    return not memory(made).isdisjoint(memory(*made.all_input_nodes))
 
 
-def _memory(nodes: Sequence[fx.Node]) -> set[int]:
+def memory(*nodes: fx.Node) -> set[int]:
+    """The storages in which the values of these nodes lie."""
     values = tree_leaves([fake_value(node) for node in nodes])
     return {v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)}
 

@@ -53,11 +53,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Subgraph:
-    """``module(*values of inputs)`` returns the list of values of ``outputs``."""
+    """``module(*values of inputs)`` returns the list of values of ``outputs``; it is a copy of
+    ``nodes``."""
 
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...] = ()
 
 
 def external_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -86,7 +88,8 @@ def extract(
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
     graph.output([mapping[node] for node in outputs])
     graph.lint()
-    return Subgraph(fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), tuple(outputs))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Subgraph(module, tuple(inputs), tuple(outputs), tuple(nodes))
 
 
 def _describe_value(value: Any) -> str:

@@ -47,6 +47,8 @@ def check_graph(gm: fx.GraphModule, *, after: str) -> None:
                 f"pass {after} changed {node.format_node()}: {_summary(expected)} became "
                 f"{_summary(actual)}"
             )
+        if "example_value" in node.meta:
+            node.meta["example_value"] = actual  # in the memory in which it lies now
 
 
 def _recompute(node: fx.Node, after: str) -> Any:
@@ -104,6 +106,8 @@ def check_rewrite(rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int =
     for of_rank, want_all, got_all in zip(seeds, wanted, found, strict=True):
         for index, (want, got) in enumerate(zip(want_all, got_all, strict=True)):
             _compare(rewrite, index, want, got, of_rank)
+        for index in range(len(rewrite.before.outputs)):
+            _compare_memory(rewrite, index, want_all, got_all)
     proven.add(key)
 
 
@@ -178,6 +182,23 @@ def _size(value: torch.SymInt, size: int) -> int:
     """The value of an expression of sizes when each of them is ``size``."""
     expression = value.node.expr
     return int(expression.subs(dict.fromkeys(expression.free_symbols, size)))
+
+
+def _compare_memory(
+    rewrite: Rewrite, index: int, before: list[Tensor], after: list[Tensor]
+) -> None:
+    """An output must share memory with the same outputs and inputs on both sides: who writes to
+    one writes to the other."""
+
+    def sharing(values: list[Tensor]) -> list[int]:
+        storages = [value.untyped_storage()._cdata for value in values]
+        return [i for i, storage in enumerate(storages) if storage == storages[index]]
+
+    if sharing(before) != sharing(after):
+        raise VerificationError(
+            f"rewrite {rewrite.rule} at {rewrite.site}: of outputs, then inputs, numbers "
+            f"{sharing(after)} share the memory of output {index}, before {sharing(before)}"
+        )
 
 
 def _compare(rewrite: Rewrite, index: int, want: Tensor, got: Tensor, seed: int) -> None:
