@@ -98,9 +98,9 @@ def why_other_contents(before: Contents, gm: fx.GraphModule, rewrites: Iterable[
         if before.numbers.get(node, number) != number and node not in given:
             return f"{node.format_node()} reads memory in another state, or other memory"
     for rewrite in rewrites:
-        known = {number for _, number in _read_outside(before, rewrite.before.nodes)}
+        read = {number for _, number in _read_outside(before, rewrite.before.nodes)}
         for node, number in _read_outside(after, rewrite.after.nodes):
-            if number not in known:
+            if number not in read:
                 return f"the rewrite at {rewrite.site} reads {node.name} in another state"
     for index, (was, now) in enumerate(zip(before.results, after.results, strict=False)):
         if was != now:

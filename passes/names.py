@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .rule import is_call, writes
-from .subgraph import fake_value
+from .rule import is_call, memory, writes
+from .subgraph import fake_value, layout
 
 _CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
-_NOOPS = (*_CASTS, "view", "reshape", "flatten", "expand", "contiguous", "clone", "detach")
-_NOOP_FUNCTIONS = (torch.reshape, torch.flatten, torch.clone)
+_COPIES = (*_CASTS, "reshape", "flatten", "contiguous", "clone", torch.reshape, torch.flatten)
 _SIZE = "size"
 _LOSSLESS = {
     (torch.bfloat16, torch.float32),
@@ -56,7 +55,7 @@ class Names:
     def _of_cast(self, term: Any, source: fx.Node, value: Tensor, args: dict[fx.Node, int]) -> int:
         """Back from a wider type is where it came from: no rounding lies between."""
         old = fake_value(source)
-        if not isinstance(old, Tensor) or old.stride() != value.stride():
+        if not isinstance(old, Tensor) or str(old.stride()) != str(value.stride()):
             return self.number(term)
         narrow, dtype = self.widened.get(args[source], (0, None))
         if dtype == value.dtype:
@@ -83,12 +82,11 @@ def key_of(arg: Any, numbers: dict[fx.Node, int]) -> Any:
 def changes_nothing(node: fx.Node) -> bool:
     """Whether the node returns what its first argument holds, in the same shape, strides and dtype;
     it may be a copy."""
-    if not is_call(node, *_NOOPS, *_NOOP_FUNCTIONS) or writes(node):
+    source: Any = node.args[0] if node.args else None
+    if not node.op.startswith("call_") or not isinstance(source, fx.Node) or writes(node):
         return False
-    if not isinstance(node.args[0], fx.Node):
+    old, new = fake_value(source), fake_value(node)
+    if layout(old) is None or layout(old) != layout(new):
         return False
-    old, new = fake_value(node.args[0]), fake_value(node)
-    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-        return False
-    same_type = old.dtype == new.dtype and old.device == new.device
-    return same_type and tuple(old.shape) == tuple(new.shape) and old.stride() == new.stride()
+    same_place = str(old.storage_offset()) == str(new.storage_offset())
+    return (same_place and memory(source) == memory(node)) or is_call(node, *_COPIES)

@@ -117,7 +117,7 @@ def writes(node: fx.Node) -> bool:
     ``x.zero_()`` too."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
-    in_place |= node.target in _IN_PLACE or node.kwargs.get("inplace", False)
+    in_place |= node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
     return bool(node.is_impure() or in_place or "out" in node.kwargs)
 
 

@@ -23,6 +23,16 @@ def fake_value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
+def layout(value: Any) -> tuple[Any, ...] | None:
+    """What two tensors have in common that differ in their values alone; None for anything else.
+
+    Sizes are compared as text: to ask whether two symbols are equal would make them so.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
+
+
 def compute_fake(node: fx.Node) -> Any:
     """Run ``node`` on its arguments' fake values and return what it gives.
 

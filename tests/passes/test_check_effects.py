@@ -196,7 +196,7 @@ def test_a_rewrite_that_reads_past_a_write_is_caught(monkeypatch: pytest.MonkeyP
     """What ``fuse_add_norm`` refuses, done all the same."""
     monkeypatch.setattr(fuse_add_norm, "_why_not", lambda norm, add: "")
     gm = capture(overwritten_between, **given(overwritten_between))
-    with pytest.raises(VerificationError, match="the rewrite at rms_norm.* in another state"):
+    with pytest.raises(VerificationError, match=r"the rewrite at rms_norm.* in another state"):
         run_passes(gm, build_passes(["fuse_add_norm"]), verify=True)
 
 
