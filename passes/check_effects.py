@@ -22,13 +22,14 @@ from .subgraph import Subgraph
 
 class Snapshot:
     """The names in a graph before a pass: of every node, of its results, of its writes in order;
-    ``epochs`` counts the writes before each node."""
+    ``epochs`` counts the writes before each node, ``writers`` are the nodes that write."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.names = Names()
         self.numbers: dict[fx.Node, int] = {}
         self.writes: list[int] = []
         self.epochs: dict[fx.Node, int] = {}
+        self.writers: set[fx.Node] = set()
         self.contents = Contents(gm, Names())
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -38,6 +39,7 @@ class Snapshot:
             self.numbers[node] = self.names.of(node, self.numbers)
             if _writes(node):
                 self.writes.append(self.numbers[node])
+                self.writers.add(node)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -116,7 +118,8 @@ def _difference(
         if made.get(node, number) != number:
             return f"{node.format_node()} is not what the rewrite declared"
         numbers[node] = given.get(node, number)
-        if _writes(node):
+        # Who reads the memory may have gone; what was a write stays one.
+        if node in before.writers if node in before.epochs else _writes(node):
             written.append(stores.get(number, number))
     if written != before.writes:
         at = [old == new for old, new in zip(before.writes, written, strict=False)]

@@ -62,8 +62,8 @@ def run_ranks(names: Sequence[str], run: Callable[[int, Mapping[str, str]], T]) 
 class RankInterpreter(fx.Interpreter):
     """Runs a graph as one rank, to which ``groups`` gives its own name for each group."""
 
-    def __init__(self, module: fx.GraphModule, groups: Mapping[str, str]) -> None:
-        super().__init__(module)
+    def __init__(self, graph: fx.Graph, groups: Mapping[str, str]) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
         self.groups = groups
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -144,9 +144,20 @@ def writes_shared(node: fx.Node) -> bool:
     made: Any = node.args[0] if node.args else None
     if isinstance(node.target, torch._ops.OpOverload) or "out" in node.kwargs:
         return True
-    if not isinstance(made, fx.Node) or made.op == "placeholder" or len(made.users) > 1:
+    if not isinstance(made, fx.Node) or len(made.users) > 1:
         return True
-    return not memory(made).isdisjoint(memory(*made.all_input_nodes))
+    held = memory(made)
+    while made.op != "placeholder":
+        sources = [source for source in made.all_input_nodes if held & memory(source)]
+        if not sources:
+            return False
+        # A view; of a tuple, items that lie elsewhere are no concern.
+        readers = {user for source in sources for user in source.users}
+        whole = all(isinstance(fake_value(source), Tensor) for source in sources)
+        if any(user is not made and (whole or held & memory(user)) for user in readers):
+            return True
+        made = sources[0]
+    return True
 
 
 def memory(*nodes: fx.Node) -> set[int]:

@@ -139,7 +139,7 @@ def _run(module: fx.GraphModule, inputs: list[Any], groups: Mapping[str, str]) -
     its process groups as ``groups``."""
     values = [v.clone() if isinstance(v, Tensor) else v for v in inputs]
     with torch.no_grad():
-        outputs: list[Tensor] = _Filled(module, groups).run(*values)
+        outputs: list[Tensor] = _Filled(module.graph, groups).run(*values)
     return [*outputs, *(v for v in values if isinstance(v, Tensor))]
 
 

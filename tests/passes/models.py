@@ -184,7 +184,7 @@ def _run(
         fake = node.meta["example_value"]
         values.append(given[int(found[1])] if found else fake.node.hint)
     with torch.no_grad():
-        return [*RankInterpreter(gm, groups).run(*values), *given]
+        return [*RankInterpreter(gm.graph, groups).run(*values), *given]
 
 
 def outcome(gm: fx.GraphModule, model: Callable[..., Any]) -> Any:

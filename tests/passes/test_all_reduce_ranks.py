@@ -48,5 +48,4 @@ def test_ranks_agree_with_each_other_and_with_one(world: int, tmp_path: Path) ->
         for step, want in enumerate(alone):
             got = torch.cat([of_rank[quant][step] for of_rank in results], dim=-1)
             error = float((got - want).norm() / want.norm())
-            print(world, quant, step, error)
             assert 0 < error < DRIFT[quant], f"{quant}, step {step}"
