@@ -229,3 +229,25 @@ def test_an_activation_in_place_is_a_write(function: Callable[..., Tensor]) -> N
     before = targets(gm)
     run_passes(gm, build_passes(["cleanup"]), verify=True)
     assert targets(gm) == before
+
+
+def rounded(x: Tensor, r: Tensor, w: Tensor) -> Any:
+    return x.to(torch.bfloat16).float() + r, w
+
+
+def widened(x: Tensor, r: Tensor, w: Tensor) -> Any:
+    return x.double().float() + r, w
+
+
+def no_casts(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in ("to", "float", "double"):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def test_only_a_cast_that_rounds_is_missed() -> None:
+    gm = capture(rounded, **given(rounded))
+    with pytest.raises(VerificationError, match="computed in another way"):
+        run_passes(gm, [Wrong(no_casts)], verify=True)
+    run_passes(capture(widened, **given(widened)), [Wrong(no_casts)], verify=True)
