@@ -26,8 +26,8 @@ from .rms_norm import OP as RMS_NORM
 def all_reduce_before(norm: SemanticOp) -> SemanticOp:
     """``norm`` of the sum over ranks of its first argument, as one op.
 
-    Its signature is that of ``norm``, with ``group_name`` as one more argument and, unless the sum
-    goes into ``residual_out``, with the sum as one more result.
+    Its signature is that of ``norm`` without defaults, with ``group_name`` as one more argument
+    and, unless the sum goes into ``residual_out``, with the sum as one more result.
     """
     signature = inspect.signature(norm.reference, eval_str=True)
     returns_sum = "residual" not in signature.parameters
@@ -49,7 +49,9 @@ def all_reduce_before(norm: SemanticOp) -> SemanticOp:
 
     def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
         for case in norm.cases(dtype, device, gen):
-            yield Case(case.label, (*case.args, CASES_GROUP))
+            given = dict(zip(signature.parameters, case.args, strict=False))
+            args = (given.get(p.name, p.default) for p in signature.parameters.values())
+            yield Case(case.label, (*args, CASES_GROUP))
 
     def cost(desc: OpDesc) -> Cost:
         alone, x = norm.cost(desc), desc["x"]
@@ -60,7 +62,7 @@ def all_reduce_before(norm: SemanticOp) -> SemanticOp:
     returned = signature.return_annotation
     tensors = 1 if returned is Tensor else len(returned.__args__)
     reference.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), group],
+        parameters=[p.replace(default=p.empty) for p in signature.parameters.values()] + [group],
         return_annotation=tuple[(Tensor,) * (tensors + returns_sum)],  # type: ignore[misc]
     )
     return SemanticOp(

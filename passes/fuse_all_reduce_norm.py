@@ -93,9 +93,11 @@ def _why_not(reduce: fx.Node, norm: fx.Node | None) -> str:
 def _arguments(reduce: fx.Node, norm: fx.Node) -> tuple[Any, ...]:
     """The norm's arguments with the summand in place of the sum, which comes first."""
     x, group_name = reduce.args
-    if norm.args[0] is reduce:
-        return (x, *norm.args[1:], group_name)
-    return (x, norm.args[0], *norm.args[2:], group_name)
+    left_out = _schema(norm).arguments[len(norm.args) :]
+    args = [*norm.args, *(norm.kwargs.get(a.name, a.default_value) for a in left_out)]
+    if args[0] is not reduce:
+        args[:2] = args[1::-1]
+    return (x, *args[1:], group_name)
 
 
 def _results(reduce: fx.Node, norm: fx.Node) -> dict[fx.Node, Any]:

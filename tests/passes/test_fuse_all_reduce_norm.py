@@ -79,6 +79,19 @@ def test_results_that_nobody_reads_are_not_missed() -> None:
     assert targets(gm) == ["all_reduce_add_rms_norm.default", "getitem", "getitem"]
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_offset_of_the_weight_is_kept(adds: bool) -> None:
+    def model(x: Tensor, r: Tensor, w: Tensor) -> Any:
+        total = ops.all_reduce(x, GROUP)
+        return ops.rms_norm(r + total if adds else total, w, EPS, 1.0), r * 2
+
+    gm = capture(model, **{name: inputs()[name] for name in "xrw"})
+    *_, report = run_passes(gm, build_passes(RULES), verify=True)
+    assert report.matched == 1
+    (call,) = (n for n in gm.graph.nodes if "all_reduce" in n.name)
+    assert call.args[-2:] == (1.0, GROUP)
+
+
 def test_the_second_of_two_summands_stays() -> None:
     """Parallel attention and MLP, each with a sum of its own: one is left to be the residual."""
 

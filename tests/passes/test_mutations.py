@@ -152,7 +152,7 @@ MUTATIONS = [
         reduced_residual=swap(0, 1),
         dropped_residual=same(1, 0),
         eps_of_another_model=put(3, 1e-4),
-        another_group=put(4, OTHER_GROUP),
+        another_group=put(5, OTHER_GROUP),
     ),
     *_on("fuse_all_reduce_norm", reduced_norm, part_as_sum=part_as_sum),
     *_in(
