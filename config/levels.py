@@ -37,6 +37,7 @@ PASSES: tuple[str, ...] = (
     "fuse_act",
     "fuse_gated_linear",
     "fuse_norm_quant",
+    "fuse_all_reduce_norm",
     "fuse_act_quant",
     "fuse_attn_quant",
     "fuse_rope_store",
@@ -44,9 +45,11 @@ PASSES: tuple[str, ...] = (
 )
 """Every pass, in the order in which they run."""
 
-OPT_IN = ("fuse_gated_linear", "fuse_lm_head_argmax")
-"""Passes that no level runs, only ``--passes``: in a whole model the first is measured at 1 and 16
-sequences alone (1 and 2 % less time), the second gained nothing (bench/NOTES.md)."""
+OPT_IN = ("fuse_gated_linear", "fuse_all_reduce_norm", "fuse_lm_head_argmax")
+"""Passes that no level runs, only ``--passes``.  In a whole model ``fuse_gated_linear`` is measured
+at 1 and 16 sequences alone (1 and 2 % less time) and ``fuse_lm_head_argmax`` gained nothing
+(bench/NOTES.md).  What ``fuse_all_reduce_norm`` makes runs the all-reduce of torch.distributed and
+then the norm's reference, slower than the norm's kernel, until one kernel does both."""
 
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
     "cuda": {"linear": "invariant", "linear_fp8": "invariant", "paged_attention": "invariant"},

@@ -22,6 +22,9 @@ from ._op import (
 from ._variant import Binary, Variant
 from .add_rms_norm import OP as ADD_RMS_NORM
 from .add_rms_norm import add_rms_norm
+from .all_reduce import OP as ALL_REDUCE
+from .all_reduce import all_reduce
+from .all_reduce_norm import OPS as ALL_REDUCE_NORMS
 from .apply_penalties import OP as APPLY_PENALTIES
 from .apply_penalties import apply_penalties
 from .argmax import OP as ARGMAX
@@ -118,6 +121,8 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     SILU_MUL_QUANT_DYNAMIC,
     GELU_TANH_MUL_QUANT_STATIC,
     GELU_TANH_MUL_QUANT_DYNAMIC,
+    ALL_REDUCE,
+    *ALL_REDUCE_NORMS,
 )
 BY_NAME: dict[str, SemanticOp] = {op.name: op for op in ALL_OPS}
 
@@ -141,6 +146,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_quant_dynamic",
     "add_rms_norm_quant_static",
+    "all_reduce",
     "apply_penalties",
     "argmax",
     "choose",

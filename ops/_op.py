@@ -150,6 +150,11 @@ class SemanticOp:
         if not inline:
             torch.library.register_fake(f"{namespace}::{self.name}", self.fake, lib=library)
 
+    @property
+    def collective(self) -> bool:
+        """Whether the ranks of a process group, its argument ``group_name``, call it together."""
+        return any(a.name == "group_name" for a in self.overload()._schema.arguments)
+
     def implementation(self, name: str) -> Implementation:
         for impl in self.implementations:
             if impl.name == name:

@@ -3,90 +3,43 @@
 Each value is named by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op and
 the names of its arguments.  Outputs of a rewrite take the names of what they replace, which
 ``verify.check_rewrite`` has proven on data.  Then the graph's results and the sequence of its
-writes to memory must bear the same names before and after.  No data, so that it costs little on a
-whole model.
+writes to memory must bear the same names before and after, and what is read must be in the same
+state (``check_memory``).  No data, so that it costs little on a whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from .rule import Rewrite, is_call, writes_shared
-from .subgraph import Subgraph, fake_value
-
-_NOOPS = ("view", "reshape", "flatten", "to", "contiguous", "float", "type_as")
-_NOOP_FUNCTIONS = (torch.reshape, torch.flatten)
-_SIZE = "size"
-
-
-@dataclass
-class Names:
-    """Numbers terms: equal numbers for equal terms."""
-
-    numbers: dict[Any, int] = field(default_factory=dict)
-
-    def number(self, term: Any) -> int:
-        return self.numbers.setdefault(term, len(self.numbers))
-
-    def of(self, node: fx.Node, args: dict[fx.Node, int]) -> int:
-        """The number of ``node``, whose arguments have the numbers ``args``."""
-        value = fake_value(node)
-        if isinstance(value, torch.SymInt):
-            return self.number((_SIZE, str(value)))
-        if node.op == "placeholder":
-            return self.number((node.op, node.name))
-        if _changes_nothing(node):
-            return args[node.args[0]]  # type: ignore[index]
-        return self.number((node.op, node.target, _key(node.args, args), _key(node.kwargs, args)))
-
-
-def _key(arg: Any, numbers: dict[fx.Node, int]) -> Any:
-    if isinstance(arg, fx.Node):
-        return ("node", numbers[arg])
-    if isinstance(arg, (list, tuple)):
-        return tuple(_key(item, numbers) for item in arg)
-    if isinstance(arg, dict):
-        return tuple((name, _key(item, numbers)) for name, item in sorted(arg.items()))
-    if isinstance(arg, slice):
-        return ("slice", *(_key(part, numbers) for part in (arg.start, arg.stop, arg.step)))
-    return (type(arg).__name__, str(arg))
-
-
-def _changes_nothing(node: fx.Node) -> bool:
-    """Whether the node returns its first argument: same memory, shape, strides and dtype."""
-    if not is_call(node, *_NOOPS, *_NOOP_FUNCTIONS) or node.kwargs.get("copy"):
-        return False
-    if len(node.args) > 3 or not isinstance(node.args[0], fx.Node):
-        return False  # to(device, dtype, non_blocking, copy)
-    old, new = fake_value(node.args[0]), fake_value(node)
-    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-        return False
-    same_type = old.dtype == new.dtype and old.device == new.device
-    return same_type and tuple(old.shape) == tuple(new.shape) and old.stride() == new.stride()
+from .check_memory import Contents, why_other_contents
+from .names import Names, key_of
+from .rule import Rewrite, writes_shared
+from .subgraph import Subgraph
 
 
 class Snapshot:
     """The names in a graph before a pass: of every node, of its results, of its writes in order;
-    ``epochs`` counts the writes before each node."""
+    ``epochs`` counts the writes before each node, ``writers`` are the nodes that write."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.names = Names()
         self.numbers: dict[fx.Node, int] = {}
         self.writes: list[int] = []
         self.epochs: dict[fx.Node, int] = {}
+        self.writers: set[fx.Node] = set()
+        self.contents = Contents(gm, Names())
         for node in gm.graph.nodes:
             if node.op == "output":
-                self.results = _key(node.args[0], self.numbers)
+                self.results = key_of(node.args[0], self.numbers)
                 continue
             self.epochs[node] = len(self.writes)
             self.numbers[node] = self.names.of(node, self.numbers)
             if _writes(node):
                 self.writes.append(self.numbers[node])
+                self.writers.add(node)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -95,6 +48,7 @@ def _writes(node: fx.Node) -> bool:
 
 def why_not_the_same(before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Rewrite]) -> str:
     """What the pass did besides its ``rewrites``, or nothing."""
+    rewrites = list(rewrites)
     names = before.names
     given: dict[fx.Node, int] = {}  # outputs of rewrites: the names of what they replace
     made: dict[fx.Node, int] = {}  # and the names that they must have by what computes them
@@ -114,7 +68,9 @@ def why_not_the_same(before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Re
                 f"{len(old_writes)}"
             )
         stores |= zip(new_writes, old_writes, strict=True)
-    return _difference(before, gm, given, made, stores)
+    if reason := _difference(before, gm, given, made, stores):
+        return reason
+    return why_other_contents(before.contents, gm, rewrites)
 
 
 def _number(node: fx.Node, before: Snapshot, given: dict[fx.Node, int]) -> int:
@@ -153,7 +109,7 @@ def _difference(
     results: Any = ()
     for node in gm.graph.nodes:
         if node.op == "output":
-            results = _key(node.args[0], numbers)
+            results = key_of(node.args[0], numbers)
             continue
         epoch = before.epochs.get(node, len(written))
         if epoch != len(written) and node.op != "placeholder":
@@ -162,7 +118,8 @@ def _difference(
         if made.get(node, number) != number:
             return f"{node.format_node()} is not what the rewrite declared"
         numbers[node] = given.get(node, number)
-        if _writes(node):
+        # Who reads the memory may have gone; what was a write stays one.
+        if node in before.writers if node in before.epochs else _writes(node):
             written.append(stores.get(number, number))
     if written != before.writes:
         at = [old == new for old, new in zip(before.writes, written, strict=False)]

@@ -32,7 +32,7 @@ class FuseLMHeadArgmax:
         (output,) = gm.graph.find_nodes(op="output")
         results: Any = output.args[0]
         if reason := _why_not(results):
-            report.miss(str(results[0]), reason)
+            report.miss(str(results[0] if results else output), reason)
             return report
         (logits,) = results
         with gm.graph.inserting_before(output):

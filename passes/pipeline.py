@@ -15,6 +15,7 @@ from .cleanup import Cleanup
 from .fuse_act import FuseAct
 from .fuse_act_quant import FuseActQuant
 from .fuse_add_norm import FuseAddNorm
+from .fuse_all_reduce_norm import FuseAllReduceNorm
 from .fuse_attn_quant import FuseAttnQuant
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_lm_head_argmax import FuseLMHeadArgmax
@@ -31,6 +32,7 @@ PIPELINE: tuple[Rule, ...] = (
     FuseAct(),
     FuseGatedLinear(),
     FuseNormQuant(),
+    FuseAllReduceNorm(),
     FuseActQuant(),
     FuseAttnQuant(),
     FuseRopeStore(),
@@ -75,6 +77,8 @@ def run_passes(
     values.
     """
     reports: list[PassReport] = []
+    if verify:
+        check_graph(gm, after="(none yet)")
     proven: set[tuple[str, str]] = set()
     for rule in passes:
         context = Context(keep_rewrites=verify)

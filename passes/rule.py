@@ -136,7 +136,7 @@ def _is_alone(node: fx.Node) -> bool:
     call: Any = node.args[0] if is_call(node, operator.getitem) else node
     if not isinstance(fake_value(node), FakeTensor):
         return False
-    return _memory([node]).isdisjoint(_memory(call.all_input_nodes))
+    return memory(node).isdisjoint(memory(*call.all_input_nodes))
 
 
 def _afresh(spare: list[FakeTensor], value: FakeTensor) -> FakeTensor:
@@ -179,8 +179,23 @@ def writes(node: fx.Node) -> bool:
     ``x.zero_()`` too."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
-    in_place |= node.target in _IN_PLACE
+    in_place |= node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
     return bool(node.is_impure() or in_place or "out" in node.kwargs)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments to whose memory a node writes; all of them where that is not known."""
+    if not writes(node):
+        return []
+    if isinstance(node.target, torch._ops.OpOverload):
+        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
+        given |= node.kwargs
+        marked: Any = [given.get(a.name) for a in node.target._schema.arguments if a.is_write]
+    elif "out" in node.kwargs:
+        marked = [node.kwargs["out"]]
+    else:
+        marked = node.all_input_nodes if node.is_impure() else list(node.args[:1])
+    return [arg for arg in marked if isinstance(arg, fx.Node)]
 
 
 def writes_shared(node: fx.Node) -> bool:
@@ -191,12 +206,24 @@ def writes_shared(node: fx.Node) -> bool:
     made: Any = node.args[0] if node.args else None
     if isinstance(node.target, torch._ops.OpOverload) or "out" in node.kwargs:
         return True
-    if not isinstance(made, fx.Node) or made.op == "placeholder" or len(made.users) > 1:
+    if not isinstance(made, fx.Node) or len(made.users) > 1:
         return True
-    return not _memory([made]).isdisjoint(_memory(made.all_input_nodes))
+    held = memory(made)
+    while made.op != "placeholder":
+        sources = [source for source in made.all_input_nodes if held & memory(source)]
+        if not sources:
+            return False
+        # A view; of a tuple, items that lie elsewhere are no concern.
+        readers = {user for source in sources for user in source.users}
+        whole = all(isinstance(fake_value(source), Tensor) for source in sources)
+        if any(user is not made and (whole or held & memory(user)) for user in readers):
+            return True
+        made = sources[0]
+    return True
 
 
-def _memory(nodes: Sequence[fx.Node]) -> set[int]:
+def memory(*nodes: fx.Node) -> set[int]:
+    """The storages in which the values of these nodes lie."""
     values = tree_leaves([fake_value(node) for node in nodes])
     return {v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)}
 

@@ -23,6 +23,16 @@ def fake_value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
+def layout(value: Any) -> tuple[Any, ...] | None:
+    """What two tensors have in common that differ in their values alone; None for anything else.
+
+    Sizes are compared as text: to ask whether two symbols are equal would make them so.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
+
+
 def compute_fake(node: fx.Node) -> Any:
     """Run ``node`` on its arguments' fake values and return what it gives.
 
@@ -53,11 +63,13 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Subgraph:
-    """``module(*values of inputs)`` returns the list of values of ``outputs``."""
+    """``module(*values of inputs)`` returns the list of values of ``outputs``; it is a copy of
+    ``nodes``."""
 
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...] = ()
 
 
 def external_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -86,7 +98,8 @@ def extract(
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
     graph.output([mapping[node] for node in outputs])
     graph.lint()
-    return Subgraph(fx.GraphModule(torch.nn.Module(), graph), tuple(inputs), tuple(outputs))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Subgraph(module, tuple(inputs), tuple(outputs), tuple(nodes))
 
 
 def _describe_value(value: Any) -> str:

@@ -9,19 +9,21 @@ of attention's soft cap hide among standard normals.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .check_effects import Snapshot, why_not_the_same
+from .ranks import RankInterpreter, group_names, num_ranks, run_ranks
 from .report import Check
 from .rule import Rewrite
 from .subgraph import compute_fake, digest, fake_value
 
 _DYNAMIC_SIZE = 5
 _SEED = 20_240_229
+_SEEDS_A_RANK = 1000
 _MOST_AT_ONCE = 1 << 24
 
 
@@ -48,6 +50,8 @@ def check_graph(gm: fx.GraphModule, *, after: str) -> None:
                 f"pass {after} changed {node.format_node()}: {_summary(expected)} became "
                 f"{_summary(actual)}"
             )
+        if "example_value" in node.meta:
+            node.meta["example_value"] = actual  # in the memory in which it lies now
 
 
 def _recompute(node: fx.Node, after: str) -> Any:
@@ -86,7 +90,8 @@ def check_rewrite(
     rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int = _SEED
 ) -> Check | None:
     """Run both sides on the same random inputs; ``proven`` holds the pairs already compared, of
-    which there is nothing new to say.
+    which there is nothing new to say.  Sides that reduce over ranks run as several, each with
+    inputs of its own.
 
     Raises:
         VerificationError: names the rule, site, seed and the two values that differ most.
@@ -94,16 +99,22 @@ def check_rewrite(
     key = (digest(rewrite.before.module), digest(rewrite.after.module))
     if key in proven:
         return None
-    inputs = _inputs(rewrite.before.module, seed)
-    before = _run(rewrite.before.module, inputs)
+    before, after = rewrite.before.module, rewrite.after.module
+    groups = group_names([before.graph, after.graph])
+    seeds = [seed + _SEEDS_A_RANK * rank for rank in range(num_ranks(groups))]
+    inputs = [_inputs(before, of_rank) for of_rank in seeds]
+    wanted = run_ranks(groups, lambda rank, names: _run(before, inputs[rank], names))
     try:
-        after = _run(rewrite.after.module, inputs)
+        found = run_ranks(groups, lambda rank, names: _run(after, inputs[rank], names))
     except Exception as error:
         name = f"rewrite {rewrite.rule} at {rewrite.site}"
         raise VerificationError(f"{name} does not run: {error}") from error
     errors = [(0.0, 0.0)]
-    for index, (want, got) in enumerate(zip(before, after, strict=True)):
-        errors.append(_compare(rewrite, index, want, got, seed))
+    for of_rank, want_all, got_all in zip(seeds, wanted, found, strict=True):
+        for index, (want, got) in enumerate(zip(want_all, got_all, strict=True)):
+            errors.append(_compare(rewrite, index, want, got, of_rank))
+        for index in range(len(rewrite.before.outputs)):
+            _compare_memory(rewrite, index, want_all, got_all)
     proven.add(key)
     max_abs, max_rel = map(max, zip(*errors, strict=True))
     tier = rewrite.tier
@@ -128,7 +139,7 @@ def here(device: torch.device) -> torch.device:
     return torch.device("cpu") if absent else device
 
 
-class _Filled(fx.Interpreter):
+class _Filled(RankInterpreter):
     """Fills new buffers: memory that the other side has freed could hold the right values."""
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
@@ -145,11 +156,12 @@ class _Filled(fx.Interpreter):
         return value
 
 
-def _run(module: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
-    """The module's results, then its inputs, which it may have written to."""
+def _run(module: fx.GraphModule, inputs: list[Any], groups: Mapping[str, str]) -> list[Tensor]:
+    """The module's results, then its inputs, which it may have written to; as the rank that knows
+    its process groups as ``groups``."""
     values = [v.clone() if isinstance(v, Tensor) else v for v in inputs]
     with torch.no_grad():
-        outputs: list[Tensor] = _Filled(module).run(*values)
+        outputs: list[Tensor] = _Filled(module.graph, groups).run(*values)
     return [*outputs, *(v for v in values if isinstance(v, Tensor))]
 
 
@@ -206,6 +218,23 @@ def _large(shape: list[int], dtype: torch.dtype, gen: torch.Generator) -> Tensor
         data[few] *= 50
         part.copy_(data)
     return made
+
+
+def _compare_memory(
+    rewrite: Rewrite, index: int, before: list[Tensor], after: list[Tensor]
+) -> None:
+    """An output must share memory with the same outputs and inputs on both sides: who writes to
+    one writes to the other."""
+
+    def sharing(values: list[Tensor]) -> list[int]:
+        storages = [value.untyped_storage()._cdata for value in values]
+        return [i for i, storage in enumerate(storages) if storage == storages[index]]
+
+    if sharing(before) != sharing(after):
+        raise VerificationError(
+            f"rewrite {rewrite.rule} at {rewrite.site}: of outputs, then inputs, numbers "
+            f"{sharing(after)} share the memory of output {index}, before {sharing(before)}"
+        )
 
 
 def _compare(

@@ -25,14 +25,16 @@ from fusewright.ops.conformance import ConformanceError, check_case
 # The interpreter's numpy overflows aloud where hardware saturates.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
+# Those that ranks call together are checked in ranks, by test_all_reduce.py.
+LOCAL_OPS = [op for op in ALL_OPS if not op.collective]
 PAIRS = [
     pytest.param(op, impl, id=f"{op.name}-{impl.name}")
-    for op in ALL_OPS
+    for op in LOCAL_OPS
     for impl in op.implementations
 ]
 TRIPLES = [
     pytest.param(op, impl, dtype, id=f"{op.name}-{impl.name}-{str(dtype).removeprefix('torch.')}")
-    for op in ALL_OPS
+    for op in LOCAL_OPS
     for impl in op.implementations
     for dtype in op.dtypes
 ]

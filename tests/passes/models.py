@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fusewright import ops
+from fusewright.passes.ranks import RankInterpreter, group_names, run_ranks
 from tests.passes.graphs import capture, hidden
 
 SIZE, HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 128, 4, 2, 16, 8, 5
+GROUP, OTHER_GROUP = "tp", "dp"
 
 
 def two_norms(x: Tensor, r: Tensor, w: Tensor, w2: Tensor) -> Any:
@@ -71,6 +73,22 @@ def rope_store(
     q, k = ops.rotary_embedding(positions, q, k, table)
     ops.kv_store(k, v, kv, slots, s.view(2, KV_HEADS))
     return q, kv.float() + 1
+
+
+def reduced_add_norm(x: Tensor, r: Tensor, w: Tensor) -> Any:
+    total = r + ops.all_reduce(x, GROUP)
+    return ops.rms_norm(total, w, 1e-5), total
+
+
+def reduced_norm(x: Tensor, w: Tensor) -> Any:
+    total = ops.all_reduce(x, GROUP)
+    return ops.rms_norm(total, w, 1e-5), total * 2
+
+
+def reduced_static(x: Tensor, r: Tensor, w: Tensor, s: Tensor) -> Any:
+    scale = s[:1].view(1, 1)
+    total = r + ops.all_reduce(x, GROUP)
+    return ops.quant_fp8_static(ops.rms_norm(total, w, 1e-5), scale), total
 
 
 def head(x: Tensor, starts: Tensor, w: Tensor) -> Any:
@@ -143,19 +161,30 @@ def graph_of(model: Callable[..., Any]) -> fx.GraphModule:
 
 
 def run(gm: fx.GraphModule, model: Callable[..., Any]) -> list[Tensor]:
-    """Results, then the inputs, which may have been written to."""
+    """Results, then the inputs, which may have been written to; of every rank, if several."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written
+    try:
+        names = sorted({GROUP, OTHER_GROUP}) if group_names([gm.graph]) else []
+        ranks = run_ranks(names, lambda rank, groups: _run(gm, model, rank, groups))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [value for of_rank in ranks for value in of_rank]
+
+
+def _run(
+    gm: fx.GraphModule, model: Callable[..., Any], rank: int, groups: Mapping[str, str]
+) -> list[Tensor]:
     given = [value.clone() for value in _captured(model)[1].values()]
+    for value in given:
+        if rank and value.dtype == torch.bfloat16:
+            value *= 1 + rank
     values: list[Any] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         found = re.fullmatch(r"l_args_(\d+)_", node.name.lower())
         fake = node.meta["example_value"]
         values.append(given[int(found[1])] if found else fake.node.hint)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is not written
-    try:
-        with torch.no_grad():
-            return [*gm(*values), *given]
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with torch.no_grad():
+        return [*RankInterpreter(gm.graph, groups).run(*values), *given]
 
 
 def outcome(gm: fx.GraphModule, model: Callable[..., Any]) -> Any:

@@ -1,288 +1,172 @@
-"""Random graphs of semantic ops: no pass of any level changes what they compute.
+"""Random graphs of semantic ops: no level changes what they compute.
 
-A graph is a list of steps, each taking what earlier ones left by position, so that Hypothesis can
-shrink it; it is built with fake values and without Dynamo, which makes it cheap.
+Every pass of a level is run on a graph, and then its lowering; each is compared with the graph
+before.  Steps also write to what others read, and graphs that reduce over ranks run as several.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from functools import cache
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusewright import ops
+from fusewright.compiler.lower import lower
 from fusewright.config import LEVELS, PASSES
 from fusewright.passes import build_passes, run_passes
-from fusewright.passes.subgraph import compute_fake
+from fusewright.passes.ranks import RankInterpreter, group_names, run_ranks
+from fusewright.passes.rule import Context
+from tests.passes.random_graphs import RANK_STEPS, STEPS, WRITTEN, Builder, inputs, step_lists
 
-TOKENS, SIZE, HEADS, KV_HEADS, DIM, BLOCK = 3, 256, 8, 2, 32, 4
-E4M3 = torch.float8_e4m3fn
+KINDS = ("static", "dynamic")
 DRIFT = 0.25
 """Largest relative error (L2) of a result once a tolerant rewrite has moved what it is made of: an
 FP8 step is 2^-3 of a value, and later ops may double it."""
 
 
-@cache
-def inputs() -> dict[str, Tensor]:
-    gen = torch.Generator().manual_seed(11)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen)
-
-    def weight(rows: int, columns: int) -> Tensor:
-        return randn(rows, columns) * columns**-0.5
-
-    kv = randn(4, 2, BLOCK, KV_HEADS, DIM)
-    return {
-        "x0": randn(TOKENS, SIZE).bfloat16(),
-        "x1": randn(TOKENS, SIZE).bfloat16(),
-        "w0": randn(SIZE).bfloat16(),
-        "w1": randn(SIZE).bfloat16(),
-        "scale0": torch.tensor([[0.02]]),
-        "scale1": torch.tensor([[0.05]]),
-        "square": weight(SIZE, SIZE).bfloat16(),
-        "gate_up": weight(2 * SIZE, SIZE).bfloat16(),
-        "bias": randn(2 * SIZE).bfloat16(),
-        "qkv": weight((HEADS + 2 * KV_HEADS) * DIM, SIZE).bfloat16(),
-        "w_fp8": (weight(SIZE, SIZE) * 100).to(E4M3),
-        "w_tensor": torch.tensor([[0.01]]),
-        "w_rows": torch.rand(SIZE, 1, generator=gen) * 0.02,
-        "w_blocks": torch.rand(SIZE // 128, SIZE // 128, generator=gen) * 0.02,
-        "wq": randn(DIM).bfloat16(),
-        "wk": randn(DIM).bfloat16(),
-        "positions": torch.tensor([4, 0, 9], dtype=torch.int32),
-        "cos_sin": randn(16, DIM),
-        "kv": kv.bfloat16(),
-        "kv_fp8": kv.to(E4M3),
-        "kv_scale": torch.rand(2, KV_HEADS, generator=gen) + 0.1,
-        "slots": torch.tensor([5, -1, 12], dtype=torch.int32),
-        "blocks": torch.tensor([[1, 0], [2, 3], [3, 1]], dtype=torch.int32),
-        "lens": torch.tensor([2, 7, 5], dtype=torch.int32),
-        "starts": torch.arange(TOKENS + 1, dtype=torch.int32),
-    }
-
-
-@cache
-def fakes() -> dict[str, Tensor]:
-    mode = FakeTensorMode()
-    return {name: mode.from_tensor(value) for name, value in inputs().items()}
-
-
-class Builder:
-    """A graph in the making: ``hidden`` are its [tokens, size] tensors, ``quantized`` its triples
-    of FP8 matrix, scale and which of the schemes that is."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.inputs: dict[str, fx.Node] = {}
-        for name, fake in fakes().items():
-            self.inputs[name] = self.graph.placeholder(name)
-            self.inputs[name].meta["example_value"] = fake
-        self.hidden = [self.inputs["x0"], self.inputs["x1"]]
-        self.quantized: list[tuple[fx.Node, fx.Node, int]] = []
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        make = self.graph.call_method if isinstance(target, str) else self.graph.call_function
-        node = make(target, args, kwargs)
-        node.meta["example_value"] = compute_fake(node)
-        return node
-
-    def op(self, name: str, *args: Any) -> fx.Node:
-        nodes = (self.inputs[a] if isinstance(a, str) and a in self.inputs else a for a in args)
-        return self.call(ops.BY_NAME[name].overload(), *nodes)
-
-    def item(self, node: fx.Node, index: int) -> fx.Node:
-        return self.call(operator.getitem, node, index)
-
-    def pick(self, back: int) -> fx.Node:
-        return self.hidden[-1 - back % len(self.hidden)]
-
-    def finish(self) -> fx.GraphModule:
-        """What nobody has read is returned."""
-        made = [*self.hidden, *(node for q in self.quantized for node in q[:2])]
-        self.graph.output(tuple(n for n in dict.fromkeys(made) if not n.users))
-        return fx.GraphModule(torch.nn.Module(), self.graph)
-
-
-def add(b: Builder, i: int, j: int) -> None:
-    b.hidden.append(b.call((operator.add, torch.add)[j % 2], b.pick(i), b.pick(j)))
-
-
-def norm(b: Builder, i: int, j: int) -> None:
-    b.hidden.append(b.op("rms_norm", b.pick(i), f"w{j % 2}", (1e-5, 1e-6)[j // 2 % 2]))
-
-
-def add_norm(b: Builder, i: int, j: int) -> None:
-    add(b, i, j)
-    norm(b, 0, j)
-
-
-def activation(b: Builder, i: int, j: int) -> None:
-    y = b.op("linear", b.pick(i), "gate_up", "bias" if i % 2 else None)
-    halves = b.call("chunk", y, 2, -1)
-    gate, up = b.item(halves, 0), b.item(halves, 1)
-    act = b.call(F.gelu, gate, approximate="tanh") if j % 2 else b.call(F.silu, gate)
-    b.hidden.append(b.call(operator.mul, *((act, up) if j < 2 else (up, act))))
-
-
-def raised_activation(b: Builder, i: int, j: int) -> None:
-    y = b.op("linear", b.pick(i), "gate_up", "bias" if i % 2 else None)
-    b.hidden.append(b.op("gelu_tanh_mul" if j % 2 else "silu_mul", y))
-
-
-def quantize(b: Builder, i: int, j: int) -> None:
-    kind = j % 3
-    if kind == 0:
-        scale = b.inputs[f"scale{i % 2}"]
-        b.quantized.append((b.op("quant_fp8_static", b.pick(i), scale), scale, kind))
-    else:
-        pair = b.op("quant_fp8_dynamic", b.pick(i), (0, 128)[kind - 1])
-        b.quantized.append((b.item(pair, 0), b.item(pair, 1), kind))
-
-
-def norm_quantize(b: Builder, i: int, j: int) -> None:
-    norm(b, i, j)
-    quantize(b, 0, i + j)
-
-
-def activation_quantize(b: Builder, i: int, j: int) -> None:
-    (activation if i < 2 else raised_activation)(b, i, j)
-    quantize(b, 0, i + j)
-
-
-def linear(b: Builder, i: int, j: int) -> None:
-    b.hidden.append(b.op("linear", b.pick(i), "square", "w1" if j == 3 else None))
-
-
-def linear_fp8(b: Builder, i: int, j: int) -> None:
-    if not b.quantized:
-        quantize(b, i, j)
-    x, scale, kind = b.quantized[-1 - i % len(b.quantized)]
-    w_scale = ("w_tensor", "w_rows", "w_blocks")[kind]
-    b.hidden.append(b.op("linear_fp8", x, scale, "w_fp8", w_scale, None, torch.bfloat16))
-
-
-def attention(b: Builder, i: int, j: int) -> None:
-    packed = b.op("linear", b.pick(i), "qkv", None)
-    parts = b.call("split", packed, [n * DIM for n in (HEADS, KV_HEADS, KV_HEADS)], -1)
-    q, k, v = (b.call("view", b.item(parts, n), -1, h, DIM) for n, h in enumerate((8, 2, 2)))
-    if j % 2:
-        q = b.op("rms_norm", q, "wq", 1e-6)
-        k = b.op("rms_norm", k, "wk", 1e-5 if i == 3 else 1e-6)
-    pair = b.op("rotary_embedding", "positions", q, k, "cos_sin")
-    q, k = b.item(pair, 0), b.item(pair, 1)
-    cache, scales = ("kv_fp8", ["kv_scale"]) if j > 1 else ("kv", [])
-    b.op("kv_store", k, v, cache, "slots", *scales)
-    out = b.call(torch.empty_like, q)
-    b.op(
-        "paged_attention", q, cache, "blocks", "lens", "starts", out, DIM**-0.5, 0, 0.0, *scales
-    )  # fmt: skip
-    b.hidden.append(b.call("view", out, -1, SIZE))
-
-
-def attention_quantize(b: Builder, i: int, j: int) -> None:
-    attention(b, i, j)
-    quantize(b, 0, 3 * i)
-
-
-def views(b: Builder, i: int, j: int) -> None:
-    shape = [(TOKENS, SIZE), (-1, SIZE), (-1, 2, SIZE // 2), (SIZE, TOKENS)][j]
-    b.hidden.append(b.call("reshape", b.call("view", b.pick(i), *shape), TOKENS, SIZE))
-
-
-def read(b: Builder, i: int, j: int) -> None:
-    b.hidden.append(b.call(operator.mul, b.pick(i), 0.5 + j))
-
-
-STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
-    add_norm,
-    norm_quantize,
-    attention,
-    attention_quantize,
-    activation,
-    raised_activation,
-    activation_quantize,
-    quantize,
-    linear_fp8,
-    linear,
-    add,
-    norm,
-    views,
-    read,
-)
-STEP_LISTS = st.lists(
-    st.tuples(st.sampled_from(STEPS), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9
-)
-
-
-def built(steps: Any) -> fx.GraphModule:
+def built(steps: Any, head: bool) -> fx.GraphModule:
     builder = Builder()
     for step, i, j in steps:
         step(builder, i, j)
-    return builder.finish()
+    return fx.GraphModule(torch.nn.Module(), builder.finish(head))
 
 
-def run(gm: fx.GraphModule) -> list[Tensor]:
-    """The results, then the caches."""
-    values = {n: v.clone() if n.startswith("kv") else v for n, v in inputs().items()}
+def copied(gm: fx.GraphModule) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return graph
+
+
+def run(graph: fx.Graph, rank: int, groups: Mapping[str, str]) -> list[Tensor]:
+    """The results, then the inputs that may have been written to."""
+    values = {n: v.clone() if n in WRITTEN else v for n, v in inputs().items()}
+    if rank:
+        values["x0"] *= 1 + rank
+        values["x1"] -= rank
     with torch.no_grad():
-        return [*gm(*values.values()), values["kv"], values["kv_fp8"]]
+        results = RankInterpreter(graph, groups).run(*values.values())
+        return [*results, *(values[name] for name in WRITTEN)]
 
 
-def check(want: list[Tensor], got: list[Tensor], *, exact: bool, what: str) -> None:
-    added = len(got) - len(want)  # the tokens beside the logits
-    results = [*got[: len(want) - 2], *got[len(want) - 2 + added :]]
-    for index, (a, b) in enumerate(zip(want, results, strict=True)):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{what}: result {index}"
+def run_all(stages: list[Stage]) -> list[list[Tensor]]:
+    """What each graph gives, all ranks one after the other."""
+    names = group_names(stage.graph for stage in stages)
+    ranks = run_ranks(names, lambda rank, groups: [run(s.graph, rank, groups) for s in stages])
+    of_stages = zip(*ranks, strict=True)
+    return [[value for results in of_stage for value in results] for of_stage in of_stages]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A graph, and what made it of the one before; ``exact`` if no bit may have changed."""
+
+    what: str
+    graph: fx.Graph
+    exact: bool
+
+
+def check(want: list[Tensor], got: list[Tensor], stage: Stage) -> None:
+    for index, (a, b) in enumerate(zip(want, got, strict=True)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{stage.what}: result {index}"
         left, right = a.float(), b.float()
-        if exact:
-            assert torch.equal(left, right), f"{what} is exact, but result {index} differs"
+        if not stage.exact and not a.dtype.is_floating_point:
+            continue  # the likeliest of other numbers
+        if stage.exact:
+            assert torch.equal(left, right), f"{stage.what} is exact, but result {index} differs"
         else:
             error = float((left - right).norm() / left.norm().clamp(min=1e-3))
-            assert error < DRIFT, f"{what}: result {index} is off by {error}"
+            assert error < DRIFT, f"{stage.what}: result {index} is off by {error}"
 
 
-def prove(steps: Any, names: tuple[str, ...], *, verify: bool) -> dict[str, int]:
-    """Run the passes one by one, each against the graph before; returns how often each matched."""
-    gm = built(steps)
-    before = run(gm)
-    matched: dict[str, int] = {}
+def called(graph: fx.Graph) -> set[str]:
+    return {str(n.target) for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+
+
+def prove(gm: fx.GraphModule, names: tuple[str, ...], *, verify: bool) -> tuple[set[str], set[str]]:
+    """Run the passes one by one and lower; returns which matched, and the ops that there were."""
+    stages = [Stage("the graph", copied(gm), exact=True)]
+    matched: set[str] = set()
     for rule in build_passes(names):
-        (report,) = run_passes(gm, [rule], verify=verify)
-        matched[rule.name] = report.matched
+        report = run_passes(gm, [rule], verify=True)[0] if verify else rule(gm, Context())
         if report.matched:
-            after = run(gm)
-            check(before, after, exact=rule.tier.exact, what=rule.name)
-            before = after[: len(before) - 2] + after[-2:]
-    return matched
+            matched.add(rule.name)
+            stages.append(Stage(rule.name, copied(gm), rule.tier.exact))
+    ops_seen = {name for stage in stages for name in called(stage.graph)}
+    lower(gm, hand_kernels="fuse_act" in names, kernels={}, sm=0)
+    stages.append(Stage("lowering", gm.graph, exact=False))
+    results = run_all(stages)
+    for before, after, stage in zip(results, results[1:], stages[1:], strict=False):
+        tokens_too = stage.what == "fuse_lm_head_argmax"
+        check(before, after[:1] + after[2:] if tokens_too else after, stage)
+    return matched, ops_seen
 
 
-LISTS = tuple(dict.fromkeys([LEVELS[2].passes, LEVELS[3].passes, PASSES]))
+def prove_many(
+    names: tuple[str, ...], steps: Any, heads: Any, *, verify: bool, examples: int
+) -> tuple[Counter[str], Counter[str]]:
+    """``prove`` on so many graphs; in how many each pass matched, and each op was."""
+    matched: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(step_lists(steps, 9), heads)
+    def proven(drawn: Any, head: bool) -> None:
+        passes, of_graph = prove(built(drawn, head), names, verify=verify)
+        matched.update(passes)
+        seen.update(of_graph)
+
+    proven()
+    return matched, seen
+
+
+NO_RANKS = tuple(name for name in PASSES if name != "fuse_all_reduce_norm")
+LISTS = {"-O1": LEVELS[1].passes, "-O2, -O3": LEVELS[2].passes, "every pass": NO_RANKS}
+FUSED = {
+    *("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotary_embedding", "kv_store"),
+    *("rope_kv_store", "paged_attention", "linear", "linear_fp8", "gated_linear", "argmax"),
+    *("lm_head_argmax", "embedding", "gather_last_token", "quant_fp8_static", "quant_fp8_dynamic"),
+    *(f"{op}_quant_{kind}" for op in ("rms_norm", "add_rms_norm") for kind in KINDS),
+    *(f"{op}_quant_{kind}" for op in ("silu_mul", "gelu_tanh_mul") for kind in KINDS),
+}
+"""The ops of graphs before and after every pass, but those that reduce over ranks."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", LISTS, ids=lambda names: f"{len(names)}-passes")
-@pytest.mark.parametrize(("verify", "examples"), [(False, 900), (True, 150)])
-def test_no_pass_changes_a_random_graph(
-    names: tuple[str, ...], verify: bool, examples: int
-) -> None:
-    total = dict.fromkeys(names, 0)
+@pytest.mark.parametrize(
+    ("level", "verify", "examples"),
+    [
+        ("-O1", False, 300),
+        ("-O2, -O3", False, 850),
+        ("every pass", False, 850),
+        ("every pass", True, 100),
+    ],
+)
+def test_no_level_changes_a_random_graph(level: str, verify: bool, examples: int) -> None:
+    names = LISTS[level]
+    heads = st.sampled_from([False, False, False, True])
+    matched, seen = prove_many(names, STEPS, heads, verify=verify, examples=examples)
+    assert verify or set(matched) == set(names), f"{examples} graphs, and no match of some"
+    assert level != "every pass" or verify or set(seen) == {f"fw.{name}.default" for name in FUSED}
 
-    @settings(max_examples=examples, deadline=None, database=None)
-    @given(STEP_LISTS)
-    def proven(steps: Any) -> None:
-        for name, count in prove(steps, names, verify=verify).items():
-            total[name] += count
 
-    proven()
-    unseen = {n for n, c in total.items() if not c} - {"fuse_lm_head_argmax"}
-    assert not unseen, f"{examples} graphs, and no match of {unseen}"
+def test_every_level_is_among_them() -> None:
+    lists = [(), LISTS["-O1"], *[LISTS["-O2, -O3"]] * 2]
+    assert [level.passes for level in LEVELS.values()] == lists
+    assert set(LISTS["every pass"]) == set(PASSES) - {"fuse_all_reduce_norm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verify", "examples"), [(False, 60), (True, 20)])
+def test_nor_one_that_reduces_over_ranks(verify: bool, examples: int) -> None:
+    names = ("cleanup", "fuse_add_norm", "fuse_norm_quant", "fuse_all_reduce_norm")
+    matched, seen = prove_many(names, RANK_STEPS, st.just(False), verify=verify, examples=examples)
+    assert verify or set(matched) == set(names)
+    reduces = {f"fw.{op.name}.default" for op in ops.ALL_OPS if op.collective}
+    assert verify or reduces <= set(seen)

@@ -1,0 +1,107 @@
+"""``fuse_all_reduce_norm``: the sum over ranks and the norm that reads it in one op.
+
+Before: ``s = all_reduce(x, group); y = rms_norm(s, ...)``, or ``add_rms_norm(s, r, ...)``, either
+also with ``_quant_static`` or ``_quant_dynamic``.  After: ``y, s = all_reduce_rms_norm(x, ...,
+group)``; with an add ``y, r = all_reduce_add_rms_norm(x, r, ..., group)``.  A kernel that reduces
+over peer memory normalizes what it holds: a write and a read of the sum, and a launch, are saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ops.all_reduce_norm import NORMS, OPS
+from .report import PassReport
+from .rule import EXACT, Context, is_call, writes_shared
+
+_FUSED = {norm.overload(): op.overload() for norm, op in zip(NORMS, OPS, strict=True)}
+
+
+class FuseAllReduceNorm:
+    """Expected sites: every ``all_reduce``.  It runs behind ``fuse_add_norm`` and
+    ``fuse_norm_quant``, which have made one op of what follows: one rule serves every product.
+
+    Exact: the sum is rounded to the tensors' dtype before anything reads it, as without fusion, and
+    an addition's operands may change places.
+    """
+
+    name = "fuse_all_reduce_norm"
+    tier = EXACT
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = PassReport(self.name)
+        all_reduce = torch.ops.fw.all_reduce.default
+        for reduce in gm.graph.find_nodes(op="call_function", target=all_reduce):
+            name = reduce.name
+            norm = min((user for user in reduce.users if is_call(user, *_FUSED)), default=None)
+            reason = _why_not(reduce, norm)
+            if reason or norm is None:
+                report.miss(name, reason)
+                continue
+            args, results = _arguments(reduce, norm), _results(reduce, norm)
+
+            def build(
+                graph: fx.Graph, norm: Any = norm, args: Any = args, results: Any = results
+            ) -> list[fx.Node]:
+                call = graph.call_function(_FUSED[norm.target], args)
+                items = results.values()
+                return [graph.call_function(operator.getitem, (call, i)) for i in items]
+
+            old = sorted({reduce, norm, *results})
+            context.replace(self, norm, old=old, outputs=list(results), build=build)
+            report.match(name)
+        return report
+
+
+def _schema(norm: fx.Node) -> Any:
+    return norm.target._schema  # type: ignore[union-attr]
+
+
+def _adds(norm: fx.Node) -> bool:
+    return any(argument.name == "residual" for argument in _schema(norm).arguments)
+
+
+def _why_not(reduce: fx.Node, norm: fx.Node | None) -> str:
+    readers = list(reduce.users)
+    if norm is None:
+        names = ", ".join(reader.name for reader in readers)
+        return f"its sum is read by {names}, not by a norm" if names else "nobody reads its sum"
+    if reduce not in norm.args[: 1 + _adds(norm)] or norm.args[0] is norm.args[1]:
+        return f"{norm.name} does not normalize the sum, or adds it to itself"
+    others = [reader for reader in readers if reader is not norm]
+    if _adds(norm) and others:
+        return f"the sum is also read without the residual, by {others[0].name}"
+    early = [reader for reader in others if reader < norm]
+    if early:
+        return f"the sum is used before the norm, by {early[0].name}"
+    if len(_schema(norm).returns) > 1:
+        whole = [user for user in norm.users if not is_call(user, operator.getitem)]
+        if whole:
+            return f"the results of {norm.name} are read whole, by {whole[0].name}"
+    node = reduce.next
+    while node is not norm:
+        if writes_shared(node):
+            return f"{node.name} writes to memory between the all-reduce and the norm"
+        node = node.next
+    return ""
+
+
+def _arguments(reduce: fx.Node, norm: fx.Node) -> tuple[Any, ...]:
+    """The norm's arguments with the summand in place of the sum, which comes first."""
+    x, group_name = reduce.args
+    left_out = _schema(norm).arguments[len(norm.args) :]
+    args = [*norm.args, *(norm.kwargs.get(a.name, a.default_value) for a in left_out)]
+    if args[0] is not reduce:
+        args[:2] = args[1::-1]
+    return (x, *args[1:], group_name)
+
+
+def _results(reduce: fx.Node, norm: fx.Node) -> dict[fx.Node, Any]:
+    """The nodes that hold results, and which of the fused op's these are."""
+    count = len(_schema(norm).returns)
+    found = {norm: 0} if count == 1 else {user: user.args[1] for user in norm.users}
+    return found if _adds(norm) else {**found, reduce: count}
