@@ -36,6 +36,8 @@ PASSES: tuple[str, ...] = (
     "fuse_add_norm",
     "fuse_act",
     "fuse_gated_linear",
+    "fuse_gated_linear_fp8",
+    "fuse_norm_linear",
     "fuse_norm_quant",
     "fuse_all_reduce_norm",
     "fuse_act_quant",
@@ -45,11 +47,11 @@ PASSES: tuple[str, ...] = (
 )
 """Every pass, in the order in which they run."""
 
-OPT_IN = ("fuse_gated_linear", "fuse_all_reduce_norm", "fuse_lm_head_argmax")
-"""Passes that no level runs, only ``--passes``.  In a whole model ``fuse_gated_linear`` is measured
-at 1 and 16 sequences alone (1 and 2 % less time) and ``fuse_lm_head_argmax`` gained nothing
-(bench/NOTES.md).  What ``fuse_all_reduce_norm`` makes runs the all-reduce of torch.distributed and
-then the norm's reference, slower than the norm's kernel, until one kernel does both."""
+OPT_IN = ("fuse_gated_linear_fp8", "fuse_all_reduce_norm", "fuse_lm_head_argmax")
+"""Passes that no level runs, only ``--passes``.  In a whole model ``fuse_gated_linear_fp8`` is not
+measured and ``fuse_lm_head_argmax`` gained nothing (bench/NOTES.md).  What ``fuse_all_reduce_norm``
+makes runs the all-reduce of torch.distributed and then the norm's reference, slower than the norm's
+kernel, until one kernel does both."""
 
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
     "cuda": {"linear": "invariant", "linear_fp8": "invariant", "paged_attention": "invariant"},
@@ -61,7 +63,17 @@ BATCH_INVARIANT: dict[str, dict[str, str]] = {
     },
 }
 """Implementations by device and op that ``batch_invariant`` forces: those of which a row's bits do
-not depend on the other rows.  What ``-O2`` chooses of the other ops has that property anyhow."""
+not depend on the other rows.  What ``-O2`` chooses of the other ops has that property anyhow, but
+for those of ``JOINS_PRODUCTS``."""
+
+JOINS_PRODUCTS = (
+    "fuse_gated_linear",
+    "fuse_gated_linear_fp8",
+    "fuse_norm_linear",
+    "fuse_lm_head_argmax",
+)
+"""Passes that make a product part of another op, whose kernels follow the number of rows:
+``batch_invariant`` leaves them out."""
 
 BATCH_INVARIANT_LEVEL = 2
 

@@ -7,6 +7,7 @@ from .errors import UserError
 from .levels import (
     BATCH_INVARIANT,
     BATCH_INVARIANT_LEVEL,
+    JOINS_PRODUCTS,
     LEVELS,
     OPT_IN,
     PASSES,
@@ -181,7 +182,7 @@ def _compile(
     if chosen is None:
         chosen = tuple(name for name in PASSES if not why_off(name, number, hardware.sm, weights))
         if options.batch_invariant:
-            chosen = tuple(name for name in chosen if name not in OPT_IN)
+            chosen = tuple(name for name in chosen if name not in JOINS_PRODUCTS)
     for name in (*chosen, *options.disable_passes):
         if name not in PASSES:
             raise UserError(f"unknown pass {name!r}; known: {', '.join(PASSES)}")
@@ -191,7 +192,7 @@ def _compile(
         raise UserError("verify: -O0 rewrites nothing; use -O1 or higher")
     passes = tuple(p for p in PASSES if p in chosen and p not in options.disable_passes)
     if options.batch_invariant:
-        _check_batch_invariant(options, number, passes)
+        _check_batch_invariant(options, number)
     return CompileConfig(
         level=number,
         trace=level.trace,
@@ -206,7 +207,7 @@ def _compile(
     )
 
 
-def _check_batch_invariant(options: EngineOptions, number: int, passes: tuple[str, ...]) -> None:
+def _check_batch_invariant(options: EngineOptions, number: int) -> None:
     """Refuse what would let a row's bits depend on the others, or is not shown not to."""
     if number != BATCH_INVARIANT_LEVEL:
         raise UserError(
@@ -216,7 +217,7 @@ def _check_batch_invariant(options: EngineOptions, number: int, passes: tuple[st
     given = [f"attention_backend={options.attention_backend}"]
     given = given if options.attention_backend != "auto" else []
     given += [f"kernels={','.join(options.kernels)}"] if options.kernels else []
-    given += [f"passes={name}" for name in OPT_IN if name in passes]
+    given += [f"passes={name}" for name in JOINS_PRODUCTS if name in (options.passes or ())]
     if given:
         raise UserError(
             f"batch_invariant has implementations of its own, which {given[0]} contradicts: drop "

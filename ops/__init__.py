@@ -35,6 +35,8 @@ from .embedding import OP as EMBEDDING
 from .embedding import embedding
 from .gated_linear import OP as GATED_LINEAR
 from .gated_linear import gated_linear
+from .gated_linear_fp8 import OP as GATED_LINEAR_FP8
+from .gated_linear_fp8 import gated_linear_fp8
 from .gather_last_token import OP as GATHER_LAST_TOKEN
 from .gather_last_token import gather_last_token
 from .gelu_tanh_mul import OP as GELU_TANH_MUL
@@ -45,6 +47,8 @@ from .kv_store import OP as KV_STORE
 from .kv_store import kv_store
 from .linear import OP as LINEAR
 from .linear import linear
+from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
+from .linear_add_norm_linear import linear_add_norm_linear
 from .linear_fp8 import OP as LINEAR_FP8
 from .linear_fp8 import linear_fp8
 from .lm_head_argmax import OP as LM_HEAD_ARGMAX
@@ -108,6 +112,8 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     LINEAR,
     LINEAR_FP8,
     GATED_LINEAR,
+    GATED_LINEAR_FP8,
+    LINEAR_ADD_NORM_LINEAR,
     LM_HEAD_ARGMAX,
     EMBEDDING,
     GATHER_LAST_TOKEN,
@@ -154,6 +160,7 @@ __all__ = [
     "embedding",
     "find_cuda_library",
     "gated_linear",
+    "gated_linear_fp8",
     "gather_last_token",
     "gelu_tanh_mul",
     "gelu_tanh_mul_quant_dynamic",
@@ -161,6 +168,7 @@ __all__ = [
     "keep_tokens",
     "kv_store",
     "linear",
+    "linear_add_norm_linear",
     "linear_fp8",
     "lm_head_argmax",
     "load_cuda_library",

@@ -44,9 +44,9 @@ def skinny_rows(out_features: int, in_features: int, itemsize: int = 2) -> int:
     return _ROWS_BF16 if itemsize == 2 else _ROWS_FP8
 
 
-def refuses_weight(desc: OpDesc, dtype: torch.dtype) -> str:
-    """Why the kernels do not serve a call, or an empty string."""
-    weight = desc["weight"]
+def refuses_weight(desc: OpDesc, dtype: torch.dtype, name: str = "weight") -> str:
+    """Why the kernels do not serve a call for its weight of that name, or an empty string."""
+    weight = desc[name]
     if desc.device != "cuda":
         return f"on {desc.device}, not CUDA"
     # Its tensor copies came with SM 9.0.  For 8.0 and 8.9 the seam is the producer: cp.async.
@@ -56,14 +56,14 @@ def refuses_weight(desc: OpDesc, dtype: torch.dtype) -> str:
         return f"dtype {desc['x'].dtype}, not {str(dtype).removeprefix('torch.')}"
     if not skinny_rows(weight.shape[0], weight.shape[1], dtype.itemsize):
         return (
-            f"weight {list(weight.shape)}: in_features not a multiple of "
+            f"{name} {list(weight.shape)}: in_features not a multiple of "
             f"{_LINE_BYTES // dtype.itemsize}, or less than {_LEAST_BYTES >> 20} MiB"
         )
     return why_no_csrc(desc)
 
 
-def refuses_bf16(desc: OpDesc) -> str:
-    return refuses_weight(desc, torch.bfloat16)
+def refuses_bf16(desc: OpDesc, name: str = "weight") -> str:
+    return refuses_weight(desc, torch.bfloat16, name)
 
 
 def _can_stream(t: Tensor) -> bool:
@@ -71,12 +71,17 @@ def _can_stream(t: Tensor) -> bool:
     return t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
 
 
-def rows_to_stream(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x as a matrix, if the kernels take it and it has few rows, at least one."""
+def rows_to_stream(x: Tensor, *weights: Tensor) -> Tensor | None:
+    """x as a matrix, if the kernels take it and the weights and it has few rows, at least one."""
     x_2d = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    out_features, in_features = weight.shape
-    few = 0 < x_2d.shape[0] <= skinny_rows(out_features, in_features, weight.itemsize)
-    return x_2d if few and _can_stream(x_2d) and _can_stream(weight) else None
+    most = min(skinny_rows(w.shape[0], w.shape[1], w.itemsize) for w in weights)
+    return x_2d if 0 < x_2d.shape[0] <= most and all(map(_can_stream, (x_2d, *weights))) else None
+
+
+def streams_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
+    """Whether the streaming kernel is the choice for a product of FP8."""
+    most = _ROWS_FP8_LINEAR if weight_scale.shape[1] == 1 else _ROWS_FP8_BLOCKS
+    return x.shape[0] <= most and rows_to_stream(x, weight) is not None
 
 
 def linear_fp8(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -84,8 +89,7 @@ def linear_fp8(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(*args: Any) -> Tensor:
         x, _, weight, weight_scale, *_ = args
-        most = _ROWS_FP8_LINEAR if weight_scale.shape[1] == 1 else _ROWS_FP8_BLOCKS
-        if x.shape[0] > most or rows_to_stream(x, weight) is None:
+        if not streams_fp8(x, weight, weight_scale):
             return otherwise(*args)
         return torch.ops.fw_cuda.skinny_linear_fp8.default(*args)  # type: ignore[no-any-return]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,10 @@ from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from ._skinny import refuses_bf16, rows_to_stream
 from .gelu_tanh_mul import OP as GELU_TANH_MUL
 from .launches import activation as kernels
+from .linear import OP as LINEAR
 from .silu_mul import OP as SILU_MUL
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 _ACTIVATIONS = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}
 
 
@@ -39,20 +42,21 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     )
 
 
-def _activation(name: str) -> SemanticOp:
+def activation_op(name: str) -> SemanticOp:
+    """``silu_mul`` or ``gelu_tanh_mul``.  Raises ValueError for another activation."""
     if name not in _ACTIVATIONS:
         expected = " or ".join(map(repr, _ACTIVATIONS))
-        raise ValueError(f"gated_linear: activation is {name!r}, expected {expected}")
+        raise ValueError(f"a gated linear layer's activation is {name!r}, expected {expected}")
     return _ACTIVATIONS[name]
 
 
 def _reference(x: Tensor, weight: Tensor, activation: str) -> Tensor:
-    y: Tensor = _activation(activation).reference(F.linear(x, weight))
+    y: Tensor = activation_op(activation).reference(F.linear(x, weight))
     return y
 
 
 def _fake(x: Tensor, weight: Tensor, activation: str) -> Tensor:
-    _activation(activation)
+    activation_op(activation)
     if x.shape[-1] != weight.shape[1] or weight.shape[0] % 2:
         raise ValueError(
             f"gated_linear: x has {x.shape[-1]} features and weight is {list(weight.shape)}, "
@@ -61,22 +65,36 @@ def _fake(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 
-def _in_turn(x: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """``F.linear``, then the activation's kernel."""
-    _activation(activation)
-    launches, y = kernels.gated_activation(F.linear(x, weight), None, activation)
+def _in_turn(product: Product, x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """The product, then the activation's kernel."""
+    activation_op(activation)
+    launches, y = kernels.gated_activation(product(x, weight, None), None, activation)
     for launch in launches:
         launch.run()
     return y
+
+
+def _triton(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    return _in_turn(F.linear, x, weight, activation)
 
 
 def _skinny(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """The streaming kernel for few rows, else one after the other."""
     rows = rows_to_stream(x, weight)
     if rows is None:
-        return _in_turn(x, weight, activation)
+        return _in_turn(LINEAR.implementation("skinny").fn, x, weight, activation)
     y: Tensor = torch.ops.fw_cuda.skinny_gated_linear.default(rows, weight, activation)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def _runs(*args: Any) -> tuple[str, ...]:
+    few = rows_to_stream(*args[:2]) is not None
+    return ("skinny_gated_linear",) if few else runs_in_turn(*args)
+
+
+def runs_in_turn(*_: Any) -> tuple[str, ...]:
+    """The kernels of a product and its gated activation, one by one."""
+    return "cuBLAS", "_gated_activation_kernel"
 
 
 def _launches(x: Tensor, weight: Tensor, activation: str) -> tuple[list[Launch], Tensor]:
@@ -121,8 +139,15 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("skinny", _skinny, refuses_bf16, devices=("cuda",), launches=_launches),
-        Implementation("triton", _in_turn, devices=("cuda",), launches=_launches),
+        Implementation(
+            "skinny",
+            _skinny,
+            refuses_bf16,
+            devices=("cuda",),
+            launches=_launches,
+            runs=_runs,
+        ),
+        Implementation("triton", _triton, devices=("cuda",), launches=_launches, runs=runs_in_turn),
         Implementation("native", _reference, inline=True),
     ),
     # Products of two results of linear, each off by a rounding.

@@ -7,19 +7,21 @@ product did and writes a half of what it wrote; with many it runs as before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from .report import PassReport
-from .rule import EXACT, Context, is_call
+from .rule import EXACT, Context, is_call, written_between
 
 _ACTIVATIONS = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
 
 
 class FuseGatedLinear:
-    """Expected sites: every gated activation that ``fuse_act`` has raised.
+    """Expected sites: every gated activation that ``fuse_act`` has raised, but for those of FP8
+    products.
 
     Exact: the products are rounded before the activation, as without fusion.  A kernel may sum them
     in another order than the kernel it replaces.
@@ -30,18 +32,15 @@ class FuseGatedLinear:
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
-        for act in list(gm.graph.nodes):
-            found = [n for n in _ACTIVATIONS if is_call(act, getattr(torch.ops.fw, n).default)]
-            if not found:
-                continue
+        for act, activation in gated_activations(gm):
             product: Any = act.args[0]
-            name, reason = act.name, _why_not(product)
-            if any(up is not None for up in act.args[1:]):
-                reason = "gate and up are two products"
+            if is_call(product, torch.ops.fw.linear_fp8.default):
+                continue
+            name, reason = act.name, _why_not(product, act)
             if reason:
                 report.miss(name, reason)
                 continue
-            args = (product.args[0], product.args[1], _ACTIVATIONS[found[0]])
+            args = (product.args[0], product.args[1], activation)
 
             def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
                 return [graph.call_function(torch.ops.fw.gated_linear.default, args)]
@@ -51,13 +50,26 @@ class FuseGatedLinear:
         return report
 
 
-def _why_not(product: Any) -> str:
-    if is_call(product, torch.ops.fw.linear_fp8.default):
-        return "the product is of FP8 matrices, for which there is no fused kernel"
+def gated_activations(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
+    """Every gated activation, with its name as the fused ops take it."""
+    for node in list(gm.graph.nodes):
+        for op, activation in _ACTIVATIONS.items():
+            if is_call(node, getattr(torch.ops.fw, op).default):
+                yield node, activation
+
+
+def _why_not(product: Any, act: fx.Node) -> str:
+    if any(up is not None for up in act.args[1:]):
+        return "gate and up are two products"
     if not is_call(product, torch.ops.fw.linear.default):
         return f"its input comes from {product.name}, not from a linear layer"
-    if len(product.users) > 1:
-        return f"{product.name} has {len(product.users)} users, not the activation alone"
     if len(product.args) > 2 and product.args[2] is not None:
         return "the product has a bias"
-    return ""
+    return why_not_alone_between(product, act)
+
+
+def why_not_alone_between(product: fx.Node, act: fx.Node) -> str:
+    """The product disappears: nobody else may read it, nor write to what it reads before."""
+    if len(product.users) > 1:
+        return f"{product.name} has {len(product.users)} users, not the activation alone"
+    return written_between(product, act)

@@ -18,7 +18,9 @@ from .fuse_add_norm import FuseAddNorm
 from .fuse_all_reduce_norm import FuseAllReduceNorm
 from .fuse_attn_quant import FuseAttnQuant
 from .fuse_gated_linear import FuseGatedLinear
+from .fuse_gated_linear_fp8 import FuseGatedLinearFp8
 from .fuse_lm_head_argmax import FuseLMHeadArgmax
+from .fuse_norm_linear import FuseNormLinear
 from .fuse_norm_quant import FuseNormQuant
 from .fuse_rope_store import FuseRopeStore
 from .place import module_of
@@ -31,6 +33,8 @@ PIPELINE: tuple[Rule, ...] = (
     FuseAddNorm(),
     FuseAct(),
     FuseGatedLinear(),
+    FuseGatedLinearFp8(),
+    FuseNormLinear(),
     FuseNormQuant(),
     FuseAllReduceNorm(),
     FuseActQuant(),

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..ops import NAMESPACE
 from .place import STACK
 from .report import PassReport
-from .subgraph import Subgraph, compute_fake, external_inputs, extract, fake_value
+from .subgraph import Subgraph, compute_fake, describe_value, external_inputs, extract, fake_value
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Context:
         for old_output, new_output in zip(outputs, new_outputs, strict=True):
             if "stack_trace" in old_output.meta:
                 new_output.meta["stack_trace"] = old_output.meta["stack_trace"]
+            _keep_memory(old_output, new_output)
         if self.keep_rewrites:
             inputs = external_inputs(list(old))
             inputs += [n for n in external_inputs(new) if n not in inputs]
@@ -220,6 +221,27 @@ def writes_shared(node: fx.Node) -> bool:
             return True
         made = sources[0]
     return True
+
+
+def written_between(first: fx.Node, last: fx.Node) -> str:
+    """Which node between two writes to memory that they may read, as a reason not to join them."""
+    node = first.next
+    while node is not last:
+        if writes_shared(node):
+            return f"{node.name} writes to memory between {first.name} and {last.name}"
+        node = node.next
+    return ""
+
+
+def _keep_memory(old: fx.Node, new: fx.Node) -> None:
+    """Views of ``old`` stay, and are known by the memory that they share with it: give its fake
+    value to ``new``, unless that is a view itself."""
+    value = fake_value(new)
+    if describe_value(value) != describe_value(fake_value(old)) or not isinstance(value, Tensor):
+        return
+    sources = [n for n in new.all_input_nodes if isinstance(fake_value(n), Tensor)]
+    if memory(new).isdisjoint(memory(*sources)):
+        new.meta["example_value"] = fake_value(old)
 
 
 def memory(*nodes: fx.Node) -> set[int]:

@@ -102,12 +102,13 @@ def extract(
     return Subgraph(module, tuple(inputs), tuple(outputs), tuple(nodes))
 
 
-def _describe_value(value: Any) -> str:
+def describe_value(value: Any) -> str:
+    """dtype, shape, strides and device of a fake value."""
     if isinstance(value, Tensor):
         shape, stride = list(value.shape), list(value.stride())
         return f"{value.dtype}{shape}{stride}@{value.device}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(_describe_value(v) for v in value)})"
+        return f"({', '.join(describe_value(v) for v in value)})"
     return f"{type(value).__name__}:{value}"
 
 
@@ -139,7 +140,7 @@ def lines(graph: fx.Graph) -> Iterable[str]:
     for node in graph.nodes:
         index[node] = len(index)
         args = _describe_arg(node.args, index) + _describe_arg(node.kwargs, index)
-        value = _describe_value(node.meta["example_value"]) if node.op == "placeholder" else ""
+        value = describe_value(node.meta["example_value"]) if node.op == "placeholder" else ""
         yield f"{node.op} {_describe_target(node)} {args} {value}"
 
 

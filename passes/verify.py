@@ -199,6 +199,7 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     outliers = torch.rand(shape, generator=gen, device=device) < 0.01
     if 1 < len(shape) < 4 and isinstance(value.shape[0], torch.SymInt):
         data[1::4] *= 2.0**-10  # tokens so small that a norm's eps decides
+        data[2::4] *= 2.0**-20  # or, of their products, does
         data[3::4] *= 2.0**4  # and so large that attention's soft cap does
     return torch.where(outliers, data * 50, data).to(value.dtype)
 

@@ -1,8 +1,9 @@
 """A decode layer of Llama-3-8B, 32 times in one graph, through the public ops: us a layer, with and
-without programmatic launches, and whether these change a bit.
+without programmatic launches of the Triton kernels, and whether these change a bit.
 
-``python -m fusewright.bench.ops.bench_layer [--json FILE]``.  Every layer has its own weights and
-cache, 14 GB and, for 32 sequences of 256 tokens, 1 GB: nothing comes from L2.
+``python -m fusewright.bench.ops.bench_layer [--seqs 1 8] [--forms skinny fused] [--json FILE]``.
+Every layer has its own weights and cache, 14 GB and, for 32 sequences of 256 tokens, 1 GB: nothing
+comes from L2.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from .bench_linear import LAYERS, SHAPES
 CONTEXT, BLOCK, HEADS, KV_HEADS, DIM = 256, 16, 32, 8, 128
 HIDDEN = HEADS * DIM
 SEQS = (1, 8, 16, 32, 64)
+FORMS = ("native", "skinny", "gated", "fused")
+"""Products by cuBLAS; by the streaming kernels for few rows; and gated_linear; and
+linear_add_norm_linear."""
 ROUNDS, CHECKS = 15, 200
 
 Layers = Callable[[], tuple[Tensor, ...]]
@@ -95,28 +99,50 @@ def triton_op(name: str, programmatic: bool) -> Callable[..., Any]:
     return run
 
 
-def layers_of(weights: Weights, step: Step, linear: str, programmatic: bool) -> Layers:
+def boundary_of(form: str, norm: Any, product: Any, silu: Any) -> Callable[..., Any]:
+    """From one product into the residual stream to the next out of it: ``linear_add_norm_linear``
+    in one op, or in as many as ``form`` has."""
+    if form == "fused":
+        return BY_NAME["linear_add_norm_linear"].overload("skinny")  # type: ignore[no-any-return]
+    gated = BY_NAME["gated_linear"].overload("skinny")
+
+    def run(x: Tensor, weight: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        norm_weight, eps, next_weight, _, activation = rest
+        x, residual = norm(product(x, weight, None), residual, norm_weight, eps)
+        if activation and form == "gated":
+            return gated(x, next_weight, activation), residual
+        y = product(x, next_weight, None)
+        return (silu(y) if activation else y), residual
+
+    return run
+
+
+def layers_of(weights: Weights, step: Step, form: str, programmatic: bool) -> Layers:
     """All layers, one after the other; the results with two of the caches that they write."""
-    names = ("add_rms_norm", "rope_kv_store", "paged_attention", "silu_mul")
-    norm, rope, attention, silu = (triton_op(name, programmatic) for name in names)
-    product = BY_NAME["linear"].overload(linear)
+    names = ("add_rms_norm", "rope_kv_store", "silu_mul")
+    norm, rope, silu = (triton_op(name, programmatic) for name in names)
+    attention = BY_NAME["paged_attention"].overload("cuda")
+    product = BY_NAME["linear"].overload("native" if form == "native" else "skinny")
+    boundary = boundary_of(form, norm, product, silu)
+    w, last = weights.products, LAYERS - 1
 
     def run() -> tuple[Tensor, ...]:
-        x, residual = step.x, step.residual
+        x, residual = norm(step.x, step.residual, weights.norms[0], 1e-5)
+        x = product(x, w["qkv"][0], None)
         for i, cache in enumerate(step.caches):
-            w = {name: group[i] for name, group in weights.products.items()}
-            x, residual = norm(x, residual, weights.norms[2 * i], 1e-5)
-            qkv = product(x, w["qkv"], None).view(-1, HEADS + 2 * KV_HEADS, DIM)
-            q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            q, k, v = x.view(-1, HEADS + 2 * KV_HEADS, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
             stored = (weights.table, cache, step.slots, None, None, 0.0)
             q = rope(step.positions, q, k, v, *stored)
             out = torch.empty_like(q)
             sequences = (step.blocks, step.lengths, step.starts)
             attention(q, cache, *sequences, out, DIM**-0.5, 0, 0.0)
-            x = product(out.view(-1, HIDDEN), w["o"], None)
-            x, residual = norm(x, residual, weights.norms[2 * i + 1], 1e-5)
-            x = product(silu(product(x, w["gate_up"], None)), w["down"], None)
-        return x, residual, step.caches[0], step.caches[-1]
+            then: tuple[Any, ...] = (weights.norms[2 * i + 1], 1e-5, w["gate_up"][i], None, "silu")
+            x, residual = boundary(out.view(-1, HIDDEN), w["o"][i], residual, *then)
+            if i == last:
+                return product(x, w["down"][i], None), residual, step.caches[0], cache
+            then = (weights.norms[2 * i + 2], 1e-5, w["qkv"][i + 1], None, None)
+            x, residual = boundary(x, w["down"][i], residual, *then)
+        raise AssertionError("no layers")
 
     return run
 
@@ -139,14 +165,14 @@ def differing(plain: Layers, early: Layers, step: Step) -> int:
     return wrong
 
 
-def measure(weights: Weights, seqs: int, linear: str) -> dict[str, Any]:
+def measure(weights: Weights, seqs: int, form: str) -> dict[str, Any]:
     step = Step.make(seqs)
-    plain, early = (layers_of(weights, step, linear, flag) for flag in (False, True))
+    plain, early = (layers_of(weights, step, form, flag) for flag in (False, True))
     times = [graph_us([run], calls=1, rounds=ROUNDS) / LAYERS for run in (plain, early)]
     nbytes = sum(group[0].nbytes for group in weights.products.values()) + step.caches[0].nbytes
     return {
         "seqs": seqs,
-        "linear": linear,
+        "form": form,
         "us_plain": round(times[0], 2),
         "us_programmatic": round(times[1], 2),
         "us_weights_and_kv_at_copy": round(nbytes / COPY_TB_S / 1e6, 2),
@@ -158,6 +184,8 @@ def measure(weights: Weights, seqs: int, linear: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--seqs", type=int, nargs="+", default=SEQS)
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     options = parser.parse_args()
     torch.manual_seed(0)
     if not load_cuda_library():
@@ -165,9 +193,9 @@ def main() -> None:
     figures: list[dict[str, Any]] = []
     with torch.inference_mode():
         weights = Weights.make()
-        for seqs in SEQS:
-            for linear in ("skinny", "native"):
-                figures.append(measure(weights, seqs, linear))
+        for seqs in options.seqs:
+            for form in options.forms:
+                figures.append(measure(weights, seqs, form))
                 print(*figures[-1].values(), flush=True)
                 torch.cuda.empty_cache()
     if options.json:

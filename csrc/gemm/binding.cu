@@ -1,9 +1,10 @@
 // fw_cuda::skinny_*: argument checks and the outputs; the work is in the header.
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "../common/binding.h"
-#include "skinny_linear.cuh"
+#include "skinny_launch.cuh"
 
 namespace fusewright::gemm {
 namespace {
@@ -11,7 +12,11 @@ namespace {
 constexpr const char* kLinear = "fw_cuda::skinny_linear";
 constexpr const char* kLinearFp8 = "fw_cuda::skinny_linear_fp8";
 constexpr const char* kGatedLinear = "fw_cuda::skinny_gated_linear";
+constexpr const char* kGatedLinearFp8 = "fw_cuda::skinny_gated_linear_fp8";
+constexpr const char* kAddNorm = "fw_cuda::skinny_linear_add_norm_linear";
 constexpr const char* kArgmax = "fw_cuda::skinny_argmax";
+
+bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
 
 void check_matrix(const char* op, const Tensor& t, const char* name, ScalarType dtype) {
   if (t.dim() != 2 || t.scalar_type() != dtype) {
@@ -22,7 +27,7 @@ void check_matrix(const char* op, const Tensor& t, const char* name, ScalarType 
   const int64_t unit = 16 / t.element_size();
   const bool rows_apart = t.size(0) > 1;
   if (t.stride(1) != 1 || (rows_apart && (t.stride(0) % unit != 0 || t.stride(0) < t.size(1))) ||
-      reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0) {
+      !is_aligned(t)) {
     fail(op, name, " ", shape_of(t), " has strides [", t.stride(0), ", ", t.stride(1),
          "], expected rows without gaps inside, a multiple of ", unit,
          " elements apart, on an address that is a multiple of 16: call .contiguous()");
@@ -46,7 +51,7 @@ bool is_capturing(const char* op, cudaStream_t stream) {
 
 // The arguments but for scales, bias and outputs, checked.
 SkinnyLinearArgs describe(const char* op, const Tensor& x, const Tensor& weight, ScalarType dtype,
-                          Epilogue epilogue) {
+                          Epilogue epilogue, int64_t max_tokens = kMaxSkinnyTokens) {
   if (!x.is_cuda()) fail(op, "x is not on a CUDA device");
   check_matrix(op, x, "x", dtype);
   check_matrix(op, weight, "weight", dtype);
@@ -61,9 +66,8 @@ SkinnyLinearArgs describe(const char* op, const Tensor& x, const Tensor& weight,
     fail(op, "weight has shape ", shape_of(weight), ", expected in_features a multiple of ", line,
          " and less than 2^30, less than 2^28 rows");
   }
-  if (num_tokens > kMaxSkinnyTokens) {
-    fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", kMaxSkinnyTokens,
-         " or fewer");
+  if (num_tokens > max_tokens) {
+    fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", max_tokens, " or fewer");
   }
   SkinnyLinearArgs args = {};
   args.epilogue = epilogue;
@@ -115,27 +119,70 @@ void run(const char* op, const SkinnyLinearArgs& args, int32_t* token_ids, const
   }
 }
 
-Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  auto args = describe(kLinear, x, weight, ScalarType::BFloat16, Epilogue::kLinear);
-  add_bias(kLinear, args, bias, ScalarType::BFloat16, x);
+Epilogue gated_epilogue(const char* op, const std::string& activation) {
+  if (activation == "silu") return Epilogue::kSiluMul;
+  if (activation == "gelu_tanh") return Epilogue::kGeluTanhMul;
+  fail(op, "activation is '", activation, "', expected 'silu' or 'gelu_tanh'");
+}
+
+Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
   args.y = y.data_ptr();
-  run<Bf16>(kLinear, args, nullptr, x, weight);
+  run<Bf16>(op, args, nullptr, x, weight);
   return y;
 }
 
+Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  auto args = describe(kLinear, x, weight, ScalarType::BFloat16, Epilogue::kLinear);
+  add_bias(kLinear, args, bias, ScalarType::BFloat16, x);
+  return run_bf16(kLinear, args, x, weight);
+}
+
 Tensor skinny_gated_linear(const Tensor& x, const Tensor& weight, std::string activation) {
-  if (activation != "silu" && activation != "gelu_tanh") {
-    fail(kGatedLinear, "activation is '", activation, "', expected 'silu' or 'gelu_tanh'");
-  }
-  const auto epilogue = activation == "silu" ? Epilogue::kSiluMul : Epilogue::kGeluTanhMul;
+  const Epilogue epilogue = gated_epilogue(kGatedLinear, activation);
   auto args = describe(kGatedLinear, x, weight, ScalarType::BFloat16, epilogue);
+  return run_bf16(kGatedLinear, args, x, weight);
+}
+
+// The residual and the norm of the add: t is [rows, out_features], or [out_features].
+const __nv_bfloat16* added(const Tensor& t, const char* name, const SkinnyLinearArgs& args,
+                           const Tensor& x, bool matrix) {
+  check_device(kAddNorm, t, name, x);
+  const bool fits = t.dim() == (matrix ? 2 : 1) && t.size(t.dim() - 1) == args.out_features &&
+                    (!matrix || t.size(0) == args.num_tokens);
+  if (!fits || !t.is_contiguous() || t.scalar_type() != ScalarType::BFloat16) {
+    std::ostringstream rows;
+    if (matrix) rows << args.num_tokens << ", ";
+    fail(kAddNorm, name, " has shape ", shape_of(t), ", expected a contiguous [", rows.str(),
+         args.out_features, "] of bfloat16");
+  }
+  return static_cast<const __nv_bfloat16*>(t.data_ptr());
+}
+
+// Two products: (y of the second, the sum of the first and the residual).
+std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
+    const Tensor& x, const Tensor& weight, const Tensor& residual, const Tensor& norm_weight,
+    double eps, const Tensor& next_weight, const std::optional<Tensor>& next_bias,
+    const std::optional<std::string>& activation) {
+  auto first =
+      describe(kAddNorm, x, weight, ScalarType::BFloat16, Epilogue::kAdd, kMaxNormedTokens);
+  first.residual = added(residual, "residual", first, x, true);
+  first.norm_weight = added(norm_weight, "norm_weight", first, x, false);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
-  args.y = y.data_ptr();
-  run<Bf16>(kGatedLinear, args, nullptr, x, weight);
-  return y;
+  const Tensor weighted = empty_matrix(first.num_tokens, first.out_features, x);
+  const Epilogue epilogue = activation ? gated_epilogue(kAddNorm, *activation) : Epilogue::kLinear;
+  auto second = describe(kAddNorm, weighted, next_weight, ScalarType::BFloat16, epilogue);
+  if (activation && next_bias) fail(kAddNorm, "next_bias with an activation, expected one of them");
+  add_bias(kAddNorm, second, next_bias, ScalarType::BFloat16, x);
+  const int64_t sizes[] = {first.num_tokens, first.out_features / kNormGroup};
+  const Tensor squares = empty(2, sizes, aoti_torch_dtype_float32(), x);
+  first.weighted = static_cast<__nv_bfloat16*>(weighted.data_ptr());
+  first.squares_out = static_cast<float*>(squares.data_ptr());
+  const Tensor total = run_bf16(kAddNorm, first, x, weight);
+  second.squares = first.squares_out;
+  second.eps = static_cast<float>(eps);
+  return {run_bf16(kAddNorm, second, weighted, next_weight), total};
 }
 
 Tensor skinny_argmax(const Tensor& x, const Tensor& weight) {
@@ -152,10 +199,10 @@ Tensor skinny_argmax(const Tensor& x, const Tensor& weight) {
   return token_ids;
 }
 
-void check_scale(const Tensor& t, const char* name, const Tensor& x) {
-  check_device(kLinearFp8, t, name, x);
+void check_scale(const char* op, const Tensor& t, const char* name, const Tensor& x) {
+  check_device(op, t, name, x);
   if (t.dim() != 2 || t.scalar_type() != ScalarType::Float) {
-    fail(kLinearFp8, name, " has shape ", shape_of(t), ", expected two dimensions of float32");
+    fail(op, name, " has shape ", shape_of(t), ", expected two dimensions of float32");
   }
 }
 
@@ -166,16 +213,14 @@ bool is_dense(const Tensor& t, int64_t rows, int64_t cols, bool column_major) {
          (cols < 2 || t.stride(1) == col_stride);
 }
 
-bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
-
 // Whether the scales are of blocks; sets strides for the others.
-bool add_scales(SkinnyLinearArgs& args, const Tensor& x, const Tensor& x_scale,
-                const Tensor& weight_scale) {
-  check_scale(x_scale, "x_scale", x);
-  check_scale(weight_scale, "weight_scale", x);
+bool add_scales(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& x_scale,
+                const Tensor& weight, const Tensor& weight_scale) {
+  check_scale(op, x_scale, "x_scale", x);
+  check_scale(op, weight_scale, "weight_scale", x);
   args.x_scale = static_cast<const float*>(x_scale.data_ptr());
   args.weight_scale = static_cast<const float*>(weight_scale.data_ptr());
-  const int64_t tokens = args.num_tokens, rows = args.out_features;
+  const int64_t tokens = args.num_tokens, rows = weight.size(0);
   if (is_dense(x_scale, 1, 1, false) && is_dense(weight_scale, 1, 1, false)) return false;
   if (is_dense(x_scale, tokens, 1, false) && is_dense(weight_scale, rows, 1, false)) {
     args.x_scale_stride = args.weight_scale_stride = 1;
@@ -185,14 +230,14 @@ bool add_scales(SkinnyLinearArgs& args, const Tensor& x, const Tensor& x_scale,
   const int64_t blocks = (rows + kScaleBlock - 1) / kScaleBlock;
   if (is_dense(x_scale, tokens, groups, true) && is_dense(weight_scale, blocks, groups, false)) {
     if (args.in_features % kRowBytes != 0 || !is_aligned(x_scale) || !is_aligned(weight_scale)) {
-      fail(kLinearFp8, "x ", shape_of(x), " with a scale for each ", kScaleBlock,
+      fail(op, "x ", shape_of(x), " with a scale for each ", kScaleBlock,
            " columns: expected in_features a multiple of ", kRowBytes,
            " and scales on addresses that are multiples of 16");
     }
     return true;
   }
-  fail(kLinearFp8, "scales ", shape_of(x_scale), " and ", shape_of(weight_scale), " of x ",
-       shape_of(x), " and ", rows, " rows of weight, expected [1, 1] and [1, 1], [M, 1] and [N, 1]",
+  fail(op, "scales ", shape_of(x_scale), " and ", shape_of(weight_scale), " of x ", shape_of(x),
+       " and ", rows, " rows of weight, expected [1, 1] and [1, 1], [M, 1] and [N, 1]",
        ", or [M, K / 128] column-major and [N / 128, K / 128]");
 }
 
@@ -211,7 +256,7 @@ Tensor skinny_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& w
     fail(kLinearFp8, "out_dtype is none of bfloat16, float16, float32");
   }
   add_bias(kLinearFp8, args, bias, out_dtype, x);
-  const bool blocks = add_scales(args, x, x_scale, weight_scale);
+  const bool blocks = add_scales(kLinearFp8, args, x, x_scale, weight, weight_scale);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int64_t sizes[] = {args.num_tokens, args.out_features};
   const Tensor y = empty(2, sizes, dtype, x);
@@ -224,21 +269,50 @@ Tensor skinny_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& w
   return y;
 }
 
+Tensor skinny_gated_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
+                               const Tensor& weight_scale, std::string activation,
+                               const Tensor& out_scale) {
+  const Epilogue epilogue = gated_epilogue(kGatedLinearFp8, activation);
+  auto args = describe(kGatedLinearFp8, x, weight, ScalarType::Float8_e4m3fn, epilogue);
+  if (add_scales(kGatedLinearFp8, args, x, x_scale, weight, weight_scale)) {
+    fail(kGatedLinearFp8, "scales of blocks, expected one for all, or one a token and a row");
+  }
+  check_scale(kGatedLinearFp8, out_scale, "out_scale", x);
+  if (!is_dense(out_scale, 1, 1, false)) {
+    fail(kGatedLinearFp8, "out_scale has shape ", shape_of(out_scale), ", expected [1, 1]");
+  }
+  args.out_scale = static_cast<const float*>(out_scale.data_ptr());
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
+  args.y = y.data_ptr();
+  run<Fp8>(kGatedLinearFp8, args, nullptr, x, weight);
+  return y;
+}
+
 }  // namespace
 }  // namespace fusewright::gemm
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("skinny_gated_linear(Tensor x, Tensor weight, str activation) -> Tensor");
+  m.def(
+      "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, "
+      "float eps, Tensor next_weight, Tensor? next_bias, str? activation) -> (Tensor, Tensor)");
   m.def("skinny_argmax(Tensor x, Tensor weight) -> Tensor");
   m.def(
       "skinny_linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
       "Tensor? bias, ScalarType out_dtype) -> Tensor");
+  m.def(
+      "skinny_gated_linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
+      "str activation, Tensor out_scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("skinny_linear", TORCH_BOX(&fusewright::gemm::skinny_linear));
   m.impl("skinny_gated_linear", TORCH_BOX(&fusewright::gemm::skinny_gated_linear));
+  m.impl("skinny_linear_add_norm_linear",
+         TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));
   m.impl("skinny_argmax", TORCH_BOX(&fusewright::gemm::skinny_argmax));
   m.impl("skinny_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_linear_fp8));
+  m.impl("skinny_gated_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_gated_linear_fp8));
 }

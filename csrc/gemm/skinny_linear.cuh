@@ -1,6 +1,7 @@
 // A linear layer for few tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16 or
 // of FP8 with scales, with float accumulation, rounded once; or what is made of such sums on the
-// spot: a gated activation, the index of each token's largest.
+// spot: a gated activation, that in FP8, the index of each token's largest; or, of two products in
+// a row, the residual add and the RMSNorm between them (see Epilogue).
 //
 // Limit: memory. A call streams the weight; x and y are small beside it. What it takes to stay near
 // that limit:
@@ -24,8 +25,6 @@
 
 #include <cuda_fp16.h>
 
-#include <atomic>
-
 #include "async_copy.cuh"
 #include "skinny_tile.cuh"
 
@@ -34,11 +33,21 @@ namespace fusewright::gemm {
 // With this many steps to go, a block lets the next kernel start.
 constexpr int kStepsLeftAtTrigger = 4;
 
-enum class Element { kBFloat16, kHalf, kFloat };
+// Outputs of the add that share a sum of squares: a half warp's, which no tile divides.
+constexpr int kNormGroup = 16;
+
+enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
 
 // What becomes of the sums.  Gated: the weight's rows are a gate half, then an up half, and y is
-// act(gate) * up, of gate and up rounded as y is.  Argmax: only largest is written.
-enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kArgmax };
+// act(gate) * up, of gate and up rounded as element is; with an out_scale that product, rounded
+// again, becomes FP8.  Argmax: only largest is written.
+//
+// Add: y is the rounded sum plus the residual, rounded, and weighted is y times a norm's weight:
+// the norm of y but for a token's scale, which no block knows, as none has a whole row.  So groups
+// of kNormGroup outputs leave their sum of squares, and the next product, of weighted, multiplies
+// its sums by the scale that it makes of these.  Nothing is read twice, and y * weight is rounded
+// once, where a norm that scales first rounds twice.
+enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kArgmax, kAdd };
 
 struct SkinnyLinearArgs {
   const void* x;              // [num_tokens, in_features] of the format's elements
@@ -47,9 +56,16 @@ struct SkinnyLinearArgs {
   const float* weight_scale;  // FP8: one, or one a row; blocks: [rows / 128, in_features / 128],
                               // not with a gate
   const void* bias;           // [rows] of element, or nullptr
-  void* y;                    // [num_tokens, out_features], contiguous
-  uint32_t* largest;          // argmax: [num_tokens, blocks], see largest_key
-  Element element;            // of y and bias
+  const float* out_scale;     // of y, which is then FP8; or nullptr
+  const float* squares;       // of a weighted x: [num_tokens, in_features / kNormGroup]; or nullptr
+  float eps;                  // then: added to the mean square
+  const __nv_bfloat16* residual;     // add: [num_tokens, out_features], contiguous
+  const __nv_bfloat16* norm_weight;  // add: [out_features]
+  __nv_bfloat16* weighted;           // add: [num_tokens, out_features], contiguous
+  float* squares_out;                // add: [num_tokens, out_features / kNormGroup]
+  void* y;                           // [num_tokens, out_features], contiguous
+  uint32_t* largest;                 // argmax: [num_tokens, blocks], see largest_key
+  Element element;                   // of bias, and of y without an out_scale
   Epilogue epilogue;
   int num_tokens;  // 1 to kMaxSkinnyTokens
   int out_features;
@@ -278,6 +294,8 @@ __device__ __forceinline__ void store_element(void* p, int64_t i, Element elemen
     static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
   } else if (element == Element::kHalf) {
     static_cast<__half*>(p)[i] = __float2half_rn(v);
+  } else if (element == Element::kE4M3) {
+    static_cast<__nv_fp8_e4m3*>(p)[i] = __nv_fp8_e4m3(v);  // to nearest, saturated
   } else {
     static_cast<float*>(p)[i] = v;
   }
@@ -298,10 +316,9 @@ __device__ __forceinline__ uint32_t largest_key(float v, int row) {
   return ((bits & 0x8000 ? ~bits : bits | 0x8000) << 16) | (0xffff - row);
 }
 
-// A row's sum over ranks and warps, in order; its scales and its bias.
+// A row's sum over ranks and warps, in order.
 template <typename T>
-__device__ __forceinline__ float finish_sum(const SkinnyLinearArgs& args, uint32_t sums, int splits,
-                                            int token, int row, int n) {
+__device__ __forceinline__ float add_up(uint32_t sums, int splits, int token, int row) {
   const uint32_t address = sums + (token * T::kSumPitch + row) * 4;
   float total = 0.0f;
   for (int rank = 0; rank < splits; ++rank) {
@@ -310,35 +327,128 @@ __device__ __forceinline__ float finish_sum(const SkinnyLinearArgs& args, uint32
       total += load_from_rank(address + warp * T::kWarpSums * 4, rank);
     }
   }
-  if (T::Format::kBytes == 1 && !T::Format::kBlockScales) {
-    total *=
-        args.x_scale[token * args.x_scale_stride] * args.weight_scale[n * args.weight_scale_stride];
-  }
+  return total;
+}
+
+// What scales a row's sum: x's and the weight's scale, but for those of blocks.
+template <typename T>
+__device__ __forceinline__ float scale_of(const SkinnyLinearArgs& args, int token, int n) {
+  if constexpr (T::Format::kBytes == 2 || T::Format::kBlockScales) return 1.0f;
+  return args.x_scale[token * args.x_scale_stride] *
+         args.weight_scale[n * args.weight_scale_stride];
+}
+
+// A row's sum, scaled, with its bias.
+template <typename T>
+__device__ __forceinline__ float finish_sum(const SkinnyLinearArgs& args, uint32_t sums, int splits,
+                                            int token, int row, int n, float scale) {
+  const float total = add_up<T>(sums, splits, token, row) * scale;
   return args.bias ? total + load_element(args.bias, n, args.element) : total;
 }
 
-// This block's part of the tile: outputs to y, or into the tokens' largest keys.
+// The norm's scale of token threadIdx.x / 8, from its sums of squares; for consumer warps.
+__device__ __forceinline__ float norm_scale(const SkinnyLinearArgs& args) {
+  const int token = threadIdx.x / 8, groups = args.in_features / kNormGroup;
+  float total = 0.0f;
+  if (token < args.num_tokens) {
+    const auto* squares = reinterpret_cast<const float4*>(args.squares + token * groups);
+#pragma unroll 8
+    for (int i = threadIdx.x % 8; i < groups / 4; i += 8) {
+      const float4 v = squares[i];
+      total += (v.x + v.y) + (v.z + v.w);
+    }
+  }
+#pragma unroll
+  for (int other = 4; other; other /= 2) total += __shfl_xor_sync(~0u, total, other);
+  return rsqrtf(total / static_cast<float>(args.in_features) + args.eps);
+}
+
+// What a block writes of the outputs of its cluster's tile: items [first, end) of [token][width].
+// The add's are one block's: half warps are to hold whole groups.
+struct Part {
+  int width, first, end;
+};
+
 template <typename T>
-__device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_t sums,
-                                           uint32_t* keys, const Share& share, int splits) {
+__device__ __forceinline__ Part part_of(const SkinnyLinearArgs& args, const Share& share,
+                                        int splits) {
   const int width = args.gated() ? T::kRows / 2 : T::kRows;
   const int num_items = args.num_tokens * width;
-  const int end = num_items * (share.rank + 1) / splits;
-  for (int item = num_items * share.rank / splits + threadIdx.x; item < end; item += kThreads) {
-    const int token = item / width, row = item % width, n = share.first_output + row;
+  if (args.epilogue == Epilogue::kAdd) return {width, 0, share.rank ? 0 : num_items};
+  return {width, num_items * share.rank / splits, num_items * (share.rank + 1) / splits};
+}
+
+// What an item takes from memory, read before its sum is known.
+struct Ahead {
+  float scale, residual, norm_weight;
+};
+
+template <typename T>
+__device__ __forceinline__ Ahead read_ahead(const SkinnyLinearArgs& args, const Share& share,
+                                            const Part& part, int item) {
+  const int token = item / part.width, n = share.first_output + item % part.width;
+  if (item >= part.end || n >= args.out_features) return {};
+  Ahead ahead = {scale_of<T>(args, token, n), 0.0f, 0.0f};
+  if (args.epilogue == Epilogue::kAdd) {
+    const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
+    ahead.residual = __bfloat162float(args.residual[at]);
+    ahead.norm_weight = __bfloat162float(args.norm_weight[n]);
+  }
+  return ahead;
+}
+
+// One output of the add.  Half warps come here as a whole: their items are a group.
+__device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int token, int n,
+                                            float product, const Ahead& ahead) {
+  const float total = rounded(rounded(product, args.element) + ahead.residual, args.element);
+  const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
+  store_element(args.y, at, args.element, total);
+  args.weighted[at] = __float2bfloat16_rn(total * ahead.norm_weight);
+  float squares = total * total;
+  const unsigned half = 0xffffu << (threadIdx.x & 16);
+#pragma unroll
+  for (int other = kNormGroup / 2; other; other /= 2) {
+    squares += __shfl_xor_sync(half, squares, other);
+  }
+  if (n % kNormGroup == 0) args.squares_out[at / kNormGroup] = squares;
+}
+
+// This block's part of the tile: outputs to y, or into the tokens' largest keys.  `next` is of the
+// thread's first item; norm_scales are of the tokens.
+template <typename T>
+__device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_t sums,
+                                           uint32_t* keys, const float* norm_scales,
+                                           const Share& share, const Part& part, int splits,
+                                           Ahead next) {
+  for (int item = part.first + threadIdx.x; item < part.end; item += kThreads) {
+    const int token = item / part.width, row = item % part.width, n = share.first_output + row;
+    const Ahead ahead = next;
+    next = read_ahead<T>(args, share, part, item + kThreads);
     if (n >= args.out_features) continue;
-    float value = finish_sum<T>(args, sums, splits, token, row, n);
+    const float norm = args.squares ? norm_scales[token] : 1.0f;
+    float value = finish_sum<T>(args, sums, splits, token, row, n, ahead.scale * norm);
+    if (args.epilogue == Epilogue::kAdd) {
+      write_added(args, token, n, value, ahead);
+      continue;
+    }
     if (args.epilogue == Epilogue::kArgmax) {
       atomicMax(keys + token, largest_key(value, row));
       continue;
     }
     if (args.gated()) {
-      const float up = finish_sum<T>(args, sums, splits, token, row + width, n + args.out_features);
+      const int up_n = n + args.out_features;
+      const float up = finish_sum<T>(args, sums, splits, token, row + part.width, up_n,
+                                     scale_of<T>(args, token, up_n) * norm);
       const float gate = activated(rounded(value, args.element), args.epilogue);
       value = gate * rounded(up, args.element);
     }
     const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
-    store_element(args.y, at, args.element, value);
+    if (args.out_scale) {
+      value = rounded(value, args.element) * (1.0f / *args.out_scale);
+      store_element(args.y, at, Element::kE4M3, value);
+    } else {
+      store_element(args.y, at, args.element, value);
+    }
   }
 }
 
@@ -367,16 +477,21 @@ __global__ void __launch_bounds__(kThreads)
 
   constexpr int kConsumers = kConsumerWarps * kWarpSize;
   Sums<T> sums = {};
+  if (threadIdx.x == kConsumers) produce<T>(weight_map, x_map, shared, share, args);
+  wait_for_previous();  // every thread: the kernel before may read what y overwrites
+  const Part part = part_of<T>(args, share, splits);
+  const Ahead ahead = read_ahead<T>(args, share, part, part.first + threadIdx.x);
+  float scale = 1.0f;
   if (threadIdx.x < kConsumers) {
+    if (args.squares) scale = norm_scale(args);
     consume<T>(shared, share.num_steps, args.num_tokens, sums);
-  } else if (threadIdx.x == kConsumers) {
-    produce<T>(weight_map, x_map, shared, share, args);
   }
-  wait_for_previous();  // every thread that writes: the kernel before may read what y overwrites
-  __syncthreads();      // no warp reads the stages any more
+  __syncthreads();  // no warp reads the stages any more
   uint32_t* keys = reinterpret_cast<uint32_t*>(memory + T::kSumBytes);
+  float* norm_scales = reinterpret_cast<float*>(keys + kMaxSkinnyTokens);
   if (threadIdx.x < kConsumers) {
     store_sums<T>(reinterpret_cast<float*>(memory), sums);
+    if (threadIdx.x % 8 == 0) norm_scales[threadIdx.x / 8] = scale;
   } else {
     keys[threadIdx.x - kConsumers] = 0;
   }
@@ -385,7 +500,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     __syncthreads();
   }
-  write_part<T>(args, shared.base, keys, share, splits);
+  write_part<T>(args, shared.base, keys, norm_scales, share, part, splits, ahead);
   if (args.epilogue == Epilogue::kArgmax) {
     __syncthreads();
     if (threadIdx.x < args.num_tokens) {
@@ -399,7 +514,7 @@ constexpr int kFindThreads = 1024;
 
 // A block a token: the index of the largest of its blocks' keys, of tiles of `rows` rows, `splits`
 // blocks each.  Equal values: the lower row within a block, the lower tile among blocks.
-inline __global__ void __launch_bounds__(kFindThreads)
+__global__ void __launch_bounds__(kFindThreads)
     find_largest_kernel(const uint32_t* largest, int blocks, int splits, int rows,
                         int32_t* token_ids) {
   __shared__ uint64_t found[kFindThreads / kWarpSize];
@@ -420,159 +535,6 @@ inline __global__ void __launch_bounds__(kFindThreads)
   if (threadIdx.x != 0) return;
   for (int warp = 0; warp < kFindThreads / kWarpSize; ++warp) best = max(best, found[warp]);
   token_ids[blockIdx.x] = static_cast<int32_t>(~static_cast<uint32_t>(best));
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, found at run time: linking libcuda would keep the library from loading on
-// machines without a driver.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                               12000, cudaEnableDefault, &result);
-    const bool ok = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return ok ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-  }();
-  return found;
-}
-
-// Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, lines, line], so that a copy
-// walks each row's four lines before the next row. Outside the matrix they are zero.
-template <typename Format>
-cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t cols,
-                            int64_t row_stride, int box_rows) {
-  const EncodeTiled encode = encode_tiled();
-  if (!encode) return cudaErrorNotSupported;
-  constexpr cuuint32_t kLine = kLineBytes / Format::kBytes;
-  const cuuint64_t sizes[] = {kLine, static_cast<cuuint64_t>(cols / kLine),
-                              static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {kLineBytes, static_cast<cuuint64_t>(row_stride) * Format::kBytes};
-  const cuuint32_t box[] = {kLine, kConsumerWarps, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[] = {1, 1, 1};
-  const auto type =
-      Format::kBytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const CUresult result =
-      encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// Shared memory beyond 48 KB, once a device and kernel; and all of it, not what one block needs:
-// two kernels' blocks are to share a multiprocessor.
-template <typename T>
-cudaError_t allow_shared_memory() {
-  static std::atomic<uint64_t> done{0};
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (done.load() & bit) return cudaSuccess;
-  cudaError_t error = cudaFuncSetAttribute(
-      skinny_linear_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  error =
-      cudaFuncSetAttribute(skinny_linear_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                           cudaSharedmemCarveoutMaxShared);
-  if (error == cudaSuccess) done.fetch_or(bit);
-  return error;
-}
-
-// A launch's grid and what may precede its start.
-struct LaunchConfig {
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attributes[2] = {};
-
-  LaunchConfig(int blocks, int threads, int shared_bytes, int cluster, bool programmatic,
-               cudaStream_t stream) {
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = programmatic;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = cluster;
-    attributes[1].val.clusterDim.y = 1;
-    attributes[1].val.clusterDim.z = 1;
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
-  }
-};
-
-template <typename T>
-cudaError_t launch(const SkinnyLinearArgs& args, int32_t* token_ids, int splits, bool programmatic,
-                   cudaStream_t stream) {
-  CUtensorMap weight_map, x_map;
-  const int halves = args.gated() ? 2 : 1;
-  cudaError_t error = describe_matrix<typename T::Format>(
-      &weight_map, args.weight, int64_t{halves} * args.out_features, args.in_features,
-      args.weight_row_stride, T::kRows / halves);
-  if (error != cudaSuccess) return error;
-  // Only real tokens are copied; what the others' columns multiply reaches no result.
-  error = describe_matrix<typename T::Format>(&x_map, args.x, args.num_tokens, args.in_features,
-                                              args.x_row_stride, args.num_tokens);
-  if (error != cudaSuccess) return error;
-  error = allow_shared_memory<T>();
-  if (error != cudaSuccess) return error;
-  const int outputs = T::kRows / halves;
-  const int blocks = (args.out_features + outputs - 1) / outputs * splits;
-  const LaunchConfig config(blocks, kThreads, T::kSharedBytes, splits, programmatic, stream);
-  error =
-      cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T>, weight_map, x_map, args, splits);
-  if (error != cudaSuccess || args.epilogue != Epilogue::kArgmax) return error;
-  const LaunchConfig find(args.num_tokens, kFindThreads, 0, 1, programmatic, stream);
-  return cudaLaunchKernelEx(&find.config, find_largest_kernel,
-                            static_cast<const uint32_t*>(args.largest), blocks, splits, T::kRows,
-                            token_ids);
-}
-
-template <typename Format, typename B>
-cudaError_t launch_batch(const SkinnyLinearArgs& args, int32_t* token_ids, bool programmatic,
-                         cudaStream_t stream) {
-  using R = Rings<Format, B>;
-  const int row_bytes = args.in_features * Format::kBytes;
-  const Plan plan = make_plan<R>(args.out_features * (args.gated() ? 2 : 1),
-                                 (row_bytes + kRowBytes - 1) / kRowBytes);
-  const auto with = [&](auto tile) {
-    return launch<decltype(tile)>(args, token_ids, plan.splits, programmatic, stream);
-  };
-  switch (plan.ring) {
-    case Ring::kDeep:
-      return with(typename R::Deep{});
-    case Ring::kMedium:
-      return with(typename R::Medium{});
-    case Ring::kShallow:
-      return with(typename R::Shallow{});
-    default:
-      return with(typename R::Many{});
-  }
-}
-
-// Keys that the argmax needs room for a token: a block's each, and blocks of split tiles fit a
-// round.
-constexpr int64_t max_blocks(int out_features) {
-  constexpr int64_t kRound = kMultiprocessors * 8;
-  return out_features / 16 + 1 > kRound ? out_features / 16 + 1 : kRound;
-}
-
-// `programmatic`: start before the kernel ahead has finished. The weight, and block scales of it,
-// are then read before that one's results are waited for: they must not be among them.
-// `token_ids`: [num_tokens], of the argmax.
-template <typename Format>
-cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, int32_t* token_ids,
-                                 bool programmatic, cudaStream_t stream) {
-  if (args.num_tokens <= 2) {
-    return launch_batch<Format, Batch<8, 2>>(args, token_ids, programmatic, stream);
-  }
-  if (args.num_tokens <= 8) {
-    return launch_batch<Format, Batch<8, 8>>(args, token_ids, programmatic, stream);
-  }
-  if (args.num_tokens <= 16) {
-    return launch_batch<Format, Batch<16, 16>>(args, token_ids, programmatic, stream);
-  }
-  return launch_batch<Format, Batch<32, 32>>(args, token_ids, programmatic, stream);
 }
 
 }  // namespace fusewright::gemm

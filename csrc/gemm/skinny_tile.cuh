@@ -9,6 +9,7 @@
 namespace fusewright::gemm {
 
 constexpr int kMaxSkinnyTokens = 32;
+constexpr int kMaxNormedTokens = 16;  // between products that share a norm
 constexpr int kWarpSize = 32;
 constexpr int kConsumerWarps = 4;
 constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
@@ -53,7 +54,8 @@ struct Tile {
   // A step's scales: x's, [kConsumerWarps][num_tokens], and the weight's, [kConsumerWarps].
   static constexpr int kScaleBytes = Format::kBlockScales ? 16 * (kXRows + 1) : 0;
   // The warps' sums, [kConsumerWarps][kXRows][kSumPitch] floats over the stages once these are
-  // read; the pad spreads the banks.  After them each token's largest, for the argmax.
+  // read; the pad spreads the banks.  After them each token's largest, for the argmax, and its
+  // norm's scale.
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kWarpSums = kXRows * kSumPitch;
   static constexpr int kSumBytes = kConsumerWarps * kWarpSums * 4;
@@ -61,7 +63,7 @@ struct Tile {
   static constexpr int kBlocksPerMultiprocessor = 228 * 1024 / (kSharedBytes + 1024);
   static_assert(kBlocksPerMultiprocessor <= 8);
   static_assert(kStageBytes % 1024 == 0, "the swizzle's pattern repeats every 1024 bytes");
-  static_assert(kSumBytes + 4 * kMaxSkinnyTokens <= kStages * kStageBytes);
+  static_assert(kSumBytes + 4 * (kMaxSkinnyTokens + kMaxNormedTokens) <= kStages * kStageBytes);
 };
 
 // The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a

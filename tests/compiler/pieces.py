@@ -25,6 +25,8 @@ HAND_KERNELS = (
     "rms_norm",
     "add_rms_norm",
     "silu_mul",
+    "gated_linear",
+    "linear_add_norm_linear",
     "rotary_embedding",
     "kv_store",
     "rope_kv_store",

@@ -93,8 +93,8 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
     elif op == "linear":
         yield x, empty(m.intermediate, m.hidden, dtype=m.dtype), None
-    elif op == "gated_linear":
-        yield x, empty(2 * m.intermediate, m.hidden, dtype=m.dtype), "silu"
+    elif op in ("gated_linear", "gated_linear_fp8", "linear_add_norm_linear"):
+        yield from joined_calls(op, m, tokens)
     elif op == "lm_head_argmax":
         yield empty(seqs, m.hidden, dtype=m.dtype), empty(m.vocab, m.hidden, dtype=m.dtype)
     elif op == "linear_fp8":
@@ -129,6 +129,25 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield per_seq, per_seq, empty(*state)
     else:
         raise AssertionError(f"{op} has Triton kernels: add its calls here")
+
+
+def joined_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """The calls of an op that is a linear layer and more."""
+    x, inner = (empty(tokens, n, dtype=m.dtype) for n in (m.hidden, m.intermediate))
+    gate_up = empty(2 * m.intermediate, m.hidden, dtype=m.dtype)
+    if op == "gated_linear":
+        yield x, gate_up, "silu"
+    elif op == "gated_linear_fp8":
+        q, w = (empty(n, m.hidden, dtype=FP8) for n in (tokens, 2 * m.intermediate))
+        for count in ((1, 1), (tokens, 2 * m.intermediate)):
+            x_scale, w_scale = (empty(n, 1, dtype=torch.float32) for n in count)
+            out_scale = empty(1, 1, dtype=torch.float32)
+            yield q, x_scale, w, w_scale, m.dtype, "silu", out_scale
+    else:
+        down, square = (empty(m.hidden, n, dtype=m.dtype) for n in (m.intermediate, m.hidden))
+        norm = empty(m.hidden, dtype=m.dtype), 1e-5
+        yield x, square, x, *norm, gate_up, None, "silu"
+        yield inner, down, x, *norm, square, None, None
 
 
 def quant_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:

@@ -1,4 +1,5 @@
-"""The streaming kernels beside the plain one: FP8 with scales, gated activations, the argmax.
+"""The streaming kernels beside the plain one: FP8 with scales, gated activations, the argmax, two
+products with the add and the norm between them.
 
 Each against float64 or against the plain kernel, which ``test_linear.py`` compares with float64.
 """
@@ -13,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusewright.ops import load_cuda_library
+from fusewright.ops import BY_NAME, load_cuda_library
 from fusewright.ops._float8 import E4M3
 from fusewright.ops.argmax import OP as ARGMAX
+from fusewright.ops.rms_norm import OP as RMS_NORM
 
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32)
 
@@ -104,6 +106,99 @@ def test_gate_and_up_are_rounded_as_the_plain_kernel_rounds_them(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 128), (37, 128), (1000, 640), (14336, 4096), (8192, 2048), (12288, 4096)]
+)
+def test_fp8_gates_are_quantized_as_the_activations_kernel_does(
+    n: int, k: int, activation: str, kernels: Any, fw_seed: int
+) -> None:
+    torch.manual_seed(fw_seed)
+    name = "silu" if activation == "silu" else "gelu_tanh"
+    quantize = BY_NAME[f"{name}_mul_quant_static"].overload("triton")
+    for rows, scheme in itertools.product(ROWS, ("tensor", "token")):
+        operands = draw_fp8(rows, 2 * n, k, scheme)
+        gate_up = kernels.skinny_linear_fp8(*operands, None, torch.bfloat16)
+        out_scale = gate_up.abs().amax().float().square().view(1, 1) / 448 + 1e-3
+        expected = quantize(gate_up, out_scale).float()
+        got = kernels.skinny_gated_linear_fp8(*operands, activation, out_scale).float()
+        # To the next FP8 value, and seldom: the last bits of exp and tanh may turn a rounding.
+        off = (got - expected).abs() > expected.abs() * 2.0**-3 + 2.0**-9
+        assert not off.any(), f"{rows} rows, {scheme}: {int(off.sum())}, --fw-seed={fw_seed}"
+        assert (got != expected).float().mean() <= 1e-3 + 1 / got.numel()
+
+
+BETWEEN = [(64, 64, 2), (960, 1088, 1001), (128, 8192, 66), (256, 20480, 128), (2048, 2048, 16384)]
+BETWEEN += [(8192, 2048, 3072), (4096, 4096, 28672), (14336, 4096, 6144), (12288, 4096, 6144)]
+BETWEEN += [(4096, 2048, 5120)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "hidden", "n"), BETWEEN)
+def test_two_products_with_the_add_and_the_norm_between_them(
+    k: int, hidden: int, n: int, kernels: Any, fw_seed: int
+) -> None:
+    """The sum to the bit; what follows no further from float64 than the kernels one by one."""
+    torch.manual_seed(fw_seed)
+    _, first = draw_bf16(1, hidden, k)
+    _, second = draw_bf16(1, n, hidden)
+    norm_weight = torch.randn(hidden, device="cuda").bfloat16()
+    for rows in range(1, 17):
+        x, _ = draw_bf16(rows, 1, k)
+        residual = torch.randn(rows, hidden, device="cuda").bfloat16()
+        residual[torch.rand(rows, hidden, device="cuda") < 1e-3] *= 50
+        x[1:2] *= 2.0**-20  # a token so small that eps decides
+        residual[1:2] *= 2.0**-20
+        bias = torch.randn(n, device="cuda").bfloat16() if rows % 2 else None
+        acts = (None, "silu", "gelu_tanh") if n % 2 == 0 else (None,)
+        for activation in acts:
+            added = bias if activation is None else None
+            args = (x, first, residual, norm_weight, 1e-5, second, added, activation)
+            y, total = kernels.skinny_linear_add_norm_linear(*args)
+            where = f"{rows} rows, {activation}, --fw-seed={fw_seed}"
+            assert torch.equal(total, kernels.skinny_linear(x, first, None) + residual), where
+            exact = in_float64(total, norm_weight, second, added, activation)
+            normed = RMS_NORM.reference(total, norm_weight, 1e-5)
+            apart = kernels.skinny_linear(normed, second, added)
+            if activation:
+                apart = kernels.skinny_gated_linear(normed, second, activation)
+            for row in range(rows):
+                error, usual = (float((t[row] - exact[row]).norm()) for t in (y, apart))
+                assert error <= 1.3 * usual + 2e-3 * float(exact[row].norm()), f"{where}: {row}"
+            again = kernels.skinny_linear_add_norm_linear(*args)
+            assert all(map(torch.equal, again, (y, total))), f"{where}: another result"
+
+
+def in_float64(
+    total: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """The norm of ``total`` and the product."""
+    x = total.double()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
+    y = x @ weight.double().T
+    y = y if bias is None else y + bias.double()
+    if activation is None:
+        return y
+    gate, up = y.chunk(2, dim=1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+@pytest.mark.gpu
+def test_a_token_has_one_result_between_products_in_every_batch_of_its_class(kernels: Any) -> None:
+    x, first = draw_bf16(16, 2048, 2048)
+    residual, second = draw_bf16(16, 4096, 2048)
+    residual, norm_weight = residual.contiguous(), torch.randn(2048, device="cuda").bfloat16()
+    for few, many in ((1, 2), (3, 8), (5, 8), (9, 16)):
+        got, want = (
+            kernels.skinny_linear_add_norm_linear(
+                x[:rows], first, residual[:rows], norm_weight, 1e-5, second, None, "silu"
+            )
+            for rows in (few, many)
+        )
+        assert all(torch.equal(a, b[:few]) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 64), (37, 192), (3000, 960), (4096, 4096), (6144, 4096), (128256, 512)]
 )
@@ -131,7 +226,7 @@ def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
         (draw_bf16(1, 4096, 4096)[1], draw_bf16(1, 8192, 4096)[1], draw_fp8(1, 4096, 4096, scheme))
         for scheme in ("tensor", "token", "block")
     ]
-    head = draw_bf16(1, 32064, 4096)[1]
+    head, norm_weight = draw_bf16(1, 32064, 4096)[1], torch.randn(4096, device="cuda").bfloat16()
 
     def run(x: Tensor) -> list[Tensor]:
         results = []
@@ -139,6 +234,11 @@ def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
         for o, gate_up, (_, x_scale, weight, weight_scale) in layers:
             x = kernels.skinny_linear(x, o, None)
             x = kernels.skinny_gated_linear(x, gate_up, "silu") * 8
+            if rows <= 16:
+                for then, activation in ((gate_up, "silu"), (o, None)):
+                    between = (x.contiguous(), norm_weight, 1e-5, then, None, activation)
+                    x, total = kernels.skinny_linear_add_norm_linear(x, o, *between)
+                    results.append(total)
             wide = x_scale.expand(rows, -1) if weight_scale.numel() > 1 else x_scale
             wide = wide.t().contiguous().t()
             q = (x * 100).clamp(-448, 448).to(E4M3)
@@ -176,5 +276,22 @@ def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
     one = x_scale[:1, :1]
     with pytest.raises(RuntimeError, match="out_dtype is none of"):
         kernels.skinny_linear_fp8(q, one, q_weight, one, None, torch.float64)
+    with pytest.raises(RuntimeError, match="scales of blocks, expected one for all"):
+        kernels.skinny_gated_linear_fp8(*draw_fp8(2, 256, 512, "block"), "silu", one)
+    eps, norm_weight, second = 1e-5, weight[0], weight[:, :64].contiguous()
+    between = kernels.skinny_linear_add_norm_linear
+    with pytest.raises(RuntimeError, match=r"residual has shape \[2, 128\], expected .*\[2, 255\]"):
+        between(x, weight, x, norm_weight, eps, second, None, None)
+    with pytest.raises(RuntimeError, match=r"norm_weight has shape \[64\], expected .*\[128\]"):
+        between(x, weight[:128], x.contiguous(), second[0], eps, second, None, None)
+    with pytest.raises(RuntimeError, match="differ in in_features"):
+        between(x, weight[:128], x.contiguous(), norm_weight, eps, second, None, None)
+    wide = x.repeat(9, 1)
+    with pytest.raises(RuntimeError, match="has 18 rows, expected 16 or fewer"):
+        between(wide, weight[:128], wide, norm_weight, eps, weight, None, None)
+    with pytest.raises(RuntimeError, match="next_bias with an activation"):
+        between(
+            x, weight[:128], x.contiguous(), norm_weight, eps, weight[:2], weight[0, :2], "silu"
+        )
     with pytest.raises(RuntimeError, match="float8_e4m3fn"):
         kernels.skinny_linear_fp8(x, one, q_weight, one, None, torch.bfloat16)

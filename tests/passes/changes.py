@@ -146,6 +146,10 @@ def stale_residual(graph: fx.Graph) -> None:
     second.update_arg(1, first.args[1])
 
 
+def dropped_next_bias(graph: fx.Graph) -> None:
+    fused(graph, "linear_add_norm_linear")[-1].update_arg(6, None)
+
+
 def other_item(graph: fx.Graph) -> None:
     """Who read the residual of the first norm reads its normed output."""
     call = fused(graph, "add_rms_norm")[0]

@@ -49,6 +49,21 @@ def gated(x: Tensor, w: Tensor) -> Any:
     return ops.silu_mul(ops.linear(x, w.view(SIZE, SIZE), None))
 
 
+def gated_fp8(x: Tensor, w: Tensor, s: Tensor) -> Any:
+    x_scale, w_scale, scale = (s[i : i + 1].view(1, 1) for i in range(3))
+    q, weight = ops.quant_fp8_static(x, x_scale), (w * 8).to(torch.float8_e4m3fn).view(SIZE, SIZE)
+    y = ops.silu_mul(ops.linear_fp8(q, x_scale, weight, w_scale, None, torch.bfloat16))
+    return ops.quant_fp8_static(y, scale)
+
+
+def between_products(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor) -> Any:
+    w = w.view(SIZE, SIZE)
+    total = r + ops.linear(x, w, None)
+    y = ops.silu_mul(ops.linear(ops.rms_norm(total, wn, 1e-5), w, None))
+    total = total + ops.linear(torch.cat((y, y), -1), w, None)
+    return ops.linear(ops.rms_norm(total, w2, 1e-6), w, w2), total
+
+
 def act_static(x: Tensor, s: Tensor) -> Any:
     scale = s[:1].view(1, 1)
     return ops.quant_fp8_static(ops.silu_mul(x), scale)
@@ -130,6 +145,7 @@ def _inputs() -> dict[str, Tensor]:
         "kv": torch.randn(3, 2, BLOCK, KV_HEADS, DIM, generator=gen).to(torch.float8_e4m3fn),
         "slots": torch.tensor([3, -1, 20, 9, 5]).int(),
         "lens": torch.tensor([9, 1, 24, 17, 8]).int(),
+        "wn": randn(SIZE),
         "starts": torch.arange(TOKENS + 1).int(),
     }
 
@@ -139,7 +155,7 @@ def _given(model: Callable[..., Any]) -> dict[str, Tensor]:
     given = {name: value for name, value in _inputs().items() if name in names}
     if model is attention:
         given["table"] = torch.randint(0, 3, (TOKENS, 3)).int()
-    if model in (gated, head):
+    if model in (gated, gated_fp8, between_products, head):
         given["w"] = hidden(dtype=torch.bfloat16, size=SIZE, tokens=SIZE).flatten()
     if model is stores:
         given["kv"] = given["kv"].to(torch.bfloat16)

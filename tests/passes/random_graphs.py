@@ -46,6 +46,7 @@ def inputs() -> dict[str, Tensor]:
         "gate_up": weight(2 * SIZE, SIZE).bfloat16(),
         "bias": randn(2 * SIZE).bfloat16(),
         "qkv": weight((HEADS + 2 * KV_HEADS) * DIM, SIZE).bfloat16(),
+        "gate_up_fp8": (weight(2 * SIZE, SIZE) * 100).to(E4M3),
         "w_fp8": (weight(SIZE, SIZE) * 100).to(E4M3),
         "w_tensor": torch.tensor([[0.01]]),
         "w_rows": torch.rand(SIZE, 1, generator=gen) * 0.02,
@@ -178,6 +179,20 @@ def linear_fp8(b: Builder, i: int, j: int) -> None:
     b.hidden.append(b.op("linear_fp8", x, scale, "w_fp8", w_scale, None, torch.bfloat16))
 
 
+def gated_fp8(b: Builder, i: int, j: int) -> None:
+    quantize(b, i, 3 * (j // 2))
+    x, scale, _ = b.quantized.pop()
+    y = b.op("linear_fp8", x, scale, "gate_up_fp8", "w_tensor", None, torch.bfloat16)
+    b.hidden.append(b.op("gelu_tanh_mul" if j % 2 else "silu_mul", y))
+    quantize(b, 0, i)
+
+
+def products_and_norm(b: Builder, i: int, j: int) -> None:
+    linear(b, i, 0)
+    add_norm(b, 0, 1 + j)
+    (linear if i < 2 else raised_activation)(b, 0, j)
+
+
 def attention(b: Builder, i: int, j: int) -> None:
     packed = b.op("linear", b.pick(i), "qkv", None)
     parts = b.call("split", packed, [n * DIM for n in (HEADS, KV_HEADS, KV_HEADS)], -1)
@@ -275,6 +290,8 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
     activation_quantize,
     quantize,
     linear_fp8,
+    gated_fp8,
+    products_and_norm,
     linear,
     add,
     norm,

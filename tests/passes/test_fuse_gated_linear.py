@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fusewright import ops
 from fusewright.passes import build_passes, run_passes
 from tests.passes.graphs import capture, hidden, targets
 
+FP8_PASSES = ["fuse_gated_linear", "fuse_gated_linear_fp8"]
 Model = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -72,3 +74,53 @@ def test_a_miss_says_why(model: Model, reason: str) -> None:
     (report,) = run_passes(gm, build_passes(["fuse_gated_linear"]), verify=True)
     (site,) = report.missed
     assert reason in site.reason
+
+
+def fp8_operands(*scales: tuple[int, int]) -> dict[str, Tensor]:
+    """In the order in which ``fp8`` reads them; what is a weight is flat."""
+    x, w = (100 * torch.randn(rows, 32) for rows in (7, 48))
+    sizes = scales or ((1, 1), (1, 1))
+    x_scale, w_scale = (0.01 * (1 + torch.rand(shape)) for shape in sizes)
+    return {
+        "x": x.clamp(-448, 448).to(torch.float8_e4m3fn),
+        "x_scale": x_scale.flatten() if sizes[0] == (1, 1) else x_scale,
+        "w": w.clamp(-448, 448).to(torch.float8_e4m3fn).flatten(),
+        "w_scale": w_scale.flatten(),
+        "scale": torch.tensor([0.5]),
+    }
+
+
+def fp8(t: dict[str, Tensor], quantize: Callable[[Tensor, Tensor], Any]) -> Any:
+    x_scale = t["x_scale"].view(-1, 1) if t["x_scale"].dim() == 1 else t["x_scale"]
+    operands = t["x"], x_scale, t["w"].view(48, 32), t["w_scale"].view(-1, 1)
+    y = ops.linear_fp8(*operands, None, torch.bfloat16)
+    return quantize(ops.silu_mul(y), t["scale"].view(1, 1))
+
+
+def static(y: Tensor, scale: Tensor) -> Any:
+    return ops.quant_fp8_static(y, scale)
+
+
+def per_token(y: Tensor, scale: Tensor) -> Any:
+    return ops.quant_fp8_dynamic(y, 0)
+
+
+def unquantized(y: Tensor, scale: Tensor) -> Any:
+    return y * scale
+
+
+@pytest.mark.parametrize("scales", [((1, 1), (1, 1)), ((7, 1), (48, 1))])
+def test_fp8_with_a_static_scale_becomes_one_op(scales: Any) -> None:
+    given = fp8_operands(*scales)
+    gm = capture(lambda **t: fp8(t, static), **given)
+    plain, report = run_passes(gm, build_passes(FP8_PASSES), verify=True)
+    assert report.matched == 1 and not report.missed and not plain.sites
+    assert [t for t in targets(gm) if t.endswith(".default")] == ["gated_linear_fp8.default"]
+
+
+@pytest.mark.parametrize("quantize", [per_token, unquantized])
+def test_fp8_without_a_static_scale_saves_no_launch(quantize: Any) -> None:
+    gm = capture(lambda **t: fp8(t, quantize), **fp8_operands())
+    _, report = run_passes(gm, build_passes(FP8_PASSES), verify=True)
+    (site,) = report.missed
+    assert "no launch would be saved" in site.reason

@@ -29,6 +29,8 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         "cleanup": (0, 0),
         "fuse_add_norm": (10, 10),
         "fuse_act": (5, 5),
+        "fuse_gated_linear": (5, 5),
+        "fuse_norm_linear": (9, 9),
         "fuse_norm_quant": (0, 0),
         "fuse_act_quant": (0, 0),
         "fuse_attn_quant": (0, 0),
@@ -41,9 +43,13 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
     ]
     layers, outside = told["layers"]
     assert (layers["title"], outside["title"]) == ("layers 0 to 4", "outside of layers")
-    layer = [call["op"].partition("::")[2] for call in layers["calls"]]
-    assert layer[0] == "add_rms_norm" and layer.count("linear") == 4 and len(layer) == 9
-    assert all(call["launches"] == 1 for call in layers["calls"])
+    # Weights this small are not streamed: the joined ops run product by product.
+    assert [(c["op"].partition("::")[2], c["launches"]) for c in layers["calls"]] == [
+        ("linear_add_norm_linear", 3),
+        ("rope_kv_store", 1),
+        ("paged_attention", 1),
+        ("linear_add_norm_linear", 4),
+    ]
     assert (layers["launches"], outside["launches"]) == (9, 4)
     # Five layers; embedding, first norm, gather and lm_head; each layer has two norms of its own.
     assert told["launches"] == 5 * 9 + 4
@@ -135,7 +141,7 @@ def test_a_missed_site_fails_when_all_are_required(
     (reason,) = {miss["reason"] for p in told["passes"] for miss in p["missed"]}
     assert main([*SM_90, "--require-all-fusions"]) == 2
     err = capsys.readouterr().err
-    assert "require_all_fusions: 5 missed: fuse_act: " in err and reason in err
+    assert "require_all_fusions: 5 missed: fuse_gated_linear: " in err and reason in err
 
 
 def test_every_site_has_a_place_and_a_reason_unless_it_matched(capsys: Capture) -> None:
@@ -202,8 +208,8 @@ def test_the_page_stands_alone_and_has_pictures(capsys: Capture, tmp_path: Path)
     for picture in pictures:
         ElementTree.fromstring(picture)
     after, before = pictures[:2]
-    assert after.count("<rect") == 9 and before.count("<rect") > 9
-    assert "fw_triton::add_rms_norm" in after and "fw_triton" not in before
+    assert after.count("<rect") == 4 and before.count("<rect") > 9
+    assert "fw_triton::linear_add_norm_linear" in after and "fw_triton" not in before
     assert "Against -O1" in text and "fuse_add_norm" in text
 
 
@@ -214,11 +220,11 @@ def test_graphs_are_printed_before_and_after(capsys: Capture) -> None:
     before, _, rest = rest.partition("layers 0 to 4, after the passes:\n")
     after = rest.partition("\n\n")[0]
     assert "silu" in before and "silu_mul" not in before
-    assert "fw_triton::silu_mul" in after and "fw_triton::rope_kv_store" in after
+    assert "fw_triton::linear_add_norm_linear" in after and "fw_triton::rope_kv_store" in after
 
 
 def test_what_was_verified_is_told(capsys: Capture) -> None:
     assert main([*SM_90, "--verify"]) == 0  # on a CPU, for a GPU
     out = capsys.readouterr().out
     assert re.search(r"\nfuse_add_norm +\S+ +0 +0 +0 +0 +\d+\n", out)
-    assert re.search(r"\nfuse_act +mul +\S+ +0\.007\d+ +1e-05 +0\.00781 +\d+\n", out)
+    assert re.search(r"\nfuse_act +mul +\S+ +0\.007\d+ +1e-06 +0\.0117 +\d+\n", out)

@@ -1,0 +1,163 @@
+// Launches of the streaming products: tensor maps, shared memory, the tile of a call, the grid.
+#pragma once
+
+#include <atomic>
+
+#include "skinny_linear.cuh"
+
+namespace fusewright::gemm {
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, found at run time: linking libcuda would keep the library from loading on
+// machines without a driver.
+inline EncodeTiled encode_tiled() {
+  static const EncodeTiled found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &result);
+    const bool ok = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return ok ? reinterpret_cast<EncodeTiled>(function) : nullptr;
+  }();
+  return found;
+}
+
+// Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, lines, line], so that a copy
+// walks each row's four lines before the next row. Outside the matrix they are zero.
+template <typename Format>
+cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t cols,
+                            int64_t row_stride, int box_rows) {
+  const EncodeTiled encode = encode_tiled();
+  if (!encode) return cudaErrorNotSupported;
+  constexpr cuuint32_t kLine = kLineBytes / Format::kBytes;
+  const cuuint64_t sizes[] = {kLine, static_cast<cuuint64_t>(cols / kLine),
+                              static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {kLineBytes, static_cast<cuuint64_t>(row_stride) * Format::kBytes};
+  const cuuint32_t box[] = {kLine, kConsumerWarps, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const auto type =
+      Format::kBytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const CUresult result =
+      encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Shared memory beyond 48 KB, once a device and kernel; and all of it, not what one block needs:
+// two kernels' blocks are to share a multiprocessor.
+template <typename T>
+cudaError_t allow_shared_memory() {
+  static std::atomic<uint64_t> done{0};
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (done.load() & bit) return cudaSuccess;
+  cudaError_t error = cudaFuncSetAttribute(
+      skinny_linear_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
+  if (error != cudaSuccess) return error;
+  error =
+      cudaFuncSetAttribute(skinny_linear_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared);
+  if (error == cudaSuccess) done.fetch_or(bit);
+  return error;
+}
+
+// A launch's grid and what may precede its start.
+struct LaunchConfig {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attributes[2] = {};
+
+  LaunchConfig(int blocks, int threads, int shared_bytes, int cluster, bool programmatic,
+               cudaStream_t stream) {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = programmatic;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = cluster;
+    attributes[1].val.clusterDim.y = 1;
+    attributes[1].val.clusterDim.z = 1;
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+  }
+};
+
+template <typename T>
+cudaError_t launch(const SkinnyLinearArgs& args, int32_t* token_ids, int splits, bool programmatic,
+                   cudaStream_t stream) {
+  CUtensorMap weight_map, x_map;
+  const int halves = args.gated() ? 2 : 1;
+  cudaError_t error = describe_matrix<typename T::Format>(
+      &weight_map, args.weight, int64_t{halves} * args.out_features, args.in_features,
+      args.weight_row_stride, T::kRows / halves);
+  if (error != cudaSuccess) return error;
+  // Only real tokens are copied; what the others' columns multiply reaches no result.
+  error = describe_matrix<typename T::Format>(&x_map, args.x, args.num_tokens, args.in_features,
+                                              args.x_row_stride, args.num_tokens);
+  if (error != cudaSuccess) return error;
+  error = allow_shared_memory<T>();
+  if (error != cudaSuccess) return error;
+  const int outputs = T::kRows / halves;
+  const int blocks = (args.out_features + outputs - 1) / outputs * splits;
+  const LaunchConfig config(blocks, kThreads, T::kSharedBytes, splits, programmatic, stream);
+  error =
+      cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T>, weight_map, x_map, args, splits);
+  if (error != cudaSuccess || args.epilogue != Epilogue::kArgmax) return error;
+  const LaunchConfig find(args.num_tokens, kFindThreads, 0, 1, programmatic, stream);
+  return cudaLaunchKernelEx(&find.config, find_largest_kernel,
+                            static_cast<const uint32_t*>(args.largest), blocks, splits, T::kRows,
+                            token_ids);
+}
+
+template <typename Format, typename B>
+cudaError_t launch_batch(const SkinnyLinearArgs& args, int32_t* token_ids, bool programmatic,
+                         cudaStream_t stream) {
+  using R = Rings<Format, B>;
+  const int row_bytes = args.in_features * Format::kBytes;
+  const Plan plan = make_plan<R>(args.out_features * (args.gated() ? 2 : 1),
+                                 (row_bytes + kRowBytes - 1) / kRowBytes);
+  const auto with = [&](auto tile) {
+    return launch<decltype(tile)>(args, token_ids, plan.splits, programmatic, stream);
+  };
+  switch (plan.ring) {
+    case Ring::kDeep:
+      return with(typename R::Deep{});
+    case Ring::kMedium:
+      return with(typename R::Medium{});
+    case Ring::kShallow:
+      return with(typename R::Shallow{});
+    default:
+      return with(typename R::Many{});
+  }
+}
+
+// Keys that the argmax needs room for a token: a block's each, and blocks of split tiles fit a
+// round.
+constexpr int64_t max_blocks(int out_features) {
+  constexpr int64_t kRound = kMultiprocessors * 8;
+  return out_features / 16 + 1 > kRound ? out_features / 16 + 1 : kRound;
+}
+
+// `programmatic`: start before the kernel ahead has finished. The weight, and block scales of it,
+// are then read before that one's results are waited for: they must not be among them.
+// `token_ids`: [num_tokens], of the argmax.
+template <typename Format>
+cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, int32_t* token_ids,
+                                 bool programmatic, cudaStream_t stream) {
+  if (args.num_tokens <= 2) {
+    return launch_batch<Format, Batch<8, 2>>(args, token_ids, programmatic, stream);
+  }
+  if (args.num_tokens <= 8) {
+    return launch_batch<Format, Batch<8, 8>>(args, token_ids, programmatic, stream);
+  }
+  if (args.num_tokens <= 16) {
+    return launch_batch<Format, Batch<16, 16>>(args, token_ids, programmatic, stream);
+  }
+  return launch_batch<Format, Batch<32, 32>>(args, token_ids, programmatic, stream);
+}
+
+}  // namespace fusewright::gemm

@@ -1,0 +1,92 @@
+"""``fuse_norm_linear``: a product into the residual stream and the next one out of it, in one op.
+
+Before: ``y, r2 = add_rms_norm(linear(x, w), r, nw, eps); z = linear(y, w2[, b])`` (or
+``gated_linear``).  After: ``z, r2 = linear_add_norm_linear(x, w, r, nw, eps, w2, ...)``.  With few
+rows two kernels run where three did: the sum is made where the product is, the norm as its result
+is read.  With many it runs as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .report import PassReport
+from .rule import EXACT, Context, is_call, written_between
+
+
+class FuseNormLinear:
+    """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear`` or
+    ``gated_linear``.  The first norm of a model adds nothing, its last goes to the gather of last
+    tokens.
+
+    Exact: the op rounds as the ops that it replaces.  A kernel may round less: it applies the
+    norm's scale to the sums.
+    """
+
+    name = "fuse_norm_linear"
+    tier = EXACT
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = PassReport(self.name)
+        for second in list(gm.graph.nodes):
+            gated = is_call(second, torch.ops.fw.gated_linear.default)
+            normed: Any = second.args[0] if gated or _is_linear(second) else None
+            if not is_call(normed, operator.getitem) or normed.args[1] != 0:
+                continue
+            norm: Any = normed.args[0]
+            if not is_call(norm, torch.ops.fw.add_rms_norm.default):
+                continue
+            name, (first, residual) = second.name, _operands(norm)
+            reason = _why_not(first, norm, normed, second)
+            if reason:
+                report.miss(name, reason)
+                continue
+            bias = None if gated or len(second.args) < 3 else second.args[2]
+            activation = second.args[2] if gated else None
+            args = (*first.args[:2], residual, *norm.args[2:4], second.args[1], bias, activation)
+            totals = [user for user in norm.users if user.args[1] == 1]
+
+            def build(graph: fx.Graph, args: Any = args, count: int = len(totals)) -> list[fx.Node]:
+                fused = graph.call_function(torch.ops.fw.linear_add_norm_linear.default, args)
+                y, total = (graph.call_function(operator.getitem, (fused, i)) for i in (0, 1))
+                return [y, *[total] * count]
+
+            old = sorted([first, norm, normed, *totals, second])
+            context.replace(self, second, old=old, outputs=[second, *totals], build=build)
+            report.match(name)
+        return report
+
+
+def _operands(norm: fx.Node) -> tuple[Any, Any]:
+    """What the norm adds: the product, if one is, then the other."""
+    x, residual = norm.args[:2]
+    return (residual, x) if _is_linear(residual) and not _is_linear(x) else (x, residual)
+
+
+def _is_linear(node: Any) -> bool:
+    return is_call(node, torch.ops.fw.linear.default)
+
+
+def _why_not(first: Any, norm: fx.Node, normed: fx.Node, second: fx.Node) -> str:
+    if not _is_linear(first):
+        return f"what it adds comes from {first.name}, not from a linear layer"
+    if len(first.args) > 2 and first.args[2] is not None:
+        return f"{first.name} has a bias"
+    if any(offset is not None for offset in norm.args[4:]):
+        return "the norm's weight has an offset"
+    if norm.args[0] is norm.args[1]:
+        return f"{first.name} is added to itself"
+    for node, reader in ((first, norm), (normed, second)):
+        others = [user for user in node.users if user is not reader]
+        if others:
+            return f"{node.name} is also read by {others[0].name}"
+    if sum(user.args[1] == 0 for user in norm.users) > 1:
+        return f"the result of {norm.name} is also read elsewhere"
+    early = [user for total in norm.users for user in total.users if user < second]
+    if early:
+        return f"the sum is used before {second.name}, by {early[0].name}"
+    return written_between(first, second)
