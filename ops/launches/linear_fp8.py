@@ -16,7 +16,7 @@ from .tiles import cdiv, next_power_of_2
 # for all, never: with more, those kernels are slow.
 _MOST_ROWS = {
     "tensor": ((0, 0),),
-    "token": ((16384, 64), (4097, 128), (0, 256)),
+    "token": ((16384, 64), (0, 128)),
     "block": ((4097, 64), (0, 128)),
 }
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
