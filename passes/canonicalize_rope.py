@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten
 
 from .canonicalize import (
     Miss,
@@ -32,7 +31,7 @@ from .canonicalize import (
     with_number,
 )
 from .report import PassReport
-from .rule import EXACT, Context, Tier, writes
+from .rule import EXACT, Context, Tier
 
 _ATEN = torch.ops.aten
 
@@ -67,7 +66,7 @@ class CanonicalizeRope:
     tier = Tier(atol=0.0, rtol=0.0, of_row=2.0**-6)
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report, known = PassReport(self.name), set(gm.graph.nodes)
+        report = PassReport(self.name)
         waiting: _Rotation | None = None
         for site, x in _sites(gm):
             try:
@@ -94,23 +93,7 @@ class CanonicalizeRope:
                 report.match(name)
         if waiting is not None:
             report.miss(waiting.result.name, "no other rotation by the same angles follows")
-        _share(gm, known)
         return report
-
-
-def _share(gm: fx.GraphModule, known: set[fx.Node]) -> None:
-    """Layers rotate by the same angles: keep one of equal new nodes."""
-    seen: dict[Any, fx.Node] = {}
-    for node in list(gm.graph.nodes):
-        if writes(node):
-            seen.clear()
-        if node in known or any(user.op == "output" for user in node.users):
-            continue
-        leaves, spec = tree_flatten((node.args, node.kwargs))
-        first = seen.setdefault((node.target, tuple(leaves), str(spec)), node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            gm.graph.erase_node(node)
 
 
 def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

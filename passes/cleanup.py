@@ -144,6 +144,13 @@ def _alike(left: Any, right: Any) -> bool:
     return layout(left) is not None and layout(left) == layout(right)
 
 
+def _repeatable(target: Any) -> bool:
+    """Whether equal arguments give equal results."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("fw", "aten"):
+        return torch.Tag.nondeterministic_seeded not in target.tags
+    return target in _REPEATABLE
+
+
 class _Expressions:
     """The calls seen so far, by what they compute."""
 
@@ -158,8 +165,7 @@ class _Expressions:
         if writes(node):
             self.written |= dict.fromkeys(memory(*written(node)), self.place)
             return None
-        fused = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fw"
-        if not node.op.startswith("call_") or not (fused or node.target in _REPEATABLE):
+        if not node.op.startswith("call_") or not _repeatable(node.target):
             return None
         key = (node.op, node.target, _key(node.args), _key(node.kwargs))
         first, place = self.seen.setdefault(key, (node, self.place))

@@ -34,16 +34,9 @@ OUT = 5
 def description(dtype: torch.dtype = torch.bfloat16, sm: int = 90, **options: Any) -> OpDesc:
     heads, page = options.pop("heads", HEADS), options.pop("page", 16)
     args = batch(dtype, CPU, torch.Generator(), [(1, 3), (4, 9)], heads, page, **options)
-    return replace(PAGED_ATTENTION.describe(args, sm=sm), device="cuda")
+    return replace(PAGED_ATTENTION.describe(args, sm=sm, csrc=True), device="cuda")
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with csrc, which a CPU torch does not load."""
-    monkeypatch.setattr(glue, "load_cuda_library", lambda: True)
-
-
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("desc", "reason"),
     [
@@ -66,12 +59,11 @@ def test_it_says_what_it_does_not_take(desc: OpDesc, reason: str) -> None:
     assert reason in answer and bool(reason) == bool(answer)
 
 
-def test_without_its_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(glue, "load_cuda_library", lambda: False)
-    assert IMPL.supports(description()) == "csrc is not built into this installation"
+def test_without_its_library_it_says_so() -> None:
+    desc = replace(description(), csrc=False)
+    assert IMPL.supports(desc) == "csrc is not built into this installation"
 
 
-@pytest.mark.usefixtures("built")
 def test_it_is_the_first_choice_where_it_runs() -> None:
     desc = description()
     assert choose(PAGED_ATTENTION, desc, inline_first=False).implementation == "cuda"
