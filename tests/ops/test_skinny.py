@@ -128,7 +128,7 @@ def test_fp8_gates_are_quantized_as_the_activations_kernel_does(
         assert (got != expected).float().mean() <= 1e-3 + 1 / got.numel()
 
 
-BETWEEN = [(64, 64, 2), (960, 1088, 1001), (128, 8192, 66), (256, 20480, 128), (2048, 2048, 16384)]
+BETWEEN = [(64, 64, 34), (960, 1088, 1001), (128, 8192, 66), (256, 20480, 128), (2048, 2048, 16384)]
 BETWEEN += [(8192, 2048, 3072), (4096, 4096, 28672), (14336, 4096, 6144), (12288, 4096, 6144)]
 BETWEEN += [(4096, 2048, 5120)]
 
@@ -138,7 +138,8 @@ BETWEEN += [(4096, 2048, 5120)]
 def test_two_products_with_the_add_and_the_norm_between_them(
     k: int, hidden: int, n: int, kernels: Any, fw_seed: int
 ) -> None:
-    """The sum to the bit; what follows no further from float64 than the kernels one by one."""
+    """The sum to the bit; what follows no further from float64 than the kernels one by one, but for
+    one rounding of what is summed, of which an outlier's moves the whole row."""
     torch.manual_seed(fw_seed)
     _, first = draw_bf16(1, hidden, k)
     _, second = draw_bf16(1, n, hidden)
@@ -157,30 +158,34 @@ def test_two_products_with_the_add_and_the_norm_between_them(
             y, total = kernels.skinny_linear_add_norm_linear(*args)
             where = f"{rows} rows, {activation}, --fw-seed={fw_seed}"
             assert torch.equal(total, kernels.skinny_linear(x, first, None) + residual), where
-            exact = in_float64(total, norm_weight, second, added, activation)
+            exact, moved = in_float64(total, norm_weight, second, added, activation)
             normed = RMS_NORM.reference(total, norm_weight, 1e-5)
             apart = kernels.skinny_linear(normed, second, added)
             if activation:
                 apart = kernels.skinny_gated_linear(normed, second, activation)
             for row in range(rows):
                 error, usual = (float((t[row] - exact[row]).norm()) for t in (y, apart))
-                assert error <= 1.3 * usual + 2e-3 * float(exact[row].norm()), f"{where}: {row}"
+                assert error <= 1.3 * usual + float(moved[row].norm()), f"{where}: {row}"
             again = kernels.skinny_linear_add_norm_linear(*args)
             assert all(map(torch.equal, again, (y, total))), f"{where}: another result"
 
 
 def in_float64(
     total: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    """The norm of ``total`` and the product."""
+) -> tuple[Tensor, Tensor]:
+    """The norm of ``total`` and the product; and how far it moves as each summand is rounded to
+    bfloat16: half a unit in the last place, as independent errors add."""
     x = total.double()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
     y = x @ weight.double().T
+    moved = 2.0**-8 * (x.square() @ weight.double().T.square()).sqrt()
     y = y if bias is None else y + bias.double()
     if activation is None:
-        return y
+        return y, moved
     gate, up = y.chunk(2, dim=1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    by_gate, by_up = moved.chunk(2, dim=1)
+    acted = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return acted * up, 1.13 * by_gate * up.abs() + acted.abs() * by_up  # 1.13: steepest slope
 
 
 @pytest.mark.gpu

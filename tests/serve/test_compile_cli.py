@@ -73,11 +73,11 @@ def test_compile_keeps_what_the_second_run_finds_and_dumps_how_it_came_to_be(
     assert {"find artifact", "load"} == set(facts["compile"])
     assert (facts["left"] == []) == (device.type == "cpu")
     checks = [check for entry in facts["report"]["passes"] for check in entry["checks"]]
-    assert len(checks) == 3 and all(check["max_rel"] < 0.01 for check in checks)
+    assert len(checks) == 6 and all(check["max_rel"] < 0.01 for check in checks)
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"found {facts['label']}\n{path}\n")
-    assert "3 distinct rewrites verified: largest absolute error" in out
+    assert "6 distinct rewrites verified: largest absolute error" in out
     assert main([*argv, "--no-verify", "--json"]) == 0  # verified code serves all
     assert json.loads(capsys.readouterr().out)["path"] == str(path)
     assert main([*argv, "--require-cache"]) == 0
