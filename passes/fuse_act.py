@@ -69,7 +69,7 @@ class FuseAct:
             def build(graph: fx.Graph, op: Any = act.op, args: Any = args) -> list[fx.Node]:
                 return [graph.call_function(op, args)]
 
-            tier = roundings(tensor(result).dtype, 3 + len(act.inner))
+            tier = roundings(tensor(result).dtype, 2 + 2 * len(act.inner))
             context.replace(self, result, old=old, outputs=[result], build=build, tier=tier)
             report.match(name)
         return report

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from .canonicalize import is_dense
 from .report import PassReport
-from .rule import EXACT, Context, is_call, writes_shared
+from .rule import EXACT, Context, is_call, writes_shared, written_between
 from .subgraph import fake_value
 
 _ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tensor)
@@ -73,11 +73,8 @@ def _why_not(norm: fx.Node, add: fx.Node) -> str:
         return f"the sum has strides {list(total.stride())}, the op's is dense"
     if writes_shared(add):
         return f"the add overwrites {operands[0].name}, which others may read"
-    node = add.next
-    while node is not norm:
-        if writes_shared(node):
-            return f"{node.name} writes to memory between the add and the norm"
-        node = node.next
+    if reason := written_between(add, norm):
+        return reason
     early = [user for user in add.users if user < norm]  # in graph order
     if early:
         return f"the sum is used before the norm, by {early[0].name}"

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..ops.all_reduce_norm import NORMS, OPS
 from .report import PassReport
-from .rule import EXACT, Context, is_call, writes_shared
+from .rule import EXACT, Context, is_call, written_between
 
 _FUSED = {norm.overload(): op.overload() for norm, op in zip(NORMS, OPS, strict=True)}
 
@@ -82,12 +82,7 @@ def _why_not(reduce: fx.Node, norm: fx.Node | None) -> str:
         whole = [user for user in norm.users if not is_call(user, operator.getitem)]
         if whole:
             return f"the results of {norm.name} are read whole, by {whole[0].name}"
-    node = reduce.next
-    while node is not norm:
-        if writes_shared(node):
-            return f"{node.name} writes to memory between the all-reduce and the norm"
-        node = node.next
-    return ""
+    return written_between(reduce, norm)
 
 
 def _arguments(reduce: fx.Node, norm: fx.Node) -> tuple[Any, ...]:

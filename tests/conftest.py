@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -74,3 +76,21 @@ def device() -> torch.device:
 def fw_seed(pytestconfig: pytest.Config) -> int:
     """Seed of this run's random inputs; a failure that depends on it must name it."""
     return pytestconfig.stash[_SEED]
+
+
+@pytest.fixture
+def said() -> Iterator[list[logging.LogRecord]]:
+    """What the package logs."""
+    records: list[logging.LogRecord] = []
+
+    class Records(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    log, handler = logging.getLogger("fusewright"), Records()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield records
+    log.setLevel(before)
+    log.removeHandler(handler)

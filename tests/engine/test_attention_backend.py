@@ -24,19 +24,6 @@ def model(**options: Any) -> tuple[ModelSpec, ResolvedConfig]:
     return spec, config
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine logs."""
-    lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    monkeypatch.setattr(logging.getLogger("fusewright.engine"), "handlers", [Lines()])
-    return lines
-
-
 def test_auto_forces_nothing() -> None:
     assert model()[1].compile.kernels == ()
 
@@ -63,21 +50,23 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_a_start_without_modules_says_so_in_a_line_and_serves_by_our_own(
-    tmp_path: Path, said: list[str]
+    tmp_path: Path, said: list[logging.LogRecord]
 ) -> None:
     spec, config = model(
         attention_backend="flashinfer", dtype="bfloat16", kernels=("linear=native",)
     )
     own = until_compiled(spec, config, Store((), write_to=tmp_path))
     assert own.compile.kernels == (("linear", "native"),)
-    (line,) = said
+    (line,) = (record.getMessage() for record in said)
     assert "`fusewright compile` with the options of this start" in line
     assert "\n" not in line
     # It is another artifact, which does not stand in the way of that with the modules.
     assert artifact_key(spec, own) != artifact_key(spec, config)
 
 
-def test_a_start_takes_the_artifact_with_modules(tmp_path: Path, said: list[str]) -> None:
+def test_a_start_takes_the_artifact_with_modules(
+    tmp_path: Path, said: list[logging.LogRecord]
+) -> None:
     spec, config = model(attention_backend="flashinfer", dtype="bfloat16")
     store = Store((), write_to=tmp_path)
     store.publish(artifact_key(spec, config), {"plan.json": b"{}"}, {}, "with modules")

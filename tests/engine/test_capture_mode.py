@@ -22,19 +22,6 @@ def program(attention: str) -> Program:
     return Program(steps, {"x": 0}, {}, 0)
 
 
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    log = logging.getLogger("fusewright.engine.capture_mode")
-    monkeypatch.setattr(log, "handlers", [Lines()])
-    return lines
-
-
 @pytest.mark.parametrize(
     ("mode", "lowered"),
     [
@@ -45,13 +32,16 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("NONE", "NONE"),
     ],
 )
-def test_attention_on_the_host_lowers_full_modes(mode: str, lowered: str, said: list[str]) -> None:
+def test_attention_on_the_host_lowers_full_modes(
+    mode: str, lowered: str, said: list[logging.LogRecord]
+) -> None:
     config = CaptureConfig(CudagraphMode(mode), (1, 2), True)
     assert capturable(config, program("fw_native"), GPU).mode.value == lowered
     assert len(said) == (mode != lowered)
     if said:
-        assert said[0].startswith("paged_attention by native reads lengths on the host")
-        assert f"cudagraph_mode={mode} becomes {lowered}" in said[0]
+        line = said[0].getMessage()
+        assert line.startswith("paged_attention by native reads lengths on the host")
+        assert f"cudagraph_mode={mode} becomes {lowered}" in line
     said.clear()
     assert capturable(config, program("fw_triton"), GPU) is config
     assert capturable(config, program("fw_native"), RECORDING) is config

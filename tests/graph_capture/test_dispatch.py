@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -87,23 +86,6 @@ def test_steps_without_logits_are_counted_where_the_program_can_end_so() -> None
     decode, greedy = {"FULL": 2}, {"FULL": 1, "PIECEWISE": 1}
     assert either.report() == {"decode": decode, "mixed": {"PIECEWISE": 1}, "greedy": greedy}
     assert (plain.num_graphs, either.num_graphs) == (4, 6)
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
-    """What the dispatcher logs."""
-    records: list[logging.LogRecord] = []
-
-    class Records(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    log = logging.getLogger("fusewright.graph_capture.dispatch")
-    monkeypatch.setattr(log, "handlers", [Records()])
-    before = log.level
-    log.setLevel(logging.INFO)
-    yield records
-    log.setLevel(before)
 
 
 def test_steps_beyond_the_sizes_are_counted_and_said_once(said: list[logging.LogRecord]) -> None:

@@ -13,26 +13,10 @@ from fusewright import ops
 from fusewright.config import LEVELS, OPT_IN, PASSES
 from fusewright.passes import build_passes, run_passes
 from tests.passes.graphs import capture, hidden, targets
+from tests.passes.quantizers import Quantize, per_group, per_token, static, unquantized
 
 GROUP, SIZE, EPS = "tp", 256, 1e-5
 RULES = ["cleanup", "fuse_add_norm", "fuse_norm_quant", "fuse_all_reduce_norm"]
-Quantize = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-
-
-def unquantized(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return (x,)
-
-
-def static(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return (ops.quant_fp8_static(x, scale),)
-
-
-def per_token(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return ops.quant_fp8_dynamic(x, 0)
-
-
-def per_group(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return ops.quant_fp8_dynamic(x, 128)
 
 
 SUFFIX = {unquantized: "", static: "_quant_static", per_token: "_quant_dynamic"}
@@ -168,7 +152,7 @@ def _to_itself(x: Tensor, r: Tensor, w: Tensor) -> Any:
         (_unread, "nobody reads its sum"),
         (_sum_read_too, "the sum is also read without the residual, by output"),
         (_early, "the sum is used before the norm, by sum_1"),
-        (_written_between, "mul_ writes to memory between the all-reduce and the norm"),
+        (_written_between, "mul_ writes to memory between total and rms_norm_default"),
         (_to_an_add_that_stays, "its sum is read by add, not by a norm"),
         (_through_a_view, "its sum is read by heads, not by a norm"),
         (_as_weight, "rms_norm_default does not normalize the sum, or adds it to itself"),

@@ -14,21 +14,9 @@ from fusewright.passes import PassReport, VerificationError, build_passes, run_p
 from fusewright.passes.fuse_norm_quant import FuseNormQuant
 from fusewright.passes.rule import Context
 from tests.passes.graphs import capture, hidden, targets
+from tests.passes.quantizers import Quantize, per_group, per_token, static
 
 SIZE, EPS = 256, 1e-5
-Quantize = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-
-
-def static(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return (ops.quant_fp8_static(x, scale),)
-
-
-def per_token(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return ops.quant_fp8_dynamic(x, 0)
-
-
-def per_group(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    return ops.quant_fp8_dynamic(x, 128)
 
 
 QUANTS = (static, per_token, per_group)

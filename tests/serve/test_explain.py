@@ -227,4 +227,4 @@ def test_what_was_verified_is_told(capsys: Capture) -> None:
     assert main([*SM_90, "--verify"]) == 0  # on a CPU, for a GPU
     out = capsys.readouterr().out
     assert re.search(r"\nfuse_add_norm +\S+ +0 +0 +0 +0 +\d+\n", out)
-    assert re.search(r"\nfuse_act +mul +\S+ +0\.007\d+ +1e-06 +0\.0117 +\d+\n", out)
+    assert re.search(r"\nfuse_act +mul +\S+ +0\.007\d+ +1e-06 +0\.00781 +\d+\n", out)
