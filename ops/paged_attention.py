@@ -199,10 +199,12 @@ def _native(*args: Any) -> None:
         mask = None
         if num_queries > 1 and not whole:
             mask = _visible(range(num_queries), first_key, num_keys, sliding_window, q.device)
+        query = q[span].transpose(0, 1)
         if kv_cache.dtype != q.dtype:
-            k, v = (x.to(q.dtype) for x in _values(k, v, kv_scale))
+            # float32: K and V times their scales would be rounded once more in q's dtype.
+            query, (k, v) = query.float(), _values(k, v, kv_scale)
         result = F.scaled_dot_product_attention(
-            q[span].transpose(0, 1)[None],
+            query[None],
             k[None],
             v[None],
             attn_mask=mask,
