@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _rowwise
+from . import _library_product, _rowwise
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from ._skinny import refuses_bf16, rows_to_stream
@@ -66,10 +66,10 @@ def _by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The streaming kernel for few rows, else ``F.linear``."""
+    """The streaming kernel for few rows, else the library."""
     rows = rows_to_stream(x, weight)
     if rows is None:
-        return F.linear(x, weight, bias)
+        return _library_product.linear(x, weight, bias)
     y: Tensor = torch.ops.fw_cuda.skinny_linear.default(rows, weight, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _rowwise, _skinny
+from . import _library_product, _rowwise, _skinny
 from ._float8 import E4M3
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
@@ -207,12 +207,17 @@ _tiled = run_launches(_launches)
 
 
 def _by_rows(*args: Any) -> Tensor:
-    """cuBLASLt, or the tiled kernel where that is ahead; by the shapes of each call."""
+    """The library by a measured algorithm, else the tiled kernel where that is ahead of the
+    library's own choice, else that; by the shapes of each call."""
     x, _, weight, *_ = args
+    scheme = scheme_of(*args)
     if x.device.type == "cuda":
         counters(x.device)  # a capture may come next, and cannot allocate them
-    ahead = kernels.is_ahead(scheme_of(*args), x.shape[0], weight.shape[0])
-    return _tiled(*args) if ahead else _native(*args)
+        if (y := _library_product.linear_fp8(scheme, *args)) is not None:
+            return y
+    return (
+        _tiled(*args) if kernels.is_ahead(scheme, x.shape[0], weight.shape[0]) else _native(*args)
+    )
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:

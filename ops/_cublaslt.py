@@ -1,0 +1,261 @@
+"""cuBLASLt through ctypes: ``x @ weight.T`` by an algorithm that the caller names.
+
+torch takes the first algorithm of the library's heuristic; for many shapes another is faster.  An
+algorithm is the 64 bytes of ``cublasLtMatmulAlgo_t``, which the library's manual allows to keep for
+the same version of the library, and for no other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Mapping
+from ctypes import (
+    POINTER,
+    byref,
+    c_float,
+    c_int,
+    c_int64,
+    c_size_t,
+    c_uint,
+    c_uint16,
+    c_uint64,
+    c_void_p,
+)
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+WORKSPACE_BYTES = 32 << 20
+"""What algorithms may use; torch gives its own products on Hopper as much."""
+ALGORITHM_BYTES = 64
+
+OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
+"""Of what x and weight are: bfloat16, or FP8 with scales as ``linear_fp8`` calls them."""
+
+# cudaDataType_t and cublasComputeType_t
+_BFLOAT16, _FLOAT32, _E4M3, _COMPUTE_FLOAT32 = 14, 0, 28, 68
+# Attributes of an operation, of a preference, and their values.
+_TRANSPOSE_A, _WEIGHT_SCALE, _X_SCALE, _WEIGHT_SCALES, _X_SCALES = 3, 17, 18, 31, 32
+_TRANSPOSED, _SCALE_EACH_ROW = 1, 3
+_MAX_WORKSPACE = 1
+
+SETTINGS: Mapping[str, tuple[int, type[ctypes._SimpleCData[int]]]] = {
+    "id": (0, c_int),
+    "tile": (1, c_uint),
+    "split_k": (2, c_int),
+    "reduction": (3, c_uint),
+    "swizzle": (4, c_uint),
+    "option": (5, c_uint),
+    "stages": (6, c_uint),
+    "inner": (7, c_uint16),
+    "cluster": (8, c_uint16),
+}
+"""What an algorithm can be asked for, and told but for its id, as the library numbers them."""
+
+_ARGUMENTS = {
+    "cublasLtGetVersion": [],
+    "cublasLtCreate": [POINTER(c_void_p)],
+    "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
+    "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulPreferenceDestroy": [c_void_p],
+    "cublasLtMatmulAlgoGetHeuristic": [c_void_p] * 7 + [c_int, c_void_p, POINTER(c_int)],
+    "cublasLtMatmulAlgoCheck": [c_void_p] * 8,
+    "cublasLtMatmulAlgoConfigGetAttribute": [c_void_p, c_int, c_void_p, c_size_t, c_void_p],
+    "cublasLtMatmulAlgoConfigSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmul": [c_void_p] * 14 + [c_size_t, c_void_p],
+}
+
+
+class CublasLtError(RuntimeError):
+    """cuBLASLt is missing, or refused what it was asked."""
+
+
+class _Result(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t``."""
+
+    _fields_: ClassVar = [
+        ("algorithm", ctypes.c_ubyte * ALGORITHM_BYTES),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The copy that torch has loaded: the loader knows it by this name."""
+    name = f"libcublasLt.so.{(torch.version.cuda or '0').partition('.')[0]}"
+    try:
+        library = ctypes.CDLL(name)
+        for function, types in _ARGUMENTS.items():
+            getattr(library, function).argtypes = types
+    except (OSError, AttributeError) as error:
+        raise CublasLtError(
+            f"{name}: {error}; expected the cuBLASLt that comes with torch for CUDA 12 or later"
+        ) from error
+    library.cublasLtGetVersion.restype = c_size_t
+    return library
+
+
+def version() -> int:
+    """Of the library, as 130002 for 13.0.2.  Raises CublasLtError without one."""
+    return int(_library().cublasLtGetVersion())
+
+
+def _call(name: str, *args: object) -> None:
+    if status := getattr(_library(), name)(*args):
+        raise CublasLtError(f"{name}: cuBLAS status {status}")
+
+
+@functools.cache
+def _handle(device: int) -> c_void_p:
+    handle = c_void_p()
+    with torch.cuda.device(device):
+        _call("cublasLtCreate", byref(handle))
+    return handle
+
+
+@functools.cache
+def workspace(device: torch.device) -> Tensor:
+    """[WORKSPACE_BYTES] uint8: products of one stream a device may use it, one after the other.
+
+    Raises:
+        RuntimeError: it would be allocated inside of a CUDA graph's capture.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"cuBLASLt's workspace on {device} is first asked for inside a CUDA graph capture,"
+            " where it cannot be allocated: run the op once before capturing"
+        )
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+class Product:
+    """The descriptors of ``x @ weight.T`` for one shape; all three lie in memory without gaps.
+
+    Args:
+        operands: one of ``OPERANDS``.
+        device: index of the device.
+        rows, out_features, in_features: of x [rows, in_features], weight [out_features,
+            in_features] and y [rows, out_features], which is bfloat16.
+    """
+
+    def __init__(
+        self, operands: str, device: int, rows: int, out_features: int, in_features: int
+    ) -> None:
+        self._handle = _handle(device)
+        self._operation = c_void_p()
+        self._lock = threading.Lock()
+        self._scaled = operands != "bfloat16"
+        _call("cublasLtMatmulDescCreate", byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32)
+        self._set(_TRANSPOSE_A, c_int(_TRANSPOSED))
+        if operands == "fp8 token":
+            self._set(_WEIGHT_SCALES, c_int(_SCALE_EACH_ROW))
+            self._set(_X_SCALES, c_int(_SCALE_EACH_ROW))
+        kind = _E4M3 if self._scaled else _BFLOAT16
+        # Column-major, as the library counts: y.T = weight @ x.T.
+        weight = _layout(kind, in_features, out_features)
+        y = _layout(_BFLOAT16, out_features, rows)
+        self._shapes = (weight, _layout(kind, in_features, rows), y, y)
+        self._one, self._zero = c_float(1), c_float(0)
+
+    def _set(self, attribute: int, value: c_int | c_void_p) -> None:
+        size = ctypes.sizeof(value)
+        what = (self._operation, attribute, byref(value), size)
+        _call("cublasLtMatmulDescSetAttribute", *what)
+
+    def algorithms(self, most: int) -> list[bytes]:
+        """What the library's heuristic offers for the workspace, its favourite first."""
+        results, found = (_Result * most)(), c_int()
+        preference, size = c_void_p(), c_size_t(WORKSPACE_BYTES)
+        _call("cublasLtMatmulPreferenceCreate", byref(preference))
+        what = (preference, _MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
+        _call("cublasLtMatmulPreferenceSetAttribute", *what)
+        args = (self._handle, self._operation, *self._shapes, preference, most, results)
+        _call("cublasLtMatmulAlgoGetHeuristic", *args, byref(found))
+        _call("cublasLtMatmulPreferenceDestroy", preference)
+        return [bytes(r.algorithm) for r in results[: found.value] if not r.state]
+
+    def refuses(self, algorithm: bytes) -> str:
+        """Why the algorithm cannot run here within the workspace, or an empty string."""
+        result = _Result()
+        args = (self._handle, self._operation, *self._shapes, algorithm, byref(result))
+        status = _library().cublasLtMatmulAlgoCheck(*args)
+        if status or result.state:
+            return f"cuBLAS status {status or result.state}"
+        if result.workspace > WORKSPACE_BYTES:
+            return f"a workspace of {result.workspace} bytes, more than {WORKSPACE_BYTES}"
+        return ""
+
+    def run(
+        self, x: Tensor, weight: Tensor, y: Tensor, algorithm: bytes, *scales: Tensor
+    ) -> Tensor:
+        """Enqueue it on the current stream, and return y.
+
+        Args:
+            x, weight, y: as described, contiguous, at addresses that are multiples of 16.
+            algorithm: one that ``refuses`` does not refuse.
+            scales: of FP8, x's and then weight's: float32, contiguous.
+
+        Raises:
+            CublasLtError: the library refuses.
+        """
+        memory = workspace(x.device)
+        into = (y.data_ptr(), self._shapes[3])
+        with self._lock:  # the operation holds the scales' addresses until it is enqueued
+            if self._scaled:
+                self._set(_X_SCALE, c_void_p(scales[0].data_ptr()))
+                self._set(_WEIGHT_SCALE, c_void_p(scales[1].data_ptr()))
+            _call(
+                "cublasLtMatmul",
+                self._handle,
+                self._operation,
+                byref(self._one),
+                weight.data_ptr(),
+                self._shapes[0],
+                x.data_ptr(),
+                self._shapes[1],
+                byref(self._zero),
+                *into,
+                *into,
+                algorithm,
+                memory.data_ptr(),
+                WORKSPACE_BYTES,
+                torch.cuda.current_stream(x.device).cuda_stream,
+            )
+        return y
+
+
+def _layout(kind: int, rows: int, columns: int) -> c_void_p:
+    layout = c_void_p()
+    _call("cublasLtMatrixLayoutCreate", byref(layout), kind, rows, columns, rows)
+    return layout
+
+
+def setting(algorithm: bytes, name: str) -> int:
+    """One of ``SETTINGS``."""
+    attribute, kind = SETTINGS[name]
+    value = kind()
+    what = (algorithm, attribute, byref(value), ctypes.sizeof(value), None)
+    _call("cublasLtMatmulAlgoConfigGetAttribute", *what)
+    return value.value
+
+
+def changed(algorithm: bytes, **settings: int) -> bytes | None:
+    """The algorithm with other ``SETTINGS``, None where the library knows no such value."""
+    copy = ctypes.create_string_buffer(algorithm, ALGORITHM_BYTES)
+    for name, wanted in settings.items():
+        attribute, kind = SETTINGS[name]
+        value = kind(wanted)
+        if _library().cublasLtMatmulAlgoConfigSetAttribute(
+            copy, attribute, byref(value), ctypes.sizeof(value)
+        ):
+            return None
+    return copy.raw
