@@ -207,17 +207,20 @@ _tiled = run_launches(_launches)
 
 
 def _by_rows(*args: Any) -> Tensor:
-    """The library by a measured algorithm, else the tiled kernel where that is ahead of the
-    library's own choice, else that; by the shapes of each call."""
-    x, _, weight, *_ = args
-    scheme = scheme_of(*args)
+    """The library by a measured algorithm, else ``by_rule``; by the shapes of each call."""
+    x = args[0]
     if x.device.type == "cuda":
         counters(x.device)  # a capture may come next, and cannot allocate them
-        if (y := _library_product.linear_fp8(scheme, *args)) is not None:
+        if (y := _library_product.linear_fp8(scheme_of(*args), *args)) is not None:
             return y
-    return (
-        _tiled(*args) if kernels.is_ahead(scheme, x.shape[0], weight.shape[0]) else _native(*args)
-    )
+    return by_rule(*args)
+
+
+def by_rule(*args: Any) -> Tensor:
+    """The tiled kernel where it is ahead of cuBLASLt's own choice, else that."""
+    x, _, weight, *_ = args
+    ahead = kernels.is_ahead(scheme_of(*args), x.shape[0], weight.shape[0])
+    return _tiled(*args) if ahead else _native(*args)
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
