@@ -116,7 +116,9 @@ def table_of(device: torch.device) -> Table | None:
     Allocates the algorithms' workspace, which a capture could not: the first call must come before.
     """
     table = read_table()
-    if torch.cuda.get_device_name(device) != table.gpu or _cublaslt.version() != table.cublaslt:
+    if device.type != "cuda" or torch.cuda.get_device_name(device) != table.gpu:
+        return None
+    if _cublaslt.version() != table.cublaslt:
         return None
     _cublaslt.workspace(device)
     return table
