@@ -35,9 +35,9 @@ WEIGHTS = {
     "llama3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
 }
 """[out_features, in_features] of qkv, o, gate_up, down, lm_head."""
-ROWS = (24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-LEAST_ROWS = 17
-"""Below, products stream."""
+ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
+"""Of operands; with fewer, products stream."""
 LEAST_GAIN = 0.02
 _FP8_MOST_FEATURES = 100_000  # lm_head stays in bfloat16
 _COLD_BYTES, _MOST_COPIES = 512 << 20, 16
@@ -194,8 +194,8 @@ def search(options: argparse.Namespace) -> tuple[list[Algorithm], set[Weight]]:
             if operands != "bfloat16" and n > _FP8_MOST_FEATURES:
                 continue
             searched.add((operands, n, k))
-            least = LEAST_ROWS
-            for rows in options.rows:
+            least = LEAST_ROWS[operands]
+            for rows in (rows for rows in sorted(options.rows) if rows >= least):
                 if time.monotonic() > end:
                     print(f"stopped after {options.seconds} s", flush=True)
                     return entries, searched
