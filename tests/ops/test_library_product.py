@@ -159,21 +159,20 @@ def test_a_graph_holds_the_algorithm(table: Table) -> None:
 
 @pytest.mark.gpu
 def test_tuning_writes_a_table_that_keeps_other_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not load_cuda_library():
         pytest.skip("needs csrc")
-    gpu, version = torch.cuda.get_device_name(), _cublaslt.version()
-    other = replace(ONE, out_features=64)
-    path = written(tmp_path, replace(ONE, out_features=4096, in_features=4096), other)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"gpu": gpu, "cublaslt": version}))
+    some = next(a for a in table.algorithms if a.operands == "bfloat16")
+    other, old = replace(some, out_features=64), replace(some, out_features=4096, in_features=4096)
+    path = written(tmp_path, other, old, gpu=table.gpu, cublaslt=table.cublaslt)
     words = "tune_linear --models llama3-8b --operands bfloat16 --rows 96 --json"
     monkeypatch.setattr("sys.argv", [*words.split(), str(path)])
     main()
     read_table.cache_clear()
-    table = read_table(path)
-    assert (table.gpu, table.cublaslt) == (gpu, version)
-    assert other in table.algorithms
-    tuned = [a for a in table.algorithms if a != other]
+    new = read_table(path)
+    assert (new.gpu, new.cublaslt) == (table.gpu, table.cublaslt)
+    assert other in new.algorithms
+    tuned = [a for a in new.algorithms if a != other]
     assert all((a.least_rows, a.most_rows) == (17, 96) for a in tuned), tuned
     assert all(a.us <= 0.98 * a.us_before for a in tuned)
