@@ -39,6 +39,8 @@ ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
 """Of operands; with fewer, products stream."""
 LEAST_GAIN = 0.02
+_NARROW = 16
+_MOST_ERROR = 2.0**-8
 _FP8_MOST_FEATURES = 100_000  # lm_head stays in bfloat16
 _COLD_BYTES, _MOST_COPIES = 512 << 20, 16
 _SCREENED, _FINALISTS, _VERIFIED = 4, 10, 5
@@ -99,6 +101,10 @@ def problem(operands: str, rows: int, n: int, k: int, pool: Tensor) -> Problem:
     return Problem(operands, rows, Product(operands, 0, rows, n, k), x, weights, scales, y)
 
 
+def is_right(algorithm: bytes, p: Problem) -> bool:
+    return not p.product.refuses(algorithm) and p.error(algorithm) <= _MOST_ERROR
+
+
 def stream_us(call: Callable[[int], object]) -> float:
     """Of a few calls one after the other: enough to tell a slow algorithm from a fast one."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -155,12 +161,17 @@ def graph_time(call: Callable[[int], object], rounds: int) -> float:
     return graph_us([partial(call, i) for i in range(_MOST_COPIES)], calls=16, rounds=rounds)
 
 
-def tuned(p: Problem, least_rows: int, seeds: set[bytes]) -> tuple[Algorithm | None, str]:
-    """The entry, if one gains enough, and a line about it; the fastest joins the seeds."""
+def tuned(p: Problem, fewest: Problem, seeds: set[bytes]) -> tuple[Algorithm | None, str]:
+    """The entry, if one gains enough, and a line about it; the fastest joins the seeds.
+
+    Args:
+        p: with the most rows that the entry is for.
+        fewest: with the fewest.  Where it loses there, the entry is for fewer numbers of rows.
+    """
     before = graph_time(p.before, 5)
     finals = {a: graph_time(partial(p.call, a), 3) for a in screened(p, sorted(seeds))}
     ordered = sorted(finals, key=finals.__getitem__)[:_VERIFIED]
-    right = [a for a in ordered if p.error(a) <= 2.0**-8]
+    right = [a for a in ordered if is_right(a, p) and is_right(a, fewest)]
     times = {a: graph_time(partial(p.call, a), 9) for a in right}
     n, k = p.weights[0].shape
     line = f"{p.operands:10s} {n:6d} {k:5d} {p.rows:3d} {before:7.1f}"
@@ -168,14 +179,17 @@ def tuned(p: Problem, least_rows: int, seeds: set[bytes]) -> tuple[Algorithm | N
         return None, f"{line}: none of {len(finals)} is right"
     best = min(times, key=times.__getitem__)
     seeds.add(best)
-    settings = " ".join(f"{name}={_cublaslt.setting(best, name)}" for name in _cublaslt.SETTINGS)
+    settings = ",".join(str(_cublaslt.setting(best, name)) for name in _cublaslt.SETTINGS)
     us = times[best]
     line += f" {us:7.1f} {us / before - 1:+6.1%}  {settings}  wrong {len(ordered) - len(right)}"
     if us > before * (1 - LEAST_GAIN):
         return None, line
-    entry = Algorithm(
-        p.operands, n, k, least_rows, p.rows, best.hex(), round(us, 2), round(before, 2)
-    )
+    least = fewest.rows
+    with_fewest = [graph_time(call, 5) for call in (partial(fewest.call, best), fewest.before)]
+    line += f"  {least} rows {with_fewest[0]:.1f} against {with_fewest[1]:.1f}"
+    if with_fewest[0] > with_fewest[1]:
+        least = max(least, p.rows - _NARROW + 1)
+    entry = Algorithm(p.operands, n, k, least, p.rows, best.hex(), round(us, 2), round(before, 2))
     return entry, line
 
 
@@ -199,7 +213,8 @@ def search(options: argparse.Namespace) -> tuple[list[Algorithm], set[Weight]]:
                 if time.monotonic() > end:
                     print(f"stopped after {options.seconds} s", flush=True)
                     return entries, searched
-                entry, line = tuned(problem(operands, rows, n, k, pool), least, seeds)
+                p, fewest = (problem(operands, m, n, k, pool) for m in (rows, least))
+                entry, line = tuned(p, fewest, seeds)
                 print(line, flush=True)
                 entries += [entry] if entry else []
                 least = rows + 1
