@@ -156,6 +156,10 @@ class Product:
         self._scaled = operands != "bfloat16"
         _call("cublasLtMatmulDescCreate", byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32)
         self._set(_TRANSPOSE_A, c_int(_TRANSPOSED))
+        if self._scaled:  # an address, for the library's checks; the scales' own come with a call
+            somewhere = workspace(torch.device("cuda", device)).data_ptr()
+            for attribute in (_X_SCALE, _WEIGHT_SCALE):
+                self._set(attribute, c_void_p(somewhere))
         if operands == "fp8 token":
             self._set(_WEIGHT_SCALES, c_int(_SCALE_EACH_ROW))
             self._set(_X_SCALES, c_int(_SCALE_EACH_ROW))
