@@ -115,11 +115,12 @@ def _call(name: str, *args: object) -> None:
 
 
 @functools.cache
-def _handle(device: int) -> c_void_p:
-    handle = c_void_p()
+def handle(device: int) -> c_void_p:
+    """The library's context for a device; the first call may allocate."""
+    made = c_void_p()
     with torch.cuda.device(device):
-        _call("cublasLtCreate", byref(handle))
-    return handle
+        _call("cublasLtCreate", byref(made))
+    return made
 
 
 @functools.cache
@@ -150,7 +151,7 @@ class Product:
     def __init__(
         self, operands: str, device: int, rows: int, out_features: int, in_features: int
     ) -> None:
-        self._handle = _handle(device)
+        self._handle = handle(device)
         self._operation = c_void_p()
         self._lock = threading.Lock()
         self._scaled = operands != "bfloat16"

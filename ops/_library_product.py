@@ -113,15 +113,20 @@ def _refuse_overlaps(algorithms: tuple[Algorithm, ...], path: Path) -> None:
 def table_of(device: torch.device) -> Table | None:
     """What is known of a device with the cuBLASLt that is there.
 
-    Allocates the algorithms' workspace, which a capture could not: the first call must come before.
+    Allocates what the algorithms need, which a capture could not: the first call must come before.
     """
     table = read_table()
     if device.type != "cuda" or torch.cuda.get_device_name(device) != table.gpu:
         return None
     if _cublaslt.version() != table.cublaslt:
         return None
+    _cublaslt.handle(_index(device))
     _cublaslt.workspace(device)
     return table
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @lru_cache(_SHAPES)
@@ -132,8 +137,7 @@ def _planned(
     found = table.find(operands, rows, out_features, in_features) if table else None
     if found is None:
         return None
-    index = torch.cuda.current_device() if device.index is None else device.index
-    product = _cublaslt.Product(operands, index, rows, out_features, in_features)
+    product = _cublaslt.Product(operands, _index(device), rows, out_features, in_features)
     if reason := product.refuses(found):
         raise RuntimeError(
             f"{TABLE.name}: the algorithm for {operands} {[out_features, in_features]} and {rows}"
