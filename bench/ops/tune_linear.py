@@ -39,7 +39,7 @@ ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
 """Of operands; with fewer, products stream."""
 LEAST_GAIN = 0.02
-_NARROW = 16
+_NARROW = 8  # rows: what is left of a range at whose other end an algorithm loses
 _MOST_ERROR = 2.0**-8
 _FP8_MOST_FEATURES = 100_000  # lm_head stays in bfloat16
 _COLD_BYTES, _MOST_COPIES = 512 << 20, 16

@@ -174,5 +174,5 @@ def test_tuning_writes_a_table_that_keeps_other_weights(
     assert (new.gpu, new.cublaslt) == (table.gpu, table.cublaslt)
     assert other in new.algorithms
     tuned = [a for a in new.algorithms if a != other]
-    assert all((a.least_rows, a.most_rows) == (17, 96) for a in tuned), tuned
+    assert all(a.least_rows in (17, 89) and a.most_rows == 96 for a in tuned), tuned
     assert all(a.us <= 0.98 * a.us_before for a in tuned)
