@@ -141,6 +141,17 @@ def test_each_algorithm_is_near_float64(a: Algorithm, table: Table, fw_seed: int
 
 
 @pytest.mark.gpu
+def test_the_library_takes_each_algorithm_for_every_number_of_rows(table: Table) -> None:
+    refused = {}
+    for a in table.algorithms:
+        for rows in range(a.least_rows, a.most_rows + 1):
+            product = _cublaslt.Product(a.operands, 0, rows, a.out_features, a.in_features)
+            if reason := product.refuses(bytes.fromhex(a.algorithm)):
+                refused[a.weight, rows] = reason
+    assert not refused
+
+
+@pytest.mark.gpu
 def test_a_graph_holds_the_algorithm(table: Table) -> None:
     a = max(table.algorithms, key=lambda a: a.operands == "bfloat16" and a.most_rows <= 128)
     (x, weight), _ = operands(a, a.most_rows)
