@@ -151,7 +151,7 @@ class Product:
     def __init__(
         self, operands: str, device: int, rows: int, out_features: int, in_features: int
     ) -> None:
-        self._handle = handle(device)
+        self._device, self._handle = device, handle(device)
         self._operation = c_void_p()
         self._lock = threading.Lock()
         self._scaled = operands != "bfloat16"
@@ -214,7 +214,8 @@ class Product:
         """
         memory = workspace(x.device)
         into = (y.data_ptr(), self._shapes[3])
-        with self._lock:  # the operation holds the scales' addresses until it is enqueued
+        # The operation holds the scales' addresses until it is enqueued.
+        with self._lock, torch.cuda.device(self._device):
             if self._scaled:
                 self._set(_X_SCALE, c_void_p(scales[0].data_ptr()))
                 self._set(_WEIGHT_SCALE, c_void_p(scales[1].data_ptr()))

@@ -152,9 +152,12 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` of bfloat16 on a GPU, by the table's algorithm where it names one."""
-    planned = _planned("bfloat16", x.device, x.numel() // x.shape[-1], *weight.shape)
-    if planned is None or bias is not None or not _plain(x, weight):
+    """``F.linear``; of bfloat16 on a GPU by the table's algorithm where it names one."""
+    fits = x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] == weight.shape[1]
+    if not fits or bias is not None or not _plain(x, weight):
+        return F.linear(x, weight, bias)
+    planned = _planned("bfloat16", x.device, x.numel() // max(x.shape[-1], 1), *weight.shape)
+    if planned is None:
         return F.linear(x, weight, bias)
     product, algorithm = planned
     return product.run(x, weight, x.new_empty((*x.shape[:-1], weight.shape[0])), algorithm)
@@ -173,7 +176,7 @@ def linear_fp8(
     planned = _planned(f"fp8 {scheme}", x.device, x.shape[0], *weight.shape)
     other = bias is not None or out_dtype != torch.bfloat16
     if planned is None or other or not _plain(x, x_scale, weight, weight_scale):
-        return None
+        return None  # scheme_of has compared shapes and dtypes
     product, algorithm = planned
     y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
     return product.run(x, weight, y, algorithm, x_scale, weight_scale)
