@@ -129,6 +129,7 @@ def throughput(
         raise UserError(f"request_rate={min(request_rate)}: expected more than 0")
     writable("json", output)
     writable("plot", plot)
+    from ..bench.account import account, recorded
     from ..bench.serving import parse_limits, plot_throughput, run, warm_up
     from ..bench.workloads import equal, mix
 
@@ -140,8 +141,10 @@ def throughput(
     works, rows = mix(workload, num_prompts, vocab_size), []
     rates: list[float | None] = [*request_rate] if request_rate else [None]
     for rate in rates:
-        found = run(llm.engine, works, rate).to_json(limits)
-        rows.append({"workload": workload, "request_rate": rate, **found})
+        with recorded(llm.engine) as steps:
+            found = run(llm.engine, works, rate).to_json(limits)
+        times = {"account": account(steps)}
+        rows.append({"workload": workload, "request_rate": rate, **found, **times})
         _show_throughput(rows[-1])
     _write(output, llm, options, rows=rows)
     if plot is not None:
@@ -160,6 +163,8 @@ def _show_throughput(row: dict[str, Any]) -> None:
         f"tokens/s, {row['seconds']:.2f} s"
         + (f", goodput {row['goodput_per_s']:.2f} requests/s" if "goodput_per_s" in row else "")
     )
+    names = list(row["account"][0])
+    typer.echo(table([names, *([str(value) for value in r.values()] for r in row["account"])]))
 
 
 @engine_flags
