@@ -107,7 +107,9 @@ class EngineOptions:
         True, "capture", "serve at once and capture each size when it is first needed or at rest"
     )
 
-    max_num_seqs: int = _option(256, "scheduler", "most requests a step")
+    max_num_seqs: int | None = _option(
+        None, "scheduler", "most requests a step; 512 on a GPU of 70 GB or more and 256 if unset"
+    )
     max_num_batched_tokens: int | None = _option(
         None, "scheduler", "most tokens a step; 8192 on a GPU and 2048 on a CPU if unset"
     )

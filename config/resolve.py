@@ -28,6 +28,7 @@ from .resolved import (
 )
 
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+_DEFAULT_NUM_SEQS, _NUM_SEQS_LARGE_GPU, _LARGE_GPU_BYTES = 256, 512, 70 * 10**9
 _FP8_SM = 89
 
 
@@ -66,7 +67,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
         ),
         compile=_compile(options, level_number, level, hardware, weights),
         store=_store(options, level),
-        capture=_capture(options, level, hardware, scheduler.max_num_batched_tokens),
+        capture=_capture(options, level, hardware, scheduler),
         scheduler=scheduler,
         cache=CacheConfig(
             block_size=options.block_size,
@@ -85,7 +86,7 @@ def _check_ranges(options: EngineOptions) -> None:
         (o.optimization_level in LEVELS, "optimization_level", "0, 1, 2 or 3"),
         (8 <= size <= 256 and size & (size - 1) == 0, "block_size", "a power of two in 8..256"),
         (0 < o.gpu_memory_utilization <= 1, "gpu_memory_utilization", "a number in (0, 1]"),
-        (o.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
+        (o.max_num_seqs is None or o.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
         (o.max_model_len is None or o.max_model_len >= 1, "max_model_len", "at least 1"),
         (
             o.max_num_batched_tokens is None or o.max_num_batched_tokens >= 1,
@@ -288,7 +289,7 @@ def _kernels(options: EngineOptions, level: Level) -> tuple[tuple[str, str], ...
 
 
 def _capture(
-    options: EngineOptions, level: Level, hardware: Hardware, max_tokens: int
+    options: EngineOptions, level: Level, hardware: Hardware, scheduler: SchedulerConfig
 ) -> CaptureConfig:
     explicit = options.cudagraph_mode
     mode = CudagraphMode(explicit) if explicit else level.cudagraph_mode
@@ -305,7 +306,7 @@ def _capture(
         mode = CudagraphMode.NONE
     sizes = options.cudagraph_capture_sizes
     if sizes is None:
-        sizes = capture_sizes(options.max_num_seqs)
+        sizes = capture_sizes(scheduler.max_num_seqs)
     elif mode is CudagraphMode.NONE:
         why = (
             "cudagraph_mode=NONE"
@@ -319,19 +320,24 @@ def _capture(
         raise UserError(f"cudagraph_capture_sizes={sizes}: expected token counts of at least 1")
     if mode is CudagraphMode.NONE:
         return CaptureConfig(mode, (), options.lazy_capture)
-    fitting = tuple(sorted({size for size in sizes if size <= max_tokens}))
+    fitting = tuple(sorted({size for size in sizes if size <= scheduler.max_num_batched_tokens}))
     return CaptureConfig(mode, fitting, options.lazy_capture)
 
 
 def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -> SchedulerConfig:
+    seqs = options.max_num_seqs
+    if seqs is None:
+        large = hardware.memory_bytes >= _LARGE_GPU_BYTES
+        seqs = _NUM_SEQS_LARGE_GPU if large else _DEFAULT_NUM_SEQS
+        seqs = min(seqs, options.max_num_batched_tokens or seqs)
     tokens = options.max_num_batched_tokens
     if tokens is None:
-        tokens = max(_DEFAULT_BATCHED_TOKENS[hardware.device], options.max_num_seqs)
+        tokens = max(_DEFAULT_BATCHED_TOKENS[hardware.device], seqs)
         if not options.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
-    if tokens < options.max_num_seqs:
+    if tokens < seqs:
         raise UserError(
-            f"max_num_batched_tokens={tokens} < max_num_seqs={options.max_num_seqs}: every running "
+            f"max_num_batched_tokens={tokens} < max_num_seqs={seqs}: every running "
             "request needs one token a step; raise the former or lower the latter"
         )
     if not options.enable_chunked_prefill and tokens < max_model_len:
@@ -350,8 +356,8 @@ def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -
             "which enable_chunked_prefill=False forbids; drop one of them"
         )
     return SchedulerConfig(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=min(tokens, options.max_num_seqs * max_model_len),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=min(tokens, seqs * max_model_len),
         enable_chunked_prefill=options.enable_chunked_prefill,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         policy=options.scheduling_policy,

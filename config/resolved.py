@@ -21,6 +21,7 @@ class Hardware:
     sm: int = 0
     num_sms: int = field(default=0, metadata=outside_key("grids are computed at every launch"))
     graphs: str = field(default="none", metadata=outside_key(_EACH_START))
+    memory_bytes: int = field(default=0, metadata=outside_key("limits default by it at each start"))
 
 
 @dataclass(frozen=True)

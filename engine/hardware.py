@@ -33,4 +33,5 @@ def detect_hardware(device: str) -> Hardware:
         sm=properties.major * 10 + properties.minor,
         num_sms=properties.multi_processor_count,
         graphs="cuda",
+        memory_bytes=properties.total_memory,
     )

@@ -13,6 +13,10 @@ Function = Callable[[], Sequence[Any]]
 Replay = Callable[[], None]
 
 
+class CaptureError(RuntimeError):
+    """A step cannot be captured: CUDA gave the capture up."""
+
+
 class GraphBackend(Protocol):
     """Captures and replays functions that read and write fixed addresses."""
 
@@ -41,15 +45,20 @@ class CudaGraphs:
             graph.capture_begin(pool=self._pools[-1])
             try:
                 outputs = fn()
-            except BaseException:
-                self._abandon(graph)
+                graph.capture_end()
+            except BaseException as error:
+                if self._abandon(graph) and isinstance(error, RuntimeError):
+                    raise CaptureError(
+                        f"{str(error).partition(chr(10))[0]}: a step waited for the device, or did "
+                        "something else that no CUDA graph can hold, while its graph was captured; "
+                        "without graphs it runs: --cudagraph-mode NONE"
+                    ) from error
                 raise
-            graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return outputs, graph.replay
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture in which something went wrong."""
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """End a capture in which something went wrong; whether CUDA had given it up."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -58,6 +67,8 @@ class CudaGraphs:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pools[-1])
             self._pools.append(torch.cuda.graph_pool_handle())
+            return True
+        return False
 
     def alias(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -75,6 +75,7 @@ class Graphs:
         self._piecewise: dict[int, _PiecewiseGraph] = {}
         self._sizes = tuple(_largest_first(dispatcher)) if backend else ()
         self._pending = dict.fromkeys(self._sizes)
+        self._warm: set[int] = set()
         self._grown = 0
 
     @property
@@ -135,13 +136,16 @@ class Graphs:
 
     def _capture(self, size: GraphSize) -> None:
         """Each distinct step runs once before it is captured: libraries load their kernels and set
-        up their workspaces outside of capture."""
+        up their workspaces outside of capture.  A piecewise graph has per-token steps only, which
+        have run if there was a graph of as many tokens."""
         assert self._backend is not None
         before = self._outside_bytes()
         num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
         inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
         program = self._program.ending(greedy=size.greedy)
-        _warm_up(program, inputs)
+        if size.kind is GraphKind.FULL or size.num_tokens not in self._warm:
+            _warm_up(program, inputs)
+            self._warm.add(size.num_tokens)
         if size.kind is GraphKind.FULL:
             self._full[size] = _capture_full(program, inputs, self._backend)
         else:

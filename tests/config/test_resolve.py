@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -131,6 +131,25 @@ def test_tokens_a_step_follow_the_device_and_cover_one_token_a_request() -> None
     assert resolved(GPU).scheduler.max_num_batched_tokens == 8192
     assert resolved(CPU).scheduler.max_num_batched_tokens == 2048
     assert resolved(CPU, max_num_seqs=5000).scheduler.max_num_batched_tokens == 5000
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "options", "expected"),
+    [
+        (141, {}, 512),
+        (80, {}, 512),
+        (48, {}, 256),
+        (0, {}, 256),
+        (141, {"max_num_seqs": 7}, 7),
+        (141, {"max_num_batched_tokens": 100}, 100),
+    ],
+)
+def test_requests_a_step_follow_the_memory(
+    gigabytes: int, options: dict[str, Any], expected: int
+) -> None:
+    found = resolved(replace(GPU, memory_bytes=gigabytes * 10**9), **options)
+    assert found.scheduler.max_num_seqs == expected
+    assert expected in found.capture.sizes
 
 
 def test_tokens_a_step_cover_the_longest_prompt_without_chunked_prefill() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -67,23 +68,55 @@ def test_out_of_memory_in_a_step_ends_its_requests_alone() -> None:
     check_serves(llm)
 
 
+def _raise() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory in a capture")
+
+
+def _synchronize_unnoticed() -> None:
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+
+
+WAITED = "operation not permitted when stream is capturing"
+SPOILED = "operation failed due to a previous error during capture"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "first", "kind", "reason"),
+    [
+        (_raise, False, "OutOfMemoryError: ", "CUDA out of memory in a capture"),
+        (torch.cuda.synchronize, True, "CaptureError: ", WAITED),
+        (lambda: torch.ones(2, device="cuda").sum().item(), False, "CaptureError: ", WAITED),
+        (_synchronize_unnoticed, True, "CaptureError: ", SPOILED),
+        (_synchronize_unnoticed, False, "CaptureError: ", SPOILED),
+    ],
+    ids=["raises", "waits", "reads a value", "waits unnoticed", "waits unnoticed at the end"],
+)
 def test_a_capture_that_fails_ends_the_requests_of_its_step(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[], Any], first: bool, kind: str, reason: str
 ) -> None:
-    """It fails with the stream in capture; the size is captured when it is needed again."""
+    """It fails with the stream in capture, before or behind what is captured; the size is captured
+    when it is needed again."""
     llm = make()
     real = CudaGraphs.capture
 
     def spoiled(self: CudaGraphs, fn: Any) -> Any:
         def inside() -> Sequence[Any]:
-            fn()
-            raise torch.OutOfMemoryError("CUDA out of memory in a capture")
+            if first:
+                spoil()
+            outputs = fn()
+            if not first:
+                spoil()
+            return outputs  # type: ignore[no-any-return]
 
         return real(self, inside)
 
     monkeypatch.setattr(CudaGraphs, "capture", spoiled)
     (output,) = llm.generate([PROBLEMS[0].prompt], GREEDY, use_tqdm=False)
-    assert output.error == "OutOfMemoryError: CUDA out of memory in a capture"
+    said = output.error or ""
+    assert output.outputs[0].finish_reason == "error"
+    assert said.startswith(kind) and reason in said
+    assert said.endswith("--cudagraph-mode NONE") == (kind == "CaptureError: ")
     monkeypatch.undo()
     check_serves(llm)
     assert isinstance(llm.engine, Engine)
