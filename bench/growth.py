@@ -7,7 +7,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,36 +148,3 @@ def measure_growth(
         else:
             found["requests"].append(measure_requests(engine, count, steps))
     return found
-
-
-def plot_growth(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Left: TPOT over context with its limit by bytes; right: step and overhead over requests."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    page, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for batch in dict.fromkeys(row["batch"] for row in found["context"]):
-        rows = [row for row in found["context"] if row["batch"] == batch]
-        contexts = [row["context"] for row in rows]
-        (line,) = left.plot(contexts, [r["tpot_ms"] for r in rows], "o-", label=f"b={batch}")
-        limits = [row["limit_ms"] for row in rows]
-        left.plot(contexts, limits, "--", color=line.get_color(), label=f"bytes, b={batch}")
-    left.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms a token")
-    for name, label in (
-        ("step_us", "step"),
-        ("graph_us", "its graph"),
-        ("host_us", "CPU in it"),
-        ("overhead_us", "step - graph"),
-    ):
-        points = [(r["requests"], r[name]) for r in found["requests"] if name in r]
-        if points:
-            right.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
-    right.set(xscale="log", xlabel="requests", ylabel="us a step", ylim=(0, None))
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    page.savefig(path)
-    pyplot.close(page)

@@ -5,7 +5,6 @@ lower would be that with the slower first token.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ..engine.llm import LLM
@@ -42,21 +41,3 @@ def measure_latency(
         "ttft_ms": round(first_s * 1e3, 3),
         "run": best.to_json(),
     }
-
-
-def plot_latency(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """TPOT over batch, a line for each named result."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    page, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for name, rows in results.items():
-        points = [(row["batch"], row["tpot_ms"]) for row in rows]
-        axis.plot(*zip(*points, strict=True), "o-", label=name)
-    axis.set(xscale="log", xlabel="requests in a batch", ylabel="ms a token", ylim=(0, None))
-    axis.grid(alpha=0.3)
-    axis.legend()
-    page.savefig(path)
-    pyplot.close(page)

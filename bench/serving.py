@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -93,11 +93,11 @@ def parse_limits(items: Iterable[str]) -> dict[str, float]:
     return limits
 
 
-def run(engine: EngineLoop, works: Sequence[Work], request_rate: float | None = None) -> Run:
+def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) -> Run:
     """Generate exactly the lengths asked for, greedily.
 
     Args:
-        request_rate: requests a second, evenly; None: all at once.
+        request_rate: requests a second, evenly; infinite: all at once.
 
     Raises:
         UserError: the engine is for shorter requests than these.
@@ -120,7 +120,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float | None = 
 
     start = time.perf_counter()
     for index, work in enumerate(works):
-        due[f"bench-{index}"] = (start + (index / request_rate if request_rate else 0.0), work)
+        due[f"bench-{index}"] = (start + index / request_rate, work)
     waiting = list(due)[::-1]
     before, engine.on_tokens = engine.on_tokens, on_tokens
     try:
@@ -165,25 +165,3 @@ def warm_up(engine: EngineLoop, works: Sequence[Work]) -> None:
     while capture_next():
         pass
     run(engine, works)
-
-
-def plot_throughput(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Output tokens a second over the mean time a token, a line for each named result, a point for
-    each rate of requests."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    page, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for name, rows in results.items():
-        points = [(row["tpot_ms"]["mean"], row["output_tokens_per_s"]) for row in rows]
-        axis.plot(*zip(*points, strict=True), "o-", label=name)
-        for row, point in zip(rows, points, strict=True):
-            rate = row["request_rate"]
-            axis.annotate("all at once" if rate is None else f"{rate:g}/s", point, fontsize=7)
-    axis.set(xlabel="ms a token, mean", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
-    axis.grid(alpha=0.3)
-    axis.legend()
-    page.savefig(path)
-    pyplot.close(page)

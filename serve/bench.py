@@ -62,6 +62,18 @@ def startup(
         output.write_text(json.dumps(record, indent=1) + "\n")
 
 
+@app.command("plot")
+def plot(
+    picture: Annotated[Path, typer.Argument(help="PNG to write.")],
+    results: Annotated[list[Path], typer.Argument(help="Results of one bench, a line each.")],
+) -> None:
+    """Draw results of latency, throughput or growth that were kept by --json."""
+    writable("picture", picture)
+    from ..bench import plots
+
+    plots.plot({path.stem: plots.load(path) for path in results}, picture)
+
+
 @app.command("kernels")
 def kernels(
     select: Annotated[

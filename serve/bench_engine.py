@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,12 +31,28 @@ def _engine(options: dict[str, Any]) -> Any:
     return LLM(**{"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
 
-def _write(path: Path | None, llm: Any, options: dict[str, Any], **found: Any) -> None:
+def _outputs(output: Path | None, picture: Path | None = None) -> None:
+    """Refuse what could not be kept, before anything is measured."""
+    writable("json", output)
+    writable("plot", picture)
+    if picture is not None:
+        from ..bench.plots import check_drawing
+
+        check_drawing()
+
+
+def _write(
+    path: Path | None, picture: Path | None, llm: Any, options: dict[str, Any], **found: Any
+) -> None:
     from ..bench.environment import environment
 
     if path is not None:
         record = {"environment": environment(), "options": options, **found, "engine": llm.report()}
         path.write_text(json.dumps(record, indent=1) + "\n")
+    if picture is not None:
+        from ..bench.plots import plot
+
+        plot({str(options.get("model", "abacus")): found}, picture)
 
 
 def _check_counts(least: int, **given: int) -> None:
@@ -83,9 +101,8 @@ def latency(
     _check_counts(1, input_len=input_len, repeats=repeats)
     if output_len < 2:
         raise UserError(f"output_len={output_len}: expected at least 2, the first is TTFT")
-    writable("json", output)
-    writable("plot", plot)
-    from ..bench.latency import measure_latency, plot_latency
+    _outputs(output, plot)
+    from ..bench.latency import measure_latency
 
     llm = _engine(options)
     rows = []
@@ -95,20 +112,21 @@ def latency(
         )
         rows.append(row)
         typer.echo(f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms")
-    _write(output, llm, options, rows=rows)
-    if plot is not None:
-        plot_latency({str(options.get("model", "abacus")): rows}, plot)
+    _write(output, plot, llm, options, rows=rows)
 
 
 @engine_flags
 def throughput(
     engine: dict[str, Any],
     model_argument: Model = None,
-    workload: Annotated[str, typer.Option(help="chat, prefill-heavy or decode-heavy.")] = "chat",
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="chat (if unset), prefill-heavy, decode-heavy. Several: a run each."),
+    ] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500,
     request_rate: Annotated[
         list[float] | None,
-        typer.Option(help="Requests a second; all at once if unset. Several: a run each."),
+        typer.Option(help="Requests a second; all at once if unset or inf. Several: a run each."),
     ] = None,
     goodput: Annotated[
         list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
@@ -127,36 +145,35 @@ def throughput(
     _check_counts(1, num_prompts=num_prompts)
     if request_rate and min(request_rate) <= 0:
         raise UserError(f"request_rate={min(request_rate)}: expected more than 0")
-    writable("json", output)
-    writable("plot", plot)
+    _outputs(output, plot)
     from ..bench.account import account, recorded
-    from ..bench.serving import parse_limits, plot_throughput, run, warm_up
+    from ..bench.serving import parse_limits, run, warm_up
     from ..bench.workloads import equal, mix
 
-    limits = parse_limits(goodput or [])
-    mix(workload, 1, 8)  # an unknown name is found before the model is loaded
+    limits, names = parse_limits(goodput or []), workload or ["chat"]
+    for name in names:
+        mix(name, 1, 8)  # an unknown one is found before the model is loaded
     llm = _engine(options)
     vocab_size = llm.engine.inputs.vocab_size
     warm_up(llm.engine, equal(8, 64, 8, vocab_size))
-    works, rows = mix(workload, num_prompts, vocab_size), []
-    rates: list[float | None] = [*request_rate] if request_rate else [None]
-    for rate in rates:
+    rows = []
+    for name, rate in product(names, request_rate or [inf]):
+        works = mix(name, num_prompts, vocab_size)
         with recorded(llm.engine) as steps:
             found = run(llm.engine, works, rate).to_json(limits)
-        times = {"account": account(steps)}
-        rows.append({"workload": workload, "request_rate": rate, **found, **times})
+        offered = None if rate == inf else rate
+        about = {"workload": name, "request_rate": offered}
+        rows.append({**about, **found, "account": account(steps)})
         _show_throughput(rows[-1])
-    _write(output, llm, options, rows=rows)
-    if plot is not None:
-        plot_throughput({str(options.get("model", "abacus")): rows}, plot)
+    _write(output, plot, llm, options, rows=rows)
 
 
 def _show_throughput(row: dict[str, Any]) -> None:
     rows = [["ms", "mean", "p50", "p90", "p99"]]
     for name in ("ttft", "tpot", "itl", "e2e"):
         rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
-    if row["request_rate"] is not None:
-        typer.echo(f"{row['request_rate']} requests/s offered")
+    rate = row["request_rate"]
+    typer.echo(row["workload"] + ("" if rate is None else f", {rate:g} requests/s offered"))
     typer.echo(table(rows))
     typer.echo(
         f"{row['requests_per_s']:.2f} requests/s, {row['output_tokens_per_s']:.0f} output "
@@ -189,9 +206,8 @@ def growth(
     contexts = context or [128 << n for n in range(9)]
     for name, values in (("batch_size", batches), ("context", contexts), ("requests", counts)):
         _check_counts(1, **{name: min(values)})
-    writable("json", output)
-    writable("plot", plot)
-    from ..bench.growth import measure_growth, plot_growth
+    _outputs(output, plot)
+    from ..bench.growth import measure_growth
 
     seqs = max(*batches, *counts)
     llm = _engine({"enable_prefix_caching": True, "max_num_seqs": seqs, **options})
@@ -204,9 +220,7 @@ def growth(
     for row in found["skipped"]:
         what = ", ".join(f"{name} {value}" for name, value in row.items() if name != "why")
         typer.echo(f"skipped {what}: {row['why']}")
-    _write(output, llm, options, **found)
-    if plot is not None:
-        plot_growth(found, plot)
+    _write(output, plot, llm, options, **found)
 
 
 @engine_flags
@@ -223,7 +237,7 @@ def prefix(
     options = merge(engine, model=model_argument)
     counts = {"num_prompts": num_prompts, "prefix_len": prefix_len, "input_len": input_len}
     _check_counts(1, **counts, output_len=output_len)
-    writable("json", output)
+    _outputs(output)
     from ..bench.prefix import measure_prefix
 
     llm = _engine({"enable_prefix_caching": True, **options})
@@ -238,4 +252,4 @@ def prefix(
         f"first token {found['speedup']:.1f} times sooner; {found['identical']} of {num_prompts} "
         "outputs identical"
     )
-    _write(output, llm, options, **found)
+    _write(output, None, llm, options, **found)

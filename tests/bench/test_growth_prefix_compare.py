@@ -13,7 +13,6 @@ from fusewright import LLM
 from fusewright.bench.compare import compare
 from fusewright.bench.growth import bytes_to_read, measure_context, pretend_computed
 from fusewright.bench.prefix import measure_prefix, shared_prefix
-from fusewright.bench.serving import plot_throughput
 from fusewright.bench.workloads import equal
 from fusewright.config import UserError
 from fusewright.engine.engine import Engine
@@ -104,15 +103,6 @@ def test_what_is_no_result_is_refused(
     argv = ["bench", "throughput", "--compare", str(tmp_path / "x"), str(tmp_path / "x")]
     assert main(argv) == 2
     assert "is not a result of `fusewright bench latency` or" in capsys.readouterr().err
-
-
-def test_a_throughput_plot_has_a_point_a_rate(tmp_path: Path) -> None:
-    rows = [
-        {"tpot_ms": {"mean": 5.0}, "output_tokens_per_s": 100.0, "request_rate": rate}
-        for rate in (10.0, None)
-    ]
-    plot_throughput({"a": rows}, tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.bench.latency import plot_latency
 from fusewright.bench.serving import RequestTimes, Run, parse_limits, run
 from fusewright.bench.workloads import MIXES, equal, mix
 from fusewright.config import UserError
@@ -77,9 +76,3 @@ def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFi
     argv = ["bench", "throughput", "abacus", "-O0", "--workload", "nope"]
     assert main(argv) == 2
     assert "expected one of chat, prefill-heavy, decode-heavy" in capsys.readouterr().err
-
-
-def test_a_plot_has_a_line_a_result(tmp_path: Path) -> None:
-    rows = [{"batch": 1, "tpot_ms": 4.0}, {"batch": 64, "tpot_ms": 5.0}]
-    plot_latency({"a": rows, "b": rows}, tmp_path / "p.png")
-    assert (tmp_path / "p.png").stat().st_size > 1000

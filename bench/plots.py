@@ -1,0 +1,131 @@
+"""Pictures of what ``fusewright bench latency``, ``throughput`` and ``growth`` keep as JSON: the
+machine that measures needs nothing that draws.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..config import UserError
+
+Record = Mapping[str, Any]
+
+
+def check_drawing() -> None:
+    """Raises UserError: there is nothing to draw with."""
+    if find_spec("matplotlib") is None:
+        raise UserError(
+            "plot: matplotlib is not installed here; install it, or keep the result by --json and "
+            "run `fusewright bench plot` elsewhere"
+        )
+
+
+def load(path: Path) -> Record:
+    """A result as it was written.
+
+    Raises:
+        UserError: it cannot be read, or is no result of these benches.
+    """
+    try:
+        record: Record = json.loads(path.read_text())
+        _kind(record)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{path} is not a result of `fusewright bench latency`, `throughput` or `growth` with "
+            f"--json: {error!r}"
+        ) from error
+    return record
+
+
+def _kind(record: Record) -> str:
+    if "context" in record and "requests" in record:
+        return "growth"
+    row = record["rows"][0]
+    return "throughput" if "workload" in row else "latency" if row["batch"] else ""
+
+
+def plot(results: Mapping[str, Record], path: Path) -> None:
+    """Draw named results of one bench to ``path``: TPOT over batch, output tokens a second over
+    the mean time a token, or what grows.
+
+    Raises:
+        UserError: they are of several benches; nothing can draw here.
+    """
+    check_drawing()
+    kinds = sorted({_kind(record) for record in results.values()})
+    if len(kinds) != 1:
+        raise UserError(f"plot: results of {' and '.join(kinds)} do not share a picture")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    draw: Callable[[Any, Mapping[str, Record]], Sequence[Any]] = _DRAW[kinds[0]]
+    width = 10 if draw is _growth else 6
+    page = pyplot.figure(figsize=(width, 4), layout="constrained")
+    for axis in draw(page, results):
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    page.savefig(path)
+    pyplot.close(page)
+
+
+def _latency(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
+    axis = page.subplots()
+    for name, record in results.items():
+        points = [(row["batch"], row["tpot_ms"]) for row in record["rows"]]
+        axis.plot(*zip(*points, strict=True), "o-", label=name)
+    axis.set(xscale="log", xlabel="requests in a batch", ylabel="ms a token", ylim=(0, None))
+    return [axis]
+
+
+def _throughput(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
+    """A line for each workload of each result, a point for each rate of requests."""
+    axis = page.subplots()
+    for name, record in results.items():
+        for workload in dict.fromkeys(row["workload"] for row in record["rows"]):
+            rows = [row for row in record["rows"] if row["workload"] == workload]
+            points = [(row["tpot_ms"]["mean"], row["output_tokens_per_s"]) for row in rows]
+            axis.plot(*zip(*points, strict=True), "o-", label=f"{name}, {workload}")
+            for row, point in zip(rows, points, strict=True):
+                rate = row["request_rate"]
+                axis.annotate("all at once" if rate is None else f"{rate:g}/s", point, fontsize=7)
+    axis.set(xlabel="ms a token, mean", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
+    return [axis]
+
+
+def _growth(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
+    """Left: TPOT over context with its limit by bytes; right: step and overhead over requests."""
+    left, right = page.subplots(1, 2)
+    for name, found in results.items():
+        prefix = f"{name}, " if len(results) > 1 else ""
+        for batch in dict.fromkeys(row["batch"] for row in found["context"]):
+            rows = [row for row in found["context"] if row["batch"] == batch]
+            contexts, label = [row["context"] for row in rows], f"b={batch}"
+            (line,) = left.plot(contexts, [r["tpot_ms"] for r in rows], "o-", label=prefix + label)
+            limits = [row["limit_ms"] for row in rows]
+            color = line.get_color()
+            left.plot(contexts, limits, "--", color=color, label=f"{prefix}bytes, {label}")
+        for figure, label in (
+            ("step_us", "step"),
+            ("graph_us", "its graph"),
+            ("host_us", "CPU in it"),
+            ("overhead_us", "step - graph"),
+        ):
+            points = [(r["requests"], r[figure]) for r in found["requests"] if figure in r]
+            if points:
+                columns = zip(*points, strict=True)
+                right.plot(*columns, "o-", markersize=3, label=prefix + label)
+    left.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms a token")
+    right.set(xscale="log", xlabel="requests", ylabel="us a step", ylim=(0, None))
+    return [left, right]
+
+
+_DRAW = {"latency": _latency, "throughput": _throughput, "growth": _growth}
