@@ -108,15 +108,11 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
             f"the workload has requests of {longest} tokens, max_model_len is "
             f"{engine.inputs.max_model_len}; raise it or take another workload"
         )
-    stamps: dict[str, list[float]] = {}
-    given: dict[str, list[int]] = {}
+    came: list[tuple[float, list[NewToken]]] = []
     due = {}
 
     def on_tokens(tokens: list[NewToken]) -> None:
-        now = time.perf_counter()
-        for token in tokens:
-            stamps[token.request.request_id].append(now)
-            given[token.request.request_id].append(token.token_id)
+        came.append((time.perf_counter(), tokens))
 
     start = time.perf_counter()
     for index, work in enumerate(works):
@@ -128,7 +124,6 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
             while waiting and due[waiting[-1]][0] <= time.perf_counter():
                 request_id = waiting.pop()
                 work = due[request_id][1]
-                stamps[request_id], given[request_id] = [], []
                 params = SamplingParams(
                     temperature=0.0, max_tokens=work.output_len, ignore_eos=True
                 )
@@ -143,17 +138,21 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
     finally:
         engine.on_tokens = before
     seconds = time.perf_counter() - start
-    result = Run(
-        seconds,
-        sum(len(work.prompt_token_ids) for work in works),
-        sum(len(times) for times in stamps.values()),
+    stamps: dict[str, list[float]] = {request_id: [] for request_id in due}
+    given: dict[str, list[int]] = {request_id: [] for request_id in due}
+    for now, tokens in came:
+        for token in tokens:
+            stamps[token.request.request_id].append(now)
+            given[token.request.request_id].append(token.token_id)
+    inputs, outputs = (
+        sum(map(len, x)) for x in ([w.prompt_token_ids for w in works], stamps.values())
     )
+    result = Run(seconds, inputs, outputs)
     for request_id, times in stamps.items():
-        came, work = due[request_id]
         gaps = np.diff(times) * 1e3
         result.gaps.extend(gaps.tolist())
         tpot = float(gaps.mean()) if len(gaps) else 0.0
-        ttft, e2e = ((t - came) * 1e3 for t in (times[0], times[-1]))
+        ttft, e2e = ((t - due[request_id][0]) * 1e3 for t in (times[0], times[-1]))
         result.requests.append(RequestTimes(ttft, tpot, e2e))
         result.token_ids.append(given[request_id])
     return result

@@ -23,6 +23,8 @@ class _Completion:
     """Its text is made once, at the end: nobody reads it before and no stop string can end it."""
     logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
+    silent: bool
+    """Before its end nothing is made of its tokens."""
     closed: bool = False
 
     def snapshot(self, index: int) -> CompletionOutput:
@@ -93,12 +95,14 @@ class OutputProcessor:
             if self._tokenizer is not None:
                 detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
             with_logprobs = params.logprobs is not None
+            deferred = final_only and not params.stop_strings
             completion = _Completion(
                 request=request,
                 detokenizer=detokenizer,
-                deferred=final_only and not params.stop_strings,
+                deferred=deferred,
                 logprobs=[] if with_logprobs else None,
                 cumulative_logprob=0.0 if with_logprobs else None,
+                silent=deferred and not with_logprobs,
             )
             group.completions.append(completion)
             self._of_request[request.request_id] = (group, completion)
@@ -109,9 +113,11 @@ class OutputProcessor:
         """Take one new token; returns the stop string it completes: the caller then finishes the
         request."""
         group, completion = self._of_request[token.request.request_id]
-        self._touched[group.request_id] = group
         if group.metrics.first_token_s is None:
             group.metrics.first_token_s = time.monotonic()
+        if completion.silent and not token.request.is_finished:
+            return None
+        self._touched[group.request_id] = group
         if completion.logprobs is not None:
             self._append_logprobs(completion, token)
         if completion.detokenizer is None or completion.deferred:

@@ -22,21 +22,22 @@ _NO_SLOT = -1
 
 
 class BlockTables:
-    """Every slot's KV block ids on the host, [max_num_seqs, max_blocks], kept up incrementally."""
+    """Every slot's KV block ids on the host, [max_num_seqs, max_blocks], kept up incrementally;
+    ``filled`` of them are there."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
         self.rows: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._filled = [0] * max_num_seqs
+        self.filled = [0] * max_num_seqs
 
     def release(self, slot: int) -> None:
-        self._filled[slot] = 0
+        self.filled[slot] = 0
 
     def update(self, slot: int, block_ids: Sequence[int]) -> bool:
         """Append the blocks that the slot's request has gained; whether it is new in the slot."""
-        filled, total = self._filled[slot], len(block_ids)
+        filled, total = self.filled[slot], len(block_ids)
         if filled != total:
             self.rows[slot, filled:total] = block_ids[filled:]
-            self._filled[slot] = total
+            self.filled[slot] = total
         return filled == 0
 
 
@@ -140,21 +141,9 @@ class Runner:
         nowhere; padding sequences have no context and, but in uniform decode, no token."""
         padded_tokens, padded_seqs = dispatch.num_tokens, dispatch.num_seqs
         host = self._buffers.next_host(num_tokens=padded_tokens, num_seqs=padded_seqs)
-        arrays = host.arrays
-        arrays["query_start_loc"][0] = 0
-        offset, num_blocks = 0, 1
-        for row, entry in enumerate(batch.scheduled):
-            request = entry.request
-            if self._tables.update(request.slot, request.block_ids):
-                self._sampler.admit(request, request.slot)
-            num_blocks = max(num_blocks, len(request.block_ids))
-            self._write_tokens(arrays, entry, offset)
-            offset += entry.num_tokens
-            arrays["seq_lens"][row] = entry.start + entry.num_tokens
-            arrays["query_start_loc"][row + 1] = offset
-            arrays["slots"][row] = request.slot
-            arrays["feed_slots"][row] = request.slot if entry.input_on_device else _NO_SLOT
-        num_seqs = batch.num_seqs
+        arrays, slots = host.arrays, self._update_tables(batch)
+        num_seqs, num_blocks = len(slots), max(map(self._tables.filled.__getitem__, slots))
+        offset = self._write_rows(arrays, batch.scheduled, slots)
         arrays["input_ids"][offset:] = 0
         arrays["positions"][offset:] = 0
         arrays["slot_mapping"][offset:] = _NO_SLOT
@@ -181,33 +170,65 @@ class Runner:
             views["block_table"],
         )
 
-    def _write_tokens(
-        self, arrays: dict[str, npt.NDArray[np.int32]], entry: ScheduledRequest, offset: int
-    ) -> None:
-        request, start, end = entry.request, entry.start, entry.start + entry.num_tokens
-        size = self._block_size
-        if entry.num_tokens == 1:
-            known = not entry.input_on_device
-            arrays["input_ids"][offset] = request.tokens(start, end)[0] if known else 0
-            arrays["positions"][offset] = start
-            block = request.block_ids[start // size]
-            arrays["slot_mapping"][offset] = block * size + start % size
-            return
-        rows = slice(offset, offset + entry.num_tokens)
-        positions = np.arange(start, end, dtype=np.int32)
-        arrays["input_ids"][rows] = request.tokens(start, end)
-        arrays["positions"][rows] = positions
-        blocks = self._tables.rows[request.slot, positions // size]
-        arrays["slot_mapping"][rows] = blocks * size + positions % size
+    def _update_tables(self, batch: Batch) -> list[int]:
+        """The slot of each row, with its request's blocks and sampling state set up."""
+        tables, slots = self._tables, []
+        for entry in batch.scheduled:
+            request = entry.request
+            slot = request.slot
+            slots.append(slot)
+            if tables.filled[slot] != len(request.block_ids) and tables.update(
+                slot, request.block_ids
+            ):
+                self._sampler.admit(request, slot)
+        return slots
+
+    def _write_rows(
+        self,
+        arrays: dict[str, npt.NDArray[np.int32]],
+        scheduled: Sequence[ScheduledRequest],
+        slots: list[int],
+    ) -> int:
+        """What rows and their tokens are, without padding; the number of tokens.  Rows of one
+        token are written together: there may be hundreds, in every step."""
+        rows, size = self._tables.rows, self._block_size
+        starts = np.array([entry.start for entry in scheduled], np.int32)
+        counts = np.array([entry.num_tokens for entry in scheduled], np.int32)
+        arrays["slots"][: len(slots)] = slots
+        arrays["seq_lens"][: len(slots)] = starts + counts
+        arrays["query_start_loc"][0] = 0
+        ends = np.cumsum(counts, out=arrays["query_start_loc"][1 : len(slots) + 1])
+        arrays["feed_slots"][: len(slots)] = [
+            slot if entry.input_on_device else _NO_SLOT
+            for slot, entry in zip(slots, scheduled, strict=True)
+        ]
+        ones = int(np.searchsorted(counts > 1, True))  # they come first
+        at, of = starts[:ones], arrays["slots"][:ones]
+        arrays["positions"][:ones] = at
+        arrays["slot_mapping"][:ones] = rows[of, at // size] * size + at % size
+        arrays["input_ids"][:ones] = 0
+        for row in np.flatnonzero(arrays["feed_slots"][:ones] == _NO_SLOT):
+            entry = scheduled[row]
+            arrays["input_ids"][row] = entry.request.tokens(entry.start, entry.start + 1)[0]
+        for entry, slot, end in zip(
+            scheduled[ones:], slots[ones:], ends[ones:].tolist(), strict=True
+        ):
+            tokens = slice(end - entry.num_tokens, end)
+            positions = np.arange(entry.start, entry.start + entry.num_tokens, dtype=np.int32)
+            last = entry.start + entry.num_tokens
+            arrays["input_ids"][tokens] = entry.request.tokens(entry.start, last)
+            arrays["positions"][tokens] = positions
+            arrays["slot_mapping"][tokens] = rows[slot, positions // size] * size + positions % size
+        return int(ends[-1])
 
     def _start_readback(self, batch: Batch, sampled: Sampled) -> LaunchedStep:
-        wanted = [
-            entry.request.sampling_params.logprobs if entry.samples else None
-            for entry in batch.scheduled
-        ]
-        logprobs = None
+        logprobs, wanted = None, []
         if sampled.logprobs is not None:
             logprobs = tuple(self._to_host(tensor) for tensor in sampled.logprobs)
+            wanted = [
+                entry.request.sampling_params.logprobs if entry.samples else None
+                for entry in batch.scheduled
+            ]
         token_ids = self._to_host(sampled.token_ids)
         done = None
         if self._on_gpu:

@@ -152,7 +152,7 @@ class Sampler:
                 of the token being sampled.
         """
         entries = batch.scheduled
-        wanted = [e.request.sampling_params.logprobs for e in entries if e.samples]
+        wanted = {e.request.sampling_params.logprobs for e in entries if e.samples}
         num_logprobs = max((n for n in wanted if n is not None), default=None)
         if all(_is_plain_greedy(entry) for entry in entries):
             token_ids = self._ops("argmax", logits)
@@ -263,5 +263,7 @@ def _below_min_tokens(entry: ScheduledRequest) -> bool:
 def _is_plain_greedy(entry: ScheduledRequest) -> bool:
     """Nothing but the likeliest token is asked for, or no token at all."""
     params = entry.request.sampling_params
+    if params.plain_greedy:
+        return True
     plain = params.greedy and not params.has_penalties and not _below_min_tokens(entry)
     return plain or not entry.samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..config import UserError
 
@@ -62,6 +63,11 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @cached_property
+    def plain_greedy(self) -> bool:
+        """Every token is the likeliest, whatever came before."""
+        return self.greedy and not self.has_penalties and self.min_tokens == 0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -198,7 +198,8 @@ class Scheduler:
             request.output_token_ids.append(token_id)
             logprobs = None if result.logprobs is None else result.logprobs[i]
             new_tokens.append(NewToken(request, token_id, logprobs))
-            self._keep_blocks(request)
+            if self.prefix_caching:
+                self._keep_blocks(request)
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
@@ -236,7 +237,8 @@ class Scheduler:
         if remaining > 1:
             num_tokens = min(remaining, budget, self.long_prefill_token_threshold or budget)
         request.num_computed_tokens = start + num_tokens
-        self._keep_blocks(request)
+        if self.prefix_caching:
+            self._keep_blocks(request)
         samples = num_tokens == remaining
         if samples:
             request.num_in_flight += 1
@@ -309,7 +311,7 @@ class Scheduler:
         """Let others find the blocks that are full of known tokens.  They are found from now on:
         whoever reads them runs in this step or later, and a step stores before it reads."""
         size, num_computed = self.pool.block_size, request.num_computed_tokens
-        if num_computed < (request.num_kept_blocks + 1) * size or not self.prefix_caching:
+        if num_computed < (request.num_kept_blocks + 1) * size:
             return
         full = min(num_computed, request.num_known_tokens) // size
         keys = extend_keys(request, size)
