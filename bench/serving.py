@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..config import UserError
+from ..engine.collector import collector_at_rest
 from ..engine.loop import EngineLoop
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import NewToken
@@ -109,32 +110,19 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
             f"{engine.inputs.max_model_len}; raise it or take another workload"
         )
     came: list[tuple[float, list[NewToken]]] = []
-    due = {}
 
     def on_tokens(tokens: list[NewToken]) -> None:
         came.append((time.perf_counter(), tokens))
 
     start = time.perf_counter()
-    for index, work in enumerate(works):
-        due[f"bench-{index}"] = (start + index / request_rate, work)
-    waiting = list(due)[::-1]
+    due = {
+        f"bench-{index}": (start + index / request_rate, work) for index, work in enumerate(works)
+    }
     before, engine.on_tokens = engine.on_tokens, on_tokens
     try:
-        while waiting or engine.has_unfinished():
-            while waiting and due[waiting[-1]][0] <= time.perf_counter():
-                request_id = waiting.pop()
-                work = due[request_id][1]
-                params = SamplingParams(
-                    temperature=0.0, max_tokens=work.output_len, ignore_eos=True
-                )
-                prompt = {"prompt_token_ids": work.prompt_token_ids}
-                engine.add_request(prompt, params, request_id, final_only=True)
-            if engine.has_unfinished():
-                for output in engine.step():
-                    if output.error is not None:
-                        raise UserError(f"request {output.request_id} failed: {output.error}")
-            elif waiting:
-                time.sleep(max(0.0, due[waiting[-1]][0] - time.perf_counter()))
+        with collector_at_rest() as added:
+            added()
+            _serve(engine, due)
     finally:
         engine.on_tokens = before
     seconds = time.perf_counter() - start
@@ -156,6 +144,24 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
         result.requests.append(RequestTimes(ttft, tpot, e2e))
         result.token_ids.append(given[request_id])
     return result
+
+
+def _serve(engine: EngineLoop, due: Mapping[str, tuple[float, Work]]) -> None:
+    """Add each request when it is due, in order, and step until all are finished."""
+    waiting = list(due)[::-1]
+    while waiting or engine.has_unfinished():
+        while waiting and due[waiting[-1]][0] <= time.perf_counter():
+            request_id = waiting.pop()
+            work = due[request_id][1]
+            params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
+            prompt = {"prompt_token_ids": work.prompt_token_ids}
+            engine.add_request(prompt, params, request_id, final_only=True)
+        if engine.has_unfinished():
+            for output in engine.step():
+                if output.error is not None:
+                    raise UserError(f"request {output.request_id} failed: {output.error}")
+        elif waiting:
+            time.sleep(max(0.0, due[waiting[-1]][0] - time.perf_counter()))
 
 
 def warm_up(engine: EngineLoop, works: Sequence[Work]) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ..config import EngineOptions, UserError
 from .chat_template import Message
+from .collector import collector_at_rest
 from .inputs import Prompt
 from .loop import CheckedRequest, EngineLoop
 from .outputs import RequestOutput
@@ -22,7 +21,6 @@ _LONGEST_PAUSE_S = 0.001
 """Of checking requests between two steps."""
 _QUEUED_AT_ONCE = 32
 """Requests between two steps: about a millisecond."""
-_MANY_REQUESTS = 1000
 
 
 class LLM:
@@ -83,7 +81,7 @@ class LLM:
         checked: list[CheckedRequest] = []
         inbox: deque[RequestOutput] = deque()
         finished: dict[str, RequestOutput] = {}
-        with _collector_at_rest(len(batch)) as added:
+        with collector_at_rest() as added:
             for prompt, params, rank in every:
                 checked.append(
                     self.engine.check_request(prompt, params, final_only=True, priority=rank)
@@ -179,26 +177,6 @@ class LLM:
             if output.request_id in self._inbox:
                 self._inbox[output.request_id].append(output)
         self._stepped_s = time.perf_counter()
-
-
-@contextmanager
-def _collector_at_rest(num_requests: int) -> Iterator[Callable[[], None]]:
-    """A full garbage collection walks over every object: 50 ms beside 10,000 requests.  With so
-    many there is none until they are ``added``, and none that walks over them until the end."""
-    if num_requests < _MANY_REQUESTS or not gc.isenabled():
-        yield lambda: None
-        return
-
-    def added() -> None:
-        gc.freeze()
-        gc.enable()
-
-    gc.disable()
-    try:
-        yield added
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 class _Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -172,6 +173,25 @@ def test_metrics_tell_times_and_preemptions() -> None:
     for m in (output.metrics for output in outputs):
         assert m.first_token_s is not None and m.finished_s is not None
         assert m.arrival_s <= m.first_token_s <= m.finished_s
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_full_collection_walks_over_the_heap_while_requests_run(enabled: bool) -> None:
+    llm = toy_llm()
+    run, frozen = llm.engine.step, []
+
+    def step() -> list[RequestOutput]:
+        frozen.append(gc.get_freeze_count() > 0)
+        return run()
+
+    llm.engine.step = step  # type: ignore[method-assign]
+    (gc.enable if enabled else gc.disable)()
+    try:
+        llm.generate("abc", SamplingParams(max_tokens=3), use_tqdm=False)
+        assert frozen and set(frozen) == {enabled}
+        assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, 0)
+    finally:
+        gc.enable()
 
 
 def test_tokens_flow_while_10_000_prompts_are_queued() -> None:

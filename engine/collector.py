@@ -1,0 +1,30 @@
+"""Keeps Python's garbage collector from walking over everything while requests run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[Callable[[], None]]:
+    """A full collection walks over every object of the process: 80 ms on an H200's host, twenty
+    decode steps, and more beside thousands of requests.  There is none until the caller has
+    ``added`` its requests, and none that walks over what was there by then until the block ends.
+    A collector that is off stays off.
+    """
+    if not gc.isenabled():
+        yield lambda: None
+        return
+
+    def added() -> None:
+        gc.freeze()
+        gc.enable()
+
+    gc.disable()
+    try:
+        yield added
+    finally:
+        gc.enable()
+        gc.unfreeze()
