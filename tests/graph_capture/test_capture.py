@@ -275,3 +275,20 @@ def test_a_step_is_sent_in_one_piece_of_its_own_size() -> None:
     parts = ([0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31], [40, 41], [50, 51], [60, 61, 62])
     assert sent.tolist() == [*itertools.chain(*parts), 70, 71, 72, 73]
     assert made.next_host(num_tokens=3, num_seqs=2).packed is not host.packed
+
+
+def test_steps_run_before_they_are_captured_unless_they_have_at_this_size() -> None:
+    log: list[str] = []
+    graphs = Graphs(program(log), buffers(), dispatcher("FULL_AND_PIECEWISE"), RecordingGraphs())
+    whole, per_token = ["first", "attention", "last", "head"], ["first", "last"]
+
+    def capture(kind: GraphKind, tokens: int) -> list[str]:
+        log.clear()
+        graphs.ensure(Dispatch(kind, tokens, tokens))
+        return log
+
+    assert capture(GraphKind.FULL, 4) == whole + whole
+    assert capture(GraphKind.PIECEWISE, 4) == per_token
+    assert capture(GraphKind.PIECEWISE, 8) == whole + per_token
+    assert capture(GraphKind.PIECEWISE, 2) == whole + per_token
+    assert capture(GraphKind.FULL, 2) == whole + whole
