@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
-from matplotlib import pyplot
 
 from fusewright.bench.plots import _DRAW
 from fusewright.serve.cli import main
 
+matplotlib = pytest.importorskip("matplotlib", reason="machines that measure need none")
 LATENCY = {"rows": [{"batch": b, "tpot_ms": 4.0 + b / 64} for b in (1, 64, 256)]}
 THROUGHPUT = {
     "rows": [
@@ -62,6 +61,8 @@ def test_a_picture_has_every_point(
     kind: str, result: Any, lines: dict[str, int], tmp_path: Path
 ) -> None:
     matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     page = pyplot.figure()
     axes = _DRAW[kind](page, {"a": result})
     assert {line.get_label(): len(line.get_xdata()) for a in axes for line in a.lines} == lines
