@@ -86,17 +86,19 @@ def kernels(
     ] = None,
     threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05,
     render: Annotated[
-        Path | None,
-        typer.Option(help="Measure nothing: make docs/kernels.md and its plot of this result."),
+        list[Path] | None,
+        typer.Option(help="Measure nothing: make docs/kernels.md and its plot of these results."),
     ] = None,
 ) -> None:
     """Time every kernel on real shapes, beside the best library; exit 1 on a regression."""
     from ..bench.kernels import figures
 
+    if threshold <= 0:
+        raise UserError(f"threshold={threshold}: expected a share above 0, such as 0.05")
     if compare is not None:
         raise typer.Exit(_compare(*compare, threshold))
-    if render is not None:
-        environment, found = figures.load(render)
+    if render:
+        environment, found = figures.load_all(render)
         page = Path("docs/kernels.md")
         page.parent.mkdir(exist_ok=True)
         page.write_text(figures.markdown(environment, found, "kernels.png"))

@@ -7,33 +7,26 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .harness import (
-    MODELS,
-    QUANTS,
-    TOKENS,
-    Work,
-    cases,
-    inductor,
-    measure,
-    quant_argument,
-    randn,
-)
+from .fusion import Fusion
+from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
 
-def make(rows: int, intermediate: int, quant: str) -> tuple[Any, ...]:
-    return (randn(rows, 2 * intermediate), *quant_argument(quant))
+def make(intermediate: int, scheme: str, rows: int, device: torch.device) -> tuple[Any, ...]:
+    return randn(rows, 2 * intermediate, device=device), *quant_argument(scheme, device)
 
 
 def works() -> Iterator[Work]:
-    for quant in QUANTS:
-        name = f"silu_mul{quant}"
-        libraries = {"inductor": inductor(name)}
+    for scheme, ending in QUANTS.items():
+        name = f"silu_mul{ending}"
         for intermediate in sorted({model.intermediate for model in MODELS}):
+            made = partial(make, intermediate, scheme)
             for rows in TOKENS:
-                made = partial(make, rows, intermediate, quant)
-                yield Work(name, f"{rows} x {intermediate}", made, libraries=libraries)
+                label = f"{rows} x {intermediate}" + f", {scheme}" * bool(scheme)
+                rival = Fusion(name, f"{intermediate} {scheme}", rows, made)
+                yield Work(name, label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

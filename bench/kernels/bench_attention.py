@@ -26,16 +26,23 @@ KV_DTYPES = {"bf16 KV": torch.bfloat16, "FP8 KV": torch.float8_e4m3fn}
 
 
 def make(
-    model: Model, dtype: torch.dtype, num_seqs: int, queries: int, context: int
+    model: Model,
+    dtype: torch.dtype,
+    num_seqs: int,
+    queries: int,
+    context: int,
+    device: torch.device,
 ) -> tuple[Any, ...]:
     pages = -(-context // PAGE)
-    cache = randn(num_seqs * pages, 2, PAGE, model.kv_heads, model.head_dim, dtype=dtype)
-    table = torch.randperm(num_seqs * pages, device="cuda").int().view(num_seqs, pages)
-    lengths = torch.full((num_seqs,), context, device="cuda", dtype=torch.int32)
-    starts = queries * torch.arange(num_seqs + 1, device="cuda", dtype=torch.int32)
-    q = randn(num_seqs * queries, model.heads, model.head_dim)
+    cache = randn(
+        num_seqs * pages, 2, PAGE, model.kv_heads, model.head_dim, device=device, dtype=dtype
+    )
+    table = torch.randperm(num_seqs * pages, device=device).int().view(num_seqs, pages)
+    lengths = torch.full((num_seqs,), context, device=device, dtype=torch.int32)
+    starts = queries * torch.arange(num_seqs + 1, device=device, dtype=torch.int32)
+    q = randn(num_seqs * queries, model.heads, model.head_dim, device=device)
     scale = model.head_dim**-0.5
-    kv_scale = None if dtype == q.dtype else torch.ones(2, model.kv_heads, device="cuda")
+    kv_scale = None if dtype == q.dtype else torch.ones(2, model.kv_heads, device=device)
     out = torch.empty_like(q)
     return (q, cache, table, lengths, starts, out, scale, 0, 0.0, kv_scale, None)
 
@@ -67,6 +74,4 @@ def works() -> Iterator[Work]:
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
 def test_attention(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
-    if contender == "native":
-        pytest.skip("loops over sequences on the host: cannot be captured")
     measure(benchmark, work, contender)

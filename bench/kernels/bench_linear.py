@@ -1,4 +1,4 @@
-"""``linear`` and ``linear_fp8`` at each product of each model; "native" is cuBLAS."""
+"""``linear`` and ``linear_fp8`` at each product of each model, against cuBLAS."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
+from ...ops import BY_NAME
+from ...ops.launches.quant import GROUP
 from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
 
-GROUP = 128
+_OPS = ("linear", "linear_fp8")
 
 
 def products(model: Model) -> dict[str, tuple[int, int]]:
@@ -34,33 +36,34 @@ def distinct() -> dict[tuple[int, int], str]:
     return named
 
 
-def make(rows: int, n: int, k: int) -> tuple[Any, ...]:
-    return randn(rows, k), randn(n, k) * k**-0.5, None
+def make(rows: int, n: int, k: int, device: torch.device) -> tuple[Any, ...]:
+    return randn(rows, k, device=device), randn(n, k, device=device) * k**-0.5, None
 
 
-def fp8(*shape: int) -> Tensor:
-    return randn(*shape).to(torch.float8_e4m3fn)
+def make_fp8(scheme: str, rows: int, n: int, k: int, device: torch.device) -> tuple[Any, ...]:
+    def values(*shape: int) -> Tensor:
+        return randn(*shape, device=device).to(torch.float8_e4m3fn)
 
-
-def make_fp8(scheme: str, rows: int, n: int, k: int) -> tuple[Any, ...]:
     def scales(*shape: int) -> Tensor:
-        return torch.rand(shape, device="cuda") + 0.5
+        return torch.rand(shape, device=device) + 0.5
 
     x_scale, weight_scale = {
         "static": lambda: (scales(1, 1), scales(1, 1)),
-        "per-token": lambda: (scales(rows, 1), scales(n, 1)),
+        "token": lambda: (scales(rows, 1), scales(n, 1)),
         "block": lambda: (scales(k // GROUP, rows).t(), scales(-(-n // GROUP), -(-k // GROUP))),
     }[scheme]()
-    return fp8(rows, k), x_scale, fp8(n, k), weight_scale, None, torch.bfloat16
+    return values(rows, k), x_scale, values(n, k), weight_scale, None, torch.bfloat16
 
 
 def works() -> Iterator[Work]:
+    cublas = {op: {"cublas": BY_NAME[op].implementation("native").fn} for op in _OPS}
     for (n, k), name in distinct().items():
         for rows in TOKENS:
-            yield Work("linear", f"{name}, {rows} rows", partial(make, rows, n, k))
-            for scheme in ("static", "per-token", "block"):
-                label = f"{name}, {rows} rows, {scheme}"
-                yield Work("linear_fp8", label, partial(make_fp8, scheme, rows, n, k))
+            label = f"{name}, {rows} rows"
+            yield Work("linear", label, partial(make, rows, n, k), {}, cublas["linear"])
+            for scheme in ("static", "token", "block"):
+                made = partial(make_fp8, scheme, rows, n, k)
+                yield Work("linear_fp8", f"{label}, {scheme}", made, {}, cublas["linear_fp8"])
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -7,38 +7,32 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .harness import (
-    MODELS,
-    QUANTS,
-    TOKENS,
-    Work,
-    cases,
-    inductor,
-    measure,
-    quant_argument,
-    randn,
-)
+from .fusion import Fusion
+from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
 EPS = 1e-5
 
 
-def make(adds: bool, rows: int, hidden: int, quant: str) -> tuple[Any, ...]:
-    tensors = [randn(rows, hidden) for _ in range(1 + adds)]
-    return (*tensors, randn(hidden), EPS, *quant_argument(quant))
+def make(adds: bool, hidden: int, scheme: str, rows: int, device: torch.device) -> tuple[Any, ...]:
+    tensors = [randn(rows, hidden, device=device) for _ in range(1 + adds)]
+    weight = randn(hidden, device=device)
+    return (*tensors, weight, EPS, *quant_argument(scheme, device))
 
 
 def works() -> Iterator[Work]:
     for op in ("rms_norm", "add_rms_norm"):
-        for quant in QUANTS:
-            name = op + quant
-            libraries = {"inductor": inductor(name)}
+        adds = op == "add_rms_norm"
+        for scheme, ending in QUANTS.items():
             for hidden in sorted({model.hidden for model in MODELS}):
+                made = partial(make, adds, hidden, scheme)
                 for rows in TOKENS:
-                    label = f"{rows} x {hidden}"
-                    made = partial(make, op == "add_rms_norm", rows, hidden, quant)
-                    yield Work(name, label, made, libraries=libraries)
+                    label = f"{rows} x {hidden}" + f", {scheme}" * bool(scheme)
+                    counted = (0, 1) if adds else (0,)
+                    rival = Fusion(op + ending, f"{hidden} {scheme}", rows, made, counted)
+                    yield Work(op + ending, label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -10,36 +10,37 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .harness import MODELS, TOKENS, Model, Work, cases, inductor, measure, randn
+from .fusion import Fusion
+from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
 
 PAGE, POSITIONS = 16, 8192
+BLOCKS = -(-max(TOKENS) // PAGE)
 
 
-def make(model: Model, rows: int) -> tuple[Any, ...]:
+def make(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
     heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
-    q, k, v = randn(rows, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=1)
-    blocks = -(-rows // PAGE) + 1
-    angles = torch.rand(POSITIONS, dim // 2, device="cuda")
-    weights = (randn(dim), randn(dim)) if model.qk_norm else (None, None)
+    qkv = randn(rows, heads + 2 * kv_heads, dim, device=device)
+    angles = torch.rand(POSITIONS, dim // 2, device=device)
+    weights = (randn(dim, device=device), randn(dim, device=device))
     return (
-        torch.randint(POSITIONS, (rows,), device="cuda", dtype=torch.int32),
-        q,
-        k,
-        v,
+        torch.randint(POSITIONS, (rows,), device=device, dtype=torch.int32),
+        *qkv.split([heads, kv_heads, kv_heads], dim=1),
         torch.cat((angles.cos(), angles.sin()), dim=-1),
-        randn(blocks, 2, PAGE, kv_heads, dim),
-        torch.randperm(blocks * PAGE, device="cuda")[:rows].int(),
-        *weights,
+        randn(BLOCKS, 2, PAGE, kv_heads, dim, device=device),
+        torch.randperm(BLOCKS * PAGE, device=device)[:rows].int(),
+        *(weights if model.qk_norm else (None, None)),
         1e-6 if model.qk_norm else 0.0,
     )
 
 
 def works() -> Iterator[Work]:
-    libraries = {"inductor": inductor("rope_kv_store")}
     for model in MODELS:
+        made = partial(make, model)
         for rows in TOKENS:
+            # Positions, q, k, v and slots have a row a token.
+            rival = Fusion("rope_kv_store", model.name, rows, made, (0, 1, 2, 3, 6))
             label = f"{model.name}, {rows} tokens"
-            yield Work("rope_kv_store", label, partial(make, model, rows), libraries=libraries)
+            yield Work("rope_kv_store", label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -16,18 +16,20 @@ from .harness import MODELS, Work, cases, measure, randn
 BATCHES = (1, 8, 64, 256)
 
 
-def logits(rows: int, vocab: int) -> tuple[Any, ...]:
-    return (3 * randn(rows, vocab),)
+def logits(rows: int, vocab: int, device: torch.device) -> tuple[Any, ...]:
+    return (3 * randn(rows, vocab, device=device),)
 
 
-def make_sample(rows: int, vocab: int, top_k: int | None, top_p: float | None) -> tuple[Any, ...]:
+def make_sample(
+    rows: int, vocab: int, top_k: int | None, top_p: float | None, device: torch.device
+) -> tuple[Any, ...]:
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((rows,), value, dtype=dtype, device="cuda")
+        return torch.full((rows,), value, dtype=dtype, device=device)
 
     k = None if top_k is None else column(top_k, torch.int32)
     p = None if top_p is None else column(top_p)
     state = (column(1, torch.int64), column(7, torch.int32))
-    return (*logits(rows, vocab), column(0.8), k, p, None, *state)
+    return (*logits(rows, vocab, device), column(0.8), k, p, None, *state)
 
 
 def works() -> Iterator[Work]:

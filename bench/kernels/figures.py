@@ -45,7 +45,8 @@ class Figure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        return self.op, self.label, self.contender
+        """What is the same in another run, whichever implementation of ours was chosen there."""
+        return self.op, self.label, self.contender if self.library else "ours"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,24 @@ def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
         ) from error
 
 
+def load_all(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Figure]]:
+    """As ``load``, of results for different ops; their commits and commands one after the other.
+
+    Raises:
+        UserError: as ``load``; or they are of different machines or versions.
+    """
+    environments, found = [], list[Figure]()
+    for path in paths:
+        environment, figures = load(path)
+        environments.append(environment)
+        found += figures
+    for name in ("device", "torch", "triton"):
+        if len(values := {environment[name] for environment in environments}) > 1:
+            raise UserError(f"results of different {name}: {', '.join(sorted(values))}")
+    runs = [f"commit {e['commit']}: `{e['command']}`" for e in environments]
+    return {**environments[0], "runs": "; ".join(runs)}, found
+
+
 def compare(old: Iterable[Figure], new: Iterable[Figure]) -> list[Change]:
     """What both runs measured, the largest slowdown first."""
     before = {figure.key: figure for figure in old}
@@ -112,15 +131,14 @@ def by_work(figures: Iterable[Figure]) -> dict[tuple[str, str], list[Figure]]:
 
 
 def best(figures: Sequence[Figure], *, library: bool) -> Figure | None:
-    """The fastest of ours or of the libraries'; cuBLAS and PyTorch ("native") are a library."""
-    some = [f for f in figures if (f.library or f.contender == "native") is library]
-    return min(some, key=lambda f: f.us, default=None)
+    """The fastest of ours or of the libraries'."""
+    return min((f for f in figures if f.library is library), key=lambda f: f.us, default=None)
 
 
 _HEAD = """\
 # Kernels, measured
 
-{device}, torch {torch}, Triton {triton}, commit {commit}: `{command}`.
+{device}, torch {torch}, Triton {triton}; {runs}.
 Median microseconds of a call inside a CUDA graph; inputs rotated past L2, but those of few tokens
 stay in it, as in a model. The ceiling is {copy} TB/s (copy) or {bf16} TFLOP/s (bf16; twice that for
 FP8), whichever the work meets first; bytes and FLOPs are the ops' own. Ratio: our time over the
@@ -131,7 +149,7 @@ library's, below 1 is faster.
 
 def markdown(environment: Mapping[str, Any], figures: Sequence[Figure], plot: str) -> str:
     """A page: one table an op, our fastest against the fastest library."""
-    given = {key: environment[key] for key in ("device", "torch", "triton", "commit", "command")}
+    given = {key: environment[key] for key in ("device", "torch", "triton", "runs")}
     head = _HEAD.format(**given, copy=COPY_TB_S, bf16=round(BF16_TFLOP_S), plot=plot)
     lines = [head]
     works = by_work(figures)

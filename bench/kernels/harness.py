@@ -1,14 +1,17 @@
-"""How every kernel benchmark measures: calls that rotate over cold inputs, in one CUDA graph.
+"""How every kernel benchmark measures: calls that rotate over cold memory, in one CUDA graph.
 
-A file beside this lists ``Work``s; each is timed for every implementation of its op and for every
-library function that does the same.  Bytes and FLOPs come from the op's own cost.
+A file beside this lists ``Work``s; each is timed as ``-O2`` runs it and for every library function
+that does the same.  Bytes and FLOPs come from the op's own cost.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +20,18 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from ...ops import BY_NAME
+from ...ops import BY_NAME, Implementation, OpDesc, Variant, choose, variants_of
+from ...ops.launches.quant import GROUP
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+OURS = "fusewright"
+CUDA, META = torch.device("cuda"), torch.device("meta")
 
 _COLD_BYTES = 256 << 20
-_MOST_COPIES = 64
-_GRAPH_US = 1500.0
-_MOST_CALLS = 400
-_ROUNDS = 15
+_MOST_COPIES = 32
+_GRAPH_US, _MOST_CALLS = 400.0, 256
+_ROUND_US = 1500.0
+_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -53,53 +59,70 @@ MODELS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
     """One call to measure.
 
     Args:
         op: name of the semantic op.
         label: model and sizes, the same from run to run.
-        make: arguments of one call, fresh memory at each.
+        make: arguments of one call, fresh memory at each, on the device that it is given.
         symbols: values of the symbols in the op's cost.
         libraries: what else does the same, by name, on the same arguments.
     """
 
     op: str
     label: str
-    make: Callable[[], tuple[Any, ...]]
+    make: Callable[[torch.device], tuple[Any, ...]]
     symbols: Mapping[str, float] = field(default_factory=dict)
     libraries: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
+    def describe(self, sm: int) -> OpDesc:
+        """The call on a GPU of compute capability ``sm``, such as 90."""
+        described = BY_NAME[self.op].describe(self.make(META), sm=sm)
+        return replace(described, device="cuda")
 
-def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random data on the GPU: zeros would run faster than a model does."""
-    return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
+    def implementation(self, sm: int) -> Implementation:
+        """What ``-O2`` runs there."""
+        op = BY_NAME[self.op]
+        return op.implementation(choose(op, self.describe(sm), inline_first=False).implementation)
+
+    def variants(self, sm: int) -> set[Variant]:
+        """What Triton must compile for it."""
+        launches = self.implementation(sm).launches
+        return set() if launches is None else variants_of(launches(*self.make(META))[0])
+
+
+def this_sm() -> int:
+    """The compute capability of this machine's GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random data: zeros would run faster than a model does."""
+    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
 def cases(works: Iterable[Work]) -> Iterator[Any]:
     """A pytest parameter for each work and contender; without a GPU all are skipped."""
     mark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
     for work in works:
-        implementations = [i.name for i in BY_NAME[work.op].implementations]
-        for name in [*implementations, *work.libraries]:
+        for name in (OURS, *work.libraries):
             yield pytest.param(work, name, id=f"{work.op}-{work.label}-{name}", marks=mark)
 
 
-QUANTS = ("", "_quant_static", "_quant_dynamic")
-"""Endings of an op's name: not quantized, by a static scale, by one a token."""
+QUANTS = {"": "", "static": "_quant_static", "token": "_quant_dynamic", "group": "_quant_dynamic"}
+"""Schemes, and with them the endings of an op's name: not quantized, by a static scale, by one a
+token, by one for each 128 columns of a token."""
 
 
-def quant_argument(quant: str) -> tuple[Any, ...]:
+def quant_argument(scheme: str, device: torch.device) -> tuple[Any, ...]:
     """The last argument of an op with one of ``QUANTS``."""
-    if not quant:
+    if not scheme:
         return ()
-    return (torch.full((1, 1), 0.02, device="cuda") if quant == QUANTS[1] else 0,)
-
-
-def inductor(op: str) -> Callable[..., Any]:
-    """Inductor's fusion of the op's reference, compiled once for all sizes."""
-    return torch.compile(BY_NAME[op].reference, dynamic=True)
+    dynamic = {"token": 0, "group": GROUP}
+    return (dynamic[scheme] if scheme in dynamic else torch.full((1, 1), 0.02, device=device),)
 
 
 def device_time() -> float:
@@ -110,52 +133,89 @@ def device_time() -> float:
 
 def measure(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
     """Time one contender; everything that a report needs goes into ``extra_info``."""
-    op = BY_NAME[work.op]
-    args = work.make()
-    major, minor = torch.cuda.get_device_capability()
-    desc = op.describe(args, sm=10 * major + minor)
-    if contender in work.libraries:
-        call = work.libraries[contender]
-    else:
-        reason = op.implementation(contender).supports(desc)
-        if reason:
-            pytest.skip(reason)
-        call = op.overload(contender)
-    cost = op.cost(desc)
+    name, call = contender, work.libraries.get(contender)
+    if call is None:
+        implementation = work.implementation(this_sm())
+        name, call = implementation.name, implementation.fn
+    cost = BY_NAME[work.op].cost(work.describe(this_sm()))
     moved, flops = (_number(value, work.symbols) for value in (cost.bytes, cost.flops))
     copies = max(1, min(_MOST_COPIES, -(-_COLD_BYTES // max(int(moved), 1))))
-    inputs = [args, *(work.make() for _ in range(copies - 1))]
     with torch.inference_mode():
+        inputs = _inputs(work, copies)
         replay, calls = _graph([partial(call, *each) for each in inputs])
     benchmark.group = work.op
     benchmark.extra_info.update(
         op=work.op,
         label=work.label,
-        contender=contender,
-        library=contender in work.libraries,
+        contender=name,
+        library=contender != OURS,
         calls=calls,
         bytes=moved,
         flops=flops,
     )
     benchmark._timer = device_time
-    benchmark.pedantic(replay, rounds=_ROUNDS, warmup_rounds=2)  # type: ignore[no-untyped-call]
+    benchmark.pedantic(replay, rounds=_ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
+
+
+@functools.lru_cache(maxsize=1)
+def _inputs(work: Work, copies: int) -> list[tuple[Any, ...]]:
+    """Of a work once: its contenders are timed one after the other."""
+    return [work.make(CUDA) for _ in range(copies)]
 
 
 def _number(value: Any, symbols: Mapping[str, float]) -> float:
     return float(value.subs(symbols)) if hasattr(value, "subs") else float(value)
 
 
-def _graph(fns: list[Callable[[], Any]]) -> tuple[Callable[[], None], int]:
-    """(replay, calls in it): enough calls for a replay of a millisecond or two."""
-    for fn in (fns[0], fns[-1]):
-        fn()
+def _graph(fns: Sequence[Callable[[], Any]]) -> tuple[Callable[[], None], int]:
+    """(replays, calls in them): a millisecond or two of calls, in graphs long enough to hide what
+    lies between two."""
+    fns[0]()  # compiles; allocates what may not be during a capture
+    graph, calls = _capture(fns, len(fns)), len(fns)
+    us = min(_seconds(graph.replay) for _ in range(2)) * 1e6 / calls
+    enough = min(_MOST_CALLS, int(_GRAPH_US / us))
+    if enough > calls:
+        graph, calls = _capture(fns, enough), enough
+    replays = max(1, int(_ROUND_US / (us * calls)))
+
+    def replay() -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    return replay, calls * replays
+
+
+def _seconds(run: Callable[[], None]) -> float:
     start = device_time()
-    for fn in fns:
-        fn()
-    us = (device_time() - start) * 1e6 / len(fns)
-    calls = max(len(fns), min(_MOST_CALLS, int(_GRAPH_US / max(us / 4, 1.0))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    run()
+    return device_time() - start
+
+
+def _capture(fns: Sequence[Callable[[], Any]], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of so many calls, in turn; as many results have memory of their own, and leave L2."""
+    stream, keeper = _captures()
+    with _capturing(stream, keeper.pool()) as graph:
+        results = deque[Any](maxlen=len(fns))
         for i in range(calls):
-            fns[i % len(fns)]()
-    return graph.replay, calls
+            results.append(fns[i % len(fns)]())
+    return graph
+
+
+@functools.cache
+def _captures() -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """The stream of all captures, and a graph that keeps their common memory."""
+    stream = torch.cuda.Stream()
+    with _capturing(stream, torch.cuda.graph_pool_handle()) as graph:
+        torch.zeros(1, device=CUDA)
+    return stream, graph
+
+
+@contextmanager
+def _capturing(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """As ``torch.cuda.graph``, which also empties the allocator's cache: longer than all else."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        yield graph
+        graph.capture_end()

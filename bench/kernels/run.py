@@ -15,7 +15,8 @@ from ...config import UserError
 from ..environment import environment
 from .figures import Figure, from_pytest_benchmark
 
-_COLUMNS = "--benchmark-columns=median,iqr,rounds"
+_NONE_SELECTED = 5
+"""What pytest ends with."""
 
 
 def run_benchmarks(select: str | None) -> tuple[dict[str, Any], list[Figure]]:
@@ -28,17 +29,19 @@ def run_benchmarks(select: str | None) -> tuple[dict[str, Any], list[Figure]]:
         (environment, figures).
 
     Raises:
-        UserError: there is no GPU, or a benchmark failed; pytest has printed why.
+        UserError: there is no GPU, nothing matches, or a benchmark failed; pytest has printed why.
     """
     if not torch.cuda.is_available():
         raise UserError("bench kernels: torch sees no CUDA GPU; run on a machine with one")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         files = sorted(str(path) for path in Path(__file__).parent.glob("bench_*.py"))
-        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-only", _COLUMNS]
+        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-only", "--benchmark-quiet"]
         command += [f"--benchmark-json={report}", "-p", "no:cacheprovider", *files]
         command += ["-k", select] if select else []
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+        if code == _NONE_SELECTED:
+            raise UserError(f"k={select}: no benchmark has such a name, as op-sizes-contender")
         if code or not report.is_file():
             raise UserError(f"bench kernels: pytest ended with exit code {code}, see above")
         return environment(), from_pytest_benchmark(json.loads(report.read_text()))

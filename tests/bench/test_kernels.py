@@ -14,6 +14,7 @@ from fusewright.bench.kernels.figures import (
     compare,
     from_pytest_benchmark,
     load,
+    load_all,
     markdown,
     plot,
     save,
@@ -31,7 +32,7 @@ ENVIRONMENT = {
 
 
 def figure(us: float, contender: str = "triton", op: str = "rms_norm", label: str = "1") -> Figure:
-    library = contender == "inductor"
+    library = contender in ("inductor", "cublas")
     return Figure(op, label, contender, library, us, bytes=8.56e6, flops=1e6)
 
 
@@ -66,17 +67,34 @@ def test_a_saved_result_is_read_back(tmp_path: Path) -> None:
     assert load(tmp_path / "r.json") == (ENVIRONMENT, figures)
 
 
+def test_results_of_several_runs_make_one_page(tmp_path: Path) -> None:
+    save(tmp_path / "a.json", ENVIRONMENT, [figure(4.0)])
+    save(tmp_path / "b.json", {**ENVIRONMENT, "commit": "def"}, [figure(9.0, op="argmax")])
+    environment, figures = load_all([tmp_path / "a.json", tmp_path / "b.json"])
+    page = markdown(environment, figures, "kernels.png")
+    assert "commit abc: `fusewright bench kernels`; commit def: `fusewright" in page
+    assert [f.op for f in figures] == ["rms_norm", "argmax"]
+    save(tmp_path / "b.json", {**ENVIRONMENT, "torch": "2.12.0"}, [])
+    with pytest.raises(UserError, match=r"different torch: 2\.11\.0, 2\.12\.0"):
+        load_all([tmp_path / "a.json", tmp_path / "b.json"])
+
+
+def test_ours_is_compared_whichever_kernel_it_was() -> None:
+    (change,) = compare([figure(4.0, "cuda")], [figure(5.0, "triton")])
+    assert change.ratio == 1.25
+
+
 def test_the_best_of_ours_against_the_best_library() -> None:
-    group = [figure(4.0), figure(3.0, "cuda"), figure(5.0, "inductor"), figure(4.5, "native")]
+    group = [figure(4.0), figure(3.0, "cuda"), figure(5.0, "inductor"), figure(4.5, "cublas")]
     ours, library = best(group, library=False), best(group, library=True)
     assert ours is not None
     assert library is not None
-    assert (ours.contender, library.contender) == ("cuda", "native")
+    assert (ours.contender, library.contender) == ("cuda", "cublas")
 
 
 def test_the_page_has_a_row_a_work_and_its_ratio() -> None:
     figures = [figure(4.0), figure(5.0, "inductor"), figure(4.0, label="2")]
-    page = markdown(ENVIRONMENT, figures, "kernels.png")
+    page = markdown({**ENVIRONMENT, "runs": "commit abc"}, figures, "kernels.png")
     assert "| 1 | triton | 4.00 | 2140 | 0 | 50% | inductor | 5.00 | 0.80 |" in page
     assert "| 2 | triton | 4.00 | 2140 | 0 | 50% | - | - | - |" in page
     assert list(by_work(figures)) == [("rms_norm", "1"), ("rms_norm", "2")]
@@ -104,6 +122,11 @@ def test_the_command_fails_on_a_regression_and_names_it(
     assert "1 slower, 1 faster by more than 5%" in said
     assert "1.10" in said
     assert main([*argv, "--threshold", "0.2"]) == 0
+
+
+def test_a_threshold_that_means_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "--compare", "a", "b", "--threshold", "-1"]) == 2
+    assert "threshold=-1.0: expected a share above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"figures": []}), json.dumps([1])])

@@ -1,0 +1,34 @@
+"""FP8 quantization by itself, as before the product after attention, against Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from .fusion import Fusion
+from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
+
+
+def make(columns: int, scheme: str, rows: int, device: torch.device) -> tuple[Any, ...]:
+    return randn(rows, columns, device=device), *quant_argument(scheme, device)
+
+
+def works() -> Iterator[Work]:
+    for scheme in [scheme for scheme in QUANTS if scheme]:
+        name = "quant_fp8" + QUANTS[scheme].removeprefix("_quant")
+        for columns in sorted({model.heads * model.head_dim for model in MODELS}):
+            made = partial(make, columns, scheme)
+            for rows in TOKENS:
+                rival = Fusion(name, f"{columns} {scheme}", rows, made)
+                label = f"{rows} x {columns}, {scheme}"
+                yield Work(name, label, partial(made, rows), {}, {"inductor": rival})
+
+
+@pytest.mark.parametrize(("work", "contender"), cases(works()))
+def test_quantize(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+    measure(benchmark, work, contender)

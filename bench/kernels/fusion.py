@@ -1,0 +1,125 @@
+"""Inductor's fusion of an op's reference, as the rival of a fused kernel.
+
+Compiled for widths as they are and for three ranges of tokens, as a server would: what is fixed for
+a few tokens is wrong for many.  Compiling takes longer than measuring; ``compile_ahead`` does it in
+processes beside each other, through Inductor's cache on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import UserError
+from ...ops import BY_NAME
+
+_RANGES = ((1, 1, 1), (2, 32, 24), (33, 1 << 20, 3072))
+"""Fewest and most tokens, and those that it is compiled and tuned with: no model's width."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A library function: a call of the op, whose first dimensions count tokens.
+
+    Args:
+        op: its name.
+        shape: what the op's other sizes are of.
+        tokens: of the call.
+        make: arguments for so many tokens on a device.
+        counted: positions of the arguments that have a row a token.
+        backend: of ``torch.compile``.
+    """
+
+    op: str
+    shape: str
+    tokens: int
+    make: Callable[[int, torch.device], tuple[Any, ...]] = field(compare=False)
+    counted: tuple[int, ...] = (0,)
+    backend: str = "inductor"
+
+    def __call__(self, *args: Any) -> Any:
+        if self.key not in _COMPILED:
+            self.compile(next(a.device for a in args if isinstance(a, Tensor)))
+            _COMPILED.add(self.key)
+        return _function(self.op, self.backend)(*args)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What is compiled once."""
+        return self.op, self.shape, self._range[0]
+
+    @property
+    def _range(self) -> tuple[int, int, int]:
+        return next(r for r in _RANGES if r[0] <= self.tokens <= r[1])
+
+    def compile(self, device: torch.device) -> None:
+        """For the range of tokens that holds the call's."""
+        least, most, typical = self._range
+        with torch.inference_mode():  # arguments too: what is compiled looks at where they are of
+            args = self.make(typical, device)
+            for position in self.counted if least < most else ():
+                torch._dynamo.mark_dynamic(args[position], 0, min=least, max=most)
+            _function(self.op, self.backend)(*args)
+
+
+_COMPILED: set[tuple[str, str, int]] = set()
+
+
+@functools.cache
+def _function(op: str, backend: str) -> Callable[..., Any]:
+    # One code object has a variant for each width and range, and widths stay as they are.
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    return torch.compile(BY_NAME[op].reference, backend=backend, fullgraph=True)
+
+
+def fusions(ops: Iterable[str]) -> list[Fusion]:
+    """Of the ops' works in the files beside this one, each that is compiled once."""
+    wanted, found = {*ops}, dict[tuple[str, str, int], Fusion]()
+    for path in sorted(Path(__file__).parent.glob("bench_*.py")):
+        for work in importlib.import_module(f"{__package__}.{path.stem}").works():
+            for library in work.libraries.values():
+                if work.op in wanted and isinstance(library, Fusion):
+                    found.setdefault(library.key, library)
+    return list(found.values())
+
+
+def compile_ahead(ops: Iterable[str]) -> None:
+    """Fill Inductor's cache with the fusions of these ops.
+
+    Raises:
+        UserError: a process failed; it has said why.
+    """
+    names = sorted({*ops})
+    parts = max(1, min(len(fusions(names)), len(os.sched_getaffinity(0)) - 1))
+    command = [
+        sys.executable,
+        "-c",
+        "from fusewright.bench.kernels.fusion import main; main()",
+        *names,
+    ]
+    # A process compiles by itself: workers of its own would outnumber the processors.
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    running = [
+        subprocess.Popen([*command, f"{part}/{parts}"], env=environment) for part in range(parts)
+    ]
+    failed = [process.wait() for process in running]
+    if any(failed):
+        raise UserError("bench kernels: Inductor failed on a fusion, see above")
+
+
+def main() -> None:
+    *names, share = sys.argv[1:]
+    part, parts = map(int, share.split("/"))
+    for fusion in fusions(names)[part::parts]:
+        fusion.compile(torch.device("cuda"))

@@ -1,0 +1,97 @@
+"""What ``bench kernels`` would time: every work is complete, and its rival is compiled as said."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import fusewright.bench.kernels as folder
+from fusewright.bench.kernels.bench_norm import make
+from fusewright.bench.kernels.fusion import Fusion, fusions
+from fusewright.bench.kernels.harness import Work
+from fusewright.bench.kernels.run import run_benchmarks
+from fusewright.config import UserError
+from fusewright.ops import BY_NAME
+
+HOPPER = 90
+NAMES = sorted(path.stem for path in Path(folder.__file__).parent.glob("bench_*.py"))
+CPU = torch.device("cpu")
+
+
+def works() -> Iterator[Work]:
+    for name in NAMES:
+        yield from importlib.import_module(f"{folder.__name__}.{name}").works()
+
+
+def test_every_work_has_a_kernel_a_cost_and_a_name_of_its_own() -> None:
+    labels = Counter((work.op, work.label) for work in works())
+    assert max(labels.values()) == 1
+    for work in works():
+        cost = BY_NAME[work.op].cost(work.describe(HOPPER))
+        moved = cost.bytes.subs(work.symbols) if hasattr(cost.bytes, "subs") else cost.bytes
+        assert float(moved) > 0, work.label
+        variants = work.variants(HOPPER)
+        assert variants or work.implementation(HOPPER).name != "triton", work.label
+
+
+def test_every_fused_elementwise_kernel_has_a_rival_at_every_size() -> None:
+    alone = {"linear", "linear_fp8", "paged_attention", "argmax", "sample"}
+    for work in works():
+        assert work.op in alone or isinstance(work.libraries["inductor"], Fusion), work.label
+
+
+@pytest.fixture
+def compiled() -> Iterator[Any]:
+    """How many graphs Dynamo has made since."""
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    yield lambda: counters["stats"]["unique_graphs"] - before
+    torch._dynamo.reset()
+
+
+def test_a_rival_is_compiled_for_its_width_and_three_ranges_of_tokens(compiled: Any) -> None:
+    def call(hidden: int, rows: int) -> None:
+        made = partial(make, False, hidden, "token")
+        name = "rms_norm_quant_dynamic"
+        rival = Fusion(name, f"{hidden} {compiled}", rows, made, backend="eager")
+        with torch.inference_mode():
+            args = made(rows, CPU)
+            results = rival(*args)
+        for got, want in zip(results, BY_NAME[name].reference(*args), strict=True):
+            assert torch.equal(got.float(), want.float())
+
+    for hidden in (64, 128):
+        for rows in (1, 2, 16, 32, 33, 200, hidden):
+            call(hidden, rows)
+    assert compiled() == 6
+
+
+def test_what_is_compiled_ahead_is_each_rival_once() -> None:
+    found = fusions(["rms_norm", "argmax"])
+    assert [fusion.key for fusion in found] == [
+        ("rms_norm", f"{hidden} ", least) for hidden in (2048, 4096) for least in (1, 2, 33)
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured() -> None:
+    with pytest.raises(UserError, match="torch sees no CUDA GPU"):
+        run_benchmarks(None)
+
+
+@pytest.mark.gpu
+def test_ours_and_the_library_are_timed_on_the_same_work() -> None:
+    environment, figures = run_benchmarks("argmax and (1 or 64)")
+    assert environment["device"] == torch.cuda.get_device_name(0)
+    assert {(f.op, f.library) for f in figures} == {("argmax", False), ("argmax", True)}
+    for figure in figures:
+        assert 0.5 < figure.us < 1000
+        assert figure.bytes > 2 * int(figure.label.split()[0]) * int(figure.label.split()[2])
