@@ -47,6 +47,7 @@ def _reference(
     eps: float,
     weight_offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
+    norm.check(x, residual, weight)
     residual_out = x + residual
     return rms_norm_native(residual_out, weight, eps, weight_offset), residual_out
 

@@ -28,16 +28,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [..., out_features] in x's dtype, contiguous; rounded once, after the bias.
 
     Raises:
-        ValueError: x and weight disagree on in_features (native: PyTorch's RuntimeError).
+        ValueError: x and weight disagree on in_features or dtype.
     """
     return torch.ops.fw.linear.default(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _check(x, weight)
     return F.linear(x, weight, bias)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
+    if x.dtype != weight.dtype or not x.dtype.is_floating_point:
+        raise ValueError(
+            f"linear of {x.dtype} by {weight.dtype}, expected one floating-point dtype for both"
+        )
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has {x.shape[-1]} features, expected in_features {weight.shape[1]} of weight "
@@ -69,6 +74,7 @@ def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The streaming kernel for few rows, else the library."""
     rows = rows_to_stream(x, weight)
     if rows is None:
+        _check(x, weight)
         return _library_product.linear(x, weight, bias)
     y: Tensor = torch.ops.fw_cuda.skinny_linear.default(rows, weight, bias)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])

@@ -11,6 +11,7 @@ from torch import Tensor
 from ._launch import Launch
 from ._op import Case
 from ._quantize import quantize_dynamic, quantize_static, quantizing_op
+from .launches.norm import check as check_norm
 from .launches.quant import Quantized, Scheme, norm_quantize
 from .quant_fp8 import Cases, named, schemes, wants
 from .rms_norm import rms_norm_native
@@ -88,6 +89,7 @@ def _dynamic(x: Tensor, weight: Tensor, eps: float, group_size: int) -> tuple[Te
 def _add_static(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
+    check_norm(x, residual, weight)
     residual_out = x + residual
     return _static(residual_out, weight, eps, scale), residual_out
 
@@ -95,6 +97,7 @@ def _add_static(
 def _add_dynamic(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_norm(x, residual, weight)
     residual_out = x + residual
     return *_dynamic(residual_out, weight, eps, group_size), residual_out
 

@@ -35,6 +35,7 @@ def rms_norm_native(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None
 ) -> Tensor:
     """The definition in plain ATen; ``add_rms_norm`` shares it."""
+    norm.check(x, None, weight)
     x_f32 = x.float()
     scale = torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
     if weight_offset is None:

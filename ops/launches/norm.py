@@ -29,9 +29,14 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
     return rows, rows.shape[0], 1, rows.stride(0), 0
 
 
-def _plan(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None
-) -> tuple[Launch, Tensor, Tensor | None]:
+def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+    """Refuse what would be read past an end, or broadcast.
+
+    Raises:
+        ValueError: names what was found and what was expected.
+    """
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"a norm of {x.dtype}, expected a floating-point x")
     hidden = x.shape[-1]
     if weight.shape != (hidden,) or (residual is not None and residual.shape != x.shape):
         found = None if residual is None else list(residual.shape)
@@ -39,6 +44,13 @@ def _plan(
             f"x is {list(x.shape)}: expected weight [{hidden}], found {list(weight.shape)}, and a "
             f"residual like x, found {found}"
         )
+
+
+def _plan(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None
+) -> tuple[Launch, Tensor, Tensor | None]:
+    check(x, residual, weight)
+    hidden = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     residual_out = None if residual is None else torch.empty_like(out)
     x_rows, num_rows, inner, x_outer, x_inner = _rows(x)

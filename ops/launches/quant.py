@@ -14,6 +14,7 @@ from .._float8 import E4M3
 from .._launch import Launch
 from .._variant import Constant
 from .counters import zeros_between_launches
+from .norm import check as check_norm
 from .tiles import cdiv, next_power_of_2
 
 # Elements of a tile below which one program takes several rows; as ``norm.py`` does.
@@ -138,12 +139,7 @@ def norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scheme: Scheme
 ) -> tuple[list[Launch], Quantized]:
     """The norm of ``x [+ residual]``, quantized; with a residual, the sum comes last."""
-    if weight.shape != x.shape[1:] or (residual is not None and residual.shape != x.shape):
-        found = None if residual is None else list(residual.shape)
-        raise ValueError(
-            f"x is {list(x.shape)}: expected weight [{x.shape[1]}], found {list(weight.shape)}, "
-            f"and a residual like x, found {found}"
-        )
+    check_norm(x, residual, weight)
     x = _rows(x)
     rows, hidden = x.shape
     added = None if residual is None else _rows(residual)

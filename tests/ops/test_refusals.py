@@ -15,7 +15,9 @@ KEYS = torch.zeros(2, 1, 8)
 REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("silu_mul", "odd width", (torch.zeros(2, 5),), "last dimension 5"),
     ("gelu_tanh_mul", "odd width", (torch.zeros(2, 5),), "last dimension 5"),
-    ("linear", "features", (torch.zeros(2, 5), torch.zeros(3, 4), None), "in_features 4|2x5"),
+    ("linear", "features", (torch.zeros(2, 5), torch.zeros(3, 4), None), "in_features 4"),
+    ("linear", "dtypes", (KEYS[0], KEYS[0].half(), None), "float32 by torch.float16"),
+    ("linear", "integers", (SLOTS[None], SLOTS[None], None), "int32 by torch.int32"),
     ("kv_store", "heads", (KEYS, KEYS, torch.zeros(3, 2, 4, 2, 8), SLOTS), "disagree"),
     ("kv_store", "slots", (KEYS, KEYS, torch.zeros(3, 2, 4, 1, 8), SLOTS[:1]), "disagree"),
     ("kv_store", "values", (KEYS, KEYS[:1], torch.zeros(3, 2, 4, 1, 8), SLOTS), "disagree"),
@@ -36,9 +38,19 @@ def test_disagreeing_shapes_are_refused_by_every_implementation(
             op.overload(impl.name)(*placed)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
-def test_norms_refuse_a_weight_of_another_width(name: str, device: torch.device) -> None:
-    x = torch.zeros(2, 8, device=device)
-    args = (x, x) if name == "add_rms_norm" else (x,)
-    with pytest.raises(ValueError, match="expected weight \\[8\\], found \\[4\\]"):
-        BY_NAME[name].overload("triton")(*args, torch.zeros(4, device=device), 1e-5)
+@pytest.mark.parametrize(
+    "name", [name for name in BY_NAME if name.startswith(("rms_norm", "add_rms_norm"))]
+)
+def test_norms_refuse_what_would_broadcast(name: str, device: torch.device) -> None:
+    x = torch.zeros(2, 128, device=device)
+    weight, adds = torch.zeros(128, device=device), name.startswith("add")
+    scheme = {"static": torch.ones(1, 1, device=device), "dynamic": 0}.get(name.rpartition("_")[2])
+    rest = (1e-5,) if scheme is None else (1e-5, scheme)
+    wrong = [((x, x) if adds else (x,), weight[:1], r"expected weight \[128\], found \[1\]")]
+    wrong.append(((x.int(), x) if adds else (x.int(),), weight, "a norm of torch.int32"))
+    if adds:
+        wrong.append(((x, x[:1]), weight, r"a residual like x, found \[1, 128\]"))
+    for tensors, scales, message in wrong:
+        for implementation in ("", "native", "triton"):
+            with pytest.raises(ValueError, match=message):
+                BY_NAME[name].overload(implementation)(*tensors, scales, *rest)
