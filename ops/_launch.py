@@ -36,6 +36,8 @@ class Launch:
             always int32, nothing else is assumed of them.
         programmatic: start before the kernel ahead has finished, on GPUs that can.  The kernel has
             a parameter PROGRAMMATIC and begins as ``ops/triton_kernels/dependent.py`` says.
+        max_registers: of a thread, where the grid is what runs at once; 0: as many as the compiler
+            takes.
     """
 
     kernel: str
@@ -46,6 +48,7 @@ class Launch:
     num_stages: int = 3
     dynamic: tuple[str, ...] = ()
     programmatic: bool = False
+    max_registers: int = 0
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device; run interpreted under
@@ -68,6 +71,7 @@ class Launch:
             self.num_warps,
             self.num_stages,
             self.programmatic,
+            self.max_registers,
             *self.args,
             *constexprs,
             *constexprs.values(),
@@ -155,6 +159,7 @@ class Launch:
             self.num_warps,
             self.num_stages,
             self.programmatic,
+            self.max_registers,
         )
 
 

@@ -21,12 +21,13 @@ from ._op import OpDesc
 # What the kernels' copies take of a row at least, and the least that is measured.
 _LINE_BYTES = 128
 _LEAST_BYTES = 8 << 20
-# The most rows with which they are ahead; they hold 32.  Of FP8, behind them is cuBLASLt with one
-# scale for all, the tiled kernel with more; blocks are copied by four.
+# The most rows with which they are ahead; they hold 32.  Of FP8, behind them is the tiled kernel;
+# blocks, which are copied by four, stay ahead of it for longer where a weight is not wide.
 _ROWS_BF16 = 16
 _ROWS_FP8 = 32
 _ROWS_FP8_LINEAR = 8
 _ROWS_FP8_BLOCKS = 16
+_WIDE_BLOCKS = 16384
 _BLOCK_COLUMNS = 512
 
 
@@ -80,7 +81,8 @@ def rows_to_stream(x: Tensor, *weights: Tensor) -> Tensor | None:
 
 def streams_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
     """Whether the streaming kernel is the choice for a product of FP8."""
-    most = _ROWS_FP8_LINEAR if weight_scale.shape[1] == 1 else _ROWS_FP8_BLOCKS
+    blocks = weight_scale.shape[1] > 1 and weight.shape[0] < _WIDE_BLOCKS
+    most = _ROWS_FP8_BLOCKS if blocks else _ROWS_FP8_LINEAR
     return x.shape[0] <= most and rows_to_stream(x, weight) is not None
 
 

@@ -55,6 +55,8 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
     attributes = {(names.index(n),): [["tt.divisibility", DIVISOR]] for n in variant.divisible}
     source = ASTSource(function, signature, constexprs, attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    if variant.max_registers:
+        options["maxnreg"] = variant.max_registers
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     except Exception as error:

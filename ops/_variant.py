@@ -49,6 +49,7 @@ class Variant:
         divisible: names of parameters known to be multiples of 16 (pointers: bytes).
         programmatic: launched before the kernel ahead has finished, on architectures that can; the
             code then waits for it first (``ops/triton_kernels/dependent.py``).
+        max_registers: of a thread; 0: as many as the compiler takes.
     """
 
     kernel: str
@@ -58,6 +59,7 @@ class Variant:
     num_warps: int
     num_stages: int
     programmatic: bool = False
+    max_registers: int = 0
 
     @property
     def function(self) -> str:
@@ -84,7 +86,7 @@ class Variant:
         mark = dict.fromkeys(self.divisible, f", a multiple of {DIVISOR}")
         found = {name: kind + mark.get(name, "") for name, kind in self.signature}
         found |= {name: repr(value) for name, value in self.constexprs}
-        others = ("num_warps", "num_stages", "programmatic")
+        others = ("num_warps", "num_stages", "programmatic", "max_registers")
         return found | {name: str(getattr(self, name)) for name in others}
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from ...config import UserError
 from ...ops import BY_NAME
 
-_RANGES = ((1, 1, 1), (2, 32, 24), (33, 1 << 20, 3072))
-"""Fewest and most tokens, and those that it is compiled and tuned with: no model's width."""
+_RANGES = ((1, 1, 1), (2, 32, 24), (33, 1 << 15, 3072))
+"""Fewest and most tokens, and those that it is compiled and tuned with: no model's width.  So few
+that offsets fit 32 bits, as Inductor would have it."""
 
 
 @dataclass(frozen=True)

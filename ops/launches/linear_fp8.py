@@ -12,11 +12,10 @@ from .._launch import Launch
 from .counters import counters
 from .tiles import cdiv, next_power_of_2
 
-# The most rows with which the kernel is ahead of cuBLASLt, by the fewest columns.  With one scale
-# for all, never: with more, those kernels are slow.
+# The most rows with which the kernel is ahead of cuBLASLt, by the fewest columns.
 _MOST_ROWS = {
-    "tensor": ((0, 0),),
-    "token": ((16384, 64), (0, 128)),
+    "tensor": ((0, 16),),
+    "token": ((4097, 64), (0, 128)),
     "block": ((4097, 64), (0, 128)),
 }
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.

@@ -23,8 +23,10 @@ _TILE_ELEMENTS = 1024
 # Few wide rows with a scale each: columns of a program, and programs, which must all run at once.
 _SPLIT_BLOCK, _LEAST_SPLIT_WIDTH, _MAX_PARTS = 1024, 8192, 32
 _MOST_PROGRAMS_WAITING, _MOST_SPLIT_ROWS = 128, 16
-# More rows than this are normed by programs that take several in turn.
-_MANY_ROWS, _PROGRAMS_OF_MANY = 1024, 8 * 132
+# More rows than this are normed by programs that take several in turn: as many as run at once, with
+# the registers that they may then have.  By scale: one for each 128 columns needs more of them.
+_MANY_ROWS, _H200_SMS, _MOST_PROGRAMS_OF_AN_SM = 1024, 132, 8
+_WARPS_OF_MANY = {"groups": (32, 64), "rows": (40, 48)}
 
 GROUP = 128
 """Columns that share a scale in the block scheme."""
@@ -148,7 +150,9 @@ def norm_quantize(
     tile_rows = _tile_rows(block)
     results = empty_results(x, hidden, scheme)
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    many = added is None and tile_rows == 1 and rows > _MANY_ROWS
+    num_warps = min(max(tile_rows * block // 512, 1), 16)
+    registers_fit = x.dtype.itemsize == 2 and block <= 512 * num_warps
+    many = added is None and tile_rows == 1 and rows > _MANY_ROWS and registers_fit
     args: dict[str, Any] = {
         "x_ptr": x,
         "residual_ptr": added,
@@ -163,18 +167,23 @@ def norm_quantize(
         "eps": eps,
     }
     constexprs: dict[str, Constant] = {"GROUP": _group(scheme, block), "BLOCK": block}
+    grid, registers = cdiv(rows, tile_rows), 0
     if many:
         for name in ("residual_ptr", "residual_out_ptr", "residual_stride"):
             del args[name]
+        warps, registers = _WARPS_OF_MANY["groups" if constexprs["GROUP"] == GROUP else "rows"]
+        grid = _H200_SMS * min(warps // num_warps, _MOST_PROGRAMS_OF_AN_SM)
+        constexprs["WHOLE"] = hidden == block
     else:
         constexprs |= {"ADD": added is not None, "ROWS": tile_rows}
     launch = Launch(
         kernel=f"quant:_norm_quant_{'rows_' if many else ''}kernel",
-        grid=(_PROGRAMS_OF_MANY if many else cdiv(rows, tile_rows),),
+        grid=(grid,),
         args=args,
         constexprs=constexprs,
-        num_warps=min(max(tile_rows * block // 512, 1), 16),
+        num_warps=num_warps,
         dynamic=("num_rows",),
         programmatic=True,
+        max_registers=registers,
     )
     return [launch], results if total is None else (*results, total)

@@ -237,15 +237,17 @@ def _norm_quant_rows_kernel(
     eps,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """``_norm_quant_kernel`` without a residual for many rows: each program takes several in turn,
-    reads the next while it works on one, and the weight once."""
+    reads the next while it works on one, and the weight once.  WHOLE: rows are BLOCK wide."""
     start_next_and_wait(PROGRAMMATIC)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
-    mask = (cols < hidden)[None, :]
-    weight = tl.load(weight_ptr + cols, mask=cols < hidden, other=0.0)
+    width = BLOCK if WHOLE else hidden
+    mask = (cols < width)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < width, other=0.0)
     scale = 1.0
     if GROUP == 0:
         scale = tl.load(scale_ptr)
@@ -259,6 +261,6 @@ def _norm_quant_rows_kernel(
         ahead = tl.load(at, mask=(next_row < num_rows)[:, None] & mask, other=0.0)
         values = _normed(x, weight.to(tl.float32), hidden, eps, dtype)
         _store_quantized(
-            values, q_ptr, scale_ptr, scale, row, cols, num_rows, hidden, GROUP, 1, BLOCK
+            values, q_ptr, scale_ptr, scale, row, cols, num_rows, width, GROUP, 1, BLOCK
         )
         row = next_row

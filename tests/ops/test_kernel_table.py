@@ -41,6 +41,7 @@ def changes() -> dict[str, Any]:
         "num_warps": 8,
         "num_stages": 2,
         "programmatic": True,
+        "max_registers": 64,
     }
 
 

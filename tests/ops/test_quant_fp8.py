@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -78,17 +79,37 @@ def test_fusing_changes_no_bit(
             assert same_bits(got, want), f"output {i} of {rows} rows, --fw-seed={fw_seed}"
 
 
+@pytest.mark.parametrize("hidden", [1024, 1152])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_programs_that_take_several_rows_change_no_bit(
-    scheme: Any, device: torch.device, fw_seed: int, monkeypatch: pytest.MonkeyPatch
+    scheme: Any, hidden: int, device: torch.device, fw_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(fw_seed)
-    args = (torch.randn(7, 1024, device=device), torch.randn(1024, device=device), 1e-6)
-    one = run_both("rms_norm", "triton", args, scheme)[0]
+    x, weight = (torch.randn(*s, device=device).bfloat16() for s in ((7, hidden), (hidden,)))
+    one = run_both("rms_norm", "triton", (x, weight, 1e-6), scheme)[0]
     monkeypatch.setattr(kernels, "_MANY_ROWS", 4)
-    monkeypatch.setattr(kernels, "_PROGRAMS_OF_MANY", 3)
-    several = run_both("rms_norm", "triton", args, scheme)[0]
+    monkeypatch.setattr(kernels, "_H200_SMS", 1)
+    monkeypatch.setattr(kernels, "_MOST_PROGRAMS_OF_AN_SM", 3)
+    how = torch.ones(1, 1, device=device) if scheme == "static" else scheme
+    (launch,), _ = kernels.norm_quantize(x, None, weight, 1e-6, how)
+    assert (launch.kernel, launch.grid) == ("quant:_norm_quant_rows_kernel", (3,))
+    several = run_both("rms_norm", "triton", (x, weight, 1e-6), scheme)[0]
     assert all(map(same_bits, one, several)), f"--fw-seed={fw_seed}"
+
+
+def test_no_more_programs_take_several_rows_than_run_at_once(device: torch.device) -> None:
+    """By registers and warps of a multiprocessor; else some would start when others have ended."""
+    for hidden, scheme in itertools.product((1024, 2048, 4096, 5120, 8192), (0, 128)):
+        x = torch.empty(2048, hidden, dtype=torch.bfloat16, device="meta")
+        (launch,), _ = kernels.norm_quantize(x, None, x[0], 1e-6, scheme)
+        programs, rest = divmod(launch.grid[0], 132)
+        warps = programs * launch.num_warps
+        assert rest == 0 and launch.kernel == "quant:_norm_quant_rows_kernel"
+        assert warps <= 64 and 0 < 32 * warps * launch.max_registers <= 65536
+    wide = torch.empty(2048, 16384, dtype=torch.bfloat16, device="meta")
+    for x in (wide, torch.empty(2048, 4096, device="meta")):
+        (launch,), _ = kernels.norm_quantize(x, None, x[0], 1e-6, 0)
+        assert (launch.kernel, launch.max_registers) == ("quant:_norm_quant_kernel", 0)
 
 
 @pytest.mark.gpu
