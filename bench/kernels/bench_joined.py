@@ -1,0 +1,84 @@
+"""Products with what follows them in one op, at the sizes of decoding, against Inductor: cuBLAS, or
+its own product of few rows, and one kernel for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+
+from .fusion import Fusion
+from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
+
+ROWS = [rows for rows in TOKENS if rows <= 256]
+EPS = 1e-5
+DENSE = [model for model in MODELS if model.intermediate > model.hidden]
+
+
+def weight(out_features: int, in_features: int, device: torch.device) -> Tensor:
+    values: Tensor = randn(out_features, in_features, device=device) * in_features**-0.5
+    return values
+
+
+def make_gated(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
+    x = randn(rows, model.hidden, device=device)
+    return x, weight(2 * model.intermediate, model.hidden, device), "silu"
+
+
+def make_argmax(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
+    return randn(rows, model.hidden, device=device), weight(model.vocab, model.hidden, device)
+
+
+def make_o_to_mlp(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
+    width = model.heads * model.head_dim
+    return (
+        randn(rows, width, device=device),
+        weight(model.hidden, width, device),
+        randn(rows, model.hidden, device=device),
+        randn(model.hidden, device=device),
+        EPS,
+        weight(2 * model.intermediate, model.hidden, device),
+        None,
+        "silu",
+    )
+
+
+def make_down_to_qkv(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
+    return (
+        randn(rows, model.intermediate, device=device),
+        weight(model.hidden, model.intermediate, device),
+        randn(rows, model.hidden, device=device),
+        randn(model.hidden, device=device),
+        EPS,
+        weight(model.qkv, model.hidden, device),
+        None,
+        None,
+    )
+
+
+KINDS = (
+    ("gated_linear", "gate_up", make_gated, DENSE, (0,)),
+    ("linear_add_norm_linear", "o to gate_up", make_o_to_mlp, DENSE, (0, 2)),
+    ("linear_add_norm_linear", "down to qkv", make_down_to_qkv, DENSE, (0, 2)),
+    ("lm_head_argmax", "lm_head", make_argmax, MODELS, (0,)),
+)
+
+
+def works() -> Iterator[Work]:
+    for op, name, make, models, counted in KINDS:
+        for model in models:
+            made = partial(make, model)
+            for rows in ROWS:
+                rival = Fusion(op, f"{model.name} {name}", rows, made, counted)
+                label = f"{model.name} {name}, {rows} rows"
+                yield Work(op, label, partial(made, rows), {}, {"inductor": rival})
+
+
+@pytest.mark.parametrize(("work", "contender"), cases(works()))
+def test_joined(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+    measure(benchmark, work, contender)
