@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -79,7 +80,7 @@ def kernels(
     select: Annotated[
         str | None, typer.Option("-k", help="Only benchmarks that match, as for pytest -k.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write each figure here.")] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
@@ -108,9 +109,8 @@ def kernels(
     from ..bench.kernels.run import run_benchmarks
 
     writable("json", output)
-    environment, found = run_benchmarks(select)
-    if output is not None:
-        figures.save(output, environment, found)
+    with TemporaryDirectory() as folder:
+        _, found = run_benchmarks(select, output or Path(folder) / "figures.jsonl")
     rows = [["op", "work", "contender", "us", "GB/s", "TFLOP/s", "of ceiling"]]
     for f in found:
         rates = [f"{f.us:.2f}", f"{f.gb_s:.0f}", f"{f.tflop_s:.0f}", f"{f.share:.0%}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,37 +11,50 @@ import torch
 
 from ...engine.progress import show_progress
 from ...ops import KERNELS
+from .figures import add, figure_of
 from .fusion import Fusion, compile_ahead
-from .harness import Work, this_sm
+from .harness import OURS, this_sm
 
 
-class Bar:
-    """A plugin: advances a bar with every benchmark, which pytest then need not list."""
+class Record:
+    """A plugin: writes down each figure, and advances a bar, so that pytest need not list them."""
 
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self._advance = advance
+    def __init__(self, path: Path | None, advance: Callable[[int], None]) -> None:
+        self._path, self._advance = path, advance
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        benchmark = item.funcargs.get("benchmark")
+        if self._path is not None and benchmark is not None and benchmark.stats is not None:
+            seconds = benchmark.stats.stats.median
+            add(self._path, figure_of(benchmark.extra_info, seconds))
 
     def pytest_runtest_logfinish(self) -> None:
         self._advance(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--figures", type=Path, help="Append each figure to this file.")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: Any) -> Iterator[None]:
+    config = session.config
     with show_progress() as progress:
-        if torch.cuda.is_available() and not session.config.option.collectonly:
+        if torch.cuda.is_available() and not config.option.collectonly:
             with progress.status("compiling") as say:
-                _compile([item.callspec.params["work"] for item in session.items], say)
+                _compile([item.callspec.params for item in session.items], say)
         with progress.bar("measuring", len(session.items)) as advance:
-            session.config.pluginmanager.register(Bar(advance))
+            config.pluginmanager.register(Record(config.option.figures, advance))
             return (yield)
 
 
-def _compile(works: list[Work], say: Callable[[str], None]) -> None:
+def _compile(chosen: list[dict[str, Any]], say: Callable[[str], None]) -> None:
     say("Inductor's fusions")
-    compile_ahead(w.op for w in works if any(isinstance(f, Fusion) for f in w.libraries.values()))
+    libraries = [params["work"].libraries.get(params["contender"]) for params in chosen]
+    compile_ahead(library for library in libraries if isinstance(library, Fusion))
     say("kernels")
-    wanted = [v for work in dict.fromkeys(works) for v in work.variants(this_sm())]
-    KERNELS.precompile(wanted, this_sm())
+    works = dict.fromkeys(p["work"] for p in chosen if p["contender"] == OURS)
+    KERNELS.precompile([v for work in works for v in work.variants(this_sm())], this_sm())
 
 
 def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:

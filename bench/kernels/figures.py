@@ -62,22 +62,23 @@ class Change:
         return self.new.us / self.old.us
 
 
-def from_pytest_benchmark(report: Mapping[str, Any]) -> list[Figure]:
-    """The figures of a ``--benchmark-json`` file of the files beside this one."""
-    found = []
-    for entry in report["benchmarks"]:
-        extra = entry["extra_info"]
-        us = entry["stats"]["median"] * 1e6 / extra["calls"]
-        names = [f.name for f in fields(Figure) if f.name != "us"]
-        found.append(Figure(us=round(us, 3), **{name: extra[name] for name in names}))
-    return found
+def figure_of(extra: Mapping[str, Any], seconds: float) -> Figure:
+    """Of what ``harness.measure`` left with a benchmark, and the median of its rounds."""
+    named = {f.name: extra[f.name] for f in fields(Figure) if f.name != "us"}
+    return Figure(us=round(seconds * 1e6 / extra["calls"], 3), **named)
 
 
 def save(path: Path, environment: Mapping[str, Any], figures: Iterable[Figure]) -> None:
-    """One line a figure, so that a diff of two runs can be read."""
-    lines = ",\n".join("  " + json.dumps(asdict(figure)) for figure in figures)
-    head = json.dumps(dict(environment), indent=1)
-    path.write_text(f'{{"environment": {head},\n "figures": [\n{lines}\n ]}}\n')
+    """One JSON object a line: the environment, then each figure."""
+    path.write_text(json.dumps({"environment": dict(environment)}) + "\n")
+    for figure in figures:
+        add(path, figure)
+
+
+def add(path: Path, figure: Figure) -> None:
+    """As it is measured: a run that is cut short loses nothing."""
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(figure)) + "\n")
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
@@ -87,8 +88,9 @@ def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
         UserError: it cannot be read, or is not such a file.
     """
     try:
-        data = json.loads(path.read_text())
-        return data["environment"], [Figure(**figure) for figure in data["figures"]]
+        lines = path.read_text().splitlines(keepends=True)
+        head, *rest = [json.loads(line) for line in lines if line.endswith("\n")]
+        return head["environment"], [Figure(**figure) for figure in rest]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from ...ops import BY_NAME
 _RANGES = ((1, 1, 1), (2, 32, 24), (33, 1 << 15, 3072))
 """Fewest and most tokens, and those that it is compiled and tuned with: no model's width.  So few
 that offsets fit 32 bits, as Inductor would have it."""
+
+Key: TypeAlias = tuple[str, str, int]
+"""Op, sizes, fewest tokens."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Fusion:
         return _function(self.op, self.backend)(*args)
 
     @property
-    def key(self) -> tuple[str, str, int]:
+    def key(self) -> Key:
         """What is compiled once."""
         return self.op, self.shape, self._range[0]
 
@@ -73,7 +77,7 @@ class Fusion:
             _function(self.op, self.backend)(*args)
 
 
-_COMPILED: set[tuple[str, str, int]] = set()
+_COMPILED: set[Key] = set()
 
 
 @functools.cache
@@ -84,35 +88,32 @@ def _function(op: str, backend: str) -> Callable[..., Any]:
     return torch.compile(BY_NAME[op].reference, backend=backend, fullgraph=True)
 
 
-def fusions(ops: Iterable[str]) -> list[Fusion]:
-    """Of the ops' works in the files beside this one, each that is compiled once."""
-    wanted, found = {*ops}, dict[tuple[str, str, int], Fusion]()
+def find_fusions() -> dict[Key, Fusion]:
+    """Those of all works in the files beside this one, each that is compiled once."""
+    found: dict[Key, Fusion] = {}
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
         for work in importlib.import_module(f"{__package__}.{path.stem}").works():
             for library in work.libraries.values():
-                if work.op in wanted and isinstance(library, Fusion):
+                if isinstance(library, Fusion):
                     found.setdefault(library.key, library)
-    return list(found.values())
+    return found
 
 
-def compile_ahead(ops: Iterable[str]) -> None:
-    """Fill Inductor's cache with the fusions of these ops.
+def compile_ahead(fusions: Iterable[Fusion]) -> None:
+    """Fill Inductor's cache with these.
 
     Raises:
         UserError: a process failed; it has said why.
     """
-    names = sorted({*ops})
-    parts = max(1, min(len(fusions(names)), len(os.sched_getaffinity(0)) - 1))
-    command = [
-        sys.executable,
-        "-c",
-        "from fusewright.bench.kernels.fusion import main; main()",
-        *names,
-    ]
+    keys = [*dict.fromkeys(fusion.key for fusion in fusions)]
+    command = [sys.executable, "-c", "from fusewright.bench.kernels.fusion import main; main()"]
     # A process compiles by itself: workers of its own would outnumber the processors.
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    parts = max(1, min(len(keys), len(os.sched_getaffinity(0)) - 1))
     running = [
-        subprocess.Popen([*command, f"{part}/{parts}"], env=environment) for part in range(parts)
+        subprocess.Popen([*command, json.dumps(keys[part::parts])], env=environment)
+        for part in range(parts)
+        if keys
     ]
     failed = [process.wait() for process in running]
     if any(failed):
@@ -120,7 +121,7 @@ def compile_ahead(ops: Iterable[str]) -> None:
 
 
 def main() -> None:
-    *names, share = sys.argv[1:]
-    part, parts = map(int, share.split("/"))
-    for fusion in fusions(names)[part::parts]:
-        fusion.compile(torch.device("cuda"))
+    """Compile the fusions whose keys are the argument."""
+    found = find_fusions()
+    for op, shape, least in json.loads(sys.argv[1]):
+        found[op, shape, least].compile(torch.device("cuda"))

@@ -217,5 +217,7 @@ def _capturing(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDA
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool)
-        yield graph
-        graph.capture_end()
+        try:
+            yield graph
+        finally:
+            graph.capture_end()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -15,9 +17,10 @@ from torch._dynamo.utils import counters
 
 import fusewright.bench.kernels as folder
 from fusewright.bench.kernels.bench_norm import make
-from fusewright.bench.kernels.fusion import Fusion, fusions
+from fusewright.bench.kernels.figures import load, save
+from fusewright.bench.kernels.fusion import Fusion, find_fusions
 from fusewright.bench.kernels.harness import Work
-from fusewright.bench.kernels.run import run_benchmarks
+from fusewright.bench.kernels.run import _FAMILIES, run_benchmarks
 from fusewright.config import UserError
 from fusewright.ops import BY_NAME
 
@@ -74,22 +77,56 @@ def test_a_rival_is_compiled_for_its_width_and_three_ranges_of_tokens(compiled: 
     assert compiled() == 6
 
 
-def test_what_is_compiled_ahead_is_each_rival_once() -> None:
-    found = fusions(["rms_norm", "argmax"])
-    assert [fusion.key for fusion in found] == [
+def test_what_is_compiled_ahead_is_found_by_its_key() -> None:
+    found = find_fusions()
+    assert {key for key in found if key[0] == "rms_norm"} == {
         ("rms_norm", f"{hidden} ", least) for hidden in (2048, 4096) for least in (1, 2, 33)
-    ]
+    }
+    libraries = [library for work in works() for library in work.libraries.values()]
+    assert {f.key for f in libraries if isinstance(f, Fusion)} == found.keys()
+
+
+def test_every_file_of_works_is_run() -> None:
+    assert {f"bench_{name}" for name in _FAMILIES} == {*NAMES}
+
+
+BENCHMARKS = """
+from time import sleep
+from fusewright.bench.kernels.conftest import Record
+
+def pytest_configure(config):
+    config.pluginmanager.register(Record(config.rootpath / "figures.jsonl", print))
+
+def test_one(benchmark):
+    facts = dict(op="argmax", label="1", contender="torch", library=True, calls=2)
+    benchmark.extra_info.update(facts, bytes=3.0, flops=4.0)
+    benchmark.pedantic(sleep, args=(0.01,), rounds=3)
+
+def test_two():
+    pass
+"""
+
+
+def test_figures_are_written_as_benchmarks_end(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(BENCHMARKS)
+    (tmp_path / "test_these.py").write_text("from conftest import test_one, test_two")
+    save(tmp_path / "figures.jsonl", {}, [])
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)]
+    run = subprocess.run([*command, "-p", "no:cacheprovider"], check=False, cwd=tmp_path)
+    (figure,) = load(tmp_path / "figures.jsonl")[1]
+    assert run.returncode == 0 and figure.library
+    assert 5000 < figure.us < 50000
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured() -> None:
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="torch sees no CUDA GPU"):
-        run_benchmarks(None)
+        run_benchmarks(None, tmp_path / "r.jsonl")
 
 
 @pytest.mark.gpu
-def test_ours_and_the_library_are_timed_on_the_same_work() -> None:
-    environment, figures = run_benchmarks("argmax and (1 or 64)")
+def test_ours_and_the_library_are_timed_on_the_same_work(tmp_path: Path) -> None:
+    environment, figures = run_benchmarks("argmax and sampling", tmp_path / "r.jsonl")
     assert environment["device"] == torch.cuda.get_device_name(0)
     assert {(f.op, f.library) for f in figures} == {("argmax", False), ("argmax", True)}
     for figure in figures:

@@ -9,10 +9,11 @@ import pytest
 
 from fusewright.bench.kernels.figures import (
     Figure,
+    add,
     best,
     by_work,
     compare,
-    from_pytest_benchmark,
+    figure_of,
     load,
     load_all,
     markdown,
@@ -46,7 +47,7 @@ def test_rates_and_share_follow_from_bytes_and_time() -> None:
     assert fp8.share == pytest.approx(0.25)
 
 
-def test_what_pytest_benchmark_measured_is_a_call_of_the_graph() -> None:
+def test_a_figure_is_a_call_of_the_graphs_that_were_timed() -> None:
     extra = {
         "op": "rms_norm",
         "label": "1",
@@ -56,15 +57,17 @@ def test_what_pytest_benchmark_measured_is_a_call_of_the_graph() -> None:
         "bytes": 10.0,
         "flops": 20.0,
     }
-    report = {"benchmarks": [{"extra_info": extra, "stats": {"median": 100e-6}}]}
-    (found,) = from_pytest_benchmark(report)
+    found = figure_of(extra, 100e-6)
     assert (found.us, found.bytes, found.flops) == (2.0, 10.0, 20.0)
 
 
-def test_a_saved_result_is_read_back(tmp_path: Path) -> None:
-    figures = [figure(4.0), figure(5.0, "inductor")]
-    save(tmp_path / "r.json", ENVIRONMENT, figures)
-    assert load(tmp_path / "r.json") == (ENVIRONMENT, figures)
+def test_a_saved_result_is_read_back_and_one_cut_short_too(tmp_path: Path) -> None:
+    path, figures = tmp_path / "r.jsonl", [figure(4.0), figure(5.0, "inductor")]
+    save(path, ENVIRONMENT, figures[:1])
+    add(path, figures[1])
+    assert load(path) == (ENVIRONMENT, figures)
+    path.write_text(path.read_text()[:-10])
+    assert load(path) == (ENVIRONMENT, figures[:1])
 
 
 def test_results_of_several_runs_make_one_page(tmp_path: Path) -> None:
@@ -129,7 +132,7 @@ def test_a_threshold_that_means_nothing_is_refused(capsys: pytest.CaptureFixture
     assert "threshold=-1.0: expected a share above 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{", json.dumps({"figures": []}), json.dumps([1])])
+@pytest.mark.parametrize("text", ["{\n", json.dumps({"figures": []}) + "\n", "[1]\n", ""])
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(UserError, match=r"r\.json is not a result of"):
