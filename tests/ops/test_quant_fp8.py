@@ -97,7 +97,7 @@ def test_programs_that_take_several_rows_change_no_bit(
     assert all(map(same_bits, one, several)), f"--fw-seed={fw_seed}"
 
 
-def test_no_more_programs_take_several_rows_than_run_at_once(device: torch.device) -> None:
+def test_no_more_programs_take_several_rows_than_run_at_once() -> None:
     """By registers and warps of a multiprocessor; else some would start when others have ended."""
     for hidden, scheme in itertools.product((1024, 2048, 4096, 5120, 8192), (0, 128)):
         x = torch.empty(2048, hidden, dtype=torch.bfloat16, device="meta")
