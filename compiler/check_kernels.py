@@ -18,7 +18,7 @@ def check_kernels(kernels: Mapping[str, str]) -> None:
         if name not in ops.BY_NAME:
             raise UserError(f"kernels={name}=…: no such op; known: {', '.join(ops.BY_NAME)}")
         known = [impl.name for impl in ops.BY_NAME[name].implementations]
-        if implementation not in known:
+        if not set(implementation.split("/")) <= set(known):
             raise UserError(
                 f"kernels={name}={implementation}: {name} has no such implementation; "
                 f"it has: {', '.join(known)}"

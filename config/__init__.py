@@ -6,7 +6,7 @@
 
 from .errors import EngineDeadError, UserError
 from .key_factors import key_factors, outside_fields, outside_key
-from .levels import LEVELS, OPT_IN, PASSES, CudagraphMode, Level
+from .levels import FLASHINFER, LEVELS, OPT_IN, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
 from .resolve import capture_sizes, resolve
 from .resolved import (
@@ -22,6 +22,7 @@ from .resolved import (
 )
 
 __all__ = [
+    "FLASHINFER",
     "LEVELS",
     "OPT_IN",
     "PASSES",

@@ -53,6 +53,9 @@ measured and ``fuse_lm_head_argmax`` gained nothing (bench/NOTES.md).  What ``fu
 makes runs the all-reduce of torch.distributed and then the norm's reference, slower than the norm's
 kernel, until one kernel does both."""
 
+FLASHINFER = ("paged_attention", "flashinfer/cuda/triton")
+"""What ``attention_backend=flashinfer`` forces: where FlashInfer does not fit, our own kernels."""
+
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
     "cuda": {"linear": "invariant", "linear_fp8": "invariant", "paged_attention": "invariant"},
     "cpu": {

@@ -61,12 +61,14 @@ class EngineOptions:
         (), "compile", "fail unless this pass matches all its sites, or :N of them at least"
     )
     kernels: tuple[str, ...] = _option(
-        (), "compile", "force implementations, as op=native|triton|cuda"
+        (),
+        "compile",
+        "force implementations, as op=native|triton|cuda; op=cuda/triton: the first that fits",
     )
     attention_backend: str = _option(
         "auto",
         "compile",
-        "which paged attention; flashinfer is built by `fusewright compile` alone",
+        "which paged attention; flashinfer is built by `fusewright compile` alone; auto finds it",
         ("auto", "cuda", "flashinfer", "triton", "native"),
     )
     batch_invariant: bool = _option(

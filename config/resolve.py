@@ -7,6 +7,7 @@ from .errors import UserError
 from .levels import (
     BATCH_INVARIANT,
     BATCH_INVARIANT_LEVEL,
+    FLASHINFER,
     JOINS_PRODUCTS,
     LEVELS,
     OPT_IN,
@@ -277,6 +278,8 @@ def _kernels(options: EngineOptions, level: Level) -> tuple[tuple[str, str], ...
     if backend != "auto" and not level.trace:
         raise UserError(f"attention_backend={backend}: -O0 runs references; use -O1 or higher")
     kernels = {} if backend == "auto" else {"paged_attention": backend}
+    if backend == "flashinfer":
+        kernels = dict([FLASHINFER])
     for item in options.kernels:
         op, _, implementation = item.partition("=")
         if not op or not implementation:

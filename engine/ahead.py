@@ -10,6 +10,7 @@ import torch
 
 from ..compiler.compiled import Compiled
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
+from .attention_backend import say_where_flashinfer_does_not_fit
 from .hardware import detect_hardware
 from .progress import show_progress
 from .source import artifact_label, configured_store, find_or_compile
@@ -53,6 +54,7 @@ def compile_ahead(
         progress.status("Compiling") as say,
     ):
         compiled = find_or_compile(spec, config, store, on_phase=say, dump=dump)
+    say_where_flashinfer_does_not_fit(config, compiled.report.get("choices", ()))
     label = artifact_label(spec, config)
     return CompiledAhead(compiled, label, startup, _left(hardware, absent))
 

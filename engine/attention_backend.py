@@ -1,30 +1,52 @@
-"""Who serves attention until FlashInfer's modules are compiled: a start never compiles them."""
+"""Who serves attention: FlashInfer where its modules are compiled, which no start does, else we."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..compiler.store import Store
-from ..config import ResolvedConfig
+from ..config import FLASHINFER, ResolvedConfig
 from ..model_executor.spec import ModelSpec
 from .source import artifact_key, keys_as_good
 
 _log = logging.getLogger(__name__)
-_CHOICE = ("paged_attention", "flashinfer")
 
 
-def until_compiled(spec: ModelSpec, config: ResolvedConfig, store: Store) -> ResolvedConfig:
-    """``config``; where it wants FlashInfer and no artifact has its modules, without that choice,
-    which a warning says."""
-    kernels = config.compile.kernels
-    wanted = _CHOICE in kernels and config.hardware.device == "cuda"
-    keys = artifact_key(spec, config), *keys_as_good(spec, config)
-    if not wanted or config.store.require or store.find(*keys):
+def with_compiled_attention(
+    spec: ModelSpec, config: ResolvedConfig, store: Store
+) -> ResolvedConfig:
+    """``config``, with FlashInfer if the store has the artifact with it, else without.
+
+    An artifact with it is made by ``fusewright compile --attention-backend flashinfer`` alone; so
+    ``auto`` takes it where someone has asked for it.  Where it is asked for now and there is no
+    such artifact, a warning says that our own kernels serve.
+    """
+    asked = FLASHINFER in config.compile.kernels
+    other = tuple(choice for choice in config.compile.kernels if choice != FLASHINFER)
+    if config.hardware.device != "cuda" or FLASHINFER[0] in dict(other):
+        return config
+    wanted = _with_kernels(config, (FLASHINFER, *other))
+    if store.find(artifact_key(spec, wanted), *keys_as_good(spec, wanted)):
+        return wanted
+    if not asked or config.store.require:
         return config
     _log.warning(
         "attention_backend=flashinfer: its modules are not compiled, so our own kernels serve; "
         "`fusewright compile` with the options of this start builds them"
     )
-    own = tuple(choice for choice in kernels if choice != _CHOICE)
-    return replace(config, compile=replace(config.compile, kernels=own))
+    return _with_kernels(config, other)
+
+
+def _with_kernels(config: ResolvedConfig, kernels: tuple[tuple[str, str], ...]) -> ResolvedConfig:
+    return replace(config, compile=replace(config.compile, kernels=kernels))
+
+
+def say_where_flashinfer_does_not_fit(config: ResolvedConfig, choices: Iterable[str]) -> None:
+    """A warning for each choice of another kernel where FlashInfer is to serve, with the reason."""
+    if FLASHINFER not in config.compile.kernels:
+        return
+    for choice in choices:
+        if choice.startswith(FLASHINFER[0]) and "(flashinfer: " in choice:
+            _log.warning("attention_backend=flashinfer: %s", choice)

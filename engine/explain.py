@@ -10,8 +10,9 @@ from ..compiler.dump import Dump
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.resolve import why_off
 from .ahead import target_hardware
+from .attention_backend import with_compiled_attention
 from .hardware import detect_hardware
-from .source import artifact_label, model_source
+from .source import artifact_label, configured_store, model_source
 from .startup import read_model
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def explain_model(
     _, spec, config = read_model(options, hardware)
     if not config.compile.trace:
         raise UserError("explain: -O0 rewrites and compiles nothing; use -O1 or higher")
+    if config.store.enabled and options.attention_backend == "auto":
+        config = with_compiled_attention(spec, config, configured_store(config.store))
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
     before = _Before()
     source = model_source(spec, config)

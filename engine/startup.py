@@ -31,7 +31,7 @@ from ..model_executor.loader import load_model
 from ..model_executor.models.decoder import DecoderModel
 from ..model_executor.quant.scheme import KINDS
 from ..model_executor.spec import ModelSpec, quantize_online
-from .attention_backend import until_compiled
+from .attention_backend import say_where_flashinfer_does_not_fit, with_compiled_attention
 from .inputs import InputProcessor
 from .kv_blocks import BlockPool
 from .progress import Progress
@@ -175,10 +175,11 @@ def compile_model(
     ):
         # -O3 measures kernels, and wants the device for itself.
         before_build = weights.result if config.compile.tune else lambda: None
-        chosen = until_compiled(spec, config, store)
+        chosen = with_compiled_attention(spec, config, store)
         compiled = find_or_compile(
             spec, chosen, store, before_build=before_build, on_phase=on_phase
         )
+    say_where_flashinfer_does_not_fit(chosen, compiled.report.get("choices", ()))
     with startup.phase("wait for weights"):
         model = weights.result()
     tensors = [*model.named_parameters(), *model.named_buffers()]

@@ -214,14 +214,15 @@ def choose(
     """Pick an implementation for one call: a pure function of its arguments.
 
     ``inline_first`` (``-O1``) prefers implementations that Inductor can fuse; ``override`` names
-    one that must be used; ``order`` replaces the op's own preference.
+    what must be used: one, or several with "/" between, the first that fits; ``order`` replaces the
+    op's own preference.
 
     Raises:
         ValueError: none fits; names op, call and reasons.
     """
     candidates = tuple(order) or op.implementations
     if override:
-        candidates = (op.implementation(override),)
+        candidates = tuple(map(op.implementation, override.split("/")))
     elif inline_first:
         candidates = tuple(sorted(candidates, key=lambda impl: not impl.inline))
     rejected: list[tuple[str, str]] = []

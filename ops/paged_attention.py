@@ -18,6 +18,7 @@ from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
 from .paged_attention_cases import cases
 from .paged_attention_cuda import by_cuda
+from .paged_attention_cuda import supports as csrc_supports
 from .paged_attention_flashinfer import by_flashinfer
 
 # The reference holds at most this many float32 logits at once.
@@ -294,7 +295,7 @@ OP = SemanticOp(
             devices=("cuda",),
             launches=_launches,
         ),
-        by_flashinfer(_triton_supports),
+        by_flashinfer(partial(csrc_supports, triton_supports=_triton_supports)),
         Implementation("native", _native, on_host=True),
         Implementation(
             "invariant",

@@ -25,29 +25,31 @@ _MAX_GROUP = 16
 Launches: TypeAlias = Callable[..., tuple[list[Launch], None]]
 
 
-def takes(num_tokens: int, num_seqs: int) -> bool:
-    """Whether the kernel of csrc runs a batch of these sizes, and not the Triton launches."""
-    return num_tokens == num_seqs
-
-
-def _takes(args: tuple[Any, ...]) -> bool:
+def takes(args: tuple[Any, ...]) -> bool:
+    """Whether the kernel of csrc runs a call of these arguments: one query a sequence."""
     q, _, _, seq_lens, *_ = args
-    return takes(q.shape[0], seq_lens.shape[0])
+    return bool(q.shape[0] == seq_lens.shape[0])
 
 
-def _run(*args: Any, triton: Callable[..., None]) -> None:
-    if not _takes(args):
-        triton(*args)
-        return
+def decode(*args: Any) -> None:
+    """A call that the kernel of csrc ``takes``."""
     kv_scale, out_scale = (*args[9:], None, None)[:2]
     torch.ops.fw_cuda.decode_attention.default(*args[:9], kv_scale, out_scale)
 
 
+def _run(*args: Any, triton: Callable[..., None]) -> None:
+    if takes(args):
+        decode(*args)
+    else:
+        triton(*args)
+
+
 def _launches(*args: Any, triton: Launches) -> tuple[list[Launch], None]:
-    return ([], None) if _takes(args) else triton(*args)
+    return ([], None) if takes(args) else triton(*args)
 
 
-def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
+def supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
+    """Empty, or why the kernel of csrc cannot serve the call; ``triton_supports`` of the rest."""
     q, kv_cache = desc["q"], desc["kv_cache"]
     _, num_heads, head_dim = q.shape
     _, _, page, kv_heads, _ = kv_cache.shape
@@ -75,7 +77,7 @@ def by_cuda(launches: Launches, triton_supports: Callable[[OpDesc], str]) -> Imp
     return Implementation(
         "cuda",
         partial(_run, triton=run_launches(launches)),
-        partial(_supports, triton_supports=triton_supports),
+        partial(supports, triton_supports=triton_supports),
         devices=("cuda",),
         launches=partial(_launches, triton=launches),
     )

@@ -1,6 +1,7 @@
 """``paged_attention`` with FlashInfer's prefill on Hopper: the implementation ``flashinfer``.
 
-Sequences with one query stay with the decode kernel, which packs the heads of a group.
+Batches of one query a sequence are csrc's decode kernel's, as without FlashInfer; single queries of
+other batches are the Triton decode kernel's.  All pack the heads of a group.
 """
 
 from __future__ import annotations
@@ -15,32 +16,31 @@ from . import flashinfer
 from ._launch import Launch, run_launches
 from ._op import Implementation, OpDesc
 from .launches import paged_attention as kernels
-
-_SM = 90
-
-
-def _decode(*args: Any) -> tuple[list[Launch], None]:
-    return kernels.decode(*args), None
+from .paged_attention_cuda import decode, takes
 
 
-_run_decode = run_launches(_decode)
+def _launches(*args: Any) -> tuple[list[Launch], None]:
+    return [] if takes(args) else kernels.decode(*args), None
+
+
+_run_single_queries = run_launches(_launches)
 
 
 def _run(*args: Any) -> None:
+    if takes(args):
+        decode(*args)
+        return
     q, kv_cache, block_table, seq_lens, query_start_loc, out, scale, *_ = args
-    if len(q) > len(seq_lens) > 0:
+    if len(seq_lens) > 0:
         sms = kernels.num_sms(q.device)
         flashinfer.prefill(
             q, kv_cache, block_table, seq_lens, query_start_loc, out, scale, num_sms=sms
         )
-    _run_decode(*args)
+    _run_single_queries(*args)
 
 
 def _supports(desc: OpDesc, decode_supports: Callable[[OpDesc], str]) -> str:
     head_dim = desc["q"].shape[2]
-    if desc.device != "cuda" or desc.sm != _SM:
-        on = f"SM {desc.sm / 10}" if desc.sm else desc.device
-        return f"the module is for SM {_SM / 10}, not {on}"
     if any(desc[name].dtype != torch.bfloat16 for name in ("q", "kv_cache", "out")):
         dtypes = ", ".join(str(desc[name].dtype) for name in ("q", "kv_cache", "out"))
         return f"q, kv_cache and out are {dtypes}: the module takes bfloat16"
@@ -58,13 +58,13 @@ def _missing(desc: OpDesc) -> str:
 
 
 def by_flashinfer(decode_supports: Callable[[OpDesc], str]) -> Implementation:
-    """The implementation; ``decode_supports`` is that of the decode kernel's."""
+    """The implementation; ``decode_supports`` is that of csrc's decode kernel."""
     return Implementation(
         "flashinfer",
         _run,
         partial(_supports, decode_supports=decode_supports),
         devices=("cuda",),
-        launches=_decode,
+        launches=_launches,
         opt_in=True,
         missing=_missing,
     )

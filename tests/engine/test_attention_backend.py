@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 from fusewright.compiler.store import Store
-from fusewright.config import EngineOptions, Hardware, ResolvedConfig, UserError
-from fusewright.engine.attention_backend import until_compiled
+from fusewright.config import FLASHINFER, EngineOptions, Hardware, ResolvedConfig, UserError
+from fusewright.engine.attention_backend import (
+    say_where_flashinfer_does_not_fit,
+    with_compiled_attention,
+)
+from fusewright.engine.explain import explain_model
 from fusewright.engine.source import artifact_key
 from fusewright.engine.startup import read_model
 from fusewright.model_executor.spec import ModelSpec
 
 GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
-CHOICE = ("paged_attention", "flashinfer")
 
 
 def model(**options: Any) -> tuple[ModelSpec, ResolvedConfig]:
@@ -30,7 +33,7 @@ def test_auto_forces_nothing() -> None:
 
 def test_a_backend_is_a_forced_implementation() -> None:
     assert model(attention_backend="triton")[1].compile.kernels == (("paged_attention", "triton"),)
-    assert model(attention_backend="flashinfer")[1].compile.kernels == (CHOICE,)
+    assert model(attention_backend="flashinfer")[1].compile.kernels == (FLASHINFER,)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_a_start_without_modules_says_so_in_a_line_and_serves_by_our_own(
     spec, config = model(
         attention_backend="flashinfer", dtype="bfloat16", kernels=("linear=native",)
     )
-    own = until_compiled(spec, config, Store((), write_to=tmp_path))
+    own = with_compiled_attention(spec, config, Store((), write_to=tmp_path))
     assert own.compile.kernels == (("linear", "native"),)
     (line,) = (record.getMessage() for record in said)
     assert "`fusewright compile` with the options of this start" in line
@@ -70,16 +73,53 @@ def test_a_start_takes_the_artifact_with_modules(
     spec, config = model(attention_backend="flashinfer", dtype="bfloat16")
     store = Store((), write_to=tmp_path)
     store.publish(artifact_key(spec, config), {"plan.json": b"{}"}, {}, "with modules")
-    assert until_compiled(spec, config, store) is config
+    assert with_compiled_attention(spec, config, store) == config
     assert not said
 
 
 def test_required_artifacts_are_not_replaced(tmp_path: Path) -> None:
     """``compile()`` then refuses, with the nearest artifact and the command."""
     spec, config = model(attention_backend="flashinfer", dtype="bfloat16", require_cache=True)
-    assert until_compiled(spec, config, Store((tmp_path,))) is config
+    assert with_compiled_attention(spec, config, Store((tmp_path,))) is config
 
 
-def test_other_backends_pass(tmp_path: Path) -> None:
-    spec, config = model(attention_backend="triton")
-    assert until_compiled(spec, config, Store((), write_to=tmp_path)) is config
+def test_auto_takes_flashinfer_where_someone_has_compiled_it(
+    tmp_path: Path, said: list[logging.LogRecord]
+) -> None:
+    store = Store((), write_to=tmp_path)
+    spec, config = model(dtype="bfloat16", kernels=("linear=native",))
+    assert with_compiled_attention(spec, config, store) is config
+    asked = model(attention_backend="flashinfer", dtype="bfloat16", kernels=("linear=native",))
+    store.publish(artifact_key(*asked), {"plan.json": b"{}"}, {}, "with modules")
+    assert with_compiled_attention(spec, config, store) == asked[1]
+    assert not said
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_backend": "triton"}, {"batch_invariant": True}], ids=str
+)
+def test_what_names_a_kernel_keeps_it(tmp_path: Path, options: dict[str, Any]) -> None:
+    store = Store((), write_to=tmp_path)
+    spec, config = model(dtype="bfloat16", **options)
+    asked = model(attention_backend="flashinfer", dtype="bfloat16")
+    store.publish(artifact_key(*asked), {"plan.json": b"{}"}, {}, "with modules")
+    assert with_compiled_attention(spec, config, store) is config
+
+
+def test_where_flashinfer_does_not_fit_our_own_kernels_serve_and_it_is_said(
+    said: list[logging.LogRecord],
+) -> None:
+    options = EngineOptions(
+        attention_backend="flashinfer", dtype="bfloat16", kv_cache_dtype="fp8", device="cuda"
+    )
+    _, facts = explain_model(options, target_sm=90)
+    say_where_flashinfer_does_not_fit(read_model(options, GPU)[2], facts.choices)
+    (line,) = (record.getMessage() for record in said)
+    assert line.startswith("attention_backend=flashinfer: paged_attention -> cuda (flashinfer: ")
+    assert "torch.float8_e4m3fn" in line
+
+
+def test_other_backends_say_nothing_of_flashinfer(said: list[logging.LogRecord]) -> None:
+    choices = ["paged_attention -> triton (flashinfer: KV cache is FP8)"]
+    say_where_flashinfer_does_not_fit(model(attention_backend="triton")[1], choices)
+    assert not said

@@ -16,7 +16,6 @@ import torch
 
 from fusewright.ops import PAGED_ATTENTION, Case, OpDesc, choose, flashinfer
 from fusewright.ops.conformance import check_case
-from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.paged_attention_cases import batch
 
 IMPL = PAGED_ATTENTION.implementation("flashinfer")
@@ -28,7 +27,7 @@ def description(dtype: torch.dtype = torch.bfloat16, sm: int = 90, **options: An
     page = options.pop("page", 16)
     cpu = torch.device("cpu")
     args = batch(dtype, cpu, torch.Generator(), [(1, 3), (4, 9)], heads, page, **options)
-    return replace(PAGED_ATTENTION.describe(args, sm=sm), device="cuda")
+    return replace(PAGED_ATTENTION.describe(args, sm=sm, csrc=True), device="cuda")
 
 
 def test_it_takes_bfloat16_on_hopper() -> None:
@@ -39,16 +38,16 @@ def test_it_takes_bfloat16_on_hopper() -> None:
 @pytest.mark.parametrize(
     ("desc", "reason"),
     [
-        (description(sm=80), "the module is for SM 9.0, not SM 8.0"),
-        (description(sm=100), "the module is for SM 9.0, not SM 10.0"),
-        (replace(description(), device="cpu"), "the module is for SM 9.0"),
+        (description(sm=80), "built for SM 9.0, not 8.0"),
+        (description(sm=100), "built for SM 9.0, not 10.0"),
+        (replace(description(), device="cpu"), "on cpu, not CUDA"),
         (description(torch.float16), "torch.float16, torch.float16, torch.float16: the module"),
         (description(fp8="scaled kv"), "torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16"),
         (description(fp8="out"), "torch.bfloat16, torch.bfloat16, torch.float8_e4m3fn"),
         (description(heads=(4, 2, 80)), "head_dim 80: the modules are for 64, 128"),
         (description(window=5), "sliding window"),
         (description(cap=5.0), "soft cap"),
-        (description(page=12), "block size 12"),  # what the decode kernel says
+        (description(page=12), "block size 12"),  # what csrc says
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -63,14 +62,28 @@ def test_only_its_name_chooses_it() -> None:
     assert chosen.implementation == "flashinfer"
 
 
-def test_its_launches_are_those_of_our_decode() -> None:
-    args = batch(
-        torch.bfloat16, torch.device("cpu"), torch.Generator(), [(1, 3), (4, 9)], HEADS, 16
-    )
+def test_where_it_does_not_fit_the_next_one_serves_and_it_says_why() -> None:
+    override = "flashinfer/cuda/triton"
+    desc = description(fp8="scaled kv")
+    chosen = choose(PAGED_ATTENTION, desc, inline_first=False, override=override)
+    assert chosen.implementation == "cuda"
+    assert str(chosen).startswith("paged_attention -> cuda (flashinfer: q, kv_cache and out are")
+    desc = description(fp8="scaled kv", heads=(4, 2, 80))
+    chosen = choose(PAGED_ATTENTION, desc, inline_first=False, override=override)
+    assert chosen.implementation == "triton"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "launched"), [([(1, 3), (4, 9)], ["_decode_kernel"]), ([(1, 3), (1, 9)], [])]
+)
+def test_it_launches_triton_for_the_single_queries_of_mixed_batches_alone(
+    lengths: list[tuple[int, int]], launched: list[str]
+) -> None:
+    args = batch(torch.bfloat16, torch.device("cpu"), torch.Generator(), lengths, HEADS, 16)
     meta = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
     assert IMPL.launches is not None
-    (launch,) = IMPL.launches(*meta)[0]
-    assert launch.kernel == kernels.paged_attention(*meta)[0][-1].kernel
+    launches = IMPL.launches(*meta)[0]
+    assert [launch.kernel.partition(":")[2] for launch in launches] == launched
 
 
 def test_without_its_module_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

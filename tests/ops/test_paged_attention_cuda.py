@@ -83,7 +83,7 @@ def test_it_is_the_first_choice_where_it_runs() -> None:
 def test_it_takes_batches_of_one_query_a_sequence(
     num_tokens: int, num_seqs: int, taken: bool
 ) -> None:
-    assert glue.takes(num_tokens, num_seqs) == taken
+    assert glue.takes(sized(num_tokens, num_seqs)) == taken
 
 
 def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
