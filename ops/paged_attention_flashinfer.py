@@ -19,8 +19,13 @@ from .launches import paged_attention as kernels
 from .paged_attention_cuda import decode, takes
 
 
+def _is_lone(args: tuple[Any, ...]) -> bool:
+    """One sequence: FlashInfer's whatever it has, so that it needs no other launch."""
+    return len(args[3]) == 1
+
+
 def _launches(*args: Any) -> tuple[list[Launch], None]:
-    return [] if takes(args) else kernels.decode(*args), None
+    return [] if takes(args) or _is_lone(args) else kernels.decode(*args), None
 
 
 _run_single_queries = run_launches(_launches)
@@ -30,12 +35,8 @@ def _run(*args: Any) -> None:
     if takes(args):
         decode(*args)
         return
-    q, kv_cache, block_table, seq_lens, query_start_loc, out, scale, *_ = args
-    if len(seq_lens) > 0:
-        sms = kernels.num_sms(q.device)
-        flashinfer.prefill(
-            q, kv_cache, block_table, seq_lens, query_start_loc, out, scale, num_sms=sms
-        )
+    fewest = 1 if _is_lone(args) else 2
+    flashinfer.prefill(*args[:7], fewest=fewest, num_sms=kernels.num_sms(args[0].device))
     _run_single_queries(*args)
 
 

@@ -75,6 +75,7 @@ class _Call(ctypes.Structure):
         ("num_heads", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
         ("page", ctypes.c_int32),
+        ("fewest", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
         ("scale", ctypes.c_float),
     ]
@@ -89,14 +90,16 @@ def prefill(
     out: Tensor,
     scale: float,
     *,
+    fewest: int,
     num_sms: int,
 ) -> None:
-    """``paged_attention`` of the sequences with more than one query, on the current stream.
+    """``paged_attention`` of the sequences with ``fewest`` queries or more, on the current stream.
 
     Algorithm: FlashAttention-3 (Shah et al., 2024), as FlashInfer has it.
 
     Args:
         q .. scale: as in ``paged_attention``; bfloat16.
+        fewest: at least 1.
         num_sms: multiprocessors of the GPU.
 
     Raises:
@@ -105,8 +108,10 @@ def prefill(
     num_tokens, num_heads, head_dim = q.shape
     if reason := missing_module(head_dim):
         raise RuntimeError(f"paged_attention: {reason}")
-    # A tile is of one sequence, which has two queries or more.
-    tiles = min(num_tokens // TILES[head_dim].queries + len(seq_lens), num_tokens // 2)
+    # A tile is of one sequence.
+    tiles = min(num_tokens // TILES[head_dim].queries + len(seq_lens), num_tokens // fewest)
+    if tiles == 0:
+        return
     call = _Call(
         q.data_ptr(),
         kv_cache.data_ptr(),
@@ -121,6 +126,7 @@ def prefill(
         num_heads,
         kv_cache.shape[3],
         kv_cache.shape[2],
+        fewest,
         min(num_sms, tiles * num_heads),
         scale,
     )

@@ -31,13 +31,13 @@ struct Logits {
 };
 
 // Blocks take (query tile, head) pairs from the last tiles, which see the most keys, to the first,
-// there and back over the grid, so that each gets long and short ones.  Sequences with one query
-// have no tiles: the decode kernel serves them.
+// there and back over the grid, so that each gets long and short ones.  Sequences with fewer queries
+// than `fewest` have no tiles: the decode kernel serves them.
 struct LengthsScheduler {
   struct Params {
     int const* seq_lens;
     int const* query_start;
-    int num_seqs, table_stride, num_heads, group;
+    int num_seqs, table_stride, num_heads, group, fewest;
   };
 
   struct WorkTileInfo {
@@ -54,8 +54,8 @@ struct LengthsScheduler {
     }
   };
 
-  CUTLASS_DEVICE static int tiles(int query_len, int seq_len) {
-    return query_len > 1 && seq_len > 0 ? (query_len + kTileQ - 1) / kTileQ : 0;
+  CUTLASS_DEVICE static int tiles(Params const& params, int query_len, int seq_len) {
+    return query_len >= params.fewest && seq_len > 0 ? (query_len + kTileQ - 1) / kTileQ : 0;
   }
 
   // The item-th (tile, head) pair.  Every lane of a warp calls it and gets the same answer.
@@ -75,7 +75,7 @@ struct LengthsScheduler {
         query_len = params.query_start[seq + 1] - start;
         seq_len = params.seq_lens[seq];
       }
-      int const own = tiles(query_len, seq_len);
+      int const own = tiles(params, query_len, seq_len);
       int to_here = own;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -124,7 +124,7 @@ extern "C" struct FwPrefill {
   int const* query_start_loc;
   void* out;
   int64_t q_stride, table_stride;
-  int32_t num_tokens, num_seqs, num_heads, kv_heads, page, blocks;
+  int32_t num_tokens, num_seqs, num_heads, kv_heads, page, fewest, blocks;
   float scale;
 };
 
@@ -150,7 +150,8 @@ extern "C" int fw_prefill(FwPrefill const* call, cudaStream_t stream) {
        nullptr, get_lse_gmem_layout(call->num_tokens, call->num_heads)});
   LengthsScheduler::Params const schedule{call->seq_lens,  call->query_start_loc,
                                           call->num_seqs,  int(call->table_stride),
-                                          call->num_heads, call->num_heads / call->kv_heads};
+                                          call->num_heads, call->num_heads / call->kv_heads,
+                                          call->fewest};
   auto const kernel =
       PrefillWithKVCacheKernel<Mainloop, Epilogue, Traits, /*LEFT_SLIDING_WINDOW=*/false,
                                /*CAUSAL=*/true, LengthsScheduler>;
