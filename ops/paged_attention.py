@@ -18,7 +18,6 @@ from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
 from .paged_attention_cases import cases
 from .paged_attention_cuda import by_cuda
-from .paged_attention_cuda import supports as csrc_supports
 from .paged_attention_flashinfer import by_flashinfer
 
 # The reference holds at most this many float32 logits at once.
@@ -226,6 +225,11 @@ def _launches(*args: Any, invariant: bool = False) -> tuple[list[Launch], None]:
     return kernels.paged_attention(*args, invariant=invariant)
 
 
+def _prefill(*args: Any) -> list[Launch]:
+    _fake(*args)
+    return kernels.prefill(*args)
+
+
 _invariant = partial(_launches, invariant=True)
 
 
@@ -280,6 +284,8 @@ def context_symbols(
     return {"context_tokens": tokens, "query_context_pairs": pairs}
 
 
+_CUDA = by_cuda(_prefill, _triton_supports)
+
 OP = SemanticOp(
     name="paged_attention",
     reference=_reference,
@@ -287,7 +293,7 @@ OP = SemanticOp(
     cases=cases,
     cost=_cost,
     implementations=(
-        by_cuda(_launches, _triton_supports),
+        _CUDA,
         Implementation(
             "triton",
             run_launches(_launches),
@@ -295,7 +301,7 @@ OP = SemanticOp(
             devices=("cuda",),
             launches=_launches,
         ),
-        by_flashinfer(partial(csrc_supports, triton_supports=_triton_supports)),
+        by_flashinfer(_CUDA),
         Implementation("native", _native, on_host=True),
         Implementation(
             "invariant",

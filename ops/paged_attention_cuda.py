@@ -1,7 +1,7 @@
 """``paged_attention`` with the decode kernel of csrc: the implementation ``cuda``.
 
-It takes batches of at most one query a sequence; the Triton launches do the rest.  Which of the two
-runs follows from shapes alone, so a captured graph serves any lengths.
+It takes sequences with one query, the Triton prefill kernel the rest.  Which of the two are
+launched follows from shapes alone, so a captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -22,34 +22,45 @@ _HEAD_DIMS = (64, 128)
 _PAGES = (8, 16, 32, 64, 128, 256)
 _MAX_GROUP = 16
 
-Launches: TypeAlias = Callable[..., tuple[list[Launch], None]]
+Prefill: TypeAlias = Callable[..., list[Launch]]
 
 
-def takes(args: tuple[Any, ...]) -> bool:
-    """Whether the kernel of csrc runs a call of these arguments: one query a sequence."""
-    q, _, _, seq_lens, *_ = args
-    return bool(q.shape[0] == seq_lens.shape[0])
+def has_decodes(args: tuple[Any, ...]) -> bool:
+    """Whether a call may have what is the decode kernel's.  A lone sequence with more rows than one
+    is the prefill kernel's, whatever it has."""
+    num_tokens, num_seqs = len(args[0]), len(args[3])
+    return num_tokens == num_seqs or num_seqs > 1
+
+
+def has_prefills(args: tuple[Any, ...]) -> bool:
+    """Whether a call may have what is the prefill kernel's: more than one query a sequence."""
+    return len(args[0]) != len(args[3])
 
 
 def decode(*args: Any) -> None:
-    """A call that the kernel of csrc ``takes``."""
+    """The sequences with one query."""
     kv_scale, out_scale = (*args[9:], None, None)[:2]
     torch.ops.fw_cuda.decode_attention.default(*args[:9], kv_scale, out_scale)
 
 
-def _run(*args: Any, triton: Callable[..., None]) -> None:
-    if takes(args):
+def _run(*args: Any, prefill: Callable[..., None]) -> None:
+    if has_prefills(args):
+        prefill(*args)
+    if has_decodes(args):
         decode(*args)
-    else:
-        triton(*args)
 
 
-def _launches(*args: Any, triton: Launches) -> tuple[list[Launch], None]:
-    return ([], None) if takes(args) else triton(*args)
+def runs(*args: Any, prefill: str = "_prefill_kernel") -> tuple[str, ...]:
+    """Names of the kernels of a call, whose prefill kernel is ``prefill``."""
+    names = [(prefill, has_prefills(args)), ("csrc paged_attention", has_decodes(args))]
+    return tuple(name for name, is_launched in names if is_launched)
 
 
-def supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
-    """Empty, or why the kernel of csrc cannot serve the call; ``triton_supports`` of the rest."""
+def _launches(*args: Any, prefill: Prefill) -> tuple[list[Launch], None]:
+    return prefill(*args) if has_prefills(args) else [], None
+
+
+def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
     q, kv_cache = desc["q"], desc["kv_cache"]
     _, num_heads, head_dim = q.shape
     _, _, page, kv_heads, _ = kv_cache.shape
@@ -72,12 +83,14 @@ def supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
     return why_no_csrc(desc)
 
 
-def by_cuda(launches: Launches, triton_supports: Callable[[OpDesc], str]) -> Implementation:
-    """The implementation; ``launches`` and ``triton_supports`` are the Triton implementation's."""
+def by_cuda(prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -> Implementation:
+    """The implementation; ``prefill`` and ``triton_supports`` are the Triton implementation's."""
+    launches = partial(_launches, prefill=prefill)
     return Implementation(
         "cuda",
-        partial(_run, triton=run_launches(launches)),
-        partial(supports, triton_supports=triton_supports),
+        partial(_run, prefill=run_launches(launches)),
+        partial(_supports, triton_supports=triton_supports),
         devices=("cuda",),
-        launches=partial(_launches, triton=launches),
+        launches=launches,
+        runs=runs,
     )

@@ -1,46 +1,51 @@
 """``paged_attention`` with FlashInfer's prefill on Hopper: the implementation ``flashinfer``.
 
-Batches of one query a sequence are csrc's decode kernel's, as without FlashInfer; single queries of
-other batches are the Triton decode kernel's.  All pack the heads of a group.
+It is ``cuda`` with another prefill kernel from so many tokens on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from . import flashinfer
-from ._launch import Launch, run_launches
+from ._launch import Launch
 from ._op import Implementation, OpDesc
-from .launches import paged_attention as kernels
-from .paged_attention_cuda import decode, takes
+from .launches.paged_attention import num_sms
+from .paged_attention_cuda import decode, has_decodes, has_prefills, runs
+
+# Of 128 and 135 our kernel takes less time, of 512 and 575 FlashInfer's: bench/NOTES.md.
+FEWEST_TOKENS = 257
 
 
-def _is_lone(args: tuple[Any, ...]) -> bool:
-    """One sequence: FlashInfer's whatever it has, so that it needs no other launch."""
-    return len(args[3]) == 1
+def _takes(args: tuple[Any, ...]) -> bool:
+    """Whether FlashInfer has the prefills of a call."""
+    return has_prefills(args) and len(args[0]) >= FEWEST_TOKENS
 
 
-def _launches(*args: Any) -> tuple[list[Launch], None]:
-    return [] if takes(args) or _is_lone(args) else kernels.decode(*args), None
-
-
-_run_single_queries = run_launches(_launches)
-
-
-def _run(*args: Any) -> None:
-    if takes(args):
-        decode(*args)
+def _run(*args: Any, cuda: Implementation) -> None:
+    if not _takes(args):
+        cuda.fn(*args)
         return
-    fewest = 1 if _is_lone(args) else 2
-    flashinfer.prefill(*args[:7], fewest=fewest, num_sms=kernels.num_sms(args[0].device))
-    _run_single_queries(*args)
+    # A lone sequence is all of FlashInfer's, whatever it has: no other launch.
+    fewest = 2 if has_decodes(args) else 1
+    flashinfer.prefill(*args[:7], fewest=fewest, num_sms=num_sms(args[0].device))
+    if has_decodes(args):
+        decode(*args)
 
 
-def _supports(desc: OpDesc, decode_supports: Callable[[OpDesc], str]) -> str:
+def _launches(*args: Any, cuda: Implementation) -> tuple[list[Launch], None]:
+    assert cuda.launches is not None
+    return ([], None) if _takes(args) else cuda.launches(*args)
+
+
+def _runs(*args: Any) -> tuple[str, ...]:
+    return runs(*args, prefill="flashinfer paged_attention") if _takes(args) else runs(*args)
+
+
+def _supports(desc: OpDesc, cuda: Implementation) -> str:
     head_dim = desc["q"].shape[2]
     if any(desc[name].dtype != torch.bfloat16 for name in ("q", "kv_cache", "out")):
         dtypes = ", ".join(str(desc[name].dtype) for name in ("q", "kv_cache", "out"))
@@ -51,21 +56,22 @@ def _supports(desc: OpDesc, decode_supports: Callable[[OpDesc], str]) -> str:
         return "sliding window: the module reads keys outside of it"
     if desc["soft_cap"] > 0:
         return "soft cap: the module has none"
-    return decode_supports(desc)
+    return cuda.supports(desc)
 
 
 def _missing(desc: OpDesc) -> str:
     return flashinfer.missing_module(desc["q"].shape[2])
 
 
-def by_flashinfer(decode_supports: Callable[[OpDesc], str]) -> Implementation:
-    """The implementation; ``decode_supports`` is that of csrc's decode kernel."""
+def by_flashinfer(cuda: Implementation) -> Implementation:
+    """The implementation, of the implementation ``cuda``."""
     return Implementation(
         "flashinfer",
-        _run,
-        partial(_supports, decode_supports=decode_supports),
+        partial(_run, cuda=cuda),
+        partial(_supports, cuda=cuda),
         devices=("cuda",),
-        launches=_launches,
+        launches=partial(_launches, cuda=cuda),
         opt_in=True,
         missing=_missing,
+        runs=_runs,
     )

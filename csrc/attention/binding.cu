@@ -73,11 +73,14 @@ void check_integers(const Tensor& t, const char* name, int64_t size) {
   }
 }
 
-void check_batch(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
-                 const Tensor& seq_lens, const Tensor& query_start_loc) {
-  const int64_t num_seqs = q.size(0), kv_heads = kv_cache.size(3);
+void check_batch(const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
+                 const Tensor& query_start_loc) {
+  if (seq_lens.dim() != 1) {
+    fail(kOp, "seq_lens has shape ", shape_of(seq_lens), ", expected [num_seqs]");
+  }
+  const int64_t num_seqs = seq_lens.size(0), kv_heads = kv_cache.size(3);
   if (num_seqs > kMaxSeqs || num_seqs * kv_heads > kMaxItems) {
-    fail(kOp, "q ", shape_of(q), " has ", num_seqs, " sequences of ", kv_heads,
+    fail(kOp, "seq_lens ", shape_of(seq_lens), " has ", num_seqs, " sequences of ", kv_heads,
          " KV heads, expected ", kMaxSeqs, " sequences or fewer and ", kMaxItems,
          " pairs of a sequence and a KV head or fewer");
   }
@@ -85,7 +88,7 @@ void check_batch(const Tensor& q, const Tensor& kv_cache, const Tensor& block_ta
       block_table.scalar_type() != ScalarType::Int ||
       (block_table.size(1) > 1 && block_table.stride(1) != 1)) {
     fail(kOp, "block_table has shape ", shape_of(block_table), ", expected [", num_seqs,
-         ", 1 or more] of int32 without gaps in rows: q ", shape_of(q), " has a row a sequence");
+         ", 1 or more] of int32 without gaps in rows: seq_lens is ", shape_of(seq_lens));
   }
   check_integers(seq_lens, "seq_lens", num_seqs);
   check_integers(query_start_loc, "query_start_loc", num_seqs + 1);
@@ -183,13 +186,13 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
   const Call call{q, kv_cache, out, kv_scale, out_scale};
   check_q(q);
   check_cache(kv_cache, q);
-  check_batch(q, kv_cache, block_table, seq_lens, query_start_loc);
+  check_batch(kv_cache, block_table, seq_lens, query_start_loc);
   check_scales(call);
   if (!(scale > 0) || sliding_window < 0 || sliding_window >= int64_t{1} << 31 || soft_cap < 0) {
     fail(kOp, "scale ", scale, ", sliding_window ", sliding_window, ", soft_cap ", soft_cap,
          ", expected a positive scale, the others 0 or positive, sliding_window below 2^31");
   }
-  if (q.size(0) == 0) return;
+  if (q.size(0) == 0 || seq_lens.size(0) == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   DecodeArgs args;
@@ -201,7 +204,8 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
   args.out = out.data_ptr();
   args.kv_scale = kv_scale ? static_cast<const float*>(kv_scale->data_ptr()) : nullptr;
   args.out_scale = out_scale ? static_cast<const float*>(out_scale->data_ptr()) : nullptr;
-  args.num_seqs = static_cast<int>(q.size(0));
+  args.num_seqs = static_cast<int>(seq_lens.size(0));
+  args.one_slot = q.size(0) == seq_lens.size(0);
   args.max_blocks = static_cast<int>(block_table.size(1));
   args.kv_heads = static_cast<int>(kv_cache.size(3));
   args.group = static_cast<int>(q.size(1) / kv_cache.size(3));

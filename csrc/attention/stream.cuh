@@ -69,7 +69,7 @@ __device__ __forceinline__ void fill(Stream<T>& stream, Ring<T>& ring) {
 template <typename T>
 __device__ __forceinline__ unsigned fresh_chunks(const DecodeArgs& args, const Batch<T>& batch) {
   using B = Batch<T>;
-  if (args.num_seqs > kWarpSize) return ~0u;
+  if (args.num_seqs > kWarpSize || !args.one_slot) return ~0u;
   if (args.num_seqs == 1) {  // no look into the block table: the last chunk
     const int behind = (batch.seq_len - 1) / T::kChunk - batch.first;
     const int index = behind / batch.step;

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fusewright import LLM, SamplingParams
 from fusewright.compiler.store import Store
 from fusewright.config import FLASHINFER, EngineOptions, Hardware, ResolvedConfig, UserError
+from fusewright.engine.ahead import compile_ahead
 from fusewright.engine.attention_backend import (
     say_where_flashinfer_does_not_fit,
     with_compiled_attention,
@@ -17,6 +21,7 @@ from fusewright.engine.attention_backend import (
 from fusewright.engine.explain import explain_model
 from fusewright.engine.source import artifact_key
 from fusewright.engine.startup import read_model
+from fusewright.model_executor.abacus.problems import held_out
 from fusewright.model_executor.spec import ModelSpec
 
 GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
@@ -123,3 +128,36 @@ def test_other_backends_say_nothing_of_flashinfer(said: list[logging.LogRecord])
     choices = ["paged_attention -> triton (flashinfer: KV cache is FP8)"]
     say_where_flashinfer_does_not_fit(model(attention_backend="triton")[1], choices)
     assert not said
+
+
+@pytest.fixture(scope="module")
+def with_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the bundled model's artifact for FlashInfer."""
+    if importlib.util.find_spec("flashinfer") is None or shutil.which("nvcc") is None:
+        pytest.skip("flashinfer-python and nvcc build the module, and are not both here")
+    store = tmp_path_factory.mktemp("store")
+    compile_ahead(EngineOptions(attention_backend="flashinfer", compile_cache_dir=(str(store),)))
+    return store
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_a_plain_start_serves_by_flashinfer_once_that_is_compiled(
+    mode: str, with_modules: Path
+) -> None:
+    """Prompts in steps of their own, in steps beside decodes, and in chunks; FlashInfer has those
+    of many tokens."""
+    llm = LLM(
+        "abacus",
+        compile_cache_dir=(str(with_modules),),
+        cudagraph_mode=mode,
+        max_num_seqs=64,
+        max_num_batched_tokens=300,
+    )
+    (attention,) = (c for c in llm.report()["choices"] if c.startswith("paged_attention"))
+    assert attention.startswith("paged_attention -> flashinfer")
+    problems = held_out(200, seed=5)
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    given = llm.generate([p.prompt for p in problems], params, use_tqdm=False)
+    right = sum(p.answer == o.outputs[0].text for p, o in zip(problems, given, strict=True))
+    assert right >= 198

@@ -20,7 +20,6 @@ from fusewright.ops import (
     representative_sizes,
     variants_of,
 )
-from fusewright.ops import paged_attention_cuda as glue
 from fusewright.ops.conformance import check_case
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.paged_attention_cases import batch
@@ -71,21 +70,6 @@ def test_it_is_the_first_choice_where_it_runs() -> None:
     assert chosen.implementation == "triton"
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_seqs", "taken"),
-    [
-        (1, 1, True),
-        (256, 256, True),
-        (17, 16, False),  # a sequence with two queries, or a padded row
-        (2000, 1, False),
-    ],
-)
-def test_it_takes_batches_of_one_query_a_sequence(
-    num_tokens: int, num_seqs: int, taken: bool
-) -> None:
-    assert glue.takes(sized(num_tokens, num_seqs)) == taken
-
-
 def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
     """A call of Llama-3-8B's shape, without data."""
 
@@ -100,10 +84,45 @@ def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
     return q, cache, table, empty(num_seqs), starts, out, 0.1, 0, 0.0, None, None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "prefill", "decode"),
+    [
+        ((8, 8), False, True),
+        ((1, 1), False, True),
+        ((9, 8), True, True),  # a sequence with two queries, or a padded row
+        ((2000, 1), True, False),
+    ],
+)
+def test_shapes_decide_what_is_launched(
+    sizes: tuple[int, int], prefill: bool, decode: bool
+) -> None:
+    expected = ["_prefill_kernel"] * prefill + ["csrc paged_attention"] * decode
+    assert IMPL.runs is not None
+    assert [*IMPL.runs(*sized(*sizes))] == expected
+
+
+def test_flashinfer_has_the_prefills_of_many_tokens() -> None:
+    flashinfer = PAGED_ATTENTION.implementation("flashinfer")
+    assert IMPL.launches is not None
+    assert IMPL.runs is not None
+    assert flashinfer.launches is not None
+    assert flashinfer.runs is not None
+    for sizes in [(9, 8), (256, 1), (300, 300)]:
+        args = sized(*sizes)
+        assert flashinfer.runs(*args) == IMPL.runs(*args)
+        assert [x.variant() for x in flashinfer.launches(*args)[0]] == [
+            x.variant() for x in IMPL.launches(*args)[0]
+        ]
+    for sizes, decode in [((257, 1), ()), ((300, 64), ("csrc paged_attention",))]:
+        args = sized(*sizes)
+        assert flashinfer.runs(*args) == ("flashinfer paged_attention", *decode)
+        assert flashinfer.launches(*args)[0] == []
+
+
 def test_what_it_leaves_is_launched_as_by_triton() -> None:
     assert IMPL.launches is not None
     for sizes in [(9, 8), (300, 64), (2000, 1)]:
-        expected = kernels.paged_attention(*sized(*sizes))[0]
+        expected = kernels.prefill(*sized(*sizes))
         found = IMPL.launches(*sized(*sizes))[0]
         assert [x.variant() for x in found] == [x.variant() for x in expected]
     for num_seqs in (1, 16, 256):
@@ -189,6 +208,22 @@ def test_it_matches_the_reference_at_128k(kernel: Callable[..., None], fw_seed: 
 
 
 @pytest.mark.gpu
+def test_sequences_of_other_than_one_query_are_left_out(
+    kernel: Callable[..., None], fw_seed: int
+) -> None:
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    lengths = [(1, 40), (3, 700), (1, 900), (0, 0), (2, 2)]
+    args = batch(torch.bfloat16, torch.device("cuda"), gen, lengths, HEADS, 16)
+    want = args[OUT].clone()
+    PAGED_ATTENTION.overload()(*args[:OUT], want, *args[OUT + 1 :])
+    kernel(*args)
+    one = torch.tensor([0, 4], device="cuda")
+    torch.testing.assert_close(args[OUT][one], want[one], atol=1e-2, rtol=1.6e-2)
+    others = torch.tensor([1, 2, 3, 5, 6], device="cuda")
+    assert (args[OUT][others] == 7.0).all()
+
+
+@pytest.mark.gpu
 def test_rows_of_padding_are_untouched(kernel: Callable[..., None], fw_seed: int) -> None:
     gen = torch.Generator("cuda").manual_seed(fw_seed)
     lengths = [(1, 40), (1, 700), (0, 0), (0, 0)]
@@ -245,6 +280,7 @@ def test_it_refuses_what_it_cannot_read(kernel: Callable[..., None]) -> None:
         (2, args[2].long(), "block_table has shape .* of int32"),
         (3, args[3].cpu(), "seq_lens is not on q's device"),
         (3, args[3].long(), r"seq_lens has shape \[2\], expected a contiguous \[2\] of int32"),
+        (3, args[3][None], r"seq_lens has shape \[1, 2\], expected \[num_seqs\]"),
         (4, args[4][1:], r"query_start_loc has shape \[2\], expected a contiguous \[3\]"),
         (OUT, args[OUT].float(), "out has shape .* of q's dtype"),
         (6, 0.0, "scale 0, sliding_window 0"),

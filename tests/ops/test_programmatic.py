@@ -144,25 +144,32 @@ def test_every_op_waits_for_a_slow_kernel_ahead(name: str, captured: bool) -> No
 
 
 @pytest.mark.parametrize("page", [8, 16, 64])
-@pytest.mark.parametrize("contexts", [[300], [17], [16, 17, 40, 0, 200], [64, 65] + [33] * 38])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 300)],
+        [(1, 17)],
+        [(1, 16), (1, 17), (1, 40), (1, 0), (1, 200)],
+        [(1, 64), (1, 65)] + [(1, 33)] * 38,
+        [(3, 40), (1, 41), (1, 200)],
+    ],
+    ids=str,
+)
 def test_decode_attention_sees_the_slots_that_are_stored_late(
-    contexts: list[int], page: int
+    lengths: list[tuple[int, int]], page: int
 ) -> None:
     """It reads older slots before the kernel ahead has finished.  The second sequence goes on where
-    the first one ends: it reads a slot that the first one's query stores."""
+    the first one ends: it reads what the first one's queries store."""
     if not load_cuda_library():
         pytest.skip("needs csrc")
     generator = torch.Generator("cuda").manual_seed(0)
-    lengths = [(1, context) for context in contexts]
     args = [*batch(torch.bfloat16, torch.device("cuda"), generator, lengths, (4, 1, 64), page)]
     whole = torch.randn(args[CACHE].shape, generator=generator, device="cuda").bfloat16()
-    args[CACHE] = whole
-    table = args[TABLE]
-    if len(contexts) > 1:
-        table[1, : contexts[0] // page] = table[0, : contexts[0] // page]
-    newest = [(s, n - 1) for s, n in enumerate(contexts) if n]
-    if len(contexts) > 1 and contexts[0] % page:
-        table[1, contexts[0] // page] = table[0, contexts[0] // page]
+    args[CACHE], table = whole, args[TABLE]
+    if len(lengths) > 1:
+        shared = -(-lengths[0][1] // page)
+        table[1, :shared] = table[0, :shared]
+    newest = [(s, n - i - 1) for s, (queries, n) in enumerate(lengths) for i in range(queries) if n]
     late = cloned(tuple(args))
     attention = BY_NAME["paged_attention"].overload("cuda")
     want = args[OUT]
