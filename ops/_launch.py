@@ -36,8 +36,7 @@ class Launch:
             always int32, nothing else is assumed of them.
         programmatic: start before the kernel ahead has finished, on GPUs that can.  The kernel has
             a parameter PROGRAMMATIC and begins as ``ops/triton_kernels/dependent.py`` says.
-        max_registers: of a thread, where the grid is what runs at once; 0: as many as the compiler
-            takes.
+        max_registers: of a thread, so that more programs fit a multiprocessor; 0: no bound.
     """
 
     kernel: str

@@ -152,6 +152,7 @@ def prefill(*args: Any, invariant: bool = False) -> list[Launch]:
         p.prefill_stages,
         call.dynamic,
         programmatic=True,
+        max_registers=p.prefill_registers,
     )
     return [launch]
 

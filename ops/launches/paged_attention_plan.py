@@ -24,6 +24,8 @@ DECODE_STAGES = 4
 MIN_SPLIT = 128
 # Of a prompt, on average; and of eight of them together.
 MOST_SHORT_TOKENS = 512
+# Prompts of fewer on average, and more tokens than this together: many decodes, or very short ones.
+FEW_TOKENS, MANY_TOGETHER = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Plan:
     prefill_constexprs: dict[str, Any]
     prefill_warps: int
     prefill_stages: int
+    prefill_registers: int
 
 
 def _max_splits(num_seqs: int, kv_heads: int, max_context: int) -> int:
@@ -60,22 +63,28 @@ def _prefill_tile(
     num_seqs: int,
     kv_heads: int,
     num_sms: int,
+    kv_itemsize: int,
     invariant: bool,
-) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages).  BLOCK_N never depends on the batch: rounding would."""
+) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages, registers).  BLOCK_N never depends on the batch: rounding
+    would."""
     group_rows = next_power_of_2(group)
     if itemsize == 4:
-        return max(16, group_rows), 32 if block_d <= 64 else 16, 4, 2
+        return max(16, group_rows), 32 if block_d <= 64 else 16, 4, 2, 0
     # Three stages, where shared memory has room, so that loads also overlap QK and softmax.
     stages = 3 if block_d <= 128 else 2
     if invariant:  # its rows are mostly those of decodes, its time that of their loads
-        return max(64, group_rows), 64, 4 if block_d <= 128 else 8, stages
+        return max(64, group_rows), 64, 4 if block_d <= 128 else 8, stages, 0
     few_programs = cdiv(num_tokens * group, 128) * kv_heads < num_sms
     # Two programs of short prompts fit a multiprocessor: a program spends its time on its begin.
     short_prompts = num_tokens <= min(MOST_SHORT_TOKENS * num_seqs, 8 * MOST_SHORT_TOKENS)
+    short_prompts &= num_tokens > FEW_TOKENS * num_seqs or num_tokens <= MANY_TOGETHER
     if (few_programs or short_prompts) and group_rows <= 64:
-        return 64, 64, 4 if block_d <= 128 else 8, 2
-    return 128, 64, 8, stages
+        return 64, 64, 4 if block_d <= 128 else 8, 2, 0
+    if block_d == 128 and itemsize == kv_itemsize:
+        # So that two fit a multiprocessor: one alone takes a tenth longer with three stages.
+        return 128, 64, 8, 2, 128
+    return 128, 64, 8, stages, 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,8 +126,8 @@ def plan(
         "BLOCK_G": block_g,
         "CHUNK": max(1, min(16, 4096 // (block_g * block_d))),
     }
-    block_m, prefill_n, prefill_warps, stages = _prefill_tile(
-        block_d, itemsize, group, num_tokens, num_seqs, kv_heads, num_sms, invariant
+    block_m, prefill_n, prefill_warps, stages, registers = _prefill_tile(
+        block_d, itemsize, group, num_tokens, num_seqs, kv_heads, num_sms, kv_itemsize, invariant
     )
     tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
     warps = 4 if block_g <= 32 else 8
@@ -139,4 +148,5 @@ def plan(
         prefill_constexprs=shared | {"BLOCK_M": block_m, "BLOCK_N": prefill_n},
         prefill_warps=prefill_warps,
         prefill_stages=stages,
+        prefill_registers=registers,
     )

@@ -64,6 +64,28 @@ def test_one_sequence_is_one_launch_whatever_of_its_tokens_is_padding(
     )
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "rows", "registers"),
+    [
+        (128, 1, 64, 0),
+        (575, 64, 64, 0),  # 63 decodes and a prompt
+        (2048, 4, 64, 0),
+        (2048, 1, 128, 128),
+        (7956, 18, 128, 128),
+        (2255, 256, 128, 128),  # 255 decodes and a prompt
+        (2048, 16, 128, 128),
+    ],
+)
+def test_prefill_tiles_follow_what_was_measured(
+    num_tokens: int, num_seqs: int, rows: int, registers: int
+) -> None:
+    p = plan(num_tokens, num_seqs, 4096, 8, 4, 128, 16, 2, 2, num_sms=132)
+    assert (p.prefill_constexprs["BLOCK_M"], p.prefill_registers) == (rows, registers)
+    assert p.prefill_constexprs["BLOCK_N"] == 64
+    with_fp8 = plan(num_tokens, num_seqs, 4096, 8, 4, 128, 16, 2, 1, num_sms=132)
+    assert with_fp8.prefill_registers == 0
+
+
 def test_prefill_tiles_cover_every_split_of_the_tokens() -> None:
     rng = random.Random(0)
     for _ in range(300):
