@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.paged_attention import context_symbols
 from .harness import MODELS, Model, Work, cases, measure, randn
@@ -20,7 +21,7 @@ from .harness import MODELS, Model, Work, cases, measure, randn
 PAGE = 16
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (128, 256, 1024, 4096, 16384, 131072)
-PREFILLS = (128, 512, 2048, 8192)
+PREFILLS = ((1, 128), (1, 512), (1, 2048), (1, 8192), (4, 512), (16, 128))
 MOST_KV_BYTES = 6 << 30
 KV_DTYPES = {"bf16 KV": torch.bfloat16, "FP8 KV": torch.float8_e4m3fn}
 
@@ -47,21 +48,28 @@ def make(
     return (q, cache, table, lengths, starts, out, scale, 0, 0.0, kv_scale, None)
 
 
-def sdpa(q: Any, cache: Any, table: Any, *_: Any) -> Any:
+def sdpa(backend: SDPBackend, q: Any, cache: Any, table: Any, *_: Any) -> Any:
     """The same work on the cache's memory, read as if it were contiguous and not paged."""
     num_seqs, (_, _, _, kv_heads, dim) = table.shape[0], cache.shape
     k, v = cache.view(2, num_seqs, -1, kv_heads, dim).transpose(2, 3).unbind(0)
     queries = q.view(num_seqs, -1, *q.shape[1:]).transpose(1, 2)
     causal = queries.shape[2] > 1
-    return F.scaled_dot_product_attention(queries, k, v, is_causal=causal, enable_gqa=True)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(queries, k, v, is_causal=causal, enable_gqa=True)
+
+
+LIBRARIES = {
+    "sdpa-cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+}
 
 
 def works() -> Iterator[Work]:
     for model in (MODELS[0], MODELS[2]):
         for kv, dtype in KV_DTYPES.items():
-            libraries = {"sdpa": sdpa} if dtype == torch.bfloat16 else {}
+            libraries = LIBRARIES if dtype == torch.bfloat16 else {}
             shapes = [("decode", b, 1, c) for b in BATCHES for c in CONTEXTS]
-            shapes += [("prefill", 1, n, n) for n in PREFILLS]
+            shapes += [("prefill", b, n, n) for b, n in PREFILLS]
             for kind, b, queries, context in shapes:
                 token_bytes = 2 * model.kv_heads * model.head_dim * dtype.itemsize
                 if b * context * token_bytes > MOST_KV_BYTES:

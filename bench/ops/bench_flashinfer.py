@@ -197,8 +197,8 @@ def ours(batch: Batch, implementation: str) -> Run:
 
 
 def sdpa(batch: Batch, backend: SDPBackend) -> Run | None:
-    """SDPA on contiguous K and V of equal sequences: no paging, no ragged lengths.  Each result lies
-    in memory of its own, as those of the others: none stays in L2."""
+    """SDPA on contiguous K and V of equal sequences: no paging, no ragged lengths.  Its results lie
+    in memory of their own, as those of the others: none stays in L2."""
     if len({*batch.work.lengths}) > 1:
         return None
     work, (queries, context) = batch.work, batch.work.lengths[0]
