@@ -43,7 +43,7 @@ class BlockTables:
 
 @dataclass
 class LaunchedStep:
-    """A step on its way; results are copied to pinned memory behind ``done``."""
+    """A step on its way; its results are in the host's memory once ``done`` is."""
 
     num_logprobs: list[int | None]
     token_ids: Tensor
@@ -137,7 +137,7 @@ class Runner:
         return self._program.ending(greedy=greedy).run(views)
 
     def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
-        """Send the static inputs, padded to the dispatched sizes: padding tokens are stored
+        """Write the static inputs, padded to the dispatched sizes: padding tokens are stored
         nowhere; padding sequences have no context and, but in uniform decode, no token."""
         padded_tokens, padded_seqs = dispatch.num_tokens, dispatch.num_seqs
         host = self._buffers.next_host(num_tokens=padded_tokens, num_seqs=padded_seqs)
@@ -159,7 +159,7 @@ class Runner:
         views = self._buffers.views(num_tokens=padded_tokens, num_seqs=padded_seqs)
         self._ops(
             "write_inputs",
-            self._buffers.send(host, num_blocks),
+            self._buffers.filled(host, num_blocks),
             self._sampler.last_tokens,
             views["input_ids"],
             views["positions"],
@@ -229,12 +229,11 @@ class Runner:
                 entry.request.sampling_params.logprobs if entry.samples else None
                 for entry in batch.scheduled
             ]
-        token_ids = self._to_host(sampled.token_ids)
         done = None
         if self._on_gpu:
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(wanted, token_ids, logprobs, done)
+        return LaunchedStep(wanted, sampled.token_ids, logprobs, done)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._on_gpu:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..config import CompileConfig, ResolvedConfig
+from ..graph_capture import HostRing
 from ..model_executor.spec import ModelSpec
 from .batch import Batch, ScheduledRequest
 from .request import Request
@@ -20,8 +21,9 @@ from .request import Request
 
 @dataclass(frozen=True)
 class Sampled:
-    """One step's tokens [num_seqs] int32 on the device; ``logprobs`` as ``ops.token_logprobs``
-    returns them, when some request of the batch wants them."""
+    """One step's tokens [num_seqs] int32, in memory of the host that the device writes;
+    ``logprobs`` as ``ops.token_logprobs`` returns them, on the device, when some request of the
+    batch wants them."""
 
     token_ids: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
@@ -86,7 +88,7 @@ def outside_calls(
     packed = ints(3 * num_tokens + 4 * num_seqs + 1 + num_seqs)
     rows = (ids, ids, ints(num_seqs + 1), ints(num_seqs, 1))
     yield "write_inputs", (packed, ids, per_token, per_token, per_token, *rows)
-    yield "keep_tokens", (ids, ids, ids)
+    yield "keep_tokens", (ids, ids, ids, ids)
     yield "argmax", (logits,)
     for num_logprobs in (0, 1):
         yield "token_logprobs", (logits, ids, num_logprobs)
@@ -112,6 +114,7 @@ class Sampler:
         self._device = torch.device(config.hardware.device)
         self._max_num_seqs, self._seed = config.scheduler.max_num_seqs, config.model.seed
         self.last_tokens = torch.zeros(self._max_num_seqs, dtype=torch.int32, device=self._device)
+        self._read = HostRing(self._device, self._max_num_seqs)
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
         self._rows: tuple[tuple[Any, ...], _RowParameters] | None = None
@@ -121,7 +124,7 @@ class Sampler:
         """Compile what a greedy step runs, so that the first request does not wait for it."""
         logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
         slots = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._ops("keep_tokens", self.last_tokens, self._ops("argmax", logits), slots)
+        self.keep(self._ops("argmax", logits), slots)
 
     def admit(self, request: Request, slot: int) -> None:
         """Set up the device state of a request that starts in ``slot``."""
@@ -161,14 +164,19 @@ class Sampler:
         logprobs = None
         if num_logprobs is not None:
             logprobs = self._ops("token_logprobs", logits, token_ids, num_logprobs)
-        self._ops("keep_tokens", self.last_tokens, token_ids, slots)
-        return Sampled(token_ids, logprobs)
+        return Sampled(self._keep(token_ids, slots), logprobs)
 
     def keep(self, token_ids: Tensor, slots: Tensor) -> Sampled:
         """In place of ``sample`` where no logits are needed: token_ids [num_seqs] int32, those
         that the program gives in a greedy step."""
-        self._ops("keep_tokens", self.last_tokens, token_ids, slots)
-        return Sampled(token_ids, None)
+        return Sampled(self._keep(token_ids, slots), None)
+
+    def _keep(self, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """The tokens stay on the device, by slot; returns where the host will find them."""
+        host, read = self._read.take()
+        count = token_ids.shape[0]
+        self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:count])
+        return host[:count]
 
     def _sample(self, logits: Tensor, entries: list[ScheduledRequest], seq_lens: Tensor) -> Tensor:
         rows = self._parameters(entries)

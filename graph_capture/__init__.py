@@ -5,7 +5,7 @@ machine without a GPU.
 """
 
 from .backend import CudaGraphs, GraphBackend, RecordingGraphs, make_backend
-from .buffers import StepBuffers
+from .buffers import HostRing, StepBuffers
 from .capture import Graphs
 from .dispatch import Dispatch, Dispatcher, GraphKind
 from .memory import MemoryReport
@@ -17,6 +17,7 @@ __all__ = [
     "GraphBackend",
     "GraphKind",
     "Graphs",
+    "HostRing",
     "MemoryReport",
     "RecordingGraphs",
     "StepBuffers",

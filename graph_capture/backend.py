@@ -17,6 +17,21 @@ class CaptureError(RuntimeError):
     """A step cannot be captured: CUDA gave the capture up."""
 
 
+def borrowed(tensor: Tensor, device: torch.device) -> Tensor:
+    """The memory of ``tensor`` as one of ``device``, without ownership: ``tensor`` must outlive
+    it.
+
+    A GPU reads and writes pinned memory at the host's address: what its kernels write there the
+    host may read once an event behind them is done.
+    """
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), device, storage.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype, device=device)
+    return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 class GraphBackend(Protocol):
     """Captures and replays functions that read and write fixed addresses."""
 
@@ -71,12 +86,7 @@ class CudaGraphs:
         return False
 
     def alias(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        borrowed = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), tensor.device, storage.nbytes()
-        )
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(borrowed, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return borrowed(tensor, tensor.device)
 
     def pool_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()

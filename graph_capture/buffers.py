@@ -13,20 +13,39 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .backend import borrowed
+
 PER_TOKEN = ("input_ids", "positions", "slot_mapping")
 PER_SEQUENCE = ("seq_lens", "slots", "feed_slots")
 NO_SLOT = -1
-_HOST_COPIES = 3
-"""Steps whose host values may still be on their way to the device when the next is written."""
+_IN_TURN = 3
+"""Steps in flight when the next is written, and that one."""
 
 
 @dataclass(frozen=True)
 class HostInputs:
     """One step's inputs on the host: arrays of the step's sizes, one behind the other in pinned
-    memory.  ``block_table`` is all that is left of it, for rows without gaps."""
+    memory.  ``block_table`` is all that is left of it, for rows without gaps; ``packed`` is that
+    memory as the device sees it."""
 
     packed: Tensor
     arrays: dict[str, npt.NDArray[np.int32]]
+
+
+class HostRing:
+    """Pinned int32 memory for steps in flight, in turn; every step's as the host and as the device
+    sees it."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        pinned = device.type == "cuda"
+        host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_TURN)]
+        self._ring = [(memory, borrowed(memory, device)) for memory in host]
+        self._turn = 0
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The next step's: (a tensor of the host, the same memory as one of the device)."""
+        self._turn = (self._turn + 1) % _IN_TURN
+        return self._ring[self._turn]
 
 
 class StepBuffers:
@@ -50,18 +69,12 @@ class StepBuffers:
         self.device["query_start_loc"] = zeros(max_seqs + 1)
         self.device["block_table"] = zeros(max_seqs, max_blocks)
         size = 3 * max_tokens + 4 * max_seqs + 1 + max_seqs * max_blocks
-        self._sent = zeros(size)
-        pinned = device.type == "cuda"
-        self._host = [
-            torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_HOST_COPIES)
-        ]
-        self._turn = 0
+        self._host = HostRing(device, size)
 
     def next_host(self, *, num_tokens: int, num_seqs: int) -> HostInputs:
-        """Host arrays to fill for the next step; the previous ones may still be in transfer."""
-        self._turn = (self._turn + 1) % _HOST_COPIES
-        packed = self._host[self._turn]
-        memory: npt.NDArray[np.int32] = packed.numpy()
+        """Host arrays to fill for the next step; the device may not have read the previous yet."""
+        host, packed = self._host.take()
+        memory: npt.NDArray[np.int32] = host.numpy()
         sizes = dict.fromkeys(PER_TOKEN, num_tokens) | dict.fromkeys(PER_SEQUENCE, num_seqs)
         sizes["query_start_loc"] = num_seqs + 1
         arrays, start = {}, 0
@@ -70,19 +83,15 @@ class StepBuffers:
             start += size
         return HostInputs(packed, arrays | {"block_table": memory[start:]})
 
-    def send(self, host: HostInputs, num_blocks: int) -> Tensor:
-        """Copy what is filled to the device in one piece, without waiting.
+    def filled(self, host: HostInputs, num_blocks: int) -> Tensor:
+        """What is filled, in one piece, as ``ops.write_inputs`` takes it: the device reads it where
+        it lies.  A copy ahead of that kernel would take longer than the kernel reads.
 
         Args:
             num_blocks: filled columns of the block table.
-
-        Returns:
-            The copy, as ``ops.write_inputs`` takes it.
         """
         table, num_seqs = host.arrays["block_table"], len(host.arrays["seq_lens"])
-        count = len(host.packed) - len(table) + num_seqs * num_blocks
-        sent = self._sent[:count]
-        return sent.copy_(host.packed[:count], non_blocking=True)
+        return host.packed[: len(host.packed) - len(table) + num_seqs * num_blocks]
 
     def views(self, *, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
         """The step inputs of a program, at these sizes."""

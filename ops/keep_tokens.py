@@ -12,27 +12,31 @@ from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from .launches import tokens
 
 
-def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
-    """Set ``last_tokens[slots[i]] = token_ids[i]``.
+def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
+    """Set ``last_tokens[slots[i]] = token_ids[i]`` and ``read[i] = token_ids[i]``.
 
     Args:
         last_tokens: [max_num_seqs] int32, written.
         token_ids: [num_seqs] int32, as sampled.
         slots: [num_seqs] int32, distinct, none negative.
+        read: [num_seqs] int32, written: what the host reads, its own memory or not.
     """
-    torch.ops.fw.keep_tokens.default(last_tokens, token_ids, slots)
+    torch.ops.fw.keep_tokens.default(last_tokens, token_ids, slots, read)
 
 
-def _reference(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
+def _reference(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
     last_tokens[slots] = token_ids
+    read.copy_(token_ids)
 
 
-def _fake(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> None:
+def _fake(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
     return None
 
 
-def _launches(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> tuple[list[Launch], None]:
-    return tokens.keep_tokens(last_tokens, token_ids, slots), None
+def _launches(
+    last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor
+) -> tuple[list[Launch], None]:
+    return tokens.keep_tokens(last_tokens, token_ids, slots, read), None
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -40,11 +44,11 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         last = torch.randint(0, 1000, (max_num_seqs,), generator=gen, device=device).to(dtype)
         ids = torch.randint(0, 1000, (num_seqs,), generator=gen, device=device).to(dtype)
         slots = torch.randperm(max_num_seqs, generator=gen, device=device)[:num_seqs]
-        yield Case(f"{num_seqs} of {max_num_seqs}", (last, ids, slots.to(torch.int32)))
+        yield Case(f"{num_seqs} of {max_num_seqs}", (last, ids, slots.to(torch.int32), ids + 1))
 
 
 def _cost(desc: OpDesc) -> Cost:
-    return Cost(bytes=3 * desc["slots"].nbytes, flops=0)
+    return Cost(bytes=4 * desc["slots"].nbytes, flops=0)
 
 
 OP = SemanticOp(
@@ -53,7 +57,7 @@ OP = SemanticOp(
     fake=_fake,
     cases=_cases,
     cost=_cost,
-    mutates=("last_tokens",),
+    mutates=("last_tokens", "read"),
     dtypes=(torch.int32,),
     implementations=(
         Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),

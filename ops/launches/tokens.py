@@ -51,8 +51,15 @@ def write_inputs(
     return [launch]
 
 
-def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor) -> list[Launch]:
-    args = {"last_ptr": last_tokens, "ids_ptr": token_ids, "slots_ptr": slots}
+def keep_tokens(
+    last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor
+) -> list[Launch]:
+    args = {
+        "last_ptr": last_tokens,
+        "ids_ptr": token_ids,
+        "slots_ptr": slots,
+        "read_ptr": read,
+    }
     launch = Launch(
         kernel="tokens:_keep_tokens_kernel",
         grid=(cdiv(slots.shape[0], _BLOCK),),

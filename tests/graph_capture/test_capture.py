@@ -265,15 +265,15 @@ def test_a_dummy_step_stores_nothing_and_is_well_formed(num_tokens: int, num_seq
     assert bool((views["slot_mapping"] == -1).all())
 
 
-def test_a_step_is_sent_in_one_piece_of_its_own_size() -> None:
+def test_a_step_is_read_in_one_piece_of_its_own_size() -> None:
     made = buffers()
     host = made.next_host(num_tokens=3, num_seqs=2)
     for first, (name, values) in enumerate(host.arrays.items()):
         count = 4 if name == "block_table" else len(values)
         values[:count] = 10 * first + np.arange(count)
-    sent = made.send(host, num_blocks=2)
+    filled = made.filled(host, num_blocks=2)
     parts = ([0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31], [40, 41], [50, 51], [60, 61, 62])
-    assert sent.tolist() == [*itertools.chain(*parts), 70, 71, 72, 73]
+    assert filled.tolist() == [*itertools.chain(*parts), 70, 71, 72, 73]
     assert made.next_host(num_tokens=3, num_seqs=2).packed is not host.packed
 
 

@@ -111,7 +111,7 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
             rows = (per_seq, per_seq, starts, empty(seqs, 5, dtype=torch.int32))
             yield packed, slots, per_token, per_token, per_token, *rows
     elif op == "keep_tokens":
-        yield slots, per_seq, per_seq
+        yield slots, per_seq, per_seq, per_seq
     elif op == "argmax":
         yield (logits,)
     elif op == "sample":
