@@ -25,10 +25,10 @@ def borrowed(tensor: Tensor, device: torch.device) -> Tensor:
     host may read once an event behind them is done.
     """
     storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device=device)  # its device has a number
     same = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), device, storage.nbytes()
+        storage.data_ptr(), empty.device, storage.nbytes()
     )
-    empty = torch.empty(0, dtype=tensor.dtype, device=device)
     return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
