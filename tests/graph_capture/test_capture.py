@@ -18,6 +18,7 @@ from fusewright.graph_capture import (
     Dispatcher,
     GraphKind,
     Graphs,
+    HostRing,
     RecordingGraphs,
     StepBuffers,
 )
@@ -292,3 +293,18 @@ def test_steps_run_before_they_are_captured_unless_they_have_at_this_size() -> N
     assert capture(GraphKind.PIECEWISE, 8) == whole + per_token
     assert capture(GraphKind.PIECEWISE, 2) == whole + per_token
     assert capture(GraphKind.FULL, 2) == whole + whole
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_host_and_the_device_see_the_same_memory(device: str) -> None:
+    ring = HostRing(torch.device(device), 6)
+    turns = [ring.take() for _ in range(4)]
+    assert len({host.data_ptr() for host, _ in turns}) == 3 and turns[3][0] is turns[0][0]
+    for number, (host, seen) in enumerate(turns[:3]):
+        host[:3] = number
+        assert seen.device.type == device
+        assert (seen[:3] * 2).tolist() == [2 * number] * 3
+        seen[3:] = torch.arange(3, dtype=torch.int32, device=device) + number
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert host.tolist() == [number] * 3 + [number, number + 1, number + 2]
