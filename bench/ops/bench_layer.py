@@ -1,9 +1,9 @@
-"""A decode layer of Llama-3-8B, 32 times in one graph, through the public ops: us a layer, with and
-without programmatic launches of the Triton kernels, and whether these change a bit.
+"""The decode layers of Llama-3-8B or Llama-3.2-1B in one graph, through the public ops: us a layer,
+with and without programmatic launches of the Triton kernels, and whether these change a bit.
 
-``python -m fusewright.bench.ops.bench_layer [--seqs 1 8] [--forms skinny fused] [--json FILE]``.
-Every layer has its own weights and cache, 14 GB and, for 32 sequences of 256 tokens, 1 GB: nothing
-comes from L2.
+``python -m fusewright.bench.ops.bench_layer [--model llama3.2-1b] [--seqs 1 8]
+[--forms skinny fused] [--json FILE]``.  Every layer has its own weights and cache, of 8B 14 GB and,
+for 32 sequences of 256 tokens, 1 GB: nothing comes from L2.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from ..environment import environment
 from ..kernels.figures import COPY_TB_S
 from .bench_linear import LAYERS, SHAPES
 
-CONTEXT, BLOCK, HEADS, KV_HEADS, DIM = 256, 16, 32, 8, 128
-HIDDEN = HEADS * DIM
+CONTEXT, BLOCK, HEADS, KV_HEADS = 256, 16, 32, 8
 SEQS = (1, 8, 16, 32, 64)
 FORMS = ("native", "skinny", "gated", "fused")
 """Products by cuBLAS; by the streaming kernels for few rows; and gated_linear; and
@@ -33,6 +32,27 @@ linear_add_norm_linear."""
 ROUNDS, CHECKS = 15, 200
 
 Layers = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    dim: int
+    products: dict[str, tuple[int, int]]
+
+    @property
+    def hidden(self) -> int:
+        return HEADS * self.dim
+
+
+MODELS = {
+    "llama3-8b": Shape(LAYERS, 128, SHAPES),
+    "llama3.2-1b": Shape(
+        16,
+        64,
+        {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)},
+    ),
+}
 
 
 def draw(*shape: int) -> Tensor:
@@ -47,10 +67,12 @@ class Weights:
     table: Tensor
 
     @classmethod
-    def make(cls) -> Weights:
-        products = {name: [draw(*shape) for _ in range(LAYERS)] for name, shape in SHAPES.items()}
-        norms = [draw(HIDDEN) * HIDDEN**0.5 for _ in range(2 * LAYERS)]
-        return cls(products, norms, torch.rand(CONTEXT, DIM, device="cuda"))
+    def make(cls, model: Shape) -> Weights:
+        drawn = {
+            n: [draw(*size) for _ in range(model.layers)] for n, size in model.products.items()
+        }
+        norms = [draw(model.hidden) * model.hidden**0.5 for _ in range(2 * model.layers)]
+        return cls(drawn, norms, torch.rand(CONTEXT, model.dim, device="cuda"))
 
 
 @dataclass(frozen=True)
@@ -67,16 +89,17 @@ class Step:
     starts: Tensor
 
     @classmethod
-    def make(cls, seqs: int) -> Step:
+    def make(cls, model: Shape, seqs: int) -> Step:
         def filled(value: int) -> Tensor:
             return torch.full((seqs,), value, dtype=torch.int32, device="cuda")
 
         count = seqs * CONTEXT // BLOCK
         blocks = torch.randperm(count, device="cuda").int().view(seqs, -1)
-        caches = [draw(count, 2, BLOCK, KV_HEADS, DIM) for _ in range(LAYERS)]
+        shape = (count, 2, BLOCK, KV_HEADS, model.dim)
+        caches = [draw(*shape) for _ in range(model.layers)]
         return cls(
-            draw(seqs, HIDDEN),
-            draw(seqs, HIDDEN),
+            draw(seqs, model.hidden),
+            draw(seqs, model.hidden),
             caches,
             filled(CONTEXT - 1),
             blocks[:, -1] * BLOCK + BLOCK - 1,
@@ -124,20 +147,21 @@ def layers_of(weights: Weights, step: Step, form: str, programmatic: bool) -> La
     attention = BY_NAME["paged_attention"].overload("cuda")
     product = BY_NAME["linear"].overload("native" if form == "native" else "skinny")
     boundary = boundary_of(form, norm, product, silu)
-    w, last = weights.products, LAYERS - 1
+    w, dim = weights.products, weights.table.shape[1]
+    hidden, last = HEADS * dim, len(step.caches) - 1
 
     def run() -> tuple[Tensor, ...]:
         x, residual = norm(step.x, step.residual, weights.norms[0], 1e-5)
         x = product(x, w["qkv"][0], None)
         for i, cache in enumerate(step.caches):
-            q, k, v = x.view(-1, HEADS + 2 * KV_HEADS, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
+            q, k, v = x.view(-1, HEADS + 2 * KV_HEADS, dim).split([HEADS, KV_HEADS, KV_HEADS], 1)
             stored = (weights.table, cache, step.slots, None, None, 0.0)
             q = rope(step.positions, q, k, v, *stored)
             out = torch.empty_like(q)
             sequences = (step.blocks, step.lengths, step.starts)
-            attention(q, cache, *sequences, out, DIM**-0.5, 0, 0.0)
+            attention(q, cache, *sequences, out, dim**-0.5, 0, 0.0)
             then: tuple[Any, ...] = (weights.norms[2 * i + 1], 1e-5, w["gate_up"][i], None, "silu")
-            x, residual = boundary(out.view(-1, HIDDEN), w["o"][i], residual, *then)
+            x, residual = boundary(out.view(-1, hidden), w["o"][i], residual, *then)
             if i == last:
                 return product(x, w["down"][i], None), residual, step.caches[0], cache
             then = (weights.norms[2 * i + 2], 1e-5, w["qkv"][i + 1], None, None)
@@ -165,10 +189,10 @@ def differing(plain: Layers, early: Layers, step: Step) -> int:
     return wrong
 
 
-def measure(weights: Weights, seqs: int, form: str) -> dict[str, Any]:
-    step = Step.make(seqs)
+def measure(model: Shape, weights: Weights, seqs: int, form: str) -> dict[str, Any]:
+    step = Step.make(model, seqs)
     plain, early = (layers_of(weights, step, form, flag) for flag in (False, True))
-    times = [graph_us([run], calls=1, rounds=ROUNDS) / LAYERS for run in (plain, early)]
+    times = [graph_us([run], calls=1, rounds=ROUNDS) / model.layers for run in (plain, early)]
     nbytes = sum(group[0].nbytes for group in weights.products.values()) + step.caches[0].nbytes
     return {
         "seqs": seqs,
@@ -184,6 +208,7 @@ def measure(weights: Weights, seqs: int, form: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--model", default="llama3-8b", choices=MODELS)
     parser.add_argument("--seqs", type=int, nargs="+", default=SEQS)
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
     options = parser.parse_args()
@@ -192,14 +217,16 @@ def main() -> None:
         raise SystemExit("bench_layer: csrc is not built into this installation")
     figures: list[dict[str, Any]] = []
     with torch.inference_mode():
-        weights = Weights.make()
+        model = MODELS[options.model]
+        weights = Weights.make(model)
         for seqs in options.seqs:
             for form in options.forms:
-                figures.append(measure(weights, seqs, form))
+                figures.append(measure(model, weights, seqs, form))
                 print(*figures[-1].values(), flush=True)
                 torch.cuda.empty_cache()
     if options.json:
-        report = {**environment(), "rounds": ROUNDS, "context": CONTEXT, "figures": figures}
+        about = {"model": options.model, "rounds": ROUNDS, "context": CONTEXT}
+        report = {**environment(), **about, "figures": figures}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -30,7 +30,8 @@
 
 namespace fusewright::gemm {
 
-// With this many steps to go, a block lets the next kernel start.
+// With this many steps to go, a block lets the next kernel start; before its wait, if its whole
+// share is in its ring.
 constexpr int kStepsLeftAtTrigger = 4;
 
 // Outputs of the add that share a sum of squares: a half warp's, which no tile divides.
@@ -159,9 +160,12 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   };
   const int num_ahead = min(share.num_steps, T::kStages);
   for (int step = 0; step < num_ahead; ++step) copy_weight(step, step);
+  // All that this block will fetch is under way: the next kernel's weights may follow.  That kernel
+  // waits for this one, of which every thread waits for the one before.
+  const bool fetched = share.num_steps <= T::kStages;
+  if (fetched) start_next();
   wait_for_previous();
-  // Not before the wait: then at most one unfinished kernel precedes any that has started.
-  if (share.num_steps <= kStepsLeftAtTrigger) start_next();
+  if (!fetched && share.num_steps <= kStepsLeftAtTrigger) start_next();
   for (int step = 0; step < num_ahead; ++step) copy_x(step, step);
   for (int step = num_ahead; step < share.num_steps; ++step) {
     const int stage = step % T::kStages;

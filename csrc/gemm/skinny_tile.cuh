@@ -67,8 +67,8 @@ struct Tile {
 };
 
 // The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a
-// weight that one round of these covers.  Shallow: room for the next kernel's blocks beside, where
-// blocks are short.  Many: for many rounds.
+// weight that one round of these covers.  Tall: for one that a round of two taller blocks covers.
+// Many: for many rounds.
 template <typename Format, typename Batch>
 struct Rings;
 template <typename F>
@@ -76,7 +76,7 @@ struct Rings<F, Batch<8, 2>> {
   using B = Batch<8, 2>;
   using Deep = Tile<F, B, 16, 12>;
   using Medium = Tile<F, B, 16, 8>;
-  using Shallow = Tile<F, B, 16, 6>;
+  using Tall = Tile<F, B, 64, 3>;
   using Many = Tile<F, B, 16, 4>;
 };
 template <typename F>
@@ -84,7 +84,7 @@ struct Rings<F, Batch<8, 8>> {
   using B = Batch<8, 8>;
   using Deep = Tile<F, B, 16, 9>;
   using Medium = Tile<F, B, 16, 6>;
-  using Shallow = Tile<F, B, 16, 4>;
+  using Tall = Tile<F, B, 64, 3>;
   using Many = Tile<F, B, 16, 4>;
 };
 template <typename F>
@@ -92,7 +92,7 @@ struct Rings<F, Batch<16, 16>> {
   using B = Batch<16, 16>;
   using Deep = Tile<F, B, 16, 6>;
   using Medium = Tile<F, B, 16, 4>;
-  using Shallow = Tile<F, B, 16, 4>;
+  using Tall = Tile<F, B, 64, 2>;
   using Many = Tile<F, B, 32, 4>;
 };
 template <typename F>
@@ -100,11 +100,11 @@ struct Rings<F, Batch<32, 32>> {
   using B = Batch<32, 32>;
   using Deep = Tile<F, B, 16, 4>;
   using Medium = Tile<F, B, 16, 3>;
-  using Shallow = Tile<F, B, 16, 3>;
+  using Tall = Tile<F, B, 64, 2>;
   using Many = Tile<F, B, F::kBytes == 2 ? 64 : 32, F::kBytes == 2 ? 2 : 3>;
 };
 
-enum class Ring { kDeep, kMedium, kShallow, kMany };
+enum class Ring { kDeep, kMedium, kTall, kMany };
 
 // Which ring, and how many blocks, a cluster, share a tile along K.
 struct Plan {
@@ -115,26 +115,22 @@ struct Plan {
 // The multiprocessors that rounds are planned for.  A constant: results follow from shapes alone.
 constexpr int kMultiprocessors = 132;
 
-// Splits that bring `tiles` blocks close to `slots`, each with two steps or more.
+// Splits that bring `tiles` blocks close to `slots`, each with eight steps or more: what a cluster
+// costs, a block with fewer does not gain.
 constexpr int splits_for(int tiles, int slots, int steps) {
   int splits = 1;
-  while (splits < 8 && 2 * splits * tiles <= slots && steps >= 4 * splits) splits *= 2;
+  while (splits < 8 && 2 * splits * tiles <= slots && steps >= 16 * splits) splits *= 2;
   return splits;
 }
 
 // The rule: rows of the weight and steps of 512 bytes along K to a plan (bench/NOTES.md has the
-// measurements).  Blocks of few steps are over before a deep ring pays.  Else one round of blocks,
-// of the ring whose slots it fills better, if it fills them or nothing else could; else many.
+// measurements).  One round of blocks, of the ring whose slots it fills better, if it fills them or
+// nothing else could; else one of tall blocks, if it fills theirs; else many rounds.
 template <typename R>
 constexpr Plan make_plan(int rows, int steps) {
-  constexpr int kFewSteps = 8;
-  constexpr float kFull = 0.75f;
+  constexpr float kFull = 0.7f;
   const int tiles = (rows + 15) / 16;
   const auto slots = [](int blocks) { return kMultiprocessors * blocks; };
-  constexpr int kShallow = R::Shallow::kBlocksPerMultiprocessor;
-  if (steps <= kFewSteps && tiles <= slots(kShallow)) {
-    return {Ring::kShallow, splits_for(tiles, slots(kShallow) / 2, steps)};
-  }
   const auto fill = [&](int blocks, int splits) {
     return tiles > slots(blocks) ? 0.0f : static_cast<float>(tiles * splits) / slots(blocks);
   };
@@ -148,6 +144,9 @@ constexpr Plan make_plan(int rows, int steps) {
     return {Ring::kDeep, deep_splits};
   }
   if (medium >= kFull || (few_rows && medium > 0)) return {Ring::kMedium, medium_splits};
+  const int tall_tiles = (rows + R::Tall::kRows - 1) / R::Tall::kRows;
+  const int tall_slots = slots(R::Tall::kBlocksPerMultiprocessor);
+  if (tall_tiles <= tall_slots && tall_tiles >= kFull * tall_slots) return {Ring::kTall, 1};
   return {Ring::kMany, 1};
 }
 
