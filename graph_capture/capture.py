@@ -184,11 +184,17 @@ class Graphs:
 
 
 def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
-    for num_tokens, num_seqs in sorted(dispatcher.full_sizes, reverse=True):
-        for greedy in (False, True)[: 1 + dispatcher.greedy]:
-            yield GraphSize(GraphKind.FULL, num_tokens, num_seqs, greedy)
+    """Graphs of prompts come last: they fit where the others are, of which samples are taken."""
+
+    def full(sizes: Sequence[tuple[int, int]]) -> Iterator[GraphSize]:
+        for num_tokens, num_seqs in sorted(sizes, reverse=True):
+            for greedy in (False, True)[: 1 + dispatcher.greedy]:
+                yield GraphSize(GraphKind.FULL, num_tokens, num_seqs, greedy)
+
+    yield from full(dispatcher.full_sizes)
     for size in sorted(dispatcher.piecewise_sizes, reverse=True):
         yield GraphSize(GraphKind.PIECEWISE, size, 0, False)
+    yield from full(dispatcher.prompt_sizes)
 
 
 def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:

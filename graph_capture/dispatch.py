@@ -32,6 +32,10 @@ class Dispatch:
     greedy: bool = False
 
 
+_MOST_PROMPT_TOKENS = 256
+"""Of a prompt that has FULL graphs: with more, gaps between pieces are under 3 % of its step."""
+
+
 @dataclass
 class Outside:
     """Steps of a kind that the mode captures, with more tokens than any size of it."""
@@ -46,7 +50,9 @@ class Dispatcher:
 
     FULL graphs of uniform decode have one token a sequence.  Those of mixed steps (mode FULL) have
     a fixed number of sequences, the surplus empty; it never equals the number of tokens, because
-    attention takes that for uniform decode.
+    attention takes that for uniform decode.  In mode FULL_AND_PIECEWISE a prompt by itself has FULL
+    graphs too, of one sequence and ``_MOST_PROMPT_TOKENS`` tokens or fewer: pieces, and attention
+    between them, would leave the device idle twice a layer.
 
     A step beyond the captured sizes runs without a graph; ``outside`` counts those by step kind,
     and the first of a kind is logged.
@@ -59,26 +65,35 @@ class Dispatcher:
         mode, self.greedy = config.mode, greedy
         self._decode_sizes: tuple[int, ...] = ()
         self._mixed_sizes: tuple[int, ...] = ()
+        self._prompt_sizes: tuple[int, ...] = ()
         self.piecewise_sizes = config.sizes if mode.piecewise else ()
         self._max_num_seqs = max_num_seqs
         if mode.full_decode:
             self._decode_sizes = tuple(s for s in config.sizes if s <= max_num_seqs)
         if mode is CudagraphMode.FULL:
             self._mixed_sizes = config.sizes
+        if mode is CudagraphMode.FULL_AND_PIECEWISE:
+            self._prompt_sizes = tuple(s for s in config.sizes if 1 < s <= _MOST_PROMPT_TOKENS)
         self.mode = mode
         self.counters: Counter[tuple[str, str]] = Counter()
         self.outside: dict[str, Outside] = {}
 
     @property
     def full_sizes(self) -> list[tuple[int, int]]:
-        """(tokens, sequences) of every FULL graph."""
+        """(tokens, sequences) of every FULL graph but those of ``prompt_sizes``."""
         decode = [(size, size) for size in self._decode_sizes]
         return decode + [(size, self._mixed_seqs(size)) for size in self._mixed_sizes]
 
     @property
+    def prompt_sizes(self) -> list[tuple[int, int]]:
+        """(tokens, sequences) of every FULL graph of a prompt by itself."""
+        return [(size, 1) for size in self._prompt_sizes]
+
+    @property
     def num_graphs(self) -> int:
         """How many graphs are to be captured; a piecewise one counts once."""
-        return len(self.full_sizes) * (1 + self.greedy) + len(self.piecewise_sizes)
+        full = len(self.full_sizes) + len(self.prompt_sizes)
+        return full * (1 + self.greedy) + len(self.piecewise_sizes)
 
     @property
     def max_seqs(self) -> int:
@@ -90,8 +105,11 @@ class Dispatcher:
     ) -> Dispatch:
         """Pick the graph of a step, and count it; ``greedy``: the step needs no logits."""
         kind, step = GraphKind.NONE, "decode" if uniform_decode else "mixed"
+        single = num_seqs == 1 and not uniform_decode
         if uniform_decode and (size := _round_up(num_tokens, self._decode_sizes)):
             kind, num_tokens, num_seqs = GraphKind.FULL, size, size
+        elif single and (size := _round_up(num_tokens, self._prompt_sizes)):
+            kind, num_tokens = GraphKind.FULL, size
         elif size := _round_up(num_tokens, self._mixed_sizes):
             kind, num_tokens, num_seqs = GraphKind.FULL, size, self._mixed_seqs(size)
         elif size := _round_up(num_tokens, self.piecewise_sizes):

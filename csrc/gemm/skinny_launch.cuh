@@ -128,6 +128,8 @@ cudaError_t launch_batch(const SkinnyLinearArgs& args, int32_t* token_ids, bool 
       return with(typename R::Deep{});
     case Ring::kMedium:
       return with(typename R::Medium{});
+    case Ring::kShallow:
+      return with(typename R::Shallow{});
     case Ring::kTall:
       return with(typename R::Tall{});
     default:

@@ -67,8 +67,9 @@ struct Tile {
 };
 
 // The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a
-// weight that one round of these covers.  Tall: for one that a round of two taller blocks covers.
-// Many: for many rounds.
+// weight that one round of these covers.  Shallow: room for the next kernel's blocks beside, where
+// blocks are short and several.  Tall: for a weight that a round of two taller blocks covers.  Many:
+// for many rounds.
 template <typename Format, typename Batch>
 struct Rings;
 template <typename F>
@@ -76,6 +77,7 @@ struct Rings<F, Batch<8, 2>> {
   using B = Batch<8, 2>;
   using Deep = Tile<F, B, 16, 12>;
   using Medium = Tile<F, B, 16, 8>;
+  using Shallow = Tile<F, B, 16, 6>;
   using Tall = Tile<F, B, 64, 3>;
   using Many = Tile<F, B, 16, 4>;
 };
@@ -84,6 +86,7 @@ struct Rings<F, Batch<8, 8>> {
   using B = Batch<8, 8>;
   using Deep = Tile<F, B, 16, 9>;
   using Medium = Tile<F, B, 16, 6>;
+  using Shallow = Tile<F, B, 16, 4>;
   using Tall = Tile<F, B, 64, 3>;
   using Many = Tile<F, B, 16, 4>;
 };
@@ -92,6 +95,7 @@ struct Rings<F, Batch<16, 16>> {
   using B = Batch<16, 16>;
   using Deep = Tile<F, B, 16, 6>;
   using Medium = Tile<F, B, 16, 4>;
+  using Shallow = Tile<F, B, 16, 4>;
   using Tall = Tile<F, B, 64, 2>;
   using Many = Tile<F, B, 32, 4>;
 };
@@ -100,11 +104,12 @@ struct Rings<F, Batch<32, 32>> {
   using B = Batch<32, 32>;
   using Deep = Tile<F, B, 16, 4>;
   using Medium = Tile<F, B, 16, 3>;
+  using Shallow = Tile<F, B, 16, 3>;
   using Tall = Tile<F, B, 64, 2>;
   using Many = Tile<F, B, F::kBytes == 2 ? 64 : 32, F::kBytes == 2 ? 2 : 3>;
 };
 
-enum class Ring { kDeep, kMedium, kTall, kMany };
+enum class Ring { kDeep, kMedium, kShallow, kTall, kMany };
 
 // Which ring, and how many blocks, a cluster, share a tile along K.
 struct Plan {
@@ -124,13 +129,19 @@ constexpr int splits_for(int tiles, int slots, int steps) {
 }
 
 // The rule: rows of the weight and steps of 512 bytes along K to a plan (bench/NOTES.md has the
-// measurements).  One round of blocks, of the ring whose slots it fills better, if it fills them or
+// measurements).  Blocks of few steps, two or three a multiprocessor, are over before a deep ring
+// pays.  Else one round of blocks, of the ring whose slots it fills better, if it fills them or
 // nothing else could; else one of tall blocks, if it fills theirs; else many rounds.
 template <typename R>
 constexpr Plan make_plan(int rows, int steps) {
+  constexpr int kFewSteps = 8;
   constexpr float kFull = 0.7f;
   const int tiles = (rows + 15) / 16;
   const auto slots = [](int blocks) { return kMultiprocessors * blocks; };
+  constexpr int kShallow = R::Shallow::kBlocksPerMultiprocessor;
+  if (steps <= kFewSteps && tiles > kMultiprocessors * 3 / 2 && tiles <= slots(kShallow)) {
+    return {Ring::kShallow, 1};
+  }
   const auto fill = [&](int blocks, int splits) {
     return tiles > slots(blocks) ? 0.0f : static_cast<float>(tiles * splits) / slots(blocks);
   };

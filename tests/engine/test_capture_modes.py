@@ -59,6 +59,16 @@ def test_every_mode_answers_the_same(mode: str, decode: set[str], mixed: set[str
     assert set(counters["decode"]) == decode and set(counters["mixed"]) == mixed
 
 
+def test_a_prompt_by_itself_replays_one_graph() -> None:
+    llm = make("FULL_AND_PIECEWISE", max_num_batched_tokens=8)
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    for problem in PROBLEMS[:6]:  # of one chunk or two
+        (output,) = llm.generate([problem.prompt], params, use_tqdm=False)
+        assert output.outputs[0].text == problem.answer
+    counters = llm.report()["dispatch"]
+    assert set(counters["mixed"]) == {"FULL"} and counters["mixed"]["FULL"] > 6
+
+
 def test_modes_hold_with_small_chunks_and_small_caches() -> None:
     """Chunks put prefill and decode into one step; a cache of 5 blocks preempts."""
     for mode in ("FULL_AND_PIECEWISE", "FULL"):
@@ -174,7 +184,8 @@ def test_graphs_of_both_ends_are_predicted_and_captured() -> None:
         for make_one in (make_level, without_logits)
     )
     graphs = [llm.report()["graphs"]["captured"] for llm in (plain, either)]
-    full = len(plain.engine.dispatcher.full_sizes)  # type: ignore[attr-defined]
+    dispatcher: Any = plain.engine.dispatcher  # type: ignore[attr-defined]
+    full = len(dispatcher.full_sizes) + len(dispatcher.prompt_sizes)
     assert graphs[1] == graphs[0] + full and either.report()["graphs"]["pending"] == 0
     predicted = [llm.report()["memory"]["graphs_predicted"] for llm in (plain, either)]
     more = predicted[1] - predicted[0]

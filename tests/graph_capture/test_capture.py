@@ -104,17 +104,19 @@ def test_what_ran_between_the_graphs_is_not_kept() -> None:
 def test_a_full_graph_is_the_whole_program() -> None:
     log: list[str] = []
     graphs, made, backend = captured("FULL_AND_PIECEWISE", log)
-    assert graphs.num_captured == 5 and backend.captures == 8
-    views = fill(made, 4, 4)
-    want = program([]).run(views)
-    assert torch.equal(graphs.replay_full(4, 4), want) and backend.replays == 1
+    assert graphs.num_captured == 8 and backend.captures == 11
+    for num_tokens, num_seqs in ((4, 4), (8, 1)):  # decode; a prompt by itself
+        want = program([]).run(fill(made, num_tokens, num_seqs))
+        replays = backend.replays
+        assert torch.equal(graphs.replay_full(num_tokens, num_seqs), want)
+        assert backend.replays == replays + 1
 
 
 def test_a_full_graph_of_a_greedy_step_ends_in_tokens() -> None:
     """One graph more a size, of the same steps but the last."""
     log: list[str] = []
     graphs, made, backend = captured("FULL_AND_PIECEWISE", log, greedy=True)
-    assert graphs.num_captured == 7 and backend.captures == 10
+    assert graphs.num_captured == 13 and backend.captures == 16
     views = fill(made, 4, 4)
     tokens = program([]).ending(greedy=True).run(views)
     logits = program([]).run(views)
@@ -176,10 +178,10 @@ def test_largest_sizes_are_captured_first() -> None:
     wanted = dispatcher("FULL_AND_PIECEWISE")
     graphs = Graphs(program([]), made, wanted, RecordingGraphs())
     graphs.capture_largest()  # one of each kind: what the others share memory with
-    assert sizes == [4, 8] and graphs.num_pending == 3
+    assert sizes == [4, 8] and graphs.num_pending == 6
     while graphs.capture_next():
         pass
-    assert sizes == [4, 8, 2, 4, 2] and graphs.num_pending == 0
+    assert sizes == [4, 8, 2, 4, 2, 8, 4, 2] and graphs.num_pending == 0  # prompts at the end
 
 
 def test_a_capture_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,25 +214,25 @@ def test_the_largest_are_captured_anew_over_other_tensors() -> None:
     assert backend.captures == 1 + 2  # a piecewise graph has two parts
     graphs.capture_largest()
     assert graphs.num_captured == sampled == 2 and backend.captures == 6
-    assert graphs.num_pending == 3 and graphs.predict_bytes() == predicted
-    # Two FULL graphs of four steps; three piecewise ones of two parts.
-    assert predicted == 2 * (_BYTES_A_GRAPH + 4 * _BYTES_A_STEP) + 3 * 2 * _BYTES_A_GRAPH
+    assert graphs.num_pending == 6 and graphs.predict_bytes() == predicted
+    # Five FULL graphs of four steps; three piecewise ones of two parts.
+    assert predicted == 5 * (_BYTES_A_GRAPH + 4 * _BYTES_A_STEP) + 3 * 2 * _BYTES_A_GRAPH
 
 
 def test_graphs_of_both_ends_are_captured_size_by_size() -> None:
     log: list[str] = []
     wanted = dispatcher("FULL_AND_PIECEWISE", (2, 4), greedy=True)
     graphs = Graphs(program(log), buffers(), wanted, RecordingGraphs())
-    assert graphs.num_pending == wanted.num_graphs == 6
+    assert graphs.num_pending == wanted.num_graphs == 10
     graphs.capture_largest()
-    assert graphs.num_pending == 4 and "argmax" not in log
+    assert graphs.num_pending == 8 and "argmax" not in log
     graphs.ensure(Dispatch(GraphKind.PIECEWISE, 4, 3, greedy=True))  # captured as it is
-    assert graphs.num_pending == 4
+    assert graphs.num_pending == 8
     graphs.ensure(Dispatch(GraphKind.FULL, 2, 2, greedy=True))
-    assert graphs.num_pending == 3 and "argmax" in log
+    assert graphs.num_pending == 7 and "argmax" in log
     while graphs.capture_next():
         pass
-    assert graphs.num_captured == 6
+    assert graphs.num_captured == 10
 
 
 def test_a_step_waits_for_its_own_graph_only() -> None:
@@ -240,14 +242,14 @@ def test_a_step_waits_for_its_own_graph_only() -> None:
     before = backend.captures
     missing = Dispatch(GraphKind.FULL, 2, 2)
     graphs.ensure(missing)
-    assert backend.captures == before + 1 and graphs.num_pending == 2
+    assert backend.captures == before + 1 and graphs.num_pending == 5
     graphs.ensure(missing)
     graphs.ensure(Dispatch(GraphKind.NONE, 7, 3))
     graphs.ensure(Dispatch(GraphKind.FULL, 4, 4))
     assert backend.captures == before + 1
     made = Dispatch(GraphKind.PIECEWISE, 4, 3)  # one graph for any number of sequences
     graphs.ensure(made)
-    assert graphs.num_pending == 1 and backend.captures == before + 3
+    assert graphs.num_pending == 4 and backend.captures == before + 3
 
 
 def test_nothing_is_captured_without_a_backend() -> None:

@@ -45,6 +45,16 @@ def test_modes(
     assert chooser.choose(5, 3, uniform_decode=False) == Dispatch(*mixed)
 
 
+def test_a_prompt_by_itself_has_one_graph_while_it_is_short() -> None:
+    chooser = dispatcher("FULL_AND_PIECEWISE", max_num_seqs=256)
+    assert chooser.choose(5, 1, uniform_decode=False) == Dispatch(FULL, 8, 1)
+    assert chooser.choose(256, 1, uniform_decode=False) == Dispatch(FULL, 256, 1)
+    assert chooser.choose(257, 1, uniform_decode=False) == Dispatch(PIECEWISE, 272, 1)
+    assert (1, 1) not in chooser.prompt_sizes  # that is a decode
+    for mode in ("PIECEWISE", "FULL_DECODE_ONLY", "FULL"):
+        assert not dispatcher(mode).prompt_sizes
+
+
 def test_beyond_the_sizes_there_is_no_graph() -> None:
     chooser = dispatcher("FULL_AND_PIECEWISE")
     assert chooser.choose(40, 7, uniform_decode=False).kind is PIECEWISE
@@ -72,7 +82,9 @@ def test_every_choice_is_counted() -> None:
     chooser = dispatcher("FULL_AND_PIECEWISE")
     for tokens, uniform in [(1, True), (3, True), (30, False), (99, False)]:
         chooser.choose(tokens, 1, uniform_decode=uniform)
-    assert chooser.report() == {"decode": {"FULL": 2}, "mixed": {"NONE": 1, "PIECEWISE": 1}}
+    chooser.choose(30, 2, uniform_decode=False)
+    mixed = {"FULL": 1, "NONE": 1, "PIECEWISE": 1}
+    assert chooser.report() == {"decode": {"FULL": 2}, "mixed": mixed}
 
 
 def test_steps_without_logits_are_counted_where_the_program_can_end_so() -> None:
@@ -81,11 +93,11 @@ def test_steps_without_logits_are_counted_where_the_program_can_end_so() -> None
     assert plain.choose(2, 2, uniform_decode=True, greedy=True) == Dispatch(FULL, 2, 2)
     assert either.choose(2, 2, uniform_decode=True, greedy=True) == Dispatch(FULL, 2, 2, True)
     assert either.choose(2, 2, uniform_decode=True) == Dispatch(FULL, 2, 2)
-    assert either.choose(2, 1, uniform_decode=False, greedy=True) == Dispatch(PIECEWISE, 2, 1, True)
+    assert either.choose(2, 1, uniform_decode=False, greedy=True) == Dispatch(FULL, 2, 1, True)
     assert plain.report() == {"decode": {"FULL": 1}}
-    decode, greedy = {"FULL": 2}, {"FULL": 1, "PIECEWISE": 1}
-    assert either.report() == {"decode": decode, "mixed": {"PIECEWISE": 1}, "greedy": greedy}
-    assert (plain.num_graphs, either.num_graphs) == (4, 6)
+    counted = {"decode": {"FULL": 2}, "mixed": {"FULL": 1}, "greedy": {"FULL": 2}}
+    assert either.report() == counted
+    assert (plain.num_graphs, either.num_graphs) == (5, 8)
 
 
 def test_steps_beyond_the_sizes_are_counted_and_said_once(said: list[logging.LogRecord]) -> None:
