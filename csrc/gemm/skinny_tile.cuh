@@ -68,7 +68,7 @@ struct Tile {
 
 // The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a
 // weight that one round of these covers.  Shallow: room for the next kernel's blocks beside, where
-// blocks are short and several.  Tall: for a weight that a round of two taller blocks covers.  Many:
+// blocks are short and several.  Tall: for a weight that a round of two taller blocks covers. Many:
 // for many rounds.
 template <typename Format, typename Batch>
 struct Rings;
