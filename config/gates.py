@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 GATES = Path(__file__).with_name("gates.json")
-NOISE = 0.01
-"""Two runs of the same configuration differ by less (bench/NOTES.md)."""
+LEAST_NOISE = 0.002
+"""A smaller difference decides nothing, however well it is measured."""
 WORKS = ("decode 1", "decode 64", "decode 256", "prefill 2048")
 """What must be measured before a pass of ``OPT_IN`` is on."""
 
@@ -32,6 +32,7 @@ class Measured:
         gpu, model, commit, source: where they come from.
         on_ms, off_ms: what was run -> ms a step with and without the pass: ``decode 64`` has 64
             rows, ``prefill 2048`` has 2048.
+        noise: likewise, the share of a step by which equal programs differed there.
     """
 
     name: str
@@ -43,11 +44,25 @@ class Measured:
     source: str
     on_ms: Mapping[str, float]
     off_ms: Mapping[str, float]
+    noise: Mapping[str, float]
 
     @property
     def ratios(self) -> dict[str, float]:
         """Time with the pass over time without: below 1 it gains."""
         return {work: self.on_ms[work] / self.off_ms[work] for work in self.on_ms}
+
+    @property
+    def gains(self) -> list[str]:
+        """What is faster with the pass, by more than noise."""
+        return [work for work, ratio in self.ratios.items() if ratio < 1 - self._noise(work)]
+
+    @property
+    def losses(self) -> list[str]:
+        """What is slower with it, by more than noise."""
+        return [work for work, ratio in self.ratios.items() if ratio > 1 + self._noise(work)]
+
+    def _noise(self, work: str) -> float:
+        return max(LEAST_NOISE, self.noise[work])
 
     def __str__(self) -> str:
         figures = ", ".join(
@@ -80,9 +95,9 @@ def why_off(name: str, sm: int, dtype: str, *, opt_in: bool, path: Path = GATES)
 def verdict(found: Measured, *, opt_in: bool) -> str:
     """Why a pass of these figures is off, or an empty string: it loses more than noise somewhere,
     or, being opt-in, is not measured to gain, or not for every kind of step."""
-    if max(found.ratios.values()) > 1 + NOISE:
+    if found.losses:
         return f"it loses: {found}"
-    if opt_in and min(found.ratios.values()) > 1 - NOISE:
+    if opt_in and not found.gains:
         return f"it gains nothing: {found}"
     if opt_in and (missing := [work for work in WORKS if work not in found.ratios]):
         return f"opt-in, not measured at {', '.join(missing)}; {found}"

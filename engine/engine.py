@@ -100,7 +100,7 @@ class Engine(EngineLoop):
         )
         self.spec, self._table = spec, table
         self.config = config
-        self.compiled = compiled
+        self.compiled, self.weights, self.buffers = compiled, weights, buffers
         self.dispatcher = dispatcher
         self.startup = startup
         self.graphs = graphs

@@ -5,6 +5,7 @@ Nothing here waits for the device; ``PendingStep.result`` does, one step later.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,6 +98,13 @@ class Runner:
         self._block_size = block_size
         self._tables = BlockTables(buffers.max_seqs, buffers.max_blocks)
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
+
+    def with_program(self, program: Program, graphs: Graphs, dispatcher: Dispatcher) -> Runner:
+        """A runner of another program over the same buffers, block tables and sampled tokens: the
+        two may take turns."""
+        other = copy.copy(self)
+        other._program, other.graphs, other._dispatcher = program, graphs, dispatcher
+        return other
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:

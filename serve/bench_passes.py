@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,14 +47,7 @@ def passes(
     found = measure_passes(options, names or (), steps=steps, say=typer.echo)
     measured: list[gates.Measured] = found["rows"]
     if measured:
-        rows = [["pass", *(f"{work}: on, off ms" for work in measured[0].on_ms), "at its gate"]]
-        for m in measured:
-            cells = [
-                f"{m.on_ms[w]:.3f}, {m.off_ms[w]:.3f} ({r - 1:+.1%})" for w, r in m.ratios.items()
-            ]
-            off = gates.verdict(m, opt_in=m.name in OPT_IN)
-            rows.append([m.name, *cells, "off" if off else "on"])
-        typer.echo(table(rows))
+        typer.echo(passes_table(measured))
     if output is not None:
         record = {
             "environment": environment(),
@@ -64,3 +58,16 @@ def passes(
         output.write_text(json.dumps(record, indent=1) + "\n")
     if update_gates:
         gates.update(measured)
+
+
+def passes_table(measured: Sequence[gates.Measured]) -> str:
+    """A line a pass: ms with it and without, the difference and its noise."""
+    rows = [["pass", *(f"{work}: on, off ms" for work in measured[0].on_ms), "at its gate"]]
+    for m in measured:
+        cells = [
+            f"{m.on_ms[w]:.3f}, {m.off_ms[w]:.3f} ({r - 1:+.2%} ± {m.noise[w]:.2%})"
+            for w, r in m.ratios.items()
+        ]
+        off = gates.verdict(m, opt_in=m.name in OPT_IN)
+        rows.append([m.name, *cells, "off" if off else "on"])
+    return table(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -14,8 +15,12 @@ from fusewright.compiler.trace import trace
 from fusewright.compiler.unroll import unroll
 from fusewright.config import EngineOptions, UserError
 from fusewright.engine.ahead import target_hardware
+from fusewright.engine.engine import Engine
+from fusewright.engine.llm import LLM
+from fusewright.engine.progress import show_progress
 from fusewright.engine.source import model_source
 from fusewright.engine.startup import read_model
+from fusewright.engine.variant import make_variant
 from fusewright.passes import build_passes, run_passes
 from fusewright.serve.cli import main
 
@@ -24,18 +29,49 @@ OPTIONS: dict[str, Any] = {"model": "abacus", "device": "cpu", "max_model_len": 
 
 
 @pytest.mark.slow
-def test_a_pass_is_measured_against_an_engine_without_it() -> None:
+def test_a_pass_is_measured_against_the_same_engine_without_it() -> None:
     said: list[str] = []
-    steps = Steps(batches=(1, 2), prefill=8, output_len=3, repeats=1)
-    found = measure_passes(OPTIONS, ["fuse_act"], steps=steps, say=said.append)
-    with_it, without = found["configurations"]
-    assert set(with_it.passes) - set(without.passes) == {"fuse_act"}
-    assert with_it.matched["fuse_act"] == 5
-    (row,) = found["rows"]
-    assert (row.name, row.sm, row.on_ms, row.off_ms) == ("fuse_act", 0, with_it.ms, without.ms)
-    assert list(row.on_ms) == ["decode 1", "decode 2", "prefill 8"]
-    assert all(ms > 0 for ms in (*row.on_ms.values(), *row.off_ms.values()))
-    assert [line.partition(":")[0] for line in said] == ["as it is", "without fuse_act"]
+    steps = Steps(batches=(1, 3), prefill=8, turn=3, rounds=2)
+    names = ["fuse_act", "fuse_lm_head_argmax"]
+    found = measure_passes(OPTIONS, names, steps=steps, say=said.append)
+    base, again, without, with_head = found["configurations"]
+    assert base.passes == again.passes
+    assert set(base.passes) - set(without.passes) == {"fuse_act"}
+    assert set(with_head.passes) - set(base.passes) == {"fuse_lm_head_argmax"}
+    assert (base.matched["fuse_act"], with_head.matched["fuse_lm_head_argmax"]) == (5, 1)
+    act, head = found["rows"]
+    assert (act.name, act.sm, act.on_ms, act.off_ms) == ("fuse_act", 0, base.ms, without.ms)
+    assert (head.name, head.on_ms, head.off_ms) == (names[1], with_head.ms, base.ms)
+    for row in found["rows"]:
+        assert list(row.on_ms) == list(row.noise) == ["decode 1", "decode 3", "prefill 8"]
+        assert all(ms > 0 for ms in (*row.on_ms.values(), *row.off_ms.values()))
+        apart = {work: abs(again.ms[work] / base.ms[work] - 1) for work in row.noise}
+        assert all(row.noise[work] >= apart[work] - 1e-5 for work in apart)
+    titles = ["without fuse_act", "with fuse_lm_head_argmax"]
+    measured = ["as it is", "as it is, again", *titles]
+    assert [line.partition(":")[0] for line in said] == [*titles, *measured]
+    for configuration in found["configurations"]:
+        assert all(len(figures) == 2 for figures in configuration.rounds.values())
+
+
+def test_programs_take_turns_over_the_same_requests() -> None:
+    """Prefilled by one program, continued by two others in turn: the tokens of one alone."""
+    engine = LLM(**OPTIONS).engine
+    assert isinstance(engine, Engine)
+    with show_progress() as progress:
+        variants = [make_variant(engine, passes, progress) for passes in ((), ("fuse_act",))]
+    runners = [engine.runner, *(variant.runner for variant in variants)]
+    prompts = ["12+34=", "7*8=", "99-3="]
+    alone = [LLM.from_engine(engine).generate(p, use_tqdm=False)[0] for p in prompts]
+    requests = [engine.add_request(prompt, final_only=True) for prompt in prompts]
+    outputs = {}
+    for turn in itertools.cycle(range(3)):
+        engine.runner = runners[turn]
+        outputs |= {output.request_id: output for output in engine.step()}
+        if not engine.has_unfinished():
+            break
+    for request, other in zip(requests, alone, strict=True):
+        assert outputs[request].outputs[0].token_ids == other.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8", "fp8_static", "fp8_block"])
@@ -63,5 +99,11 @@ def test_passes_over_80_layers_take_less_than_half_a_second(
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="pass=fuse_everything: unknown; known: cleanup"):
         measure_passes(OPTIONS, ["fuse_everything"])
+    with pytest.raises(UserError, match="pass=fuse_norm_quant: it matches nothing in this model"):
+        measure_passes(OPTIONS, ["fuse_norm_quant"])
+    with pytest.raises(UserError, match="optimization_level=0: it runs no passes; use -O1"):
+        measure_passes({**OPTIONS, "optimization_level": 0})
+    with pytest.raises(UserError, match=r"max_model_len=128: the decodes .* up to \d+ tokens"):
+        measure_passes({**OPTIONS, "max_model_len": 128}, ["fuse_act"])
     assert main(["bench", "passes", "abacus", "--prefill", "0"]) == 2
     assert "prefill=0: expected at least 1" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def measured(
     known: dict[str, Any] = {"sm": 90, "dtype": "bfloat16", "gpu": "G", "model": "M"}
     known |= {"commit": "C", "source": "S"}
     times = dict.fromkeys(works, 5.0) | {"decode 64": off}
-    return Measured(name=name, **(known | facts), on_ms=times | {"decode 64": on}, off_ms=times)
+    noise = dict.fromkeys(times, 0.0) | {"decode 64": 0.01}
+    on_ms = times | {"decode 64": on}
+    return Measured(name=name, **(known | facts), on_ms=on_ms, off_ms=times, noise=noise)
 
 
 @pytest.fixture
@@ -60,6 +63,13 @@ def test_a_pass_is_off_where_it_loses(on: float, opt_in: bool, why: str, table: 
     gates.update([measured("p", on), measured("q", 20.0)], table)
     said = gates.why_off("p", 90, "bfloat16", opt_in=opt_in, path=table)
     assert said.startswith(why) and bool(said) == bool(why)
+
+
+def test_a_small_difference_decides_nothing_however_sure_it_is() -> None:
+    for change, gains, losses in ((0.99, 1, 0), (0.999, 0, 0), (1.001, 0, 0), (1.003, 0, 1)):
+        found = measured("p", 10.0 * change)
+        found = replace(found, noise=dict.fromkeys(found.on_ms, 0.0))
+        assert (len(found.gains), len(found.losses)) == (gains, losses)
 
 
 def test_nothing_is_concluded_for_another_gpu_or_dtype(table: Path) -> None:
@@ -105,5 +115,5 @@ def test_an_explicit_option_wins_over_the_table() -> None:
 def test_the_table_names_passes_that_exist_and_where_figures_come_from() -> None:
     for entry in gates.measured_passes(GATES):
         assert entry.name in PASSES and entry.gpu and entry.model and entry.commit and entry.source
-        assert entry.on_ms.keys() == entry.off_ms.keys() != set()
+        assert entry.on_ms.keys() == entry.off_ms.keys() == entry.noise.keys() != set()
         assert all(0.5 < ratio < 2 for ratio in entry.ratios.values())

@@ -1,0 +1,57 @@
+"""The same engine with other passes: a program and graphs of its own over the weights, KV caches,
+input buffers and sampler that are there, so that two programs can be compared step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..compiler.compiled import Compiled
+from ..config import UserError
+from ..graph_capture import Dispatcher
+from .capture_mode import capturable
+from .engine import Engine
+from .progress import Progress
+from .runner import Runner
+from .source import kv_cache_name
+from .startup import compile_model, make_graphs
+from .startup_report import StartupReport
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What ``engine.runner`` may be set to between any two steps, and how it was compiled."""
+
+    runner: Runner
+    compiled: Compiled
+
+    @property
+    def matched(self) -> dict[str, int]:
+        """Each pass that ran, and how many sites it matched."""
+        return {entry["name"]: entry["matched"] for entry in self.compiled.report["passes"]}
+
+
+def make_variant(engine: Engine, passes: Sequence[str], progress: Progress) -> Variant:
+    """``engine`` with ``passes`` in place of its own; nothing is captured yet.
+
+    Raises:
+        UserError: the engine's level runs no passes.
+    """
+    config = engine.config
+    if not config.compile.trace:
+        raise UserError(
+            f"optimization_level={config.compile.level}: it runs no passes; use -O1 or higher"
+        )
+    config = replace(config, compile=replace(config.compile, passes=tuple(passes), required=()))
+    compiled = compile_model(engine.spec, config, engine.weights, StartupReport(), progress)
+    program = compiled.program
+    program.bind({kv_cache_name(i): cache for i, cache in enumerate(engine.kv_caches)})
+    dispatcher = Dispatcher(
+        capturable(config.capture, program, config.hardware),
+        config.scheduler.max_num_seqs,
+        greedy=program.greedy is not None,
+    )
+    runner = engine.runner
+    assert isinstance(runner, Runner)
+    graphs = make_graphs(program, engine.buffers, dispatcher, config)
+    return Variant(runner.with_program(program, graphs, dispatcher), compiled)
