@@ -12,6 +12,7 @@ import sympy
 from torch import fx
 
 from .. import ops
+from ..config import UserError
 from ..passes import fake_value
 from ..passes.products import Product, products
 from .build import Lowered
@@ -30,8 +31,9 @@ _MOST_SEQS = 512
 
 @dataclass(frozen=True)
 class OpFacts:
-    """One call; ``launches`` is None where Inductor decides, ``bytes`` and ``flops`` by the op's
-    own cost: none for an ATen op, which has no cost of its own."""
+    """One call; ``launches`` is None where nobody knows before it runs: Inductor decides, or a
+    reference runs op by op.  ``bytes`` and ``flops`` by the op's own cost: none for an ATen op,
+    which has no cost of its own."""
 
     op: str
     launches: int | None
@@ -94,7 +96,8 @@ class Explanation:
         choices: kernel choice, printed -> how many calls got it.
         pieces: the distinct pieces.
         layers: each kind of layer, then what lies outside of them.
-        launches, bytes, flops: of the whole step; launches are None where Inductor decides.
+        launches, bytes, flops: of the whole step, on one rank; launches are None where those of a
+            call are.
         greedy: what steps without logits call in place of the last op, if the plan can.
         notes: what these figures cannot know.
     """
@@ -133,6 +136,7 @@ def explain(
     *,
     num_seqs: int,
     context: int,
+    world_size: int = 1,
     notes: Iterable[str] = (),
 ) -> Explanation:
     """Explain a decode step.
@@ -143,12 +147,24 @@ def explain(
         sites: see ``expected_sites``.
         num_seqs: sequences, one token each.
         context: KV positions of each.
+        world_size: ranks of the groups over which it reduces.
         notes: to be kept with it.
+
+    Raises:
+        UserError: it reduces over ranks, and ``world_size`` is 1.
     """
     output = next(iter(lowered.traced.gm.graph.find_nodes(op="output")))
     greedy = output.args[0][1] if lowered.plan.greedy else None
     nodes = [node for region in lowered.regions for node in region.nodes]
-    costs = {node: _facts(node, lowered.traced, num_seqs, context) for node in nodes}
+    sums = [semantic_name(node) for node in nodes if _is_collective(node)]
+    if sums and world_size < 2:
+        raise UserError(
+            f"explain: {sums[0]} reduces over ranks, and world_size={world_size}; give the number "
+            "of ranks, 2 or more"
+        )
+    figures = {"query_context_pairs": num_seqs * context, "context_tokens": num_seqs * context}
+    figures["world_size"] = world_size
+    costs = {node: _facts(node, lowered.traced, num_seqs, figures) for node in nodes}
     step = [call for node, call in costs.items() if node is not greedy and call]
     uses = Counter(s.piece for s in lowered.plan.steps if isinstance(s, PieceStep))
     pieces = []
@@ -237,22 +253,28 @@ def _layers(
     return found
 
 
-def _facts(node: fx.Node, traced: Traced, num_seqs: int, context: int) -> OpFacts | None:
-    """What a call of a decode step takes; None for what launches nothing."""
+def _is_collective(node: fx.Node) -> bool:
+    name = semantic_name(node)
+    return bool(name) and ops.BY_NAME[name].collective
+
+
+def _facts(
+    node: fx.Node, traced: Traced, num_seqs: int, figures: Mapping[str, int]
+) -> OpFacts | None:
+    """What a call of a decode step takes; None for what launches nothing.  ``figures``: values of
+    the symbols in costs."""
     name = semantic_name(node)
     if not name:
         return None if is_plain(node) else OpFacts(op_name(node), None, 0, 0)
     args = arguments(node, traced, num_seqs, num_seqs)
     op = ops.BY_NAME[name]
     cost = op.cost(op.describe(args))
-    pairs = num_seqs * context
-    values = {"context_tokens": pairs, "query_context_pairs": pairs}
     kernels = kernels_of(node, args)
     return OpFacts(
         op_name(node),
         None if kernels is None else len(kernels),
-        int(sympy.sympify(cost.bytes).subs(values)),
-        int(sympy.sympify(cost.flops).subs(values)),
+        int(sympy.sympify(cost.bytes).subs(figures)),
+        int(sympy.sympify(cost.flops).subs(figures)),
     )
 
 
@@ -265,8 +287,8 @@ def arguments(node: fx.Node, traced: Traced, num_tokens: int, num_seqs: int) -> 
 
 def kernels_of(node: fx.Node, args: list[Any]) -> tuple[str, ...] | None:
     """Names of the kernels that a lowered call launches: as its implementation says, else those of
-    Triton that it describes, else one by the implementation's name.  None where Inductor inlines
-    it: nobody knows before it has."""
+    Triton that it describes, else one by the implementation's name.  None where nobody knows:
+    Inductor inlines it, or it sums over ranks and does the rest op by op."""
     namespace, _, name = op_name(node).partition("::")
     made_by = namespace.removeprefix(f"{ops.NAMESPACE}_")
     implementation = ops.BY_NAME[name].implementation(made_by)
@@ -277,7 +299,8 @@ def kernels_of(node: fx.Node, args: list[Any]) -> tuple[str, ...] | None:
         described = launches(*args)[0]
         names = tuple(launch.kernel.partition(":")[2] for launch in described)
         return names or (f"csrc {name}",)
-    return None if implementation.inline and name != "linear" else (f"{made_by} {name}",)
+    parts = _is_collective(node) or (implementation.inline and name != "linear")
+    return None if parts else (f"{made_by} {name}",)
 
 
 def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
@@ -288,7 +311,7 @@ def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
         names: list[str] = []
         for node in calls:
             args = arguments(node, traced, rows, rows if decode else 1)
-            names += kernels_of(node, args) or (f"Inductor's {op_name(node)}",)
+            names += kernels_of(node, args) or (f"those of {op_name(node)}",)
         return tuple(names)
 
     found = []

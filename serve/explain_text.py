@@ -126,7 +126,7 @@ def layer_table_plain(title: str, calls: Iterable[OpFacts]) -> str:
 
 
 def count(launches: int | None) -> str:
-    return "Inductor's" if launches is None else str(launches)
+    return "not known" if launches is None else str(launches)
 
 
 def millions(number: int) -> str:
