@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,3 +89,29 @@ def test_a_model_of_transformers_is_fused(
     in_all["canonicalize_norm"] += 1
     assert matched() == [in_all] * 3  # forward, prefill, decode
     assert not [site for report in reports() for one in report.passes for site in one.missed]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Gemma", "Phi"])
+def test_it_runs_on_a_gpu_through_inductor(name: str) -> None:
+    """All that the passes leave is Inductor's, which rounds less often than eager: logits are as
+    near to float32's, and tokens are its likeliest but for what rounding may decide."""
+    more, expected = next((more, sites) for known, more, sites in MODELS if known == name)
+    model = tiny(name, more).cuda()
+    exact = copy.deepcopy(model).float()
+    prompt = torch.randint(3, 128, (2, 9), device="cuda")
+    eager = model(prompt).logits.float() - exact(prompt).logits
+    model.forward = torch.compile(model.forward, backend="fusewright")
+    fused = model(prompt).logits.float() - exact(prompt).logits
+    assert fused.norm() < 1.25 * eager.norm()
+    tokens = model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert tokens.shape == (2, 12)
+    scores = exact(tokens).logits[:, 8:-1]
+    chosen = scores.gather(-1, tokens[:, 9:, None])[..., 0]
+    assert (scores.amax(-1) - chosen).max() < 4 * eager.abs().max()
+    layers = model.config.num_hidden_layers
+    in_all = {one: count * layers for one, count in expected.items()}
+    in_all["canonicalize_norm"] += 1
+    assert matched() and all(found == in_all for found in matched())
+    choices = [choice for report in reports() for choice in report.choices]
+    assert all("-> triton" in choice for choice in choices) and bool(choices) == (name != "Phi")
