@@ -50,7 +50,7 @@ class Lowered:
     pieces: Mapping[str, Subgraph]
     reports: list[PassReport]
     choices: Mapping[str, int]
-    tuned_us: Mapping[str, Mapping[str, float]]
+    tuned_us: Mapping[str, Mapping[str, Mapping[int, float]]]
     graph: str
 
 

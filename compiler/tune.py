@@ -1,13 +1,15 @@
-"""``-O3``: order an op's implementations by measurement on the calls of the graph at hand.
+"""``-O3``: choose an op's implementation by measurement on the calls of the graph at hand.
 
-Each distinct call is timed in isolation, so this can choose between kernels, but not see what
-Inductor would gain by fusing a native implementation with its neighbours.
+Each distinct call is timed in isolation at several numbers of rows.  One program serves all of
+them, so another implementation takes the place of the preferred one only where it is faster at some
+and slower at none.  Between kernels this decides; what Inductor would gain by fusing a native
+implementation with its neighbours it does not see.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,9 +19,11 @@ from torch import Tensor
 from .. import ops
 from ..passes import random_value
 
-NUM_TOKENS = (2, 16, 256)
-"""A small decode, a decode batch, a prefill chunk: what an implementation is timed at.  Not 1: of
-one sequence boundary the last-token gather makes no row."""
+NUM_TOKENS = (2, 16, 64, 256)
+"""Decodes of few and many sequences, which are small prefills too: what an implementation is timed
+at.  Not 1: of one sequence boundary the last-token gather makes no row."""
+NOISE = 0.03
+"""Times of one kernel in isolation differ by less."""
 _CALLS, _ROUNDS = 20, 5
 _L2_BYTES = 100 * 2**20
 """More than any GPU's L2 cache: inputs come from memory, as they do in a model."""
@@ -28,21 +32,24 @@ Timer: TypeAlias = Callable[[Sequence[Callable[[], Any]]], float]
 
 
 class Tuner:
-    """Orders implementations by measured time; remembers each distinct call.
+    """Chooses implementations by measured time; remembers each distinct call.
 
     Args:
         timer: microseconds of a call, one of ``fns`` each; on the GPU unless a test gives another.
+
+    Attributes:
+        measured: call -> implementation -> tokens -> microseconds.
     """
 
     def __init__(self, timer: Timer | None = None) -> None:
         self._timer = timer or graph_us
         self._orders: dict[ops.OpDesc, tuple[ops.Implementation, ...]] = {}
-        self.measured: dict[str, dict[str, float]] = {}
+        self.measured: dict[str, dict[str, dict[int, float]]] = {}
 
     def order(
         self, op: ops.SemanticOp, desc: ops.OpDesc, args: Sequence[Any]
     ) -> tuple[ops.Implementation, ...]:
-        """``op.implementations``, the fastest for this call first.
+        """``op.implementations``, the one to choose for this call first.
 
         Ops that mutate keep their order: their index arguments cannot be made up.
 
@@ -65,18 +72,27 @@ class Tuner:
         ]
         if len(fits) < 2:
             return op.implementations
-        times = {impl.name: 0.0 for impl in fits}
+        times: dict[str, dict[int, float]] = {impl.name: {} for impl in fits}
         for num_tokens in NUM_TOKENS:
             inputs = _rotated(
                 [random_value(a, seed=i, size=num_tokens) for i, a in enumerate(args)]
             )
             for impl in fits:
                 call = op.overload(impl.name)
-                times[impl.name] += self._timer([partial(call, *values) for values in inputs])
+                times[impl.name][num_tokens] = self._timer([partial(call, *v) for v in inputs])
         shapes = [list(a.shape) for a in args if isinstance(a, Tensor)]
         self.measured[f"{op.name} {shapes}"] = times
-        rest = [impl for impl in op.implementations if impl not in fits]
-        return (*sorted(fits, key=lambda impl: times[impl.name]), *rest)
+        best = fits[0]
+        for impl in fits[1:]:
+            if _is_better(times[impl.name], times[best.name]):
+                best = impl
+        return (best, *(impl for impl in op.implementations if impl is not best))
+
+
+def _is_better(new: Mapping[int, float], old: Mapping[int, float]) -> bool:
+    """Faster for some number of tokens and slower for none, by more than noise."""
+    ratios = [new[num_tokens] / old[num_tokens] for num_tokens in old]
+    return min(ratios) < 1 - NOISE and max(ratios) <= 1 + NOISE
 
 
 def _rotated(values: list[Any]) -> list[list[Any]]:

@@ -13,8 +13,8 @@ from fusewright import ops
 from fusewright.compiler.tune import NUM_TOKENS, Timer, Tuner
 
 
-def fake_timer(log: list[str], us: dict[str, float]) -> Timer:
-    """Runs the calls, finds out which implementation they are, and answers with ``us``."""
+def fake_timer(log: list[str], us: dict[str, Sequence[float]]) -> Timer:
+    """Runs the calls, finds out which implementation they are, and answers with its next figure."""
 
     def timer(fns: Sequence[Callable[[], Any]]) -> float:
         called: list[str] = []
@@ -31,7 +31,7 @@ def fake_timer(log: list[str], us: dict[str, float]) -> Timer:
                 fn()
         name = "triton" if "triton" in called else "native"
         log.append(name)
-        return us[name]
+        return us[name][log.count(name) - 1]
 
     return timer
 
@@ -42,22 +42,33 @@ def describe(op: ops.SemanticOp, args: tuple[Any, ...]) -> ops.OpDesc:
     return ops.OpDesc(desc.op, desc.args, "cuda", 90)
 
 
-@pytest.mark.parametrize("fastest", ["triton", "native"])
-def test_the_fastest_comes_first(fastest: str) -> None:
+@pytest.mark.parametrize(
+    ("native", "chosen"),
+    [
+        ((1.0, 2.0, 3.0, 8.0), "native"),  # half the time at every number of rows
+        ((2.0, 4.0, 6.0, 10.0), "native"),  # faster for many rows, else equal
+        ((1.0, 4.0, 6.0, 17.0), "triton"),  # faster for few, slower for many
+        ((3.0, 4.0, 6.0, 4.0), "triton"),  # a smaller sum, but slower for few
+        ((1.95, 3.9, 5.9, 15.9), "triton"),  # noise
+    ],
+)
+def test_what_is_faster_somewhere_and_slower_nowhere_is_chosen(
+    native: Sequence[float], chosen: str
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs the interpreter: CPU tensors")
     op, args = ops.BY_NAME["silu_mul"], (torch.randn(4, 32),)
-    us = {"triton": 2.0, "native": 2.0, fastest: 1.0}
+    us: dict[str, Sequence[float]] = {"triton": (2.0, 4.0, 6.0, 16.0), "native": native}
     log: list[str] = []
     tuner = Tuner(fake_timer(log, us))
     desc = describe(op, args)
     order = tuner.order(op, desc, args)
-    assert order[0].name == fastest and set(order) == set(op.implementations)
-    assert ops.choose(op, desc, inline_first=False, order=order).implementation == fastest
+    assert order[0].name == chosen and set(order) == set(op.implementations)
+    assert ops.choose(op, desc, inline_first=False, order=order).implementation == chosen
     assert len(log) == 2 * len(NUM_TOKENS)
     assert tuner.order(op, desc, args) is order and len(log) == 2 * len(NUM_TOKENS)
     (times,) = tuner.measured.values()
-    assert times == {name: value * len(NUM_TOKENS) for name, value in us.items()}
+    assert times == {n: dict(zip(NUM_TOKENS, figures, strict=True)) for n, figures in us.items()}
 
 
 def test_ops_that_mutate_keep_their_order() -> None:
