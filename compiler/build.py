@@ -63,9 +63,10 @@ def lower_model(
     timer: Timer,
     record: Dump,
     csrc: bool | None = None,
+    tuner: Tuner | None = None,
 ) -> Lowered:
     """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces.
-    ``csrc``: see ``lower``."""
+    ``csrc``, ``tuner``: see ``lower``."""
     with timer.phase("trace"):
         example = source.example
         traced = trace(source.model, example.args, example.named, example.dynamic)
@@ -83,7 +84,8 @@ def lower_model(
         check_required(reports, config.required)
     with timer.phase("partition"):
         regions = partition(traced.gm)
-    tuner = Tuner() if config.tune and device == "cuda" else None
+    if tuner is None and config.tune and device == "cuda":
+        tuner = Tuner()
     with timer.phase("lower"):
         choices = lower(
             traced.gm,

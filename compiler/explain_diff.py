@@ -1,4 +1,4 @@
-"""In what two explanations differ: sites, launches, bytes, kernel choices."""
+"""In what two explanations differ: sites, launches, bytes, kernel choices, what is not known."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Differences:
         sites: pass and place -> outcomes.
         figures: launches and bytes, of a layer of each kind and of the step.
         choices: kernel choice -> how many calls got it.
+        notes: what the figures cannot know -> where that holds.
     """
 
     left: str
@@ -25,10 +26,11 @@ class Differences:
     sites: Mapping[str, tuple[str, str]]
     figures: Mapping[str, tuple[str, str]]
     choices: Mapping[str, tuple[str, str]]
+    notes: Mapping[str, tuple[str, str]]
 
     def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
         """(title, rows under a heading) of each that differs."""
-        for title in ("sites", "figures", "choices"):
+        for title in ("sites", "figures", "choices", "notes"):
             found: Mapping[str, tuple[str, str]] = getattr(self, title)
             rows = [[name, *both] for name, both in found.items()]
             if rows:
@@ -44,6 +46,7 @@ def differences(left: tuple[str, Explanation], right: tuple[str, Explanation]) -
         _unequal(_sites(one), _sites(two)),
         _unequal(_figures(one), _figures(two)),
         _unequal(one.choices, two.choices),
+        _unequal(dict.fromkeys(one.notes, "holds"), dict.fromkeys(two.notes, "holds")),
     )
 
 

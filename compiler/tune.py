@@ -36,13 +36,19 @@ class Tuner:
 
     Args:
         timer: microseconds of a call, one of ``fns`` each; on the GPU unless a test gives another.
+        known: ``measured`` of an earlier tuner, as an artifact's report has it: then nothing is
+            timed, and calls that are not in it keep their order.
 
     Attributes:
         measured: call -> implementation -> tokens -> microseconds.
     """
 
-    def __init__(self, timer: Timer | None = None) -> None:
-        self._timer = timer or graph_us
+    def __init__(
+        self,
+        timer: Timer | None = None,
+        known: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
+    ) -> None:
+        self._timer, self._known = timer or graph_us, known
         self._orders: dict[ops.OpDesc, tuple[ops.Implementation, ...]] = {}
         self.measured: dict[str, dict[str, dict[int, float]]] = {}
 
@@ -72,21 +78,32 @@ class Tuner:
         ]
         if len(fits) < 2:
             return op.implementations
+        shapes = [list(a.shape) for a in args if isinstance(a, Tensor)]
+        times = self._times(op, f"{op.name} {shapes}", fits, args)
+        if not times:
+            return op.implementations
+        best = fits[0]
+        for impl in fits[1:]:
+            if _is_better(times[impl.name], times[best.name]):
+                best = impl
+        return (best, *(impl for impl in op.implementations if impl is not best))
+
+    def _times(
+        self, op: ops.SemanticOp, call: str, fits: Sequence[ops.Implementation], args: Sequence[Any]
+    ) -> dict[str, dict[int, float]]:
+        if self._known is not None:
+            found = self._known.get(call, {})
+            return {name: {int(n): us for n, us in row.items()} for name, row in found.items()}
         times: dict[str, dict[int, float]] = {impl.name: {} for impl in fits}
         for num_tokens in NUM_TOKENS:
             inputs = _rotated(
                 [random_value(a, seed=i, size=num_tokens) for i, a in enumerate(args)]
             )
             for impl in fits:
-                call = op.overload(impl.name)
-                times[impl.name][num_tokens] = self._timer([partial(call, *v) for v in inputs])
-        shapes = [list(a.shape) for a in args if isinstance(a, Tensor)]
-        self.measured[f"{op.name} {shapes}"] = times
-        best = fits[0]
-        for impl in fits[1:]:
-            if _is_better(times[impl.name], times[best.name]):
-                best = impl
-        return (best, *(impl for impl in op.implementations if impl is not best))
+                fn = op.overload(impl.name)
+                times[impl.name][num_tokens] = self._timer([partial(fn, *v) for v in inputs])
+        self.measured[call] = times
+        return times
 
 
 def _is_better(new: Mapping[int, float], old: Mapping[int, float]) -> bool:

@@ -12,17 +12,20 @@ from ..config.resolve import why_off
 from .ahead import target_hardware
 from .attention_backend import with_compiled_attention
 from .hardware import detect_hardware
-from .source import artifact_label, configured_store, model_source
+from .source import artifact_key, artifact_label, configured_store, keys_as_good, model_source
 from .startup import read_model
 
 if TYPE_CHECKING:
+    from ..compiler.artifact import Artifact
     from ..compiler.explain import Explanation
     from ..compiler.trace import Traced
+    from ..model_executor.spec import ModelSpec
 
-_MEASURED = (
-    "-O3 chooses kernels by measurement when it compiles; these are the choices without: "
-    "`fusewright cache show` has those of a compiled artifact"
+_UNMEASURED = (
+    "-O3 chooses kernels by measurement when it compiles on the GPU, and it has not here: these "
+    "are the choices without"
 )
+_MEASURED = "-O3 chose these kernels by measurement when it compiled artifact {}"
 _CSRC = "the GPU is not here: the kernels of csrc are taken to be there"
 _CUBLAS = "cuBLAS may split a product into two launches"
 
@@ -58,6 +61,7 @@ def explain_model(
     from ..compiler.explain import explain
     from ..compiler.explain_sites import Where, expected_sites
     from ..compiler.timer import Timer
+    from ..compiler.tune import Tuner
 
     if num_seqs < 1 or context < 1:
         raise UserError(f"batch={num_seqs}, context={context}: expected at least 1 of each")
@@ -68,6 +72,7 @@ def explain_model(
     if config.store.enabled and options.attention_backend == "auto":
         config = with_compiled_attention(spec, config, configured_store(config.store))
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
+    artifact = _tuned(spec, config) if config.compile.tune else None
     before = _Before()
     source = model_source(spec, config)
     lowered = lower_model(
@@ -78,18 +83,28 @@ def explain_model(
         timer=Timer(lambda phase: None),
         record=before,
         csrc=True if absent else None,
+        tuner=Tuner(known=artifact.manifest.report["tuned_us"]) if artifact else None,
     )
     assert before.traced is not None
     where = Where(source.repeat)
     off = passes_off(options, config)
     sites = expected_sites(lowered.reports, before.traced, config.compile.passes, off, where)
-    notes = [_MEASURED] if config.compile.tune else []
+    notes = [_UNMEASURED] if config.compile.tune and not artifact else []
+    notes += [_MEASURED.format(artifact.manifest.key)] if artifact else []
     notes += [_CUBLAS] if hardware.device == "cuda" else []
     notes += [_CSRC] if absent else []
     facts = explain(
         lowered, before.traced, where, sites, num_seqs=num_seqs, context=context, notes=notes
     )
     return artifact_label(spec, config), facts
+
+
+def _tuned(spec: ModelSpec, config: ResolvedConfig) -> Artifact | None:
+    """What was compiled of this with kernels chosen by measurement, if it is in the store."""
+    if not config.store.enabled or config.hardware.device != "cuda":
+        return None
+    store = configured_store(config.store)
+    return store.find(artifact_key(spec, config), *keys_as_good(spec, config))
 
 
 def passes_off(options: EngineOptions, config: ResolvedConfig) -> Mapping[str, str]:

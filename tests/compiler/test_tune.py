@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,6 +68,9 @@ def test_what_is_faster_somewhere_and_slower_nowhere_is_chosen(
     assert ops.choose(op, desc, inline_first=False, order=order).implementation == chosen
     assert len(log) == 2 * len(NUM_TOKENS)
     assert tuner.order(op, desc, args) is order and len(log) == 2 * len(NUM_TOKENS)
+    again = Tuner(fake_timer([], {}), known=json.loads(json.dumps(tuner.measured)))
+    assert again.order(op, desc, args) == order and not again.measured
+    assert Tuner(known={}).order(op, desc, args) == op.implementations
     (times,) = tuner.measured.values()
     assert times == {n: dict(zip(NUM_TOKENS, figures, strict=True)) for n, figures in us.items()}
 

@@ -14,7 +14,8 @@ import torch
 
 from fusewright import LLM
 from fusewright.compiler.tune import NOISE
-from fusewright.config import UserError
+from fusewright.config import EngineOptions, UserError
+from fusewright.engine.explain import explain_model
 from fusewright.engine.kv_blocks import BlockPool
 from tests.engine.test_abacus import GREEDY, PROBLEMS, answers
 from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, references
@@ -85,7 +86,8 @@ def test_a_cache_larger_than_the_gpu_is_refused() -> None:
 
 
 def test_level_3_chooses_by_measurement() -> None:
-    report = LLM("abacus", optimization_level=3, max_num_seqs=4, max_model_len=64).report()
+    options: dict[str, Any] = {"optimization_level": 3, "max_num_seqs": 4, "max_model_len": 64}
+    report = LLM("abacus", **options).report()
     times = next(t for call, t in report["tuned_us"].items() if call.startswith("add_rms_norm"))
     triton, native = times["triton"], times["native"]
     assert all(us > 0 for us in (*triton.values(), *native.values()))
@@ -93,6 +95,9 @@ def test_level_3_chooses_by_measurement() -> None:
     is_better = min(ratios) < 1 - NOISE and max(ratios) <= 1 + NOISE
     (choice,) = [c for c in report["choices"] if c.startswith("add_rms_norm")]
     assert choice.startswith(f"add_rms_norm -> {'native' if is_better else 'triton'}")
+    _, told = explain_model(EngineOptions(model="abacus", **options))
+    assert told.choices == report["choices"]
+    assert f"artifact {report['artifact']['key']}" in told.notes[0]
 
 
 @pytest.mark.whole_gpu

@@ -196,6 +196,9 @@ def test_levels_are_compared(capsys: Capture) -> None:
 def test_a_level_that_measures_says_what_it_cannot_know(capsys: Capture) -> None:
     measured, *_ = facts(capsys, *SM_90, "-O3")["notes"]
     assert "-O3 chooses kernels by measurement" in measured
+    assert main([*SM_90, "--against", "-O3"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if measured in line)
+    assert row.removeprefix(measured).split() == ["-", "holds"]
 
 
 def test_the_page_stands_alone_and_has_pictures(capsys: Capture, tmp_path: Path) -> None:
