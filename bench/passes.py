@@ -2,8 +2,9 @@
 
 One engine; a program for each configuration over its weights and KV caches (``engine/variant.py``):
 what the options resolve to, that again, and that less one pass, or, of a pass that is off, with it.
-They take turns over the steps of the same requests, forth and back, so that drift and the growth of
-contexts cancel, and what the first two differ by is noise.
+They take turns over the steps of the same requests.  One of the first two, in alternation, stands
+between every two others, which are compared with the steps right before and right after them:
+contexts that grow and clocks that drift change both alike.  What the first two differ by is noise.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from .workloads import equal
 BATCHES = (1, 64, 256)
 PREFILL = 2048
 INPUT_LEN = 128
+_BASES = ("as it is", "as it is, again")
+_SETTLE = 12
+"""Steps behind a prefill that are not measured: it leaves other clocks (bench/NOTES.md)."""
 _SPARE = 64
 """Steps of the first sequences until the last has its first token, and those after the measured."""
 
@@ -41,13 +45,12 @@ _SPARE = 64
 @dataclass(frozen=True)
 class Steps:
     """What is timed of every configuration: decode steps of ``batches`` sequences, a prompt of
-    ``prefill`` tokens.  A round is ``turn`` decodes of each configuration, then again in the other
-    order; a prompt of each likewise."""
+    ``prefill`` tokens.  A turn is so many decodes, or one prompt; in a round every pass has one."""
 
     batches: Sequence[int] = BATCHES
     prefill: int = PREFILL
-    turn: int = 8
-    rounds: int = 6
+    turn: int = 6
+    rounds: int = 5
 
     @property
     def works(self) -> list[str]:
@@ -56,19 +59,33 @@ class Steps:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A program: the passes it ran, how often each matched, seconds of its compilation, and ms of
-    each kind of step, a figure a round."""
+    """A program: the passes it ran, how often each matched, seconds of its compilation, and for
+    each kind of step a pair a round: ms of its turn, and of the turns of ``_BASES`` beside it."""
 
     title: str
     passes: tuple[str, ...]
     matched: dict[str, int]
     compile_s: float
-    rounds: dict[str, list[float]]
+    rounds: dict[str, list[tuple[float, float]]]
+
+    def ratios(self, work: str) -> list[float]:
+        return [ms / beside for ms, beside in self.rounds[work]]
+
+    @property
+    def beside_ms(self) -> dict[str, float]:
+        """The medians of ``_BASES``."""
+        return {
+            work: round(statistics.median(beside for _, beside in pairs), 4)
+            for work, pairs in self.rounds.items()
+        }
 
     @property
     def ms(self) -> dict[str, float]:
-        """Medians over the rounds."""
-        return {work: round(statistics.median(found), 4) for work, found in self.rounds.items()}
+        """These, times the medians of its ratios."""
+        return {
+            work: round(beside * statistics.median(self.ratios(work)), 4)
+            for work, beside in self.beside_ms.items()
+        }
 
 
 def measure_passes(
@@ -106,7 +123,7 @@ def measure_passes(
             tuple(variant.matched),
             variant.matched,
             round(sum(variant.compiled.seconds.values()), 2),
-            {work: [figures[index] for figures in rounds[work]] for work in rounds},
+            {work: [pairs[index] for pairs in rounds[work]] for work in rounds},
         )
         for index, (title, variant) in enumerate(variants.items())
     ]
@@ -129,7 +146,7 @@ def _engine(options: dict[str, Any], steps: Steps) -> Engine:
 
 
 def _longest(steps: Steps, variants: int) -> int:
-    return INPUT_LEN + 2 * steps.turn * variants + _SPARE
+    return INPUT_LEN + _SETTLE + 2 * steps.turn * variants + _SPARE
 
 
 def _check_length(engine: Engine, longest: int) -> None:
@@ -145,10 +162,8 @@ def _variants(
 ) -> dict[str, Variant]:
     """The programs by title: the engine's own twice, then one for each pass that matches."""
     base = engine.config.compile.passes
-    variants = {
-        title: make_variant(engine, base, progress) for title in ("as it is", "as it is, again")
-    }
-    here = variants["as it is"].matched
+    variants = {title: make_variant(engine, base, progress) for title in _BASES}
+    here = variants[_BASES[0]].matched
     for name in names or PASSES:
         is_on = name in base
         matches = here[name] if is_on else 1
@@ -167,44 +182,73 @@ def _variants(
 
 def _rounds(
     engine: Engine, variants: Sequence[Variant], steps: Steps, progress: Progress
-) -> dict[str, list[list[float]]]:
-    """ms of each kind of step: a list a round, with a figure a variant.  One round more than asked
-    for comes first, in which graphs are captured, and is dropped."""
+) -> dict[str, list[list[tuple[float, float]]]]:
+    """Of each kind of step a list a round, with a pair a variant.  One round more than asked for
+    comes first, in which graphs are captured, and is dropped."""
     seed = iter(range(2**31))
-    found: dict[str, list[list[float]]] = {}
+    found: dict[str, list[list[tuple[float, float]]]] = {}
     own = engine.runner
     total = (1 + steps.rounds) * len(steps.works)
     with progress.bar("Measuring", total) as advance, _collector_at_rest():
         for work in steps.works:
             kind, _, size = work.partition(" ")
-            for _ in range(1 + steps.rounds):
+            for number in range(1 + steps.rounds):
+                order = _order(len(variants), number)
                 if kind == "decode":
-                    figures = _decode(engine, variants, int(size), steps.turn)
+                    times = _decode(engine, variants, order, int(size), steps.turn)
                 else:
-                    figures = _prefill(engine, variants, int(size), seed)
-                found.setdefault(work, []).append(figures)
+                    times = _prefill(engine, variants, order, int(size), seed)
+                found.setdefault(work, []).append(_pairs(order, times))
                 advance(1)
             del found[work][0]
     engine.runner = own
     return found
 
 
-def _forth_and_back(count: int) -> list[int]:
-    return [*range(count), *reversed(range(count))]
+def _order(count: int, number: int) -> list[int]:
+    """Whose turn it is in a round: the variants from 2 on, another first in each round, and before,
+    between and behind them 0 and 1 in alternation."""
+    others = [2 + (i + number) % (count - 2) for i in range(count - 2)]
+    order = [0]
+    for i, other in enumerate(others):
+        order += [other, (i + 1) % 2]
+    return order
 
 
-def _decode(engine: Engine, variants: Sequence[Variant], batch: int, turn: int) -> list[float]:
-    """ms between the ends of two successive steps of one variant, mean of a round."""
+def _pairs(order: Sequence[int], times: Sequence[float]) -> list[tuple[float, float]]:
+    """For each variant the time of its turn, and the mean of the turns of 0 and 1 right before and
+    behind it; for these two, of all such turns but the first and the last."""
+    bases = range(0, len(order), 2)
+    found: dict[int, list[tuple[float, float]]] = {}
+    for place, index in enumerate(order):
+        apart = 2 if place in bases else 1
+        if apart <= place < len(order) - apart:
+            beside = (times[place - apart] + times[place + apart]) / 2
+            found.setdefault(index, []).append((times[place], beside))
+    # With one pass each of the first two has one turn, with two passes the first has none inside.
+    found.setdefault(1, [(times[2], times[0])])
+    found.setdefault(0, [(beside, own) for own, beside in found[1]])
+    return [
+        (statistics.fmean(own for own, _ in pairs), statistics.fmean(beside for _, beside in pairs))
+        for _, pairs in sorted(found.items())
+    ]
+
+
+def _decode(
+    engine: Engine, variants: Sequence[Variant], order: Sequence[int], batch: int, turn: int
+) -> list[float]:
+    """ms between the ends of two successive steps, the mean of each turn."""
     ended: list[float] = []
     started: set[str] = set()
-    launched: list[int] = []
+    num_launched = 0
 
     def on_tokens(tokens: list[NewToken]) -> None:
         ended.append(time.perf_counter())
         started.update(token.request.request_id for token in tokens)
 
     def step(index: int) -> None:
-        launched.append(index)
+        nonlocal num_launched
+        num_launched += 1
         engine.runner = variants[index].runner
         for output in engine.step():
             raise UserError(f"request {output.request_id} failed: {output.error}")
@@ -219,8 +263,10 @@ def _decode(engine: Engine, variants: Sequence[Variant], batch: int, turn: int) 
     engine.on_tokens = on_tokens
     while len(started) < batch:
         step(0)
-    first = len(launched)
-    for index in _forth_and_back(len(variants)):
+    for _ in range(_SETTLE):
+        step(0)
+    first = num_launched
+    for index in order:
         for _ in range(turn):
             step(index)
     step(0)  # so that the last of them has ended
@@ -228,23 +274,27 @@ def _decode(engine: Engine, variants: Sequence[Variant], batch: int, turn: int) 
     for request in requests:
         engine.abort(request)
     engine.step()  # what is in flight
-    times: list[list[float]] = [[] for _ in variants]
-    for i in range(first + 1, first + 2 * turn * len(variants)):
-        if launched[i] == launched[i - 1]:
-            times[launched[i]].append(ended[i] - ended[i - 1])
-    return [statistics.fmean(found) * 1e3 for found in times]
+    # From the end of a turn's first step, behind which nothing of the turn before is left.
+    begins = range(first, first + turn * len(order), turn)
+    return [(ended[i + turn - 1] - ended[i]) / (turn - 1) * 1e3 for i in begins]
 
 
 def _prefill(
-    engine: Engine, variants: Sequence[Variant], size: int, seed: Iterator[int]
+    engine: Engine,
+    variants: Sequence[Variant],
+    order: Sequence[int],
+    size: int,
+    seed: Iterator[int],
 ) -> list[float]:
-    """ms from a prompt to its first token, mean of two."""
-    times: list[list[float]] = [[] for _ in variants]
-    for index in _forth_and_back(len(variants)):
-        prompt = equal(1, size, 1, engine.inputs.vocab_size, next(seed))
+    """ms from a prompt to its first token, for each turn; one more comes first."""
+    prompts = [
+        equal(1, size, 1, engine.inputs.vocab_size, next(seed)) for _ in range(1 + len(order))
+    ]
+    times = []
+    for index, prompt in zip([order[0], *order], prompts, strict=True):
         engine.runner = variants[index].runner
-        times[index].append(run(engine, prompt).seconds)
-    return [statistics.fmean(found) * 1e3 for found in times]
+        times.append(run(engine, prompt).seconds * 1e3)
+    return times[1:]
 
 
 @contextmanager
@@ -259,15 +309,18 @@ def _collector_at_rest() -> Iterator[None]:
 
 
 def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]) -> Measured:
-    base, again = found[:2]
+    again = found[1]
     how, name = other.title.split()
-    on, off = (base, other) if how == "without" else (other, base)
+    on, off = other.beside_ms, other.ms
+    if how == "with":
+        on, off = off, on
     noise = {}
-    for work in base.rounds:
-        ratios = [a / b for a, b in zip(other.rounds[work], base.rounds[work], strict=True)]
+    for work in other.rounds:
+        ratios = other.ratios(work)
         spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
-        noise[work] = round(max(2 * spread, abs(again.ms[work] / base.ms[work] - 1)), 5)
-    return Measured(name=name, **facts, on_ms=on.ms, off_ms=off.ms, noise=noise)
+        apart = abs(statistics.median(again.ratios(work)) - 1)
+        noise[work] = round(max(2 * spread, apart), 5)
+    return Measured(name=name, **facts, on_ms=on, off_ms=off, noise=noise)
 
 
 def _facts(engine: Engine) -> dict[str, Any]:
