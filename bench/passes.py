@@ -309,7 +309,8 @@ def _collector_at_rest() -> Iterator[None]:
 
 
 def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]) -> Measured:
-    again = found[1]
+    """Noise is what rounds differ by, and what programs differ by that are equal: captured twice,
+    the same kernels find their memory elsewhere."""
     how, name = other.title.split()
     on, off = other.beside_ms, other.ms
     if how == "with":
@@ -317,9 +318,9 @@ def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]
     noise = {}
     for work in other.rounds:
         ratios = other.ratios(work)
-        spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
-        apart = abs(statistics.median(again.ratios(work)) - 1)
-        noise[work] = round(max(2 * spread, apart), 5)
+        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+        apart = abs(statistics.median(found[1].ratios(work)) - 1)
+        noise[work] = round(2 * error + apart, 5)
     return Measured(name=name, **facts, on_ms=on, off_ms=off, noise=noise)
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 GATES = Path(__file__).with_name("gates.json")
 LEAST_NOISE = 0.005
-"""A smaller difference decides nothing, however well it is measured: the same kernels captured
-twice differ by up to 0.3 % (bench/NOTES.md), by where their memory lies."""
+"""A smaller difference decides nothing, however well it is measured: machines differ by more."""
 WORKS = ("decode 1", "decode 64", "decode 256", "prefill 2048")
 """What must be measured before a pass of ``OPT_IN`` is on."""
 
@@ -33,7 +32,7 @@ class Measured:
         gpu, model, commit, source: where they come from.
         on_ms, off_ms: what was run -> ms a step with and without the pass: ``decode 64`` has 64
             rows, ``prefill 2048`` has 2048.
-        noise: likewise, the share of a step by which equal programs differed there.
+        noise: likewise, the share of a step by which rounds and equal programs differed there.
     """
 
     name: str
