@@ -66,7 +66,8 @@ class Measured:
 
     def __str__(self) -> str:
         figures = ", ".join(
-            f"{work} {self.on_ms[work]:.3f} against {self.off_ms[work]:.3f} ms ({ratio - 1:+.1%})"
+            f"{work} {self.on_ms[work]:.3f} against {self.off_ms[work]:.3f} ms ({ratio - 1:+.1%} "
+            f"± {self.noise[work]:.1%})"
             for work, ratio in self.ratios.items()
         )
         return f"on against off: {figures}; {self.gpu}, {self.dtype}"

@@ -53,7 +53,11 @@ def table(tmp_path: Path) -> Path:
     [
         (9.0, False, ""),
         (10.05, False, ""),  # noise
-        (10.2, False, "it loses: on against off: decode 1 5.000 against 5.000 ms (+0.0%), decode"),
+        (
+            10.2,
+            False,
+            "it loses: on against off: decode 1 5.000 against 5.000 ms (+0.0% ± 0.0%), d",
+        ),
         (9.0, True, ""),
         (9.95, True, "it gains nothing: on against off:"),
         (10.2, True, "it loses:"),

@@ -155,7 +155,11 @@ def test_every_site_has_a_place_and_a_reason_unless_it_matched(capsys: Capture) 
     off = sites["fuse_rope_store", layers, "attention"]
     assert (off["outcome"], off["reason"], off["count"]) == ("off", "by --disable-passes", 5)
     gated = sites["fuse_lm_head_argmax", "outside of layers", "lm_head"]
-    assert gated["outcome"] == "off" and "on sm_90 with fp8" in gated["reason"]
+    assert gated["outcome"] == "off" and re.match("it (gains|loses)", gated["reason"])
+    assert re.search(r"decode 64 \S+ against \S+ ms \(\S+% ± \S+%\).*, fp8$", gated["reason"])
+    told = facts(capsys, *SM_90, "--quantization", "fp8_block")
+    (unmeasured,) = (s for s in told["sites"] if s["name"] == "fuse_lm_head_argmax")
+    assert unmeasured["reason"] == "opt-in, not measured on sm_90 with fp8_block"
     assert all(s["reason"] for s in told["sites"] if s["outcome"] != "matched")
 
 
