@@ -33,9 +33,21 @@ def passes(
     update_gates: Annotated[
         bool, typer.Option("--update-gates", help="Put the figures into config/gates.json.")
     ] = False,
+    read: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure nothing: take the figures that --json wrote, elsewhere perhaps."
+        ),
+    ] = None,
 ) -> None:
     """What each pass gains in the whole model: a step with it against one without."""
     options = merge(engine, model=model_argument)
+    if read is not None:
+        measured = written(read)
+        typer.echo(passes_table(measured))
+        if update_gates:
+            gates.update(measured)
+        return
     for name, values in (("batch_size", batch_size or [1]), ("prefill", [prefill])):
         if min(values) < 1:
             raise UserError(f"{name}={min(values)}: expected at least 1")
@@ -45,7 +57,7 @@ def passes(
 
     steps = Steps(batches=tuple(batch_size or BATCHES), prefill=prefill)
     found = measure_passes(options, names or (), steps=steps, say=typer.echo)
-    measured: list[gates.Measured] = found["rows"]
+    measured = found["rows"]
     if measured:
         typer.echo(passes_table(measured))
     if output is not None:
@@ -58,6 +70,25 @@ def passes(
         output.write_text(json.dumps(record, indent=1) + "\n")
     if update_gates:
         gates.update(measured)
+
+
+def written(path: Path) -> list[gates.Measured]:
+    """The rows of a result.
+
+    Raises:
+        UserError: the file cannot be read, or is another.
+    """
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        for row in rows:
+            del row["ratios"]
+        return [gates.Measured(**{**row, "source": path.name}) for row in rows]
+    except OSError as error:
+        raise UserError(f"read={path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"read={path}: expected a result of `fusewright bench passes --json`"
+        ) from None
 
 
 def passes_table(measured: Sequence[gates.Measured]) -> str:

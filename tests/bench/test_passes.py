@@ -14,7 +14,7 @@ import pytest
 from fusewright.bench.passes import Steps, _order, _pairs, measure_passes
 from fusewright.compiler.trace import trace
 from fusewright.compiler.unroll import unroll
-from fusewright.config import EngineOptions, UserError
+from fusewright.config import EngineOptions, UserError, gates
 from fusewright.engine.ahead import target_hardware
 from fusewright.engine.engine import Engine
 from fusewright.engine.llm import LLM
@@ -128,3 +128,25 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) 
         measure_passes({**OPTIONS, "max_model_len": 128}, ["fuse_act"])
     assert main(["bench", "passes", "abacus", "--prefill", "0"]) == 2
     assert "prefill=0: expected at least 1" in capsys.readouterr().err
+
+
+def test_figures_of_another_machine_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "gates.json"
+    table.write_text('{"measured": []}')
+    monkeypatch.setattr(gates.update, "__defaults__", (table,))
+    result = CONFIG.parents[4] / "bench" / "results" / "passes-llama3-8b-fp8_static.json"
+    assert main(["bench", "passes", "--read", str(result), "--update-gates"]) == 0
+    assert "fuse_gated_linear_fp8" in capsys.readouterr().out
+    rows = json.loads(result.read_text())["rows"]
+    kept = {row["name"]: row for row in json.loads(table.read_text())["measured"]}
+    assert kept.keys() == {row["name"] for row in rows}
+    assert all(kept[row["name"]]["on_ms"] == row["on_ms"] for row in rows)
+    assert {row["source"] for row in kept.values()} == {result.name}
+    (tmp_path / "other.json").write_text("{}")
+    assert main(["bench", "passes", "--read", str(tmp_path / "other.json")]) == 2
+    assert main(["bench", "passes", "--read", str(tmp_path / "missing.json")]) == 2
+    said = capsys.readouterr().err
+    assert "expected a result of `fusewright bench passes --json`" in said
+    assert "No such file" in said
