@@ -80,6 +80,8 @@ def written(path: Path) -> list[gates.Measured]:
     """
     try:
         rows = json.loads(path.read_text())["rows"]
+        if not rows:
+            raise KeyError("rows")
         for row in rows:
             del row["ratios"]
         return [gates.Measured(**{**row, "source": path.name}) for row in rows]
