@@ -8,12 +8,8 @@ from torch import Tensor
 from .._launch import Launch
 from .tiles import cdiv, next_power_of_2
 
-# Up to this many tokens short blocks spread the rows over more multiprocessors.
-_FEW_TOKENS = 256
-# Up to as many as streaming products take: those start the next kernel when all of it has room.
-# Others start it while they fill the GPU: its blocks crowd where there is room first (0.6 % of a
-# step of 32 to 256 tokens, bench/NOTES.md).
-_STREAMED_TOKENS = 16
+# Below this many tokens the grid is small: short blocks spread the row over more SMs.
+_FEW_TOKENS = 32
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -46,6 +42,6 @@ def gated_activation(
         },
         constexprs={"ACTIVATION": activation, "PARTS": parts, "BLOCK": block},
         num_warps=max(block // 256, 1),
-        programmatic=num_tokens <= _STREAMED_TOKENS,
+        programmatic=True,
     )
     return [launch], out
