@@ -125,6 +125,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_ours_and_the_library_are_timed_on_the_same_work(tmp_path: Path) -> None:
     environment, figures = run_benchmarks("argmax and sampling", tmp_path / "r.jsonl")
     assert environment["device"] == torch.cuda.get_device_name(0)

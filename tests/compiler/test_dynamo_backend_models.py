@@ -101,7 +101,7 @@ def test_it_runs_on_a_gpu_through_inductor(name: str) -> None:
     exact = copy.deepcopy(model).float()
     prompt = torch.randint(3, 128, (2, 9), device="cuda")
     eager = model(prompt).logits.float() - exact(prompt).logits
-    model.forward = torch.compile(model.forward, backend="fusewright")
+    model.forward = torch.compile(model.forward, backend=fusewright)
     fused = model(prompt).logits.float() - exact(prompt).logits
     assert fused.norm() < 1.25 * eager.norm()
     tokens = model.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
