@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -112,7 +113,9 @@ def test_figures_are_written_as_benchmarks_end(tmp_path: Path) -> None:
     (tmp_path / "test_these.py").write_text("from conftest import test_one, test_two")
     save(tmp_path / "figures.jsonl", {}, [])
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path)]
-    run = subprocess.run([*command, "-p", "no:cacheprovider"], check=False, cwd=tmp_path)
+    # Inside a worker of xdist pytest-benchmark measures nothing.
+    alone = {name: value for name, value in os.environ.items() if "XDIST" not in name}
+    run = subprocess.run([*command, "-p", "no:cacheprovider"], check=False, cwd=tmp_path, env=alone)
     (figure,) = load(tmp_path / "figures.jsonl")[1]
     assert run.returncode == 0 and figure.library
     assert 5000 < figure.us < 50000
