@@ -114,4 +114,4 @@ def test_it_runs_on_a_gpu_through_inductor(name: str) -> None:
     in_all["canonicalize_norm"] += 1
     assert matched() and all(found == in_all for found in matched())
     choices = [choice for report in reports() for choice in report.choices]
-    assert all("-> triton" in choice for choice in choices) and bool(choices) == (name != "Phi")
+    assert choices and all("-> triton" in choice for choice in choices)
