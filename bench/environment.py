@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def _command() -> str:
     spec = sys.modules["__main__"].__spec__
     command = [Path(program).name] if spec is None else ["python", "-m", spec.name]
     names = [Path(arg).name if Path(arg).is_absolute() else arg for arg in args]
-    return " ".join([*command, *names])
+    return shlex.join([*command, *names])
 
 
 def _commit() -> str:

@@ -1,4 +1,4 @@
-"""The request mixes of ../shared/NUMBERS.md: lengths and tokens by fixed seeds."""
+"""The request mixes that vLLM was measured with: lengths and tokens by fixed seeds."""
 
 from __future__ import annotations
 

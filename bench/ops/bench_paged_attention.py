@@ -33,7 +33,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 MAX_MODEL_LEN = 4096
 COLD_BYTES = 256 << 20
 MOST_KV_BYTES = 16 << 30
-COPY_GB_PER_S = 4280.0  # NUMBERS.md: what a copy on this GPU reads and writes
+COPY_GB_PER_S = 4280.0  # what a copy on this GPU reads and writes
 E4M3 = torch.float8_e4m3fn
 Launches = Callable[[tuple[Any, ...]], list[Launch]]
 
