@@ -93,8 +93,8 @@ def _ms(begun: Any, ended: Any) -> float:
 
 
 def account(steps: Sequence[StepTimes]) -> list[dict[str, Any]]:
-    """A row for each kind of step and of graph, in s: ``device_s`` from a step's first copy to its
-    last, ``pause_s`` of the device before steps, ``waited_s`` of the host for results.  ``seqs``
+    """A row for each kind of step and of graph, in s: ``device_s`` of steps, by events around their
+    launches, ``pause_s`` of the device before them, ``waited_s`` of the host for results.  ``seqs``
     and ``tokens`` are sums; ``padding`` is the share of computed tokens that nobody asked for.
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}

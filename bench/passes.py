@@ -173,11 +173,27 @@ def _variants(
             matches = matches if is_on else variant.matched[name]
         if matches:
             title = f"{'without' if is_on else 'with'} {name}"
+            _check_attention(variants[_BASES[0]], variant, title)
             variants[title] = variant
             say(f"{title}: compiled in {sum(variant.compiled.seconds.values()):.1f} s")
         elif names:
             raise UserError(f"pass={name}: it matches nothing in this model")
+    if len(variants) == len(_BASES):
+        raise UserError("bench passes: no pass matches anything in this model at this level")
     return variants
+
+
+def _check_attention(base: Variant, other: Variant, title: str) -> None:
+    """Refuse programs that differ in more than a pass: FlashInfer may be in the artifact of one."""
+    found = [
+        sorted(c for c in v.compiled.report["choices"] if c.startswith("paged_attention "))
+        for v in (base, other)
+    ]
+    if found[0] != found[1]:
+        raise UserError(
+            f"bench passes: {title}: attention is {', '.join(found[1])}, and "
+            f"{', '.join(found[0])} otherwise; name one with --attention-backend cuda or triton"
+        )
 
 
 def _rounds(
@@ -299,13 +315,15 @@ def _prefill(
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
-    """A garbage collection takes as long as a step."""
+    """A garbage collection takes as long as a step: none at all meanwhile."""
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]) -> Measured:

@@ -78,8 +78,7 @@ class Tuner:
         ]
         if len(fits) < 2:
             return op.implementations
-        shapes = [list(a.shape) for a in args if isinstance(a, Tensor)]
-        times = self._times(op, f"{op.name} {shapes}", fits, args)
+        times = self._times(op, f"{op.name}({', '.join(map(_text, args))})", fits, args)
         if not times:
             return op.implementations
         best = fits[0]
@@ -104,6 +103,12 @@ class Tuner:
                 times[impl.name][num_tokens] = self._timer([partial(fn, *v) for v in inputs])
         self.measured[call] = times
         return times
+
+
+def _text(arg: Any) -> str:
+    if not isinstance(arg, Tensor):
+        return repr(arg)
+    return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
 
 
 def _is_better(new: Mapping[int, float], old: Mapping[int, float]) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 GATES = Path(__file__).with_name("gates.json")
 LEAST_NOISE = 0.005
 """A smaller difference decides nothing, however well it is measured: machines differ by more."""
+MOST_NOISE = 0.02
+"""A larger loss counts, however badly it is measured: noise must not hide it."""
 WORKS = ("decode 1", "decode 64", "decode 256", "prefill 2048")
 """What must be measured before a pass of ``OPT_IN`` is on."""
 
@@ -58,8 +60,9 @@ class Measured:
 
     @property
     def losses(self) -> list[str]:
-        """What is slower with it, by more than noise."""
-        return [work for work, ratio in self.ratios.items() if ratio > 1 + self._noise(work)]
+        """What is slower with it, by more than noise, or by so much that noise is no excuse."""
+        most = {work: min(MOST_NOISE, self._noise(work)) for work in self.on_ms}
+        return [work for work, ratio in self.ratios.items() if ratio > 1 + most[work]]
 
     def _noise(self, work: str) -> float:
         return max(LEAST_NOISE, self.noise[work])

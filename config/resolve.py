@@ -286,6 +286,8 @@ def _kernels(options: EngineOptions, level: Level) -> tuple[tuple[str, str], ...
             raise UserError(
                 f"kernels={item!r}: expected op=implementation, such as rms_norm=triton"
             )
+        if (op, implementation) == (FLASHINFER[0], "flashinfer"):
+            op, implementation = FLASHINFER  # the backend's other name
         if kernels.setdefault(op, implementation) != implementation:
             raise UserError(f"kernels: {op} is given twice, {kernels[op]} and {implementation}")
     return tuple(kernels.items())

@@ -12,9 +12,9 @@ def collector_at_rest() -> Iterator[Callable[[], None]]:
     """A full collection walks over every object of the process: 80 ms on an H200's host, twenty
     decode steps, and more beside thousands of requests.  There is none until the caller has
     ``added`` its requests, and none that walks over what was there by then until the block ends.
-    A collector that is off stays off.
+    A collector that is off stays off, and what the caller's program has frozen stays frozen.
     """
-    if not gc.isenabled():
+    if not gc.isenabled() or gc.get_freeze_count():
         yield lambda: None
         return
 

@@ -76,6 +76,13 @@ def test_a_small_difference_decides_nothing_however_sure_it_is() -> None:
         assert (len(found.gains), len(found.losses)) == (gains, losses)
 
 
+def test_noise_hides_no_large_loss_and_shows_no_gain() -> None:
+    for change, gains, losses in ((0.97, 0, 0), (1.015, 0, 0), (1.03, 0, 1)):
+        found = measured("p", 10.0 * change)
+        found = replace(found, noise=dict.fromkeys(found.on_ms, 0.05))
+        assert (len(found.gains), len(found.losses)) == (gains, losses)
+
+
 def test_nothing_is_concluded_for_another_gpu_or_dtype(table: Path) -> None:
     gates.update([measured("p", 20.0)], table)
     for sm, dtype in ((80, "bfloat16"), (90, "fp8")):

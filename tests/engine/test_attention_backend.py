@@ -39,6 +39,9 @@ def test_auto_forces_nothing() -> None:
 def test_a_backend_is_a_forced_implementation() -> None:
     assert model(attention_backend="triton")[1].compile.kernels == (("paged_attention", "triton"),)
     assert model(attention_backend="flashinfer")[1].compile.kernels == (FLASHINFER,)
+    named: dict[str, Any] = {"kernels": ("paged_attention=flashinfer",)}
+    assert model(**named)[1].compile.kernels == (FLASHINFER,)
+    assert model(**named, attention_backend="flashinfer")[1].compile.kernels == (FLASHINFER,)
 
 
 @pytest.mark.parametrize(
