@@ -24,6 +24,7 @@ from fusewright.engine.startup import read_model
 from fusewright.engine.variant import make_variant
 from fusewright.passes import build_passes, run_passes
 from fusewright.serve.cli import main
+from tests.speed import slowness
 
 CONFIG = Path(__file__).parents[1] / "serve" / "golden" / "llama3-8b" / "config.json"
 OPTIONS: dict[str, Any] = {"model": "abacus", "device": "cpu", "max_model_len": 256}
@@ -107,14 +108,15 @@ def test_passes_over_80_layers_take_less_than_half_a_second(
     example = source.example
     traced = trace(source.model, example.args, example.named, example.dynamic)
     assert source.repeat is not None
-    times = []
-    for _ in range(3):  # other processes share the machine
+    times, slow = [], []
+    for _ in range(3):  # other processes share the machine, which may be a slower one
+        slow.append(slowness(0.3, time.process_time))
         graph = unroll(traced, source.repeat)
         start = time.process_time()
         reports = run_passes(graph.gm, build_passes(resolved.compile.passes))
         times.append(time.process_time() - start)
     assert {r.name: r.matched for r in reports}["fuse_add_norm"] == 160
-    assert min(times) < 0.5, f"{min(times):.2f} s: {[r.summary() for r in reports]}"
+    assert min(times) < 0.5 * min(slow), f"{min(times):.2f} s: {[r.summary() for r in reports]}"
 
 
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
