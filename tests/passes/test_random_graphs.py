@@ -167,7 +167,11 @@ def test_every_level_is_among_them() -> None:
 @pytest.mark.parametrize(("verify", "examples"), [(False, 60), (True, 20)])
 def test_nor_one_that_reduces_over_ranks(verify: bool, examples: int) -> None:
     names = ("cleanup", "fuse_add_norm", "fuse_norm_quant", "fuse_all_reduce_norm")
-    matched, seen = prove_many(names, RANK_STEPS, st.just(False), verify=verify, examples=examples)
-    assert verify or set(matched) == set(names)
     reduces = {f"fw.{op.name}.default" for op in ops.ALL_OPS if op.collective}
-    assert verify or reduces <= set(seen)
+    for more in (1, 2, 4):  # now and then so few graphs at random lack one of the ops
+        matched, seen = prove_many(
+            names, RANK_STEPS, st.just(False), verify=verify, examples=more * examples
+        )
+        if verify or reduces <= set(seen):
+            break
+    assert verify or (set(matched) == set(names) and reduces <= set(seen))
