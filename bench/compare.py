@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from .result_file import read_result
 
 _WORK = ("batch", "input_len", "output_len", "workload", "request_rate")
 _RATES = ("requests_per_s", "output_tokens_per_s", "goodput_per_s")
@@ -34,18 +34,14 @@ def load(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: it cannot be read, or is no such file.
     """
-    try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-        for row in rows:
+
+    def rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = record["rows"]
+        for row in found:
             _work(row)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not a result of `fusewright bench latency` or `throughput` with --json: "
-            f"{error!r}"
-        ) from error
-    return rows
+        return found
+
+    return read_result(path, "latency` or `throughput", rows)
 
 
 def compare(old: Path, new: Path) -> list[Change]:

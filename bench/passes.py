@@ -14,7 +14,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 
 from ..config import PASSES, UserError
 from ..config.gates import Measured
+from ..engine.collector import collector_at_rest
 from ..engine.engine import Engine
 from ..engine.llm import LLM
 from ..engine.progress import Progress, show_progress
@@ -205,7 +205,8 @@ def _rounds(
     found: dict[str, list[list[tuple[float, float]]]] = {}
     own = engine.runner
     total = (1 + steps.rounds) * len(steps.works)
-    with progress.bar("Measuring", total) as advance, _collector_at_rest():
+    gc.collect()
+    with progress.bar("Measuring", total) as advance, collector_at_rest():
         for work in steps.works:
             kind, _, size = work.partition(" ")
             for number in range(1 + steps.rounds):
@@ -311,19 +312,6 @@ def _prefill(
         engine.runner = variants[index].runner
         times.append(run(engine, prompt).seconds * 1e3)
     return times[1:]
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """A garbage collection takes as long as a step: none at all meanwhile."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]) -> Measured:

@@ -4,15 +4,15 @@ machine that measures needs nothing that draws.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from .result_file import read_result
 
-Record = Mapping[str, Any]
+Record = dict[str, Any]
 
 
 def check_drawing() -> None:
@@ -30,17 +30,12 @@ def load(path: Path) -> Record:
     Raises:
         UserError: it cannot be read, or is no result of these benches.
     """
-    try:
-        record: Record = json.loads(path.read_text())
+
+    def checked(record: Record) -> Record:
         _kind(record)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(
-            f"{path} is not a result of `fusewright bench latency`, `throughput` or `growth` with "
-            f"--json: {error!r}"
-        ) from error
-    return record
+        return record
+
+    return read_result(path, "latency`, `throughput` or `growth", checked)
 
 
 def _kind(record: Record) -> str:

@@ -14,12 +14,14 @@ def collector_at_rest() -> Iterator[Callable[[], None]]:
     ``added`` its requests, and none that walks over what was there by then until the block ends.
     A collector that is off stays off, and what the caller's program has frozen stays frozen.
     """
-    if not gc.isenabled() or gc.get_freeze_count():
+    if not gc.isenabled():
         yield lambda: None
         return
+    was_frozen = gc.get_freeze_count() > 0
 
     def added() -> None:
-        gc.freeze()
+        if not was_frozen:
+            gc.freeze()
         gc.enable()
 
     gc.disable()
@@ -27,4 +29,5 @@ def collector_at_rest() -> Iterator[Callable[[], None]]:
         yield added
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()

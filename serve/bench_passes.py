@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench.result_file import read_result
 from ..config import OPT_IN, UserError, gates
 from .flags import engine_flags
 from .options import merge, writable
@@ -78,19 +79,15 @@ def written(path: Path) -> list[gates.Measured]:
     Raises:
         UserError: the file cannot be read, or is another.
     """
-    try:
-        rows = json.loads(path.read_text())["rows"]
-        if not rows:
-            raise KeyError("rows")
-        for row in rows:
+
+    def rows(record: dict[str, Any]) -> list[gates.Measured]:
+        if not record["rows"]:
+            raise ValueError("no rows")
+        for row in record["rows"]:
             del row["ratios"]
-        return [gates.Measured(**{**row, "source": path.name}) for row in rows]
-    except OSError as error:
-        raise UserError(f"read={path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"read={path}: expected a result of `fusewright bench passes --json`"
-        ) from None
+        return [gates.Measured(**{**row, "source": path.name}) for row in record["rows"]]
+
+    return read_result(path, "passes", rows)
 
 
 def passes_table(measured: Sequence[gates.Measured]) -> str:

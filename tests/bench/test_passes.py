@@ -24,7 +24,6 @@ from fusewright.engine.startup import read_model
 from fusewright.engine.variant import make_variant
 from fusewright.passes import build_passes, run_passes
 from fusewright.serve.cli import main
-from tests.speed import slowness
 
 CONFIG = Path(__file__).parents[1] / "serve" / "golden" / "llama3-8b" / "config.json"
 OPTIONS: dict[str, Any] = {"model": "abacus", "device": "cpu", "max_model_len": 256}
@@ -108,15 +107,14 @@ def test_passes_over_80_layers_take_less_than_half_a_second(
     example = source.example
     traced = trace(source.model, example.args, example.named, example.dynamic)
     assert source.repeat is not None
-    times, slow = [], []
-    for _ in range(3):  # other processes share the machine, which may be a slower one
-        slow.append(slowness(0.3, time.process_time))
+    times: list[float] = []
+    while len(times) < 3 or (min(times) >= 0.5 and len(times) < 15):  # others share the machine
         graph = unroll(traced, source.repeat)
         start = time.process_time()
         reports = run_passes(graph.gm, build_passes(resolved.compile.passes))
         times.append(time.process_time() - start)
     assert {r.name: r.matched for r in reports}["fuse_add_norm"] == 160
-    assert min(times) < 0.5 * min(slow), f"{min(times):.2f} s: {[r.summary() for r in reports]}"
+    assert min(times) < 0.5, f"{min(times):.2f} s: {[r.summary() for r in reports]}"
 
 
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,5 +148,5 @@ def test_figures_of_another_machine_are_read(
     assert main(["bench", "passes", "--read", str(tmp_path / "other.json")]) == 2
     assert main(["bench", "passes", "--read", str(tmp_path / "missing.json")]) == 2
     said = capsys.readouterr().err
-    assert "expected a result of `fusewright bench passes --json`" in said
+    assert "is not a result of `fusewright bench passes` with --json" in said
     assert "No such file" in said

@@ -18,11 +18,13 @@ from fusewright.engine.attention_backend import (
     say_where_flashinfer_does_not_fit,
     with_compiled_attention,
 )
+from fusewright.engine.batch import Batch
 from fusewright.engine.explain import explain_model
 from fusewright.engine.source import artifact_key
 from fusewright.engine.startup import read_model
 from fusewright.model_executor.abacus.problems import held_out
 from fusewright.model_executor.spec import ModelSpec
+from fusewright.ops.paged_attention_flashinfer import FEWEST_TOKENS
 
 GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
 
@@ -146,7 +148,7 @@ def with_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
 def test_a_plain_start_serves_by_flashinfer_once_that_is_compiled(
-    mode: str, with_modules: Path
+    mode: str, with_modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in steps of their own, in steps beside decodes, and in chunks; FlashInfer has those
     of many tokens."""
@@ -161,6 +163,14 @@ def test_a_plain_start_serves_by_flashinfer_once_that_is_compiled(
     assert attention.startswith("paged_attention -> flashinfer")
     problems = held_out(200, seed=5)
     params = SamplingParams(temperature=0.0, max_tokens=24)
+    sizes, launch = [], llm.engine.runner.launch
+
+    def watched(batch: Batch) -> Any:
+        sizes.append(batch.num_tokens)
+        return launch(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", watched)
     given = llm.generate([p.prompt for p in problems], params, use_tqdm=False)
+    assert max(sizes) >= FEWEST_TOKENS, "no step was FlashInfer's"
     right = sum(p.answer == o.outputs[0].text for p, o in zip(problems, given, strict=True))
     assert right >= 198
