@@ -1,0 +1,138 @@
+// Matrix products of a warpgroup (sm_90a): four consecutive warps, operands described in shared
+// memory in the layout that copies with a 128-byte swizzle leave, or A in registers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace fusewright::attention {
+
+constexpr int kWarpgroupThreads = 128;
+// Eight rows of 128 bytes: what the swizzle permutes within.
+constexpr int kAtomBytes = 1024;
+
+// A matrix in shared memory. `stride`: bytes between atoms along the rows that an atom has eight of;
+// `leading`: between atoms along the bytes of a row, which only a transposed operand has several of.
+__device__ __forceinline__ uint64_t describe(uint32_t address, int leading, int stride) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | static_cast<uint64_t>(stride >> 4) << 32 |
+         static_cast<uint64_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Before products read registers that were written since the last ones.
+__device__ __forceinline__ void products_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until at most that many groups are on their way.
+template <int kPending>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving uses of registers across the wait for who writes them.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
+// clang-format off
+#define FW_8(d, i)                                                                            \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FW_32(d, i) FW_8(d, i), FW_8(d, i + 8), FW_8(d, i + 16), FW_8(d, i + 24)
+#define FW_NAMES_32                                                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FW_NAMES_64                                                                           \
+  FW_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
+  "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d = a b^T, + d unless `fresh`; a: 64 rows, b: 128 rows, of 16 elements each.
+#define FW_FROM_SHARED(TYPE)                                                                  \
+  asm volatile(                                                                               \
+      "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %66, 0;\n\t"                                  \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                            \
+      " {" FW_NAMES_64 "}, %64, %65, add, 1, 1, 0, 0;\n\t}"                                   \
+      : FW_32(d, 0), FW_32(d, 32) : "l"(a), "l"(b), "r"(fresh ? 0 : 1))
+
+// d += a b; a: 64 rows of 16 in registers, b: 16 rows of 128 or 64.
+#define FW_FROM_REGISTERS_128(TYPE)                                                           \
+  asm volatile(                                                                               \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                            \
+      " {" FW_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                            \
+      : FW_32(d, 0), FW_32(d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define FW_FROM_REGISTERS_64(TYPE)                                                            \
+  asm volatile(                                                                               \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                             \
+      " {" FW_NAMES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                            \
+      : FW_32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// clang-format on
+
+template <typename M>
+__device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b, bool fresh);
+
+template <>
+__device__ __forceinline__ void multiply<__nv_bfloat16>(float (&d)[64], uint64_t a, uint64_t b,
+                                                        bool fresh) {
+  FW_FROM_SHARED("bf16");
+}
+
+template <>
+__device__ __forceinline__ void multiply<__half>(float (&d)[64], uint64_t a, uint64_t b,
+                                                 bool fresh) {
+  FW_FROM_SHARED("f16");
+}
+
+template <typename M>
+__device__ __forceinline__ void multiply_add(float (&d)[64], const uint32_t* a, uint64_t b);
+
+template <>
+__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&d)[64], const uint32_t* a,
+                                                            uint64_t b) {
+  FW_FROM_REGISTERS_128("bf16");
+}
+
+template <>
+__device__ __forceinline__ void multiply_add<__half>(float (&d)[64], const uint32_t* a,
+                                                     uint64_t b) {
+  FW_FROM_REGISTERS_128("f16");
+}
+
+template <typename M>
+__device__ __forceinline__ void multiply_add(float (&d)[32], const uint32_t* a, uint64_t b);
+
+template <>
+__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&d)[32], const uint32_t* a,
+                                                            uint64_t b) {
+  FW_FROM_REGISTERS_64("bf16");
+}
+
+template <>
+__device__ __forceinline__ void multiply_add<__half>(float (&d)[32], const uint32_t* a,
+                                                     uint64_t b) {
+  FW_FROM_REGISTERS_64("f16");
+}
+
+#undef FW_FROM_SHARED
+#undef FW_FROM_REGISTERS_128
+#undef FW_FROM_REGISTERS_64
+#undef FW_NAMES_64
+#undef FW_NAMES_32
+#undef FW_32
+#undef FW_8
+
+}  // namespace fusewright::attention
