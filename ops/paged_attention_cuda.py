@@ -1,7 +1,8 @@
-"""``paged_attention`` with the decode kernel of csrc: the implementation ``cuda``.
+"""``paged_attention`` with the kernels of csrc: the implementation ``cuda``.
 
-It takes sequences with one query, the Triton prefill kernel the rest.  Which of the two are
-launched follows from shapes alone, so a captured graph serves any lengths.
+The decode kernel takes sequences with one query, a prefill kernel the rest: csrc's, or Triton's
+where K and V are FP8.  Which of them are launched follows from shapes and dtypes alone, so a
+captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -37,27 +38,49 @@ def has_prefills(args: tuple[Any, ...]) -> bool:
     return len(args[0]) != len(args[3])
 
 
+def has_own_prefill(args: tuple[Any, ...]) -> bool:
+    """Whether the prefills of a call are csrc's: it multiplies K and V as they are stored."""
+    return has_prefills(args) and args[1].dtype == args[0].dtype
+
+
+def prefill(*args: Any) -> None:
+    """The sequences with more than one query; a lone one whatever it has.
+
+    Algorithm: FlashAttention-3 (Shah et al., 2024).
+    """
+    out_scale = (*args[9:], None, None)[1]
+    fewest = 2 if has_decodes(args) else 1
+    torch.ops.fw_cuda.prefill_attention.default(*args[:9], out_scale, fewest)
+
+
 def decode(*args: Any) -> None:
     """The sequences with one query."""
     kv_scale, out_scale = (*args[9:], None, None)[:2]
     torch.ops.fw_cuda.decode_attention.default(*args[:9], kv_scale, out_scale)
 
 
-def _run(*args: Any, prefill: Callable[..., None]) -> None:
-    if has_prefills(args):
+def _run(*args: Any, triton_prefill: Callable[..., None]) -> None:
+    if has_own_prefill(args):
         prefill(*args)
+    elif has_prefills(args):
+        triton_prefill(*args)
     if has_decodes(args):
         decode(*args)
 
 
-def runs(*args: Any, prefill: str = "_prefill_kernel") -> tuple[str, ...]:
-    """Names of the kernels of a call, whose prefill kernel is ``prefill``."""
-    names = [(prefill, has_prefills(args)), ("csrc paged_attention", has_decodes(args))]
+def runs(*args: Any, prefill: str = "") -> tuple[str, ...]:
+    """Names of the kernels of a call; ``prefill``: of another prefill kernel that it has."""
+    own = "csrc prefill_attention" if has_own_prefill(args) else "_prefill_kernel"
+    names = [
+        (prefill or own, has_prefills(args)),
+        ("csrc paged_attention", has_decodes(args)),
+    ]
     return tuple(name for name, is_launched in names if is_launched)
 
 
-def _launches(*args: Any, prefill: Prefill) -> tuple[list[Launch], None]:
-    return prefill(*args) if has_prefills(args) else [], None
+def _launches(*args: Any, triton_prefill: Prefill) -> tuple[list[Launch], None]:
+    by_triton = has_prefills(args) and not has_own_prefill(args)
+    return triton_prefill(*args) if by_triton else [], None
 
 
 def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
@@ -83,12 +106,12 @@ def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
     return why_no_csrc(desc)
 
 
-def by_cuda(prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -> Implementation:
-    """The implementation; ``prefill`` and ``triton_supports`` are the Triton implementation's."""
-    launches = partial(_launches, prefill=prefill)
+def by_cuda(triton_prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -> Implementation:
+    """The implementation; both arguments are the Triton implementation's."""
+    launches = partial(_launches, triton_prefill=triton_prefill)
     return Implementation(
         "cuda",
-        partial(_run, prefill=run_launches(launches)),
+        partial(_run, triton_prefill=run_launches(launches)),
         partial(_supports, triton_supports=triton_supports),
         devices=("cuda",),
         launches=launches,

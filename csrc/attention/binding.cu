@@ -2,7 +2,7 @@
 // headers.
 #include <optional>
 
-#include "../common/binding.h"
+#include "checks.h"
 #include "decode.cuh"
 
 namespace fusewright::attention {
@@ -18,112 +18,26 @@ struct Call {
   const std::optional<Tensor>& out_scale;
 };
 
-void check_device(const Tensor& t, const char* name, const Tensor& q) {
-  if (!t.is_cuda() || t.get_device_index() != q.get_device_index()) {
-    fail(kOp, name, " is not on q's device, cuda:", q.get_device_index());
-  }
-}
-
-void check_aligned(const Tensor& t, const char* name) {
-  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0) {
-    fail(kOp, name, " ", shape_of(t), " lies on an address that is no multiple of 16");
-  }
-}
-
-void check_q(const Tensor& q) {
-  const bool dtype = q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half;
-  if (q.dim() != 3 || !dtype || (q.size(2) != 64 && q.size(2) != 128)) {
-    fail(kOp, "q has shape ", shape_of(q), " and elements of ", q.element_size(),
-         " bytes, expected [num_tokens, num_heads, 64 or 128] of bfloat16 or float16");
-  }
-  if (q.stride(2) != 1 || q.stride(1) != q.size(2) || (q.size(0) > 1 && q.stride(0) % 8 != 0)) {
-    fail(kOp, "q ", shape_of(q), " has strides [", q.stride(0), ", ", q.stride(1), ", ",
-         q.stride(2), "], expected heads without gaps, tokens a multiple of 8 elements apart");
-  }
-  check_aligned(q, "q");
-}
-
-void check_cache(const Tensor& kv_cache, const Tensor& q) {
-  const int64_t head_dim = q.size(2);
-  const bool dtype = kv_cache.scalar_type() == q.scalar_type() ||
-                     kv_cache.scalar_type() == ScalarType::Float8_e4m3fn;
-  if (kv_cache.dim() != 5 || kv_cache.size(1) != 2 || kv_cache.size(4) != head_dim || !dtype ||
-      !kv_cache.is_contiguous()) {
-    fail(kOp, "kv_cache has shape ", shape_of(kv_cache), " and elements of ",
-         kv_cache.element_size(),
-         " bytes, expected a contiguous [num_blocks, 2, block_size, num_kv_heads, ", head_dim,
-         "] of q's dtype or float8_e4m3fn");
-  }
-  const int64_t page = kv_cache.size(2), kv_heads = kv_cache.size(3);
-  if (page < 8 || page > 256 || (page & (page - 1)) != 0) {
-    fail(kOp, "block_size of kv_cache ", shape_of(kv_cache), " is ", page,
-         ", expected a power of two from 8 to 256");
-  }
-  if (kv_heads < 1 || q.size(1) % kv_heads != 0 || q.size(1) / kv_heads > kMaxGroup) {
-    fail(kOp, "q ", shape_of(q), " and kv_cache ", shape_of(kv_cache), ": ", q.size(1),
-         " heads share ", kv_heads, " KV heads, expected 1 to ", kMaxGroup, " each");
-  }
-  check_aligned(kv_cache, "kv_cache");
-}
-
-void check_integers(const Tensor& t, const char* name, int64_t size) {
-  if (t.dim() != 1 || t.size(0) != size || t.scalar_type() != ScalarType::Int ||
-      !t.is_contiguous()) {
-    fail(kOp, name, " has shape ", shape_of(t), ", expected a contiguous [", size, "] of int32");
-  }
-}
-
-void check_batch(const Tensor& kv_cache, const Tensor& block_table, const Tensor& seq_lens,
-                 const Tensor& query_start_loc) {
-  if (seq_lens.dim() != 1) {
-    fail(kOp, "seq_lens has shape ", shape_of(seq_lens), ", expected [num_seqs]");
-  }
+void check_counts(const Tensor& kv_cache, const Tensor& seq_lens) {
   const int64_t num_seqs = seq_lens.size(0), kv_heads = kv_cache.size(3);
   if (num_seqs > kMaxSeqs || num_seqs * kv_heads > kMaxItems) {
     fail(kOp, "seq_lens ", shape_of(seq_lens), " has ", num_seqs, " sequences of ", kv_heads,
          " KV heads, expected ", kMaxSeqs, " sequences or fewer and ", kMaxItems,
          " pairs of a sequence and a KV head or fewer");
   }
-  if (block_table.dim() != 2 || block_table.size(0) != num_seqs || block_table.size(1) < 1 ||
-      block_table.scalar_type() != ScalarType::Int ||
-      (block_table.size(1) > 1 && block_table.stride(1) != 1)) {
-    fail(kOp, "block_table has shape ", shape_of(block_table), ", expected [", num_seqs,
-         ", 1 or more] of int32 without gaps in rows: seq_lens is ", shape_of(seq_lens));
-  }
-  check_integers(seq_lens, "seq_lens", num_seqs);
-  check_integers(query_start_loc, "query_start_loc", num_seqs + 1);
-}
-
-void check_floats(const Tensor& t, const char* name, int64_t rows, int64_t cols) {
-  if (t.dim() != 2 || t.size(0) != rows || t.size(1) != cols ||
-      t.scalar_type() != ScalarType::Float || !t.is_contiguous()) {
-    fail(kOp, name, " has shape ", shape_of(t), ", expected a contiguous [", rows, ", ", cols,
-         "] of float32");
-  }
 }
 
 void check_scales(const Call& call) {
   const Tensor& q = call.q;
   if (call.kv_scale) {
-    check_device(*call.kv_scale, "kv_scale", q);
-    check_floats(*call.kv_scale, "kv_scale", 2, call.kv_cache.size(3));
+    check_device(kOp, *call.kv_scale, "kv_scale", q);
+    check_floats(kOp, *call.kv_scale, "kv_scale", 2, call.kv_cache.size(3));
     if (call.kv_cache.scalar_type() != ScalarType::Float8_e4m3fn) {
       fail(kOp, "kv_scale is given, but kv_cache ", shape_of(call.kv_cache),
            " is not float8_e4m3fn");
     }
   }
-  if (call.out_scale) {
-    check_device(*call.out_scale, "out_scale", q);
-    check_floats(*call.out_scale, "out_scale", 1, 1);
-  }
-  const Tensor& out = call.out;
-  const ScalarType expected = call.out_scale ? ScalarType::Float8_e4m3fn : q.scalar_type();
-  if (out.dim() != 3 || out.size(0) != q.size(0) || out.size(1) != q.size(1) ||
-      out.size(2) != q.size(2) || out.scalar_type() != expected || !out.is_contiguous()) {
-    fail(kOp, "out has shape ", shape_of(out), " and elements of ", out.element_size(),
-         " bytes, expected it contiguous, shaped as q ", shape_of(q), ", of ",
-         call.out_scale ? "float8_e4m3fn, as there is an out_scale" : "q's dtype");
-  }
+  check_out(kOp, call.out, q, call.out_scale ? &*call.out_scale : nullptr);
 }
 
 Tensor empty_floats(int64_t count, const Tensor& like) {
@@ -178,20 +92,18 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
                       const std::optional<Tensor>& kv_scale,
                       const std::optional<Tensor>& out_scale) {
   if (!q.is_cuda()) fail(kOp, "q is not on a CUDA device");
-  check_device(kv_cache, "kv_cache", q);
-  check_device(block_table, "block_table", q);
-  check_device(seq_lens, "seq_lens", q);
-  check_device(query_start_loc, "query_start_loc", q);
-  check_device(out, "out", q);
+  check_device(kOp, kv_cache, "kv_cache", q);
+  check_device(kOp, block_table, "block_table", q);
+  check_device(kOp, seq_lens, "seq_lens", q);
+  check_device(kOp, query_start_loc, "query_start_loc", q);
+  check_device(kOp, out, "out", q);
   const Call call{q, kv_cache, out, kv_scale, out_scale};
-  check_q(q);
-  check_cache(kv_cache, q);
-  check_batch(kv_cache, block_table, seq_lens, query_start_loc);
+  check_q(kOp, q);
+  check_cache(kOp, kv_cache, q, true, kMaxGroup);
+  check_batch(kOp, block_table, seq_lens, query_start_loc);
+  check_counts(kv_cache, seq_lens);
   check_scales(call);
-  if (!(scale > 0) || sliding_window < 0 || sliding_window >= int64_t{1} << 31 || soft_cap < 0) {
-    fail(kOp, "scale ", scale, ", sliding_window ", sliding_window, ", soft_cap ", soft_cap,
-         ", expected a positive scale, the others 0 or positive, sliding_window below 2^31");
-  }
+  check_numbers(kOp, scale, sliding_window, soft_cap);
   if (q.size(0) == 0 || seq_lens.size(0) == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());

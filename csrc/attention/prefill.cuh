@@ -2,7 +2,7 @@
 // forward pass of FlashAttention-3 (Shah et al., 2024).
 //
 // Limit: products of matrices. What it takes to stay near that:
-// - A block is two warpgroups that compute, 64 queries of one head each, and a warp that fills a
+// - A block is two warpgroups that compute, 64 rows of q each, and a warp that fills a
 //   ring of K and V tiles in shared memory. Pages come by the copy engine: a copy brings what one
 //   page has of one head, in the layout that the products read; beyond the cache it brings zeros.
 // - The product with K of the next tile runs while a warpgroup computes its softmax, and the two
@@ -24,12 +24,29 @@ namespace fusewright::attention {
 
 constexpr int kComputeWarps = 8;
 constexpr int kPrefillThreads = 3 * kWarpgroupThreads;
-constexpr float kNoPeak = -1.0e30f;
+constexpr int kTileRowsShift = 7;
+constexpr int kLineBytes = 128;
+// A power of two, or its product with what a logit is multiplied by would be rounded: such a product
+// less the rounded one is to be 0.
+constexpr float kNoPeak = -0x1p100f;
+
+// Beyond each block's first; every launch leaves zeros. One stream a device may run this at a time.
+static __device__ unsigned items_taken, blocks_done;
+
 #ifndef FW_PINGPONG
 #define FW_PINGPONG 1
 #endif
+#ifndef FW_LATE
+#define FW_LATE 0
+#endif
+#ifndef FW_SKIP
+#define FW_SKIP 0
+#endif
+#ifndef FW_STAGES
+#define FW_STAGES 2
+#endif
 #ifndef FW_OVERLAP
-#define FW_OVERLAP 1
+#define FW_OVERLAP 0
 #endif
 
 // kGeneral: with a window or a soft cap.
@@ -40,25 +57,29 @@ struct PrefillTile {
   static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kHalves = kDim / 64;         // lines of 128 bytes that a row has
   static constexpr int kGroupBytes = kHalves * kAtomBytes;  // of eight tokens
-  static constexpr int kQueryBytes = kTileQueries * kDim * 2;
+  static constexpr int kQueryHalfBytes = kTileRows * 128;
+  static constexpr int kQueryBytes = kHalves * kQueryHalfBytes;
   static constexpr int kKeysBytes = kTileKeys * kDim * 2;
-  static constexpr int kStages = 2;
-  static constexpr int kBytes = kQueryBytes + 2 * kStages * kKeysBytes;
+  static constexpr int kStages = FW_STAGES;
+  static constexpr int kBytes = 2 * kQueryBytes + 2 * kStages * kKeysBytes;
 };
+
+constexpr int kMostStages = 3;
 
 // Barriers of a block, and what comes with them.
 struct alignas(16) Mailbox {
-  uint64_t query_full, query_empty;
-  uint64_t full[2][2], empty[2][2];  // of K and V: of each stage
-  Item item;
+  uint64_t query_full[2], query_empty[2];
+  uint64_t full[2][kMostStages], empty[2][kMostStages];  // of K and V: of each stage
+  Item item[2];
 };
 
 // A place in a ring and which time around it is.
 struct Cursor {
   int stage = 0;
   uint32_t parity = 0;
+  template <int kStages>
   __device__ __forceinline__ void advance() {
-    stage ^= 1;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
     parity ^= stage == 0;
   }
 };
@@ -89,7 +110,7 @@ struct Filler {
   const CUtensorMap& kv_map;
   uint32_t rings;
   Mailbox* box;
-  Cursor cursor[2];
+  Cursor cursor[2], cursor_q;
   Item item;
   const int* table;
   int reach;  // the first position that a query of the item sees
@@ -97,8 +118,8 @@ struct Filler {
   // The cache's group of eight tokens where this lane's copy of tile t begins, of K; or none.
   __device__ __forceinline__ int group_of(int t) const {
     const int position = t * kTileKeys + (threadIdx.x % kWarpSize << args.box_shift);
-    const bool readable = position < item.seq_len && position + (1 << args.box_shift) > reach &&
-                          t >= item.begin;
+    const bool readable = position < item.position + item.queries &&
+                          position + (1 << args.box_shift) > reach && t >= item.begin;
     if (!readable) return -kTileKeys;
     const int page = __ldg(table + (position >> args.page_shift));
     const int within = position & ((1 << args.page_shift) - 1);
@@ -119,55 +140,64 @@ struct Filler {
       const int v = kWhich == 0 || group < 0 ? 0 : 1 << (args.page_shift - 3);
       copy_box_4d(to, kv_map, 0, item.head / args.group * T::kHalves, group + v, full);
     }
-    at.advance();
+    at.template advance<T::kStages>();
   }
 
-  __device__ __forceinline__ void run(const CUtensorMap& q_map, uint32_t query, int* scratch,
-                                      int max_seqs) {
-    Sequences sequences{scratch, scratch + max_seqs, scratch + 2 * max_seqs, 0, 0, 0};
+  // q of the item and what else is to be known of it.
+  __device__ __forceinline__ void fill_query(const CUtensorMap& q_map, uint32_t query) {
+    const int at = cursor_q.stage, lane = threadIdx.x % kWarpSize;
+    const uint32_t full = shared_address(&box->query_full[at]);
+    gemm::barrier_wait(shared_address(&box->query_empty[at]), cursor_q.parity ^ 1);
+    if (lane == 0) {
+      box->item[at] = item;
+      gemm::barrier_expect_bytes(full, T::kQueryBytes);
+    }
+    __syncwarp();
+    const int heads = kTileRows >> args.query_shift, half = lane / heads, head = lane % heads;
+    if (half < T::kHalves) {
+      copy_box_3d(query + at * T::kQueryBytes + half * T::kQueryHalfBytes +
+                      (head << args.query_shift) * kLineBytes,
+                  q_map, item.token, (item.head + head) * T::kHalves + half, full);
+    }
+    cursor_q.template advance<2>();
+  }
+
+  __device__ __forceinline__ void end() {
+    const int at = cursor_q.stage;
+    gemm::barrier_wait(shared_address(&box->query_empty[at]), cursor_q.parity ^ 1);
+    if (threadIdx.x % kWarpSize == 0) {
+      box->item[at].begin = box->item[at].end = 0;
+      gemm::barrier_arrive(shared_address(&box->query_full[at]));
+      if (atomicAdd(&blocks_done, 1) == gridDim.x - 1) items_taken = blocks_done = 0;
+    }
+  }
+
+  __device__ __forceinline__ void run(const CUtensorMap& q_map, uint32_t query, int2* scratch) {
+    Sequences sequences{scratch};
     sequences.collect(args);
-    const int lane = threadIdx.x % kWarpSize;
-    const int items = sequences.total * args.heads;
+    const int shares = args.heads >> (kTileRowsShift - args.query_shift);
+    const int items = sequences.total * shares;
     gemm::wait_for_previous();
-    uint32_t parity = 1;
-    const uint32_t query_full = shared_address(&box->query_full);
     for (int n = blockIdx.x; n < items;) {
       int seq, tile;
-      sequences.find(n / args.heads, seq, tile);
-      item = item_of(args, seq, tile, n % args.heads);
-      unsigned taken = 0;
-      if (args.counters && lane == 0) taken = atomicAdd(args.counters, 1);
+      sequences.find(n / shares, seq, tile);
+      item = item_of(args, seq, tile, n % shares << (kTileRowsShift - args.query_shift));
       table = args.block_table + seq * args.table_stride;
-      reach = args.window > 0 ? max(item.position - args.window + 1, 0) : 0;
+      reach = reach_of(args, item.position);
       int group = group_of(item.end - 1);
-      gemm::barrier_wait(shared_address(&box->query_empty), parity);
-      parity ^= 1;
-      if (lane == 0) {
-        box->item = item;
-        gemm::barrier_expect_bytes(query_full, T::kQueryBytes);
-#pragma unroll
-        for (int half = 0; half < T::kHalves; ++half) {
-          copy_box_3d(query + half * kTileQueries * 128, q_map, item.token,
-                      item.head * T::kHalves + half, query_full);
-        }
-      }
+      fill_query(q_map, query);
+      unsigned taken = 0;
+      if (threadIdx.x % kWarpSize == 0) taken = atomicAdd(&items_taken, 1);
       for (int t = item.end - 1; t >= item.begin; --t) {
         const int here = group;
         group = group_of(t - 1);  // ahead, since it takes a while
         fill<0>(here);
         fill<1>(here);
       }
-      n = args.counters ? gridDim.x + __shfl_sync(kAllLanes, taken, 0) : n + gridDim.x;
+      n = gridDim.x + __shfl_sync(kAllLanes, taken, 0);
     }
     gemm::start_next();
-    gemm::barrier_wait(shared_address(&box->query_empty), parity);
-    if (lane == 0) {
-      box->item.begin = box->item.end = 0;
-      gemm::barrier_arrive(query_full);
-      if (args.counters && atomicAdd(args.counters + 1, 1) == gridDim.x - 1) {
-        args.counters[0] = args.counters[1] = 0;
-      }
-    }
+    end();
   }
 };
 
@@ -183,10 +213,10 @@ struct Rows {
 template <typename T>
 struct Computer {
   const PrefillArgs& args;
-  uint32_t query, rings;
+  uint32_t queries, rings;
   Mailbox* box;
   int group;  // 0 or 1
-  Cursor k, v;
+  Cursor q, k, v;
   Item item;
   Rows<T> rows;
   float logits[kTileKeys / 2];
@@ -195,6 +225,9 @@ struct Computer {
   __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
   __device__ __forceinline__ int row() const {
     return group * 64 + threadIdx.x / kWarpSize % 4 * 16 + lane() / 4;
+  }
+  __device__ __forceinline__ int query_of(int row) const {
+    return row & ((1 << args.query_shift) - 1);
   }
   __device__ __forceinline__ uint32_t keys(int which, const Cursor& at) const {
     return rings + (which * T::kStages + at.stage) * T::kKeysBytes;
@@ -216,14 +249,15 @@ struct Computer {
 
   // Starts logits = q k^T of the next tile.
   __device__ __forceinline__ void start_logits() {
-    const uint32_t from = keys(0, k), q = query + group * 64 * 128;
+    const uint32_t from = keys(0, k);
+    const uint32_t to = queries + q.stage * T::kQueryBytes + group * 64 * kLineBytes;
     pin(logits);
     products_fence();
 #pragma unroll
     for (int step = 0; step < T::kHeadDim / 16; ++step) {
       const int half = step / 4, within = step % 4 * 32;
       multiply<typename T::Element>(
-          logits, describe(q + half * kTileQueries * 128 + within, 16, kAtomBytes),
+          logits, describe(to + half * T::kQueryHalfBytes + within, 16, kAtomBytes),
           describe(from + half * kAtomBytes + within, 16, T::kGroupBytes), step == 0);
     }
     products_commit();
@@ -262,7 +296,7 @@ struct Computer {
   // What a query must not see becomes -infinity.
   __device__ __forceinline__ void mask(int tile) {
     const int first = tile * kTileKeys + lane() % 4 * 2;
-    const int position = item.position + row();
+    const int position = item.position + query_of(row());
 #pragma unroll
     for (int i = 0; i < kTileKeys / 2; ++i) {
       const int key = first + i / 4 * 8 + i % 2, query_at = position + i / 2 % 2 * 8;
@@ -314,24 +348,27 @@ struct Computer {
     gemm::barrier_wait(shared_address(&box->full[which][at.stage]), at.parity);
   }
 
-  // Zeros in V where no query of the item sees anything: what lies there may be no number. Of those
-  // copies that brought something; the others brought zeros.
-  __device__ __forceinline__ void clear_unseen(int tile) {
-    const int first = tile * kTileKeys;
-    const int reach =
-        T::kGeneral && args.window > 0 ? max(item.position - args.window + 1, 0) : 0;
-    const int low = max(reach - first, 0), high = min(item.seq_len - first, kTileKeys);
-    if (low == 0 && high == kTileKeys) return;
-    wait_full(1, v);
+  __device__ __forceinline__ void clear_values(int begin, int end) const {
     const uint32_t from = keys(1, v);
-    for (int i = threadIdx.x % kWarpgroupThreads; i < kTileKeys * T::kHalves * 8;
+    for (int i = threadIdx.x % kWarpgroupThreads; i < (end - begin) * T::kHalves * 8;
          i += kWarpgroupThreads) {
-      const int chunk = i % 8, half = i / 8 % T::kHalves, token = i / (8 * T::kHalves);
-      if (token >= low && token < high) continue;
-      store_shared(from + token / 8 * T::kGroupBytes + half * kAtomBytes + token % 8 * 128 +
-                       chunk * 16,
+      const int chunk = i % 8, half = i / 8 % T::kHalves, token = begin + i / (8 * T::kHalves);
+      store_shared(from + token / 8 * T::kGroupBytes + half * kAtomBytes +
+                       token % 8 * kLineBytes + chunk * 16,
                    float4{0, 0, 0, 0});
     }
+  }
+
+  // Zeros in the oldest V where no query sees anything and what lies there may be no number. That is
+  // in a page that holds the sequence's end or the window's begin: of others come zeros.
+  __device__ __forceinline__ void clear_unseen(int tile) const {
+    const int first = tile * kTileKeys, box = (1 << args.box_shift) - 1;
+    const int low = max((T::kGeneral ? reach_of(args, item.position) : 0) - first, 0);
+    const int high = min(item.seq_len - first, kTileKeys);
+    if (low == 0 && high == kTileKeys) return;
+    wait_full(1, v);
+    clear_values(low & ~box, low);
+    clear_values(high, (high + box) & ~box);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "r"(kWarpgroupThreads) : "memory");
   }
@@ -343,11 +380,16 @@ struct Computer {
     start_logits();
     wait_full(1, v);
     start_sums();
+#if FW_LATE == 0
     pass_turn();
+#endif
     products_wait<1>();
+#if FW_LATE == 1
+    pass_turn();
+#endif
     pin(logits);
     release(box->empty[0][k.stage]);
-    k.advance();
+    k.template advance<T::kStages>();
     cap();
     if constexpr (kMasked) mask(tile);
     float alpha[2];
@@ -357,17 +399,22 @@ struct Computer {
     asm volatile(
         "{\n\t.reg .pred never;\n\tsetp.lt.f32 never, %0, 0f00000000;\n\t"
         "@never st.shared.f32 [%1], %0;\n\t}" ::"f"(rows.total[0] + rows.total[1]),
-        "r"(query)
+        "r"(queries)
         : "memory");
 #endif
     products_wait<0>();
     pin(rows.sums);
     pin(weights);
     release(box->empty[1][v.stage]);
-    v.advance();
+    v.template advance<T::kStages>();
     round_weights();
+#if FW_SKIP
+    if (__any_sync(kAllLanes, alpha[0] != 1.0f || alpha[1] != 1.0f))
+#endif
+    {
 #pragma unroll
-    for (int i = 0; i < T::kHeadDim / 2; ++i) rows.sums[i] *= alpha[i / 2 % 2];
+      for (int i = 0; i < T::kHeadDim / 2; ++i) rows.sums[i] *= alpha[i / 2 % 2];
+    }
     if constexpr (T::kGeneral) {
       if (tile == item.begin) clear_unseen(tile);
     }
@@ -386,7 +433,7 @@ struct Computer {
     products_wait<0>();
     pin(logits);
     release(box->empty[0][k.stage]);
-    k.advance();
+    k.template advance<T::kStages>();
     cap();
     mask(tile);
     float alpha[2];
@@ -395,16 +442,17 @@ struct Computer {
     clear_unseen(tile);
     --tile;
     // The first tile that all of this warpgroup's queries see to its end.
-    const int seen = T::kGeneral ? 0 : (item.position + group * 64 + 1) / kTileKeys;
+    const int seen = T::kGeneral ? 0 : (item.position + query_of(group * 64) + 1) / kTileKeys;
     for (; tile >= max(seen, item.begin); --tile) step<true>(tile);
     for (; tile >= item.begin; --tile) step<T::kGeneral>(tile);
-    release(box->query_empty);
+    release(box->query_empty[q.stage]);
+    q.template advance<2>();
     wait_full(1, v);
     start_sums();
     products_wait<0>();
     pin(rows.sums);
     release(box->empty[1][v.stage]);
-    v.advance();
+    v.template advance<T::kStages>();
     store();
   }
 
@@ -432,11 +480,11 @@ struct Computer {
     const int quad = lane() % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = row() + 8 * r;
+      const int at = row() + 8 * r, query = query_of(at), head = item.head + (at >> args.query_shift);
       const float factor = r == 0 ? low : high;
       Out* to = static_cast<Out*>(args.out) +
-                (static_cast<int64_t>(item.token + at) * args.heads + item.head) * T::kHeadDim;
-      const bool live = at < item.queries;
+                (static_cast<int64_t>(item.token + query) * args.heads + head) * T::kHeadDim;
+      const bool live = query < item.queries;
 #pragma unroll
       for (int base = 0; base < T::kHeadDim / 8; base += 4) {
         if constexpr (sizeof(Out) == 1) {
@@ -482,9 +530,9 @@ struct Computer {
 
   __device__ __forceinline__ void run() {
     if (group == 1) pass_turn();  // the first is the other's
-    for (uint32_t parity = 0;; parity ^= 1) {
-      gemm::barrier_wait(shared_address(&box->query_full), parity);
-      item = box->item;
+    for (;;) {
+      gemm::barrier_wait(shared_address(&box->query_full[q.stage]), q.parity);
+      item = box->item[q.stage];
       if (item.begin == item.end) break;
       compute_item();
     }
@@ -496,18 +544,20 @@ template <typename T>
 __global__ void __launch_bounds__(kPrefillThreads, 1)
     prefill_kernel(const __grid_constant__ PrefillArgs args,
                    const __grid_constant__ CUtensorMap q_map,
-                   const __grid_constant__ CUtensorMap kv_map, int max_seqs) {
+                   const __grid_constant__ CUtensorMap kv_map) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ Mailbox box;
-  const uint32_t query = (shared_address(memory) + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
-  const uint32_t rings = query + T::kQueryBytes;
+  const uint32_t queries = (shared_address(memory) + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
+  const uint32_t rings = queries + 2 * T::kQueryBytes;
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);
   if (threadIdx.x == 0) {
-    gemm::barrier_init(shared_address(&box.query_full), 1);
-    gemm::barrier_init(shared_address(&box.query_empty), kComputeWarps);
-    for (int i = 0; i < 4; ++i) {
-      gemm::barrier_init(shared_address(&box.full[i / 2][i % 2]), 1);
-      gemm::barrier_init(shared_address(&box.empty[i / 2][i % 2]), kComputeWarps);
+    for (int i = 0; i < 2; ++i) {
+      gemm::barrier_init(shared_address(&box.query_full[i]), 1);
+      gemm::barrier_init(shared_address(&box.query_empty[i]), kComputeWarps);
+    }
+    for (int i = 0; i < 2 * T::kStages; ++i) {
+      gemm::barrier_init(shared_address(&box.full[i % 2][i / 2]), 1);
+      gemm::barrier_init(shared_address(&box.empty[i % 2][i / 2]), kComputeWarps);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -515,14 +565,13 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0) {
-      Filler<T> filler{args, kv_map, rings, &box, {}, {}, nullptr, 0};
-      int* scratch = reinterpret_cast<int*>(memory + (rings - shared_address(memory)) +
-                                            2 * T::kStages * T::kKeysBytes);
-      filler.run(q_map, query, scratch, max_seqs);
+      Filler<T> filler{args, kv_map, rings, &box};
+      const uint32_t list = rings + 2 * T::kStages * T::kKeysBytes - shared_address(memory);
+      filler.run(q_map, queries, reinterpret_cast<int2*>(memory + list));
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    Computer<T> computer{args, query, rings, &box, warp / 4 - 1};
+    Computer<T> computer{args, queries, rings, &box, warp / 4 - 1};
     computer.run();
   }
 }

@@ -1,5 +1,5 @@
-// What prefill attention divides a batch into, found on the device: tiles of 128 queries of one
-// sequence and one head, those with the most keys first.
+// What prefill attention divides a batch into, found on the device: tiles of queries of one sequence
+// and some of the heads that share a KV head, those with the most keys first.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,8 +10,12 @@
 
 namespace fusewright::attention {
 
-constexpr int kTileQueries = 128;
+constexpr int kTileRows = 128;  // queries x heads
 constexpr int kTileKeys = 128;
+#ifndef FW_HEADS
+#define FW_HEADS 8
+#endif
+constexpr int kMostTileHeads = FW_HEADS;
 
 struct PrefillArgs {
   const int* block_table;  // [num_seqs, table_stride]
@@ -19,9 +23,10 @@ struct PrefillArgs {
   const int* query_start;  // [num_seqs + 1]
   void* out;               // [tokens, heads, head_dim]
   const float* out_scale;  // [1] if out is FP8, else null
-  unsigned* counters;      // 2: items taken beyond each block's first, blocks that are done
   int num_seqs, fewest;    // sequences with fewer queries are left out
-  int heads, group, page_shift, box_shift;  // log2 of the tokens of a page and of a copy
+  int heads, group, page_shift;
+  int box_shift;    // log2 of the tokens of one copy
+  int query_shift;  // log2 of the queries of a tile; with that many heads, the tile has 128 rows
   int64_t table_stride;
   float scale, soft_cap;
   int window;  // 0: all
@@ -29,27 +34,28 @@ struct PrefillArgs {
 
 // A tile, as the warp that fills shared memory leaves it for those that compute.
 struct Item {
-  int token;             // row of q and out
-  int queries;           // that exist of the 128
-  int head;
-  int position;          // of the first query
+  int token;       // row of q and out
+  int queries;     // that exist
+  int head;        // the first
+  int position;    // of the first query
   int seq_len;
-  int begin, end;        // tiles of keys; none: there are no more items
+  int begin, end;  // tiles of keys; none: there are no more items
 };
 
-// One lane's view of the sequences that have tiles. Tile i of a sequence that begins behind c tiles
-// of keys has level c + i + 1; items go from the highest level to the lowest, so that no block
-// begins a long one late.
+constexpr int kIndexBits = 12;
+constexpr int kMostSeqs = 1 << kIndexBits;
+
+// The sequences that have tiles. Tile i of a sequence with c tiles of earlier tokens has level
+// c + i + 1; items go from the highest level to the lowest, so that no block begins a long one late.
 struct Sequences {
-  int* top;    // shared: the level of the last tile
-  int* tiles;  // shared: how many
-  int* index;  // shared: of the sequence
-  int count, total, highest;
+  int2* list;         // shared: level of the last tile; tiles << kIndexBits | index of the sequence
+  int count, total;   // sequences, tiles
+  int above, before;  // where the search is: below this level; that many tiles are not
 
   // By one warp. Reads lengths only.
   __device__ __forceinline__ void collect(const PrefillArgs& args) {
-    const int lane = threadIdx.x % kWarpSize;
-    count = total = highest = 0;
+    const int lane = threadIdx.x % kWarpSize, least = (1 << args.query_shift) - 1;
+    count = total = above = before = 0;
 #pragma unroll 4
     for (int base = 0; base < args.num_seqs; base += kWarpSize) {
       const int seq = base + lane;
@@ -59,18 +65,15 @@ struct Sequences {
         length = __ldg(args.seq_lens + seq);
       }
       const bool live = queries >= args.fewest && length > 0;
-      const int own = live ? (queries + kTileQueries - 1) / kTileQueries : 0;
-      const int last = live ? (length - queries + kTileKeys - 1) / kTileKeys + own : 0;
+      const int own = live ? (queries + least) >> args.query_shift : 0;
+      const int last = live ? ((length - queries + least) >> args.query_shift) + own : 0;
       const unsigned lives = __ballot_sync(kAllLanes, live);
       if (live) {
-        const int slot = count + __popc(lives & ((1u << lane) - 1));
-        top[slot] = last;
-        tiles[slot] = own;
-        index[slot] = seq;
+        list[count + __popc(lives & ((1u << lane) - 1))] = int2{last, own << kIndexBits | seq};
       }
       count += __popc(lives);
       total += __reduce_add_sync(kAllLanes, own);
-      highest = max(highest, __reduce_max_sync(kAllLanes, last));
+      above = max(above, __reduce_max_sync(kAllLanes, last + 1));
     }
     __syncwarp();
   }
@@ -79,16 +82,25 @@ struct Sequences {
   __device__ __forceinline__ int from_level(int level) const {
     int sum = 0;
     for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) {
-      sum += min(max(top[i] - level + 1, 0), tiles[i]);
+      const int2 entry = list[i];
+      sum += min(max(entry.x - level + 1, 0), entry.y >> kIndexBits);
     }
     return __reduce_add_sync(kAllLanes, sum);
   }
 
-  // The n-th tile in that order: its sequence, its place in it. Requires n < total.
-  __device__ __forceinline__ void find(int n, int& seq, int& tile) const {
-    int level = 1, above = highest + 1, before = 0;
+  // The n-th tile in that order: its sequence, its place in it. Requires n < total, and no smaller n
+  // than the last time.
+  __device__ __forceinline__ void find(int n, int& seq, int& tile) {
+    int level = above, sum = before;
+    for (int step = 1; sum <= n; step *= 2) {  // down, faster and faster
+      above = level;
+      before = sum;
+      level = max(above - step, 1);
+      sum = from_level(level);
+    }
     while (above - level > 1) {
-      const int middle = (above + level) / 2, sum = from_level(middle);
+      const int middle = (above + level) / 2;
+      sum = from_level(middle);
       if (sum > n) {
         level = middle;
       } else {
@@ -98,34 +110,40 @@ struct Sequences {
     }
     int left = n - before;
     for (int base = 0;; base += kWarpSize) {
-      const int i = base + threadIdx.x % kWarpSize;
-      int place = -1;
-      if (i < count) place = level - (top[i] - tiles[i]) - 1;
-      const bool own = i < count && place >= 0 && place < tiles[i];
-      const unsigned has = __ballot_sync(kAllLanes, own);
-      if (left < __popc(has)) {
-        const int before_me = __popc(has & ((1u << threadIdx.x % kWarpSize) - 1));
-        const int owner = __ffs(__ballot_sync(kAllLanes, own && before_me == left)) - 1;
+      const int lane = threadIdx.x % kWarpSize, i = base + lane;
+      const int2 entry = i < count ? list[i] : int2{0, 0};
+      const int tiles = entry.y >> kIndexBits, place = level - (entry.x - tiles) - 1;
+      const bool has = place >= 0 && place < tiles;
+      const unsigned all = __ballot_sync(kAllLanes, has);
+      if (left < __popc(all)) {
+        const bool mine = has && __popc(all & ((1u << lane) - 1)) == left;
+        const int owner = __ffs(__ballot_sync(kAllLanes, mine)) - 1;
         tile = __shfl_sync(kAllLanes, place, owner);
-        seq = index[base + owner];
+        seq = __shfl_sync(kAllLanes, entry.y, owner) & (kMostSeqs - 1);
         return;
       }
-      left -= __popc(has);
+      left -= __popc(all);
     }
   }
 };
 
+// The first position that a query sees who stands there.
+__device__ __forceinline__ int reach_of(const PrefillArgs& args, int position) {
+  return args.window > 0 ? max(position - args.window + 1, 0) : 0;
+}
+
+// Of lengths that collect has read.
 __device__ __forceinline__ Item item_of(const PrefillArgs& args, int seq, int tile, int head) {
-  const int start = args.query_start[seq], queries = args.query_start[seq + 1] - start;
-  const int first = tile * kTileQueries, seq_len = args.seq_lens[seq];
+  const int start = __ldg(args.query_start + seq);
+  const int queries = __ldg(args.query_start + seq + 1) - start;
+  const int first = tile << args.query_shift;
   Item item;
+  item.seq_len = __ldg(args.seq_lens + seq);
   item.token = start + first;
-  item.queries = min(queries - first, kTileQueries);
+  item.queries = min(queries - first, 1 << args.query_shift);
   item.head = head;
-  item.position = seq_len - queries + first;
-  item.seq_len = seq_len;
-  const int reach = args.window > 0 ? max(item.position - args.window + 1, 0) : 0;
-  item.begin = reach / kTileKeys;
+  item.position = item.seq_len - queries + first;
+  item.begin = reach_of(args, item.position) / kTileKeys;
   item.end = (item.position + item.queries + kTileKeys - 1) / kTileKeys;
   return item;
 }

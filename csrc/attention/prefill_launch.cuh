@@ -4,25 +4,10 @@
 #include <algorithm>
 #include <atomic>
 
+#include "../common/tensor_map.h"
 #include "prefill.cuh"
 
 namespace fusewright::attention {
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, found at run time: linking libcuda would keep the library from loading on
-// machines without a driver.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                               12000, cudaEnableDefault, &result);
-    const bool ok = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return ok ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-  }();
-  return found;
-}
 
 // Lines of 128 bytes of 16-bit elements: sizes and box in lines from the second dimension on,
 // strides in bytes. Outside the tensor they are zero.
@@ -50,45 +35,67 @@ cudaError_t describe_lines(CUtensorMap* map, const void* data, const int64_t (&s
 struct PrefillShape {
   const void* q;   // [tokens, heads, head_dim], tokens q_stride elements apart
   const void* kv;  // [blocks, 2, page, kv_heads, head_dim]
-  int64_t tokens, q_stride, blocks, kv_heads, multiprocessors;
+  int64_t tokens, q_stride, blocks, kv_heads;
 };
 
-// fewest and the shapes bound what there is to do: blocks beyond it end at once.
+// Shared memory beyond 48 KB, once a device and kernel; the device's multiprocessors.
+template <typename T>
+cudaError_t prepare(int& multiprocessors) {
+  static std::atomic<int> found[64];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  std::atomic<int>& known = found[device % 64];
+  multiprocessors = known.load();
+  if (multiprocessors > 0) return cudaSuccess;
+  error = cudaFuncSetAttribute(prefill_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               T::kBytes + kAtomBytes + kMostSeqs * sizeof(int2));
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) known.store(multiprocessors);
+  return error;
+}
+
+// Tokens of one copy, at most a page.
+inline void set_tiles(PrefillArgs& args) {
+  args.box_shift = args.page_shift < kTileRowsShift ? args.page_shift : kTileRowsShift;
+  args.query_shift = kTileRowsShift;
+  for (int heads = 2; heads <= kMostTileHeads && args.group % heads == 0; heads *= 2) {
+    --args.query_shift;
+  }
+}
+
+// Nothing is read but lengths before the kernel ahead has finished, so the launch is programmatic.
 template <typename T>
 cudaError_t launch_prefill(PrefillArgs args, const PrefillShape& shape, cudaStream_t stream) {
-  constexpr int64_t kLine = 128;
-  const int64_t page = int64_t{1} << args.page_shift;
-  const int box_tokens = static_cast<int>(std::min<int64_t>(page, kTileKeys));
-  args.box_shift = 0;
-  while (1 << args.box_shift < box_tokens) ++args.box_shift;
+  int multiprocessors = 0;
+  cudaError_t error = prepare<T>(multiprocessors);
+  if (error != cudaSuccess) return error;
+  set_tiles(args);
   CUtensorMap q_map, kv_map;
-  cudaError_t error = describe_lines<2>(&q_map, shape.q, {shape.tokens, args.heads * T::kHalves},
-                                        {shape.q_stride * 2, kLine}, {kTileQueries, 1});
+  error = describe_lines<2>(&q_map, shape.q, {shape.tokens, args.heads * T::kHalves},
+                            {shape.q_stride * 2, kLineBytes}, {1 << args.query_shift, 1});
   if (error != cudaSuccess) return error;
   const int64_t token = shape.kv_heads * T::kHeadDim * 2;
-  error = describe_lines<3>(&kv_map, shape.kv,
-                            {8, shape.kv_heads * T::kHalves, shape.blocks * 2 * page / 8},
-                            {token, kLine, 8 * token}, {8, T::kHalves, box_tokens / 8});
+  const int64_t groups = shape.blocks * 2 << args.page_shift >> 3;
+  error = describe_lines<3>(&kv_map, shape.kv, {8, shape.kv_heads * T::kHalves, groups},
+                            {token, kLineBytes, 8 * token}, {8, T::kHalves, 1 << args.box_shift >> 3});
   if (error != cudaSuccess) return error;
   const int64_t max_seqs = std::min<int64_t>(args.num_seqs, shape.tokens / args.fewest);
-  const int64_t tiles = std::min(shape.tokens / kTileQueries + max_seqs, shape.tokens);
-  const int64_t items = tiles * args.heads;
-  if (items == 0) return cudaSuccess;
-  const int shared = T::kBytes + kAtomBytes + static_cast<int>(max_seqs) * 12;
-  const auto kernel = prefill_kernel<T>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (error != cudaSuccess) return error;
+  const int64_t tiles = (shape.tokens >> args.query_shift) + max_seqs;
+  const int64_t items = tiles * args.heads >> (kTileRowsShift - args.query_shift);
+  if (max_seqs == 0) return cudaSuccess;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(items, shape.multiprocessors)));
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(items, multiprocessors)));
   config.blockDim = dim3(kPrefillThreads);
-  config.dynamicSmemBytes = shared;
+  config.dynamicSmemBytes = T::kBytes + kAtomBytes + max_seqs * sizeof(int2);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args, q_map, kv_map, static_cast<int>(max_seqs));
+  return cudaLaunchKernelEx(&config, prefill_kernel<T>, args, q_map, kv_map);
 }
 
 }  // namespace fusewright::attention

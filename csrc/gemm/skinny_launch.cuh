@@ -3,25 +3,10 @@
 
 #include <atomic>
 
+#include "../common/tensor_map.h"
 #include "skinny_linear.cuh"
 
 namespace fusewright::gemm {
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, found at run time: linking libcuda would keep the library from loading on
-// machines without a driver.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                               12000, cudaEnableDefault, &result);
-    const bool ok = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return ok ? reinterpret_cast<EncodeTiled>(function) : nullptr;
-  }();
-  return found;
-}
 
 // Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, lines, line], so that a copy
 // walks each row's four lines before the next row. Outside the matrix they are zero.

@@ -20,6 +20,7 @@ from fusewright.ops import (
     representative_sizes,
     variants_of,
 )
+from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.paged_attention_cases import batch
@@ -70,7 +71,7 @@ def test_it_is_the_first_choice_where_it_runs() -> None:
     assert chosen.implementation == "triton"
 
 
-def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
+def sized(num_tokens: int, num_seqs: int, kv: torch.dtype | None = None) -> tuple[Any, ...]:
     """A call of Llama-3-8B's shape, without data."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -80,7 +81,7 @@ def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
         return empty(*shape, 128, dtype=torch.bfloat16)
 
     table, starts = empty(num_seqs, 512), empty(num_seqs + 1)
-    q, out, cache = heads(num_tokens, 32), heads(num_tokens, 32), heads(3, 2, 16, 8)
+    q, out, cache = heads(num_tokens, 32), heads(num_tokens, 32), heads(3, 2, 16, 8).to(kv)
     return q, cache, table, empty(num_seqs), starts, out, 0.1, 0, 0.0, None, None
 
 
@@ -96,9 +97,10 @@ def sized(num_tokens: int, num_seqs: int) -> tuple[Any, ...]:
 def test_shapes_decide_what_is_launched(
     sizes: tuple[int, int], prefill: bool, decode: bool
 ) -> None:
-    expected = ["_prefill_kernel"] * prefill + ["csrc paged_attention"] * decode
     assert IMPL.runs is not None
-    assert [*IMPL.runs(*sized(*sizes))] == expected
+    for kv, name in [(None, "csrc prefill_attention"), (E4M3, "_prefill_kernel")]:
+        expected = [name] * prefill + ["csrc paged_attention"] * decode
+        assert [*IMPL.runs(*sized(*sizes, kv=kv))] == expected
 
 
 def test_flashinfer_has_the_prefills_of_many_tokens() -> None:
@@ -122,23 +124,25 @@ def test_flashinfer_has_the_prefills_of_many_tokens() -> None:
 def test_what_it_leaves_is_launched_as_by_triton() -> None:
     assert IMPL.launches is not None
     for sizes in [(9, 8), (300, 64), (2000, 1)]:
-        expected = kernels.prefill(*sized(*sizes))
-        found = IMPL.launches(*sized(*sizes))[0]
+        assert IMPL.launches(*sized(*sizes))[0] == []
+        expected = kernels.prefill(*sized(*sizes, kv=E4M3))
+        found = IMPL.launches(*sized(*sizes, kv=E4M3))[0]
+        assert len(found) == 1
         assert [x.variant() for x in found] == [x.variant() for x in expected]
     for num_seqs in (1, 16, 256):
-        assert IMPL.launches(*sized(num_seqs, num_seqs))[0] == []
+        assert IMPL.launches(*sized(num_seqs, num_seqs, kv=E4M3))[0] == []
 
 
 def test_representative_sizes_need_every_variant_it_launches(fw_seed: int) -> None:
     assert IMPL.launches is not None
     ahead = set()
     for sizes in representative_sizes():
-        ahead |= variants_of(IMPL.launches(*sized(*sizes))[0])
+        ahead |= variants_of(IMPL.launches(*sized(*sizes, kv=E4M3))[0])
     rng = random.Random(fw_seed)
     for _ in range(200):
         num_seqs = rng.choice([rng.randint(1, 70), rng.randint(1, 2000)])
         num_tokens = num_seqs + rng.choice([0, 0, 1, rng.randint(1, 3000)])
-        needed = variants_of(IMPL.launches(*sized(num_tokens, num_seqs))[0])
+        needed = variants_of(IMPL.launches(*sized(num_tokens, num_seqs, kv=E4M3))[0])
         assert needed <= ahead, f"{num_tokens} tokens of {num_seqs} sequences"
 
 

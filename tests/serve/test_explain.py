@@ -183,7 +183,7 @@ def test_kernels_are_told_by_range_of_tokens(capsys: Capture) -> None:
     assert ends == [(True, 1, 16), (True, 17, None), (False, 2, 16), (False, 17, None)]
     few, many, _, prompt = (r["kernels"] for r in ranges)
     assert few.count("skinny_linear") == 4 and "csrc paged_attention" in few
-    assert many.count("cuBLAS") == 4 and "_prefill_kernel" in prompt
+    assert many.count("cuBLAS") == 4 and "csrc prefill_attention" in prompt
 
 
 def test_levels_are_compared(capsys: Capture) -> None:

@@ -1,0 +1,198 @@
+"""``fw_cuda::prefill_attention``: what it computes beyond the cases of ``paged_attention``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.ops import PAGED_ATTENTION, Case, load_cuda_library
+from fusewright.ops.conformance import check_case
+from fusewright.ops.paged_attention_cases import batch
+
+pytestmark = pytest.mark.gpu
+
+HEADS = (8, 2, 128)
+OUT = 5
+Kernel = Callable[..., None]
+
+
+@pytest.fixture
+def kernel() -> Kernel:
+    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
+        pytest.skip("needs csrc and SM 9.0")
+    op: Kernel = torch.ops.fw_cuda.prefill_attention.default
+
+    def run(*args: Any, fewest: int = 1) -> None:
+        op(*args[:9], args[10], fewest)
+
+    return run
+
+
+def made(seed: int, lengths: Sequence[tuple[int, int]], **options: Any) -> tuple[Any, ...]:
+    gen = torch.Generator("cuda").manual_seed(seed)
+    dtype = options.pop("dtype", torch.bfloat16)
+    heads, page = options.pop("heads", HEADS), options.pop("page", 16)
+    return batch(dtype, torch.device("cuda"), gen, lengths, heads, page, **options)
+
+
+def check(kernel: Kernel, label: str, args: tuple[Any, ...]) -> None:
+    tolerance = PAGED_ATTENTION.tolerances[args[OUT].dtype]
+    check_case(PAGED_ATTENTION, kernel, Case(label, args), tolerance)
+
+
+BATCHES = {
+    "one query": [(1, 1)],
+    "edges of a tile": [(n, n) for n in (2, 63, 64, 65, 127, 128, 129, 255, 256, 257)],
+    "edges of pages": [(3, n) for n in (7, 8, 9, 15, 16, 17, 31, 33, 127, 128, 129)],
+    "one": [(1500, 1500)],
+    "chunks": [(300, 1300), (128, 1000), (77, 900), (500, 640)],
+    "mixed": [(1, 40), (23, 23), (0, 0), (5, 150), (1, 0), (260, 264), (1, 1000)],
+    "many": [(n % 50 + 1, 3 * n % 700 + 60) for n in range(200)],
+    "more than fit at once": [(500, 500 + 10 * n) for n in range(40)],
+    "all skipped": [(1, 0), (2, 0)],
+}
+SHAPES = [
+    ((8, 2, 128), 16, torch.bfloat16),
+    ((3, 3, 64), 8, torch.float16),
+    ((7, 1, 128), 64, torch.float16),
+    ((20, 1, 64), 256, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("fp8", ["", "out"])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_it_matches_the_reference(
+    kernel: Kernel, lengths: list[tuple[int, int]], fp8: str, fw_seed: int
+) -> None:
+    for heads, page, dtype in SHAPES:
+        args = made(fw_seed, lengths, heads=heads, page=page, dtype=dtype, fp8=fp8)
+        check(kernel, f"{heads}, block size {page}, --fw-seed={fw_seed}", args)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(300, 0.0), (1, 0.0), (128, 0.0), (77, 5.0), (0, 3.0)])
+def test_it_takes_any_window_and_cap(kernel: Kernel, window: int, cap: float, fw_seed: int) -> None:
+    lengths = [(1000, 1000), (2, 600), (1, 0), (333, 700), (130, 1400)]
+    for heads, page, dtype in SHAPES:
+        args = made(fw_seed, lengths, heads=heads, page=page, dtype=dtype, window=window, cap=cap)
+        check(kernel, f"{heads}, block size {page}, --fw-seed={fw_seed}", args)
+
+
+def test_it_matches_the_reference_at_128k(kernel: Kernel, fw_seed: int) -> None:
+    for lengths in ([(5, 1 << 17)], [(2, 5), (150, (1 << 17) - 1), (9, 700)]):
+        check(kernel, f"--fw-seed={fw_seed}", made(fw_seed, lengths))
+
+
+def test_random_batches_match_the_reference(kernel: Kernel, fw_seed: int) -> None:
+    rng = random.Random(fw_seed)
+    for i in range(20):
+        queries = [rng.choice([0, 1, rng.randint(1, 300)]) for _ in range(rng.randint(1, 64))]
+        lengths = [(n, n + rng.choice([0, rng.randint(0, 900)])) for n in queries]
+        heads, page, dtype = SHAPES[i % len(SHAPES)]
+        args = made(fw_seed + i, lengths, heads=heads, page=page, dtype=dtype, padding=i % 3)
+        check(kernel, f"{lengths}, --fw-seed={fw_seed}", args)
+
+
+def test_it_leaves_what_has_fewer_queries(kernel: Kernel, fw_seed: int) -> None:
+    args = made(fw_seed, [(1, 40), (3, 700), (1, 900), (0, 0), (2, 2)], padding=2)
+    want = args[OUT].clone()
+    PAGED_ATTENTION.overload()(*args[:OUT], want, *args[OUT + 1 :])
+    kernel(*args, fewest=2)
+    several = torch.tensor([1, 2, 3, 5, 6], device="cuda")
+    torch.testing.assert_close(args[OUT][several], want[several], atol=1e-2, rtol=1.6e-2)
+    others = torch.tensor([0, 4, 7, 8], device="cuda")
+    assert (args[OUT][others] == 7.0).all()
+
+
+def rows_of(kernel: Kernel, args: tuple[Any, ...], chunks: Sequence[tuple[int, int, int]]) -> Any:
+    """Results of chunks (sequence, first query, one past the last) of the batch's sequences."""
+    q, cache, table, _, starts, _, *rest = args
+
+    def ints(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    begins = starts.tolist()
+    queries = torch.cat([q[begins[s] + first : begins[s] + stop] for s, first, stop in chunks])
+    counts = [stop - first for _, first, stop in chunks]
+    new_starts = ints([sum(counts[:i]) for i in range(len(counts) + 1)])
+    result = torch.full_like(queries, 7.0)
+    tables = table[[s for s, _, _ in chunks]]
+    kernel(queries, cache, tables, ints([c for _, _, c in chunks]), new_starts, result, *rest)
+    return result.split(counts)
+
+
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
+    kernel: Kernel, window: int, fw_seed: int
+) -> None:
+    lengths = [(700, 700), (300, 300), (1000, 1000)]
+    args = made(fw_seed, lengths)
+    args = (*args[:7], window, *args[8:])
+    want = rows_of(kernel, args, [(0, 0, 700), (1, 0, 300), (2, 0, 1000)])
+    for chunks in (
+        [(0, 0, 700)],
+        [(2, 0, 1000), (0, 0, 700)],
+        [(0, 0, 100), (1, 0, 300)],
+        [(1, 250, 300), (0, 100, 333), (2, 999, 1000)],
+        [(0, 333, 700), (2, 128, 999)],
+    ):
+        for (s, first, stop), got in zip(chunks, rows_of(kernel, args, chunks), strict=True):
+            assert torch.equal(got, want[s][first:stop]), f"{(s, first, stop)} of {chunks}"
+
+
+@pytest.mark.parametrize("num_seqs", [1, 5, 40])
+def test_a_captured_graph_follows_lengths_written_after_capture(
+    kernel: Kernel, num_seqs: int, fw_seed: int
+) -> None:
+    torch.manual_seed(fw_seed)
+    rng = random.Random(fw_seed)
+    args = made(fw_seed, [(1200 // num_seqs, 1500)] * num_seqs)
+    args = (args[0].clone(), torch.randn_like(args[1]), *args[2:])
+    kernel(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            kernel(*args)
+    for _ in range(6):
+        queries = [rng.choice([0, 1, rng.randint(1, 1200 // num_seqs)]) for _ in range(num_seqs)]
+        contexts = [n + rng.choice([0, rng.randint(0, 300)]) for n in queries]
+        args[0].normal_()
+        args[2].random_(0, len(args[1]))
+        args[3].copy_(torch.tensor(contexts))
+        args[4].copy_(torch.tensor([sum(queries[:i]) for i in range(num_seqs + 1)]))
+        args[OUT].fill_(7.0)
+        graph.replay()
+        got = args[OUT].clone()
+        args[OUT].fill_(7.0)
+        kernel(*args)
+        assert torch.equal(got, args[OUT]), f"{queries} of {contexts}, --fw-seed={fw_seed}"
+        want = torch.full_like(got, 7.0)
+        PAGED_ATTENTION.overload()(*args[:OUT], want, *args[OUT + 1 :])
+        torch.testing.assert_close(got, want, atol=1e-2, rtol=1.6e-2)
+
+
+def test_it_refuses_what_it_cannot_read(kernel: Kernel) -> None:
+    args = made(0, [(1, 9), (3, 40)])
+    wrong: list[tuple[int, Any, str]] = [
+        (0, args[0].cpu(), "q is not on a CUDA device"),
+        (0, args[0].float(), r"q has shape \[4, 8, 128\] and elements of 4 bytes"),
+        (0, args[0][:, ::2], "expected heads without gaps"),
+        (1, args[1].half(), "kv_cache has shape .* of q's dtype"),
+        (1, args[1][:, :, :12].contiguous(), "block_size of kv_cache .* is 12"),
+        (1, args[1][:, :, :, :1].expand(-1, -1, -1, 3, -1).contiguous(), "8 heads share 3"),
+        (2, args[2][:1], r"block_table has shape \[1, 6\], expected \[2, 1 or more\]"),
+        (3, args[3].long(), r"seq_lens has shape \[2\], expected a contiguous \[2\] of int32"),
+        (4, args[4][1:], r"query_start_loc has shape \[2\], expected a contiguous \[3\]"),
+        (OUT, args[OUT].float(), "out has shape .* of q's dtype"),
+        (6, 0.0, "scale 0, sliding_window 0"),
+        (10, torch.ones(1, 1, device="cuda"), "float8_e4m3fn, as there is an out_scale"),
+    ]
+    for index, value, message in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            kernel(*args[:index], value, *args[index + 1 :])
+    with pytest.raises(RuntimeError, match="fewest is 0, expected 1 or more"):
+        kernel(*args, fewest=0)
