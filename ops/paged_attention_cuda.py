@@ -1,8 +1,8 @@
 """``paged_attention`` with the kernels of csrc: the implementation ``cuda``.
 
-The decode kernel takes sequences with one query, a prefill kernel the rest: csrc's, or Triton's
-where K and V are FP8.  Which of them are launched follows from shapes and dtypes alone, so a
-captured graph serves any lengths.
+The decode kernel takes sequences with one query, a prefill kernel the rest: csrc's for a head_dim
+of 128 and K and V of q's dtype, else Triton's.  Which of them are launched follows from shapes and
+dtypes alone, so a captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ._op import Implementation, OpDesc
 
 _SM = 90
 _HEAD_DIMS = (64, 128)
+_PREFILL_HEAD_DIM = 128
 _PAGES = (8, 16, 32, 64, 128, 256)
 _MAX_GROUP = 16
 
@@ -39,8 +40,10 @@ def has_prefills(args: tuple[Any, ...]) -> bool:
 
 
 def has_own_prefill(args: tuple[Any, ...]) -> bool:
-    """Whether the prefills of a call are csrc's: it multiplies K and V as they are stored."""
-    return has_prefills(args) and args[1].dtype == args[0].dtype
+    """Whether the prefills of a call are csrc's: it multiplies K and V as they are stored.  With a
+    head_dim of 64 it was no faster than Triton's."""
+    q, kv_cache = args[:2]
+    return has_prefills(args) and kv_cache.dtype == q.dtype and q.shape[2] == _PREFILL_HEAD_DIM
 
 
 def prefill(*args: Any) -> None:

@@ -23,6 +23,7 @@ BATCHES = (1, 8, 64, 256)
 CONTEXTS = (128, 256, 1024, 4096, 16384, 131072)
 PREFILLS = ((1, 128), (1, 512), (1, 2048), (1, 8192), (4, 512), (16, 128))
 MOST_KV_BYTES = 6 << 30
+SMALL = Model("12 heads of 64", 768, 3072, 12, 12, 64, 50257)
 KV_DTYPES = {"bf16 KV": torch.bfloat16, "FP8 KV": torch.float8_e4m3fn}
 
 
@@ -67,17 +68,24 @@ LIBRARIES = {
 def works() -> Iterator[Work]:
     for model in (MODELS[0], MODELS[2]):
         for kv, dtype in KV_DTYPES.items():
-            libraries = LIBRARIES if dtype == torch.bfloat16 else {}
             shapes = [("decode", b, 1, c) for b in BATCHES for c in CONTEXTS]
             shapes += [("prefill", b, n, n) for b, n in PREFILLS]
             for kind, b, queries, context in shapes:
                 token_bytes = 2 * model.kv_heads * model.head_dim * dtype.itemsize
-                if b * context * token_bytes > MOST_KV_BYTES:
-                    continue
-                label = f"{model.name} {kind}, {kv}, b={b}, context {context}"
-                symbols = context_symbols([queries] * b, [context] * b)
-                made = partial(make, model, dtype, b, queries, context)
-                yield Work("paged_attention", label, made, symbols, libraries)
+                if b * context * token_bytes <= MOST_KV_BYTES:
+                    yield work(model, kind, kv, b, queries, context)
+    yield work(SMALL, "prefill", "bf16 KV", 1, 128, 128)
+
+
+def work(model: Model, kind: str, kv: str, num_seqs: int, queries: int, context: int) -> Work:
+    dtype = KV_DTYPES[kv]
+    return Work(
+        "paged_attention",
+        f"{model.name} {kind}, {kv}, b={num_seqs}, context {context}",
+        partial(make, model, dtype, num_seqs, queries, context),
+        context_symbols([queries] * num_seqs, [context] * num_seqs),
+        LIBRARIES if dtype == torch.bfloat16 else {},
+    )
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -2,7 +2,7 @@
 #include <optional>
 
 #include "checks.h"
-#include "prefill_launch.cuh"
+#include "prefill.cuh"
 
 namespace fusewright::attention {
 namespace {
@@ -10,6 +10,9 @@ namespace {
 constexpr const char* kOp = "fw_cuda::prefill_attention";
 
 void check_sizes(const Tensor& q, const Tensor& kv_cache, const Tensor& seq_lens, int64_t fewest) {
+  if (q.size(2) != kHeadDim) {
+    fail(kOp, "q has shape ", shape_of(q), ", expected a head_dim of ", kHeadDim);
+  }
   if (fewest < 1) fail(kOp, "fewest is ", fewest, ", expected 1 or more queries");
   if (seq_lens.size(0) > kMostSeqs) {
     fail(kOp, "seq_lens ", shape_of(seq_lens), " has ", seq_lens.size(0), " sequences, expected ",
@@ -19,21 +22,15 @@ void check_sizes(const Tensor& q, const Tensor& kv_cache, const Tensor& seq_lens
   const int64_t tiles = q.size(0) / (kTileRows / kMostTileHeads) + seq_lens.size(0);
   if (kv_cache.size(0) * kv_cache.size(2) >= 4 * most || tiles * q.size(1) >= most) {
     fail(kOp, "q ", shape_of(q), " and kv_cache ", shape_of(kv_cache),
-         ": expected fewer than 2^33 slots, and fewer than 2^31 pairs of a head and of 16 queries");
+         ": expected fewer than 2^33 slots, and fewer than 2^31 pairs of a head and of 32 queries");
   }
 }
 
-template <typename E, int kHeadDim>
+template <typename E>
 cudaError_t run(const PrefillArgs& args, const PrefillShape& shape, cudaStream_t stream) {
   return args.window > 0 || args.soft_cap > 0
-             ? launch_prefill<PrefillTile<E, kHeadDim, true>>(args, shape, stream)
-             : launch_prefill<PrefillTile<E, kHeadDim, false>>(args, shape, stream);
-}
-
-template <typename E>
-cudaError_t run_dim(int64_t head_dim, const PrefillArgs& args, const PrefillShape& shape,
-                    cudaStream_t stream) {
-  return head_dim == 128 ? run<E, 128>(args, shape, stream) : run<E, 64>(args, shape, stream);
+             ? launch_prefill<PrefillTile<E, true>>(args, shape, stream)
+             : launch_prefill<PrefillTile<E, false>>(args, shape, stream);
 }
 
 void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
@@ -74,8 +71,8 @@ void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
                            q.stride(0),  kv_cache.size(0),    kv_cache.size(3)};
   const cudaStream_t stream = current_stream(q.get_device_index());
   const cudaError_t error = q.scalar_type() == ScalarType::BFloat16
-                                ? run_dim<__nv_bfloat16>(q.size(2), args, shape, stream)
-                                : run_dim<__half>(q.size(2), args, shape, stream);
+                                ? run<__nv_bfloat16>(args, shape, stream)
+                                : run<__half>(args, shape, stream);
   if (error != cudaSuccess) {
     fail(kOp, "launch on q ", shape_of(q), " and kv_cache ", shape_of(kv_cache),
          " failed: ", cudaGetErrorString(error));

@@ -1,5 +1,5 @@
-// What prefill attention divides a batch into, found on the device: tiles of queries of one sequence
-// and some of the heads that share a KV head, those with the most keys first.
+// What prefill attention divides a batch into, found on the device: tiles of queries of one
+// sequence and some of the heads that share a KV head, those with the most keys first.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,12 +10,10 @@
 
 namespace fusewright::attention {
 
-constexpr int kTileRows = 128;  // queries x heads
+constexpr int kTileRowsShift = 7;
+constexpr int kTileRows = 1 << kTileRowsShift;  // queries x heads
 constexpr int kTileKeys = 128;
-#ifndef FW_HEADS
-#define FW_HEADS 8
-#endif
-constexpr int kMostTileHeads = FW_HEADS;
+constexpr int kMostTileHeads = 4;
 
 struct PrefillArgs {
   const int* block_table;  // [num_seqs, table_stride]
@@ -34,10 +32,10 @@ struct PrefillArgs {
 
 // A tile, as the warp that fills shared memory leaves it for those that compute.
 struct Item {
-  int token;       // row of q and out
-  int queries;     // that exist
-  int head;        // the first
-  int position;    // of the first query
+  int token;     // row of q and out
+  int queries;   // that exist
+  int head;      // the first
+  int position;  // of the first query
   int seq_len;
   int begin, end;  // tiles of keys; none: there are no more items
 };
@@ -46,7 +44,8 @@ constexpr int kIndexBits = 12;
 constexpr int kMostSeqs = 1 << kIndexBits;
 
 // The sequences that have tiles. Tile i of a sequence with c tiles of earlier tokens has level
-// c + i + 1; items go from the highest level to the lowest, so that no block begins a long one late.
+// c + i + 1; items go from the highest level to the lowest, so that no block begins a long one
+// late.
 struct Sequences {
   int2* list;         // shared: level of the last tile; tiles << kIndexBits | index of the sequence
   int count, total;   // sequences, tiles
@@ -88,8 +87,8 @@ struct Sequences {
     return __reduce_add_sync(kAllLanes, sum);
   }
 
-  // The n-th tile in that order: its sequence, its place in it. Requires n < total, and no smaller n
-  // than the last time.
+  // The n-th tile in that order: its sequence, its place in it. Requires n < total, and no smaller
+  // n than the last time.
   __device__ __forceinline__ void find(int n, int& seq, int& tile) {
     int level = above, sum = before;
     for (int step = 1; sum <= n; step *= 2) {  // down, faster and faster

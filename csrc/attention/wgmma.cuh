@@ -13,12 +13,17 @@ constexpr int kWarpgroupThreads = 128;
 // Eight rows of 128 bytes: what the swizzle permutes within.
 constexpr int kAtomBytes = 1024;
 
-// A matrix in shared memory. `stride`: bytes between atoms along the rows that an atom has eight of;
-// `leading`: between atoms along the bytes of a row, which only a transposed operand has several of.
-__device__ __forceinline__ uint64_t describe(uint32_t address, int leading, int stride) {
+// A matrix in shared memory, in units of 16 bytes. `kStride`: bytes between atoms along the rows
+// that an atom has eight of; `leading`: between atoms along the bytes of a row, which only a
+// transposed operand has several of. Places in it are at `offset` bytes.
+__device__ __forceinline__ uint32_t low_word(uint32_t address, int leading) {
+  return static_cast<uint32_t>(leading >> 4) << 16 | address >> 4;
+}
+
+template <int kStride>
+__device__ __forceinline__ uint64_t operand(uint32_t low_word, int offset) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  return kSwizzle128 | static_cast<uint64_t>(stride >> 4) << 32 |
-         static_cast<uint64_t>(leading >> 4) << 16 | (address & 0x3ffff) >> 4;
+  return kSwizzle128 | uint64_t{kStride >> 4} << 32 | (low_word + (offset >> 4));
 }
 
 // Before products read registers that were written since the last ones.
@@ -69,17 +74,12 @@ __device__ __forceinline__ void pin(uint32_t (&d)[kCount]) {
       " {" FW_NAMES_64 "}, %64, %65, add, 1, 1, 0, 0;\n\t}"                                   \
       : FW_32(d, 0), FW_32(d, 32) : "l"(a), "l"(b), "r"(fresh ? 0 : 1))
 
-// d += a b; a: 64 rows of 16 in registers, b: 16 rows of 128 or 64.
-#define FW_FROM_REGISTERS_128(TYPE)                                                           \
+// d += a b; a: 64 rows of 16 in registers, b: 16 rows of 128.
+#define FW_FROM_REGISTERS(TYPE)                                                           \
   asm volatile(                                                                               \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                            \
       " {" FW_NAMES_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                            \
       : FW_32(d, 0), FW_32(d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define FW_FROM_REGISTERS_64(TYPE)                                                            \
-  asm volatile(                                                                               \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                             \
-      " {" FW_NAMES_32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                            \
-      : FW_32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 // clang-format on
 
 template <typename M>
@@ -103,33 +103,17 @@ __device__ __forceinline__ void multiply_add(float (&d)[64], const uint32_t* a, 
 template <>
 __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&d)[64], const uint32_t* a,
                                                             uint64_t b) {
-  FW_FROM_REGISTERS_128("bf16");
+  FW_FROM_REGISTERS("bf16");
 }
 
 template <>
 __device__ __forceinline__ void multiply_add<__half>(float (&d)[64], const uint32_t* a,
                                                      uint64_t b) {
-  FW_FROM_REGISTERS_128("f16");
-}
-
-template <typename M>
-__device__ __forceinline__ void multiply_add(float (&d)[32], const uint32_t* a, uint64_t b);
-
-template <>
-__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&d)[32], const uint32_t* a,
-                                                            uint64_t b) {
-  FW_FROM_REGISTERS_64("bf16");
-}
-
-template <>
-__device__ __forceinline__ void multiply_add<__half>(float (&d)[32], const uint32_t* a,
-                                                     uint64_t b) {
-  FW_FROM_REGISTERS_64("f16");
+  FW_FROM_REGISTERS("f16");
 }
 
 #undef FW_FROM_SHARED
-#undef FW_FROM_REGISTERS_128
-#undef FW_FROM_REGISTERS_64
+#undef FW_FROM_REGISTERS
 #undef FW_NAMES_64
 #undef FW_NAMES_32
 #undef FW_32

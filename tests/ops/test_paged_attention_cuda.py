@@ -71,14 +71,16 @@ def test_it_is_the_first_choice_where_it_runs() -> None:
     assert chosen.implementation == "triton"
 
 
-def sized(num_tokens: int, num_seqs: int, kv: torch.dtype | None = None) -> tuple[Any, ...]:
+def sized(
+    num_tokens: int, num_seqs: int, *, kv: torch.dtype = torch.bfloat16, dim: int = 128
+) -> tuple[Any, ...]:
     """A call of Llama-3-8B's shape, without data."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def heads(*shape: int) -> Tensor:
-        return empty(*shape, 128, dtype=torch.bfloat16)
+        return empty(*shape, dim, dtype=torch.bfloat16)
 
     table, starts = empty(num_seqs, 512), empty(num_seqs + 1)
     q, out, cache = heads(num_tokens, 32), heads(num_tokens, 32), heads(3, 2, 16, 8).to(kv)
@@ -98,9 +100,14 @@ def test_shapes_decide_what_is_launched(
     sizes: tuple[int, int], prefill: bool, decode: bool
 ) -> None:
     assert IMPL.runs is not None
-    for kv, name in [(None, "csrc prefill_attention"), (E4M3, "_prefill_kernel")]:
+    triton, bf16 = "_prefill_kernel", torch.bfloat16
+    for kv, dim, name in [
+        (bf16, 128, "csrc prefill_attention"),
+        (E4M3, 128, triton),
+        (bf16, 64, triton),
+    ]:
         expected = [name] * prefill + ["csrc paged_attention"] * decode
-        assert [*IMPL.runs(*sized(*sizes, kv=kv))] == expected
+        assert [*IMPL.runs(*sized(*sizes, kv=kv, dim=dim))] == expected
 
 
 def test_flashinfer_has_the_prefills_of_many_tokens() -> None:

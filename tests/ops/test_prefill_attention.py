@@ -58,9 +58,9 @@ BATCHES = {
 }
 SHAPES = [
     ((8, 2, 128), 16, torch.bfloat16),
-    ((3, 3, 64), 8, torch.float16),
-    ((7, 1, 128), 64, torch.float16),
-    ((20, 1, 64), 256, torch.bfloat16),
+    ((3, 3, 128), 8, torch.float16),
+    ((6, 1, 128), 64, torch.float16),
+    ((20, 1, 128), 256, torch.bfloat16),
 ]
 
 
@@ -181,6 +181,7 @@ def test_it_refuses_what_it_cannot_read(kernel: Kernel) -> None:
         (0, args[0].cpu(), "q is not on a CUDA device"),
         (0, args[0].float(), r"q has shape \[4, 8, 128\] and elements of 4 bytes"),
         (0, args[0][:, ::2], "expected heads without gaps"),
+        (0, args[0][..., :64].contiguous(), "kv_cache has shape .*, 64] of q's dtype"),
         (1, args[1].half(), "kv_cache has shape .* of q's dtype"),
         (1, args[1][:, :, :12].contiguous(), "block_size of kv_cache .* is 12"),
         (1, args[1][:, :, :, :1].expand(-1, -1, -1, 3, -1).contiguous(), "8 heads share 3"),
@@ -194,5 +195,7 @@ def test_it_refuses_what_it_cannot_read(kernel: Kernel) -> None:
     for index, value, message in wrong:
         with pytest.raises(RuntimeError, match=message):
             kernel(*args[:index], value, *args[index + 1 :])
+    with pytest.raises(RuntimeError, match="expected a head_dim of 128"):
+        kernel(*made(0, [(3, 40)], heads=(4, 2, 64)))
     with pytest.raises(RuntimeError, match="fewest is 0, expected 1 or more"):
         kernel(*args, fewest=0)
