@@ -2,17 +2,14 @@
 // forward pass of FlashAttention-3 (Shah et al., 2024).
 //
 // Limit: products of matrices. What it takes to stay near that:
-// - A block has 128 rows of q, queries of one sequence in the heads of one KV head. Two warpgroups
+// - A block has 128 rows of q, queries of one sequence in some heads of one KV head. Two warpgroups
 //   compute 64 rows each; a warp keeps shared memory filled, two tiles of 128 keys ahead. Pages
 //   come by the copy engine: one copy brings what a page has of a head, in the layout that the
-//   products read, where it is to be nothing, zeros.
-// - The warpgroups issue their products in turns, so that the softmax of one runs beside the
-// products
-//   of the other. The softmax beside a warpgroup's own last product too, as in the paper, was
-//   slower.
-// - There is a block a multiprocessor, which takes item after item: while one ends, the next one's
-// q,
-//   K and V are on their way. Long items come first.
+//   products read; where nothing is to be read it brings zeros.
+// - The warpgroups issue their products in turns, so that the softmax of one runs beside those of
+//   the other. Running it beside its own last product too, as in the paper, was slower here.
+// - A block a multiprocessor takes item after item, the longest first: while one ends, q, K and V
+//   of the next are on their way.
 //
 // A query's result depends on its own context alone: tiles of keys begin at multiples of 128.
 //
@@ -65,24 +62,25 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
 
 // ---- launch
 
-// Lines of 128 bytes of 16-bit elements: sizes and box in lines from the second dimension on,
-// strides in bytes. Outside the tensor they are zero.
-inline cudaError_t describe_lines(CUtensorMap* map, const void* data, const int64_t (&sizes)[3],
-                                  const int64_t (&strides)[3], const int (&box)[3]) {
+// A tensor of lines of 128 bytes of 16-bit elements: sizes and box in lines, strides in bytes.
+// Outside it, copies bring zeros.
+template <int kDims>
+cudaError_t describe_lines(CUtensorMap* map, const void* data, const int64_t (&sizes)[kDims],
+                           const int64_t (&strides)[kDims], const int (&box)[kDims]) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
-  constexpr cuuint32_t kLine = kLineBytes / 2, kSteps[] = {1, 1, 1, 1};
-  cuuint64_t all_sizes[4] = {kLine}, all_strides[3];
-  cuuint32_t all_box[4] = {kLine};
-  for (int d = 0; d < 3; ++d) {
+  cuuint64_t all_sizes[kDims + 1] = {kLineBytes / 2}, all_strides[kDims];
+  cuuint32_t all_box[kDims + 1] = {kLineBytes / 2}, steps[kDims + 1] = {1};
+  for (int d = 0; d < kDims; ++d) {
     all_sizes[d + 1] = static_cast<cuuint64_t>(sizes[d]);
     all_strides[d] = static_cast<cuuint64_t>(strides[d]);
     all_box[d + 1] = static_cast<cuuint32_t>(box[d]);
+    steps[d + 1] = 1;
   }
-  const CUresult result = encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(data), all_sizes, all_strides,
-      all_box, kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims + 1, const_cast<void*>(data), all_sizes,
+             all_strides, all_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -111,9 +109,10 @@ cudaError_t prepare(int& multiprocessors) {
   return error;
 }
 
-// Tokens of one copy, at most a page.
+// A copy brings a page, or of a larger one a tile's keys. A tile has up to four heads, so that
+// short prompts fill it.
 inline void set_tiles(PrefillArgs& args) {
-  args.box_shift = args.page_shift < kTileRowsShift ? args.page_shift : kTileRowsShift;
+  args.box_shift = std::min(args.page_shift, kTileKeysShift);
   args.query_shift = kTileRowsShift;
   for (int heads = 2; heads <= kMostTileHeads && args.group % heads == 0; heads *= 2) {
     --args.query_shift;
@@ -128,14 +127,13 @@ cudaError_t launch_prefill(PrefillArgs args, const PrefillShape& shape, cudaStre
   if (error != cudaSuccess) return error;
   set_tiles(args);
   CUtensorMap q_map, kv_map;
-  error = describe_lines(&q_map, shape.q, {shape.tokens, args.heads, kHalves},
-                         {shape.q_stride * 2, kHeadDim * 2, kLineBytes},
-                         {1 << args.query_shift, kTileRows >> args.query_shift, kHalves});
+  error = describe_lines<2>(&q_map, shape.q, {shape.tokens, args.heads * kHalves},
+                            {shape.q_stride * 2, kLineBytes}, {1 << args.query_shift, 1});
   if (error != cudaSuccess) return error;
   const int64_t token = shape.kv_heads * kHeadDim * 2;
   const int64_t groups = shape.blocks * 2 << args.page_shift >> 3;
-  error = describe_lines(&kv_map, shape.kv, {8, shape.kv_heads * kHalves, groups},
-                         {token, kLineBytes, 8 * token}, {8, kHalves, 1 << args.box_shift >> 3});
+  error = describe_lines<3>(&kv_map, shape.kv, {8, shape.kv_heads * kHalves, groups},
+                            {token, kLineBytes, 8 * token}, {8, kHalves, 1 << args.box_shift >> 3});
   if (error != cudaSuccess) return error;
   const int64_t max_seqs = std::min<int64_t>(args.num_seqs, shape.tokens / args.fewest);
   const int64_t tiles = (shape.tokens >> args.query_shift) + max_seqs;

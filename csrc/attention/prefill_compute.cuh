@@ -18,8 +18,7 @@ __device__ __forceinline__ Item uniform(const Item& item) {
           uniform(item.seq_len), uniform(item.begin),   uniform(item.end)};
 }
 
-// Online softmax of 64 queries; a thread has two rows, r and r + 8.
-template <typename T>
+// A thread has two rows, r and r + 8: sums of V, the greatest logit so far, the sum of weights.
 struct Rows {
   float sums[kHeadDim / 2];
   float peak[2], total[2];
@@ -33,7 +32,7 @@ struct Computer {
   int group;  // 0 or 1
   Cursor q, k, v;
   Item item;
-  Rows<T> rows;
+  Rows rows;
   float logits[kTileKeys / 2];
   uint32_t weights[kTileKeys / 4];
 

@@ -8,8 +8,18 @@ namespace fusewright::attention {
 // Beyond each block's first; every launch leaves zeros. One stream a device may run this at a time.
 static __device__ unsigned items_taken, blocks_done;
 
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int y, int z, int w,
-                                         uint32_t barrier) {
+// A box of lines of a described tensor: of q, and of the cache.
+__device__ __forceinline__ void copy_lines(uint32_t to, const CUtensorMap& map, int y, int z,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(0), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_lines(uint32_t to, const CUtensorMap& map, int y, int z, int w,
+                                           uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
@@ -61,16 +71,20 @@ struct Filler {
       const uint32_t to = rings + (kPart * kStages + cursor[kPart].stage) * kKeysBytes +
                           (lane << args.box_shift) * kHeadDim * 2;
       const int v = kPart == kKeys || group < 0 ? 0 : 1 << (args.page_shift - 3);
-      copy_box(to, kv_map, 0, item.head / args.group * kHalves, group + v, full);
+      copy_lines(to, kv_map, 0, item.head / args.group * kHalves, group + v, full);
     }
     cursor[kPart].advance();
   }
 
+  // A copy for each head of the tile and half of a row.
   __device__ __forceinline__ void fill_queries(const CUtensorMap& q_map) {
     const uint32_t full = open<kQueries>(kQueryBytes);
-    if (threadIdx.x % kWarpSize == 0) {
-      const uint32_t to = queries + cursor[kQueries].stage * kQueryBytes;
-      copy_box(to, q_map, item.token, item.head, 0, full);
+    const int heads = kTileRows >> args.query_shift, lane = threadIdx.x % kWarpSize;
+    const int half = lane / heads, head = lane % heads;
+    if (half < kHalves) {
+      const uint32_t to = queries + cursor[kQueries].stage * kQueryBytes + half * kQueryHalfBytes +
+                          (head << args.query_shift) * kLineBytes;
+      copy_lines(to, q_map, item.token, (item.head + head) * kHalves + half, full);
     }
     cursor[kQueries].advance();
   }

@@ -12,7 +12,8 @@ namespace fusewright::attention {
 
 constexpr int kTileRowsShift = 7;
 constexpr int kTileRows = 1 << kTileRowsShift;  // queries x heads
-constexpr int kTileKeys = 128;
+constexpr int kTileKeysShift = 7;
+constexpr int kTileKeys = 1 << kTileKeysShift;
 constexpr int kMostTileHeads = 4;
 
 struct PrefillArgs {
