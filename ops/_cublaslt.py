@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import weakref
 from collections.abc import Mapping
 from ctypes import (
     POINTER,
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 WORKSPACE_BYTES = 32 << 20
-"""What algorithms may use; torch gives its own products on Hopper as much."""
+"""What an algorithm may need; torch gives its own products on Hopper as much."""
 ALGORITHM_BYTES = 64
 
 OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
@@ -41,6 +42,7 @@ _BFLOAT16, _FLOAT32, _E4M3, _COMPUTE_FLOAT32 = 14, 0, 28, 68
 _TRANSPOSE_A, _WEIGHT_SCALE, _X_SCALE, _WEIGHT_SCALES, _X_SCALES = 3, 17, 18, 31, 32
 _TRANSPOSED, _SCALE_EACH_ROW = 1, 3
 _MAX_WORKSPACE = 1
+_ANY_ADDRESS = 256  # for the library's checks, which ask whether there is one; nothing reads it
 
 SETTINGS: Mapping[str, tuple[int, type[ctypes._SimpleCData[int]]]] = {
     "id": (0, c_int),
@@ -59,8 +61,10 @@ _ARGUMENTS = {
     "cublasLtGetVersion": [],
     "cublasLtCreate": [POINTER(c_void_p)],
     "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
+    "cublasLtMatmulDescDestroy": [c_void_p],
     "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatrixLayoutDestroy": [c_void_p],
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatmulPreferenceDestroy": [c_void_p],
@@ -116,30 +120,27 @@ def _call(name: str, *args: object) -> None:
 
 @functools.cache
 def handle(device: int) -> c_void_p:
-    """The library's context for a device; the first call may allocate."""
+    """The library's context for a device.
+
+    Raises:
+        RuntimeError: it would be made inside of a CUDA graph's capture, where it cannot allocate.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"cuBLASLt on cuda:{device} is first asked for inside a CUDA graph capture, where it"
+            " cannot allocate: run the op once before capturing"
+        )
     made = c_void_p()
     with torch.cuda.device(device):
         _call("cublasLtCreate", byref(made))
     return made
 
 
-@functools.cache
-def workspace(device: torch.device) -> Tensor:
-    """[WORKSPACE_BYTES] uint8: products of one stream a device may use it, one after the other.
-
-    Raises:
-        RuntimeError: it would be allocated inside of a CUDA graph's capture.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"cuBLASLt's workspace on {device} is first asked for inside a CUDA graph capture,"
-            " where it cannot be allocated: run the op once before capturing"
-        )
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-
-
 class Product:
-    """The descriptors of ``x @ weight.T`` for one shape; all three lie in memory without gaps.
+    """``x @ weight.T`` for one shape; all three lie in memory without gaps.
+
+    Its descriptors are destroyed with it: a call holds it until all is enqueued, and a graph keeps
+    none of them.
 
     Args:
         operands: one of ``OPERANDS``.
@@ -152,24 +153,33 @@ class Product:
         self, operands: str, device: int, rows: int, out_features: int, in_features: int
     ) -> None:
         self._device, self._handle = device, handle(device)
-        self._operation = c_void_p()
+        self._operation = self._own("MatmulDesc", _COMPUTE_FLOAT32, _FLOAT32)
         self._lock = threading.Lock()
+        self._workspace_bytes: dict[bytes, int] = {}
         self._scaled = operands != "bfloat16"
-        _call("cublasLtMatmulDescCreate", byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32)
         self._set(_TRANSPOSE_A, c_int(_TRANSPOSED))
-        if self._scaled:  # an address, for the library's checks; the scales' own come with a call
-            somewhere = workspace(torch.device("cuda", device)).data_ptr()
+        if self._scaled:  # the scales' own come with a call
             for attribute in (_X_SCALE, _WEIGHT_SCALE):
-                self._set(attribute, c_void_p(somewhere))
+                self._set(attribute, c_void_p(_ANY_ADDRESS))
         if operands == "fp8 token":
             self._set(_WEIGHT_SCALES, c_int(_SCALE_EACH_ROW))
             self._set(_X_SCALES, c_int(_SCALE_EACH_ROW))
         kind = _E4M3 if self._scaled else _BFLOAT16
         # Column-major, as the library counts: y.T = weight @ x.T.
-        weight = _layout(kind, in_features, out_features)
-        y = _layout(_BFLOAT16, out_features, rows)
-        self._shapes = (weight, _layout(kind, in_features, rows), y, y)
+        weight = self._layout(kind, in_features, out_features)
+        y = self._layout(_BFLOAT16, out_features, rows)
+        self._shapes = (weight, self._layout(kind, in_features, rows), y, y)
         self._one, self._zero = c_float(1), c_float(0)
+
+    def _own(self, kind: str, *args: int) -> c_void_p:
+        """A descriptor that lives as long as this product."""
+        made = c_void_p()
+        _call(f"cublasLt{kind}Create", byref(made), *args)
+        weakref.finalize(self, _call, f"cublasLt{kind}Destroy", made).atexit = False
+        return made
+
+    def _layout(self, kind: int, rows: int, columns: int) -> c_void_p:
+        return self._own("MatrixLayout", kind, rows, columns, rows)
 
     def _set(self, attribute: int, value: c_int | c_void_p) -> None:
         size = ctypes.sizeof(value)
@@ -177,32 +187,46 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", *what)
 
     def algorithms(self, most: int) -> list[bytes]:
-        """What the library's heuristic offers for the workspace, its favourite first."""
+        """What the library's heuristic offers, its favourite first."""
         results, found = (_Result * most)(), c_int()
         preference, size = c_void_p(), c_size_t(WORKSPACE_BYTES)
         _call("cublasLtMatmulPreferenceCreate", byref(preference))
-        what = (preference, _MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
-        _call("cublasLtMatmulPreferenceSetAttribute", *what)
-        args = (self._handle, self._operation, *self._shapes, preference, most, results)
-        _call("cublasLtMatmulAlgoGetHeuristic", *args, byref(found))
-        _call("cublasLtMatmulPreferenceDestroy", preference)
+        try:
+            what = (preference, _MAX_WORKSPACE, byref(size), ctypes.sizeof(size))
+            _call("cublasLtMatmulPreferenceSetAttribute", *what)
+            args = (self._handle, self._operation, *self._shapes, preference, most, results)
+            with torch.cuda.device(self._device):
+                _call("cublasLtMatmulAlgoGetHeuristic", *args, byref(found))
+        finally:
+            _call("cublasLtMatmulPreferenceDestroy", preference)
         return [bytes(r.algorithm) for r in results[: found.value] if not r.state]
 
     def refuses(self, algorithm: bytes) -> str:
-        """Why the algorithm cannot run here within the workspace, or an empty string."""
+        """Why the algorithm cannot run here, or an empty string."""
         result = _Result()
         args = (self._handle, self._operation, *self._shapes, algorithm, byref(result))
-        status = _library().cublasLtMatmulAlgoCheck(*args)
+        with torch.cuda.device(self._device):
+            status = _library().cublasLtMatmulAlgoCheck(*args)
         if status or result.state:
             return f"cuBLAS status {status or result.state}"
         if result.workspace > WORKSPACE_BYTES:
             return f"a workspace of {result.workspace} bytes, more than {WORKSPACE_BYTES}"
+        self._workspace_bytes[algorithm] = result.workspace
         return ""
+
+    def workspace_bytes(self, algorithm: bytes) -> int:
+        """What the algorithm needs beside the operands.  Raises CublasLtError: it cannot run."""
+        if algorithm not in self._workspace_bytes and (reason := self.refuses(algorithm)):
+            raise CublasLtError(f"cublasLtMatmulAlgoCheck: {reason}")
+        return self._workspace_bytes[algorithm]
 
     def run(
         self, x: Tensor, weight: Tensor, y: Tensor, algorithm: bytes, *scales: Tensor
     ) -> Tensor:
         """Enqueue it on the current stream, and return y.
+
+        A workspace is memory of this call alone, from torch's allocator: it is reused behind the
+        call on the same stream, and in a captured graph it is of the graph's pool.
 
         Args:
             x, weight, y: as described, contiguous, at addresses that are multiples of 16.
@@ -212,7 +236,7 @@ class Product:
         Raises:
             CublasLtError: the library refuses.
         """
-        memory = workspace(x.device)
+        workspace = x.new_empty(self.workspace_bytes(algorithm), dtype=torch.uint8)
         into = (y.data_ptr(), self._shapes[3])
         # The operation holds the scales' addresses until it is enqueued.
         with self._lock, torch.cuda.device(self._device):
@@ -232,17 +256,11 @@ class Product:
                 *into,
                 *into,
                 algorithm,
-                memory.data_ptr(),
-                WORKSPACE_BYTES,
+                workspace.data_ptr(),
+                workspace.numel(),
                 torch.cuda.current_stream(x.device).cuda_stream,
             )
         return y
-
-
-def _layout(kind: int, rows: int, columns: int) -> c_void_p:
-    layout = c_void_p()
-    _call("cublasLtMatrixLayoutCreate", byref(layout), kind, rows, columns, rows)
-    return layout
 
 
 def setting(algorithm: bytes, name: str) -> int:

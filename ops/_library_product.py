@@ -113,7 +113,7 @@ def _refuse_overlaps(algorithms: tuple[Algorithm, ...], path: Path) -> None:
 def table_of(device: torch.device) -> Table | None:
     """What is known of a device with the cuBLASLt that is there.
 
-    Allocates what the algorithms need, which a capture could not: the first call must come before.
+    Starts the library, which a capture could not: the first call must come before.
     """
     table = read_table()
     if device.type != "cuda" or torch.cuda.get_device_name(device) != table.gpu:
@@ -121,7 +121,6 @@ def table_of(device: torch.device) -> Table | None:
     if _cublaslt.version() != table.cublaslt:
         return None
     _cublaslt.handle(_index(device))
-    _cublaslt.workspace(device)
     return table
 
 
@@ -151,8 +150,22 @@ def _plain(*tensors: Tensor) -> bool:
     return all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
 
 
+def _check_devices(op: str, x: Tensor, **others: Tensor) -> None:
+    """The library would take any address as one of x's device."""
+    for name, t in others.items():
+        if t.device != x.device:
+            raise ValueError(
+                f"{op}: {name} is on {t.device}, expected {x.device}, where x is: move one of them"
+            )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``; of bfloat16 on a GPU by the table's algorithm where it names one."""
+    """``F.linear``; of bfloat16 on a GPU by the table's algorithm where it names one.
+
+    Raises:
+        ValueError: x and weight are on different devices.
+    """
+    _check_devices("linear", x, weight=weight)
     fits = x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] == weight.shape[1]
     if not fits or bias is not None or not _plain(x, weight):
         return F.linear(x, weight, bias)
@@ -172,7 +185,12 @@ def linear_fp8(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    """``linear_fp8`` on a GPU by the table's algorithm, None where it names none."""
+    """``linear_fp8`` on a GPU by the table's algorithm, None where it names none.
+
+    Raises:
+        ValueError: the operands are on different devices.
+    """
+    _check_devices("linear_fp8", x, x_scale=x_scale, weight=weight, weight_scale=weight_scale)
     planned = _planned(f"fp8 {scheme}", x.device, x.shape[0], *weight.shape)
     other = bias is not None or out_dtype != torch.bfloat16
     if planned is None or other or not _plain(x, x_scale, weight, weight_scale):

@@ -4,6 +4,11 @@ against float64."""
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from ctypes import c_void_p
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +98,86 @@ def test_a_missing_library_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -
         _cublaslt._library.cache_clear()
 
 
+class Library:
+    """Of cuBLASLt what describes products: descriptors are numbers; ``fails_at``: the one that
+    cannot be made."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.made, self.live, self.fails_at = 0, set[int](), fails_at
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            if name.endswith("Create"):
+                self.made += 1
+                if self.made == self.fails_at:
+                    return 3
+                args[0]._obj.value = self.made
+                self.live.add(self.made)
+            elif name.endswith("Destroy"):
+                self.live.remove(args[0].value)
+            return 0
+
+        return call
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(_cublaslt, "_library", lambda: made)
+    monkeypatch.setattr(_cublaslt, "handle", lambda device: c_void_p(1))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    return made
+
+
+def test_descriptors_go_with_their_product(library: Library) -> None:
+    product = _cublaslt.Product("fp8 token", 0, 64, 128, 256)
+    assert len(library.live) == 4  # the operation; weight, x and y
+    product.algorithms(8)
+    assert len(library.live) == 4
+    del product
+    assert not library.live
+    library.fails_at = library.made + 3
+    with pytest.raises(_cublaslt.CublasLtError, match="cublasLtMatrixLayoutCreate: cuBLAS status"):
+        _cublaslt.Product("bfloat16", 0, 64, 128, 256)
+    assert not library.live
+
+
+def test_an_evicted_plan_goes_unless_somebody_runs_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Table("a GPU", 1, (replace(ONE, least_rows=1, most_rows=1 << 20),))
+    monkeypatch.setattr(_library_product, "table_of", lambda device: found)
+    _library_product._planned.cache_clear()
+
+    def planned(rows: int) -> Any:
+        return _library_product._planned("bfloat16", torch.device("cuda", 0), rows, 4096, 1024)
+
+    running = planned(1)
+    most = _library_product._SHAPES
+    for rows in range(2, most + 10):
+        planned(rows)
+    assert len(library.live) == 4 * (most + 1)
+    assert planned(1) is not running, "it was evicted"
+    del running
+    assert len(library.live) == 4 * most
+    _library_product._planned.cache_clear()
+    assert not library.live
+
+
+def test_operands_of_two_devices_are_refused_by_name() -> None:
+    x = torch.ones(2, 16, dtype=torch.bfloat16)
+    words = "linear: weight is on meta, expected cpu, where x is"
+    with pytest.raises(ValueError, match=words):
+        _library_product.linear(x, torch.ones(4, 16, dtype=x.dtype, device="meta"), None)
+    fp8 = [torch.ones(n, 16).to(torch.float8_e4m3fn) for n in (2, 4)]
+    scales = [torch.ones(1, 1), torch.ones(1, 1, device="meta")]
+    words = "linear_fp8: weight_scale is on meta, expected cpu, where x is"
+    with pytest.raises(ValueError, match=words):
+        _library_product.linear_fp8(
+            "tensor", fp8[0], scales[0], fp8[1], scales[1], None, torch.bfloat16
+        )
+
+
 @pytest.fixture
 def table() -> Table:
     found = table_of(torch.device("cuda", torch.cuda.current_device()))
@@ -169,6 +254,103 @@ def test_a_graph_holds_the_algorithm(table: Table) -> None:
         y.fill_(torch.nan)
         graph.replay()
         assert torch.equal(y, op(x, weight, None))
+
+
+def split(rows: int, n: int, k: int) -> tuple[_cublaslt.Product, bytes]:
+    """A product and an algorithm that adds partial sums in its workspace."""
+    product = _cublaslt.Product("bfloat16", 0, rows, n, k)
+    for algorithm in product.algorithms(64):
+        for parts in (4, 3, 2):
+            for reduction in (2, 4):
+                found = _cublaslt.changed(algorithm, split_k=parts, reduction=reduction)
+                if found and not product.refuses(found) and product.workspace_bytes(found):
+                    return product, found
+    pytest.fail("no algorithm of this library divides K")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "a graph beside"])
+def test_products_of_two_streams_at_the_same_time(table: Table, captured: bool) -> None:
+    rows, n, k, count = 64, 1024, 8192, 200
+    product, algorithm = split(rows, n, k)
+    xs, weights = (torch.randn(2, m, k, device="cuda").bfloat16() for m in (rows, n))
+    ys = torch.full((2, count, rows, n), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+    def run(which: int, at: int) -> Tensor:
+        return product.run(xs[which], weights[which], ys[which, at], algorithm)
+
+    wanted = [run(which, 0).clone() for which in (0, 1)]
+    exact = xs.double() @ weights.double().mT
+    for which in (0, 1):
+        apart = (wanted[which].double() - exact[which]).abs().max() / exact[which].abs().max()
+        assert float(apart) <= 2.0**-8
+        assert torch.equal(run(which, 0), wanted[which]), "an algorithm whose sums have no order"
+    ys.fill_(torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for at in range(count):
+                run(0, at)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        if captured:
+            graph.replay()
+    for at in range(count):
+        for which, stream in enumerate(streams):
+            if which or not captured:
+                with torch.cuda.stream(stream):
+                    run(which, at)
+    torch.cuda.synchronize()
+    for which in (0, 1):
+        wrong = sum(not torch.equal(y, wanted[which]) for y in ys[which])
+        assert not wrong, f"{wrong} of {count} products of stream {which}"
+
+
+@pytest.mark.gpu
+def test_a_plan_outlives_its_eviction_while_threads_run_it(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = next(a for a in table.algorithms if a.operands == "fp8 token" and a.most_rows <= 64)
+    calls, call = Counter[str](), _cublaslt._call
+
+    def counted(name: str, *args: object) -> None:
+        calls[name] += 1
+        call(name, *args)
+
+    monkeypatch.setattr(_cublaslt, "_call", counted)
+    _library_product._planned.cache_clear()
+    given = [operands(a, rows)[0] for rows in (a.most_rows, a.most_rows - 1)]
+
+    def product(which: int) -> Tensor:
+        args = (*given[which], None, torch.bfloat16)
+        found = _library_product.linear_fp8("token", *args)
+        assert found is not None
+        return found
+
+    wanted = [product(which) for which in (0, 1)]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(which: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(300):
+                if not torch.equal(product(which), wanted[which]):
+                    wrong.append(which)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1, 1)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        _library_product._planned.cache_clear()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    _library_product._planned.cache_clear()
+    for kind in ("MatmulDesc", "MatrixLayout"):
+        made, gone = (calls[f"cublasLt{kind}{end}"] for end in ("Create", "Destroy"))
+        assert made == gone > 10
 
 
 @pytest.mark.gpu
