@@ -8,9 +8,10 @@ from .backend import CudaGraphs, GraphBackend, RecordingGraphs, make_backend
 from .buffers import HostRing, StepBuffers
 from .capture import Graphs
 from .dispatch import Dispatch, Dispatcher, GraphKind
-from .memory import MemoryReport
+from .memory import CaptureMemoryError, MemoryReport
 
 __all__ = [
+    "CaptureMemoryError",
     "CudaGraphs",
     "Dispatch",
     "Dispatcher",

@@ -11,10 +11,19 @@ from torch import Tensor
 
 Function = Callable[[], Sequence[Any]]
 Replay = Callable[[], None]
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class CaptureError(RuntimeError):
     """A step cannot be captured: CUDA gave the capture up."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of torch's allocator, or of CUDA and its libraries, which have no error of its own for it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
 
 def borrowed(tensor: Tensor, device: torch.device) -> Tensor:
@@ -62,7 +71,8 @@ class CudaGraphs:
                 outputs = fn()
                 graph.capture_end()
             except BaseException as error:
-                if self._abandon(graph) and isinstance(error, RuntimeError):
+                spoiled = self._abandon(graph)
+                if spoiled and isinstance(error, RuntimeError) and not is_out_of_memory(error):
                     raise CaptureError(
                         f"{str(error).partition(chr(10))[0]}: a step waited for the device, or did "
                         "something else that no CUDA graph can hold, while its graph was captured; "
@@ -80,7 +90,7 @@ class CudaGraphs:
             # A call that CUDA forbids has spoiled it.  Up to 2.11 torch then leaves its allocators
             # in capture (pytorch#180395): no later capture can use the pool.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pools[-1])
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pools[-1])
             self._pools.append(torch.cuda.graph_pool_handle())
             return True
         return False

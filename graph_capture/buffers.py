@@ -34,18 +34,35 @@ class HostInputs:
 
 class HostRing:
     """Pinned int32 memory for steps in flight, in turn; every step's as the host and as the device
-    sees it."""
+    sees it.
+
+    The ring may go while a step is in flight: nobody else is given its memory before the streams
+    on which it was taken are through with what they have been given by then.
+    """
 
     def __init__(self, device: torch.device, size: int) -> None:
         pinned = device.type == "cuda"
         host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_TURN)]
         self._ring = [(memory, borrowed(memory, device)) for memory in host]
         self._turn = 0
+        self._streams: set[int] = set()
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The next step's: (a tensor of the host, the same memory as one of the device)."""
+        """For a step of the current stream: (a tensor of the host, the same memory as one of the
+        device)."""
+        seen = self._ring[0][1]
+        if seen.is_cuda:
+            self._hold_for(torch._C._cuda_getCurrentRawStream(seen.get_device()))
         self._turn = (self._turn + 1) % _IN_TURN
         return self._ring[self._turn]
+
+    def _hold_for(self, stream: int) -> None:
+        """torch's allocator waits for the streams that it knows of, those of copies: kernels that
+        read and write at the host's address are nothing to it."""
+        if stream not in self._streams:
+            for host, seen in self._ring:
+                host[:1].to(seen.device, non_blocking=True)
+            self._streams.add(stream)
 
 
 class StepBuffers:

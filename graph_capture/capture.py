@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .backend import GraphBackend, Replay
+from .backend import GraphBackend, Replay, is_out_of_memory
 from .buffers import StepBuffers
 from .dispatch import Dispatch, Dispatcher, GraphKind
+from .memory import CaptureMemoryError
 from .protocol import Program, Step
 
 _BYTES_A_GRAPH = 133 << 10
@@ -135,11 +136,24 @@ class Graphs:
             self._capture(size)
 
     def _capture(self, size: GraphSize) -> None:
+        """Raises CaptureMemoryError: the device has no room for it."""
+        before = self._outside_bytes()
+        try:
+            self._run_and_capture(size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            device = self._buffers.device["input_ids"].device
+            name = f"{size.kind} graph of {size.num_tokens} tokens"
+            raise CaptureMemoryError(name, device) from error
+        self._pending.pop(size, None)  # at the end: what failed is tried again when needed
+        self._grown += self._outside_bytes() - before
+
+    def _run_and_capture(self, size: GraphSize) -> None:
         """Each distinct step runs once before it is captured: libraries load their kernels and set
         up their workspaces outside of capture.  A piecewise graph has per-token steps only, which
         have run if there was a graph of as many tokens."""
         assert self._backend is not None
-        before = self._outside_bytes()
         num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
         inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
         program = self._program.ending(greedy=size.greedy)
@@ -151,8 +165,6 @@ class Graphs:
         else:
             pieces = _capture_piecewise(program, inputs, self._backend)
             self._piecewise[size.num_tokens] = pieces
-        self._pending.pop(size, None)  # at the end: what failed is tried again when needed
-        self._grown += self._outside_bytes() - before
 
     def replay_full(self, num_tokens: int, num_seqs: int, *, greedy: bool = False) -> Tensor:
         """Replay the whole step of captured sizes; its output, valid until the next replay."""

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
+
+from ..config import UserError
+
+
+class CaptureMemoryError(UserError):
+    """The device has no room for a graph."""
+
+    def __init__(self, graph: str, device: torch.device) -> None:
+        free = ""
+        if device.type == "cuda":
+            left, total = torch.cuda.mem_get_info(device)
+            free = f", {left / 1e9:.2f} of {total / 1e9:.1f} GB free"
+        super().__init__(
+            f"{graph}: out of memory while it was captured{free}; capture fewer or smaller sizes "
+            "(--cudagraph-sizes), or lower --gpu-memory-utilization"
+        )
+
 
 @dataclass
 class MemoryReport:

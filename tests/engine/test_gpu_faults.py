@@ -72,11 +72,22 @@ def _raise() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory in a capture")
 
 
+def _allocate_too_much() -> None:
+    torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
+
+
+def _allocate_too_much_and_wait() -> None:
+    """Memory has run out, whatever else has gone wrong."""
+    _synchronize_unnoticed()
+    _allocate_too_much()
+
+
 def _synchronize_unnoticed() -> None:
     with suppress(RuntimeError):
         torch.cuda.synchronize()
 
 
+FULL = "out of memory while it was captured, "
 WAITED = "operation not permitted when stream is capturing"
 SPOILED = "operation failed due to a previous error during capture"
 
@@ -84,13 +95,25 @@ SPOILED = "operation failed due to a previous error during capture"
 @pytest.mark.parametrize(
     ("spoil", "first", "kind", "reason"),
     [
-        (_raise, False, "OutOfMemoryError: ", "CUDA out of memory in a capture"),
+        (_raise, False, "CaptureMemoryError: ", FULL),
+        (_allocate_too_much, True, "CaptureMemoryError: ", FULL),
+        (_allocate_too_much, False, "CaptureMemoryError: ", FULL),
+        (_allocate_too_much_and_wait, False, "CaptureMemoryError: ", FULL),
         (torch.cuda.synchronize, True, "CaptureError: ", WAITED),
         (lambda: torch.ones(2, device="cuda").sum().item(), False, "CaptureError: ", WAITED),
         (_synchronize_unnoticed, True, "CaptureError: ", SPOILED),
         (_synchronize_unnoticed, False, "CaptureError: ", SPOILED),
     ],
-    ids=["raises", "waits", "reads a value", "waits unnoticed", "waits unnoticed at the end"],
+    ids=[
+        "raises",
+        "no room",
+        "no room at the end",
+        "no room and waits",
+        "waits",
+        "reads a value",
+        "waits unnoticed",
+        "waits unnoticed at the end",
+    ],
 )
 def test_a_capture_that_fails_ends_the_requests_of_its_step(
     monkeypatch: pytest.MonkeyPatch, spoil: Callable[[], Any], first: bool, kind: str, reason: str
@@ -116,7 +139,8 @@ def test_a_capture_that_fails_ends_the_requests_of_its_step(
     said = output.error or ""
     assert output.outputs[0].finish_reason == "error"
     assert said.startswith(kind) and reason in said
-    assert said.endswith("--cudagraph-mode NONE") == (kind == "CaptureError: ")
+    remedy = "--cudagraph-mode NONE" if kind == "CaptureError: " else "--gpu-memory-utilization"
+    assert said.endswith(remedy)
     monkeypatch.undo()
     check_serves(llm)
     assert isinstance(llm.engine, Engine)

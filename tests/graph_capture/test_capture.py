@@ -14,6 +14,7 @@ from torch import Tensor
 from fusewright.compiler.program import Program, Step
 from fusewright.config import CaptureConfig, CudagraphMode
 from fusewright.graph_capture import (
+    CaptureMemoryError,
     Dispatch,
     Dispatcher,
     GraphKind,
@@ -204,6 +205,43 @@ def test_a_capture_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
     assert graphs.replay_full(4, 4) is not None
 
 
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be …"),  # instantiation
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "CUDA", "cuBLAS"])
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_graph_without_room_says_so(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, when: str
+) -> None:
+    """In the capture, or in the step that runs ahead of it."""
+    log: list[str] = []
+    backend = RecordingGraphs()
+    graphs = Graphs(program(log), buffers(), dispatcher("FULL_AND_PIECEWISE"), backend)
+
+    class Full(list[str]):
+        def append(self, name: str) -> None:
+            super().append(name)
+            if len(self) == (1 if when == "before" else 5):
+                raise error
+
+    full = Full()
+    monkeypatch.setattr(graphs, "_program", program(full))
+    with pytest.raises(CaptureMemoryError) as refused:
+        graphs.ensure(Dispatch(GraphKind.FULL, 4, 4))
+    assert len(full) == (1 if when == "before" else 5)
+    assert str(refused.value) == (
+        "FULL graph of 4 tokens: out of memory while it was captured; capture fewer or smaller "
+        "sizes (--cudagraph-sizes), or lower --gpu-memory-utilization"
+    )
+    assert refused.value.__cause__ is error
+    graphs.ensure(Dispatch(GraphKind.FULL, 4, 4))
+    assert graphs.num_captured == 1
+
+
 def test_the_largest_are_captured_anew_over_other_tensors() -> None:
     """As a sample is, before the size of the KV cache is known."""
     log: list[str] = []
@@ -310,3 +348,30 @@ def test_the_host_and_the_device_see_the_same_memory(device: str) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         assert host.tolist() == [number] * 3 + [number, number + 1, number + 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", [False, True], ids=["one stream", "another stream later"])
+def test_memory_given_back_with_a_step_in_flight_serves_nobody_before_its_end(late: bool) -> None:
+    size, device = 12_345, torch.device("cuda")
+    ring, stream = HostRing(device, size), torch.cuda.Stream()
+    if late:
+        ring.take()
+    with torch.cuda.stream(stream):
+        host, seen = ring.take()
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        seen.fill_(7)
+        running = torch.cuda.Event()
+        running.record()
+    address = host.data_ptr()
+    del ring, host, seen
+
+    def pinned() -> list[Tensor]:
+        return [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(3)]
+
+    others = pinned()
+    assert not running.query(), "the step is over: this shows nothing"
+    running.synchronize()
+    assert all(not other.any() for other in others), "another's memory was written"
+    assert address not in {other.data_ptr() for other in others}
+    assert address in {other.data_ptr() for other in pinned()}, "it never came back"
