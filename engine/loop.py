@@ -26,6 +26,7 @@ class CheckedRequest:
 
 
 _Launched: TypeAlias = tuple[Batch, PendingStep]
+_Failed: TypeAlias = tuple[Batch, BaseException]
 
 
 class EngineLoop:
@@ -52,7 +53,7 @@ class EngineLoop:
         self.eos_token_ids = eos_token_ids
         self.async_scheduling = async_scheduling
         self._outputs = OutputProcessor(inputs.tokenizer)
-        self._in_flight: _Launched | None = None
+        self._in_flight: list[_Launched] = []
         self._dead: EngineDeadError | None = None
         self._num_added = 0
         self.on_tokens: Callable[[list[NewToken]], None] | None = None
@@ -144,29 +145,23 @@ class EngineLoop:
         """
         if self._dead is not None:
             raise self._dead
-        batch = self.scheduler.schedule()
-        done = self._in_flight
-        if batch is None and done is None and self.has_unfinished():
+        # An interrupt while the last step was waited for has left two in flight: no third then.
+        batch = self.scheduler.schedule() if len(self._in_flight) < 2 else None
+        if batch is None and not self._in_flight and self.has_unfinished():
             raise RuntimeError(f"{self.scheduler.num_unfinished} requests, but none can run")
-        launched: _Launched | None = None
-        failed: list[tuple[Batch, Exception]] = []
+        failed: list[_Failed] = []
         if batch is not None:
             try:
-                launched = batch, self.runner.launch(batch)
+                self._in_flight.append((batch, self.runner.launch(batch)))
             except Exception as error:
                 failed.append((batch, error))
-        if not self.async_scheduling:
-            done, launched = launched, None
-        if done is not None:
-            try:
-                result = done[1].result()
-            except Exception as error:
-                failed.insert(0, (done[0], error))
-            else:
-                self._accept(done[0], result)
-        self._in_flight = None if failed else launched
+            except BaseException as interrupt:
+                self._recover([(batch, interrupt)])
+                raise
+        ahead = int(self.async_scheduling and batch is not None and not failed)
+        failed = self._read(ahead) + failed
         if failed:
-            self._recover(failed, launched)
+            self._recover(failed)
         return self._outputs.collect()
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -192,6 +187,20 @@ class EngineLoop:
     def has_unfinished(self) -> bool:
         return self.scheduler.num_unfinished > 0
 
+    def _read(self, ahead: int) -> list[_Failed]:
+        """Wait for all steps but the last ``ahead``, and accept them up to one that failed.  A step
+        stays in flight until it has been waited for, whatever interrupts that."""
+        while len(self._in_flight) > ahead:
+            batch, pending = self._in_flight[0]
+            try:
+                result = pending.result()
+            except Exception as error:
+                del self._in_flight[0]
+                return [(batch, error)]
+            del self._in_flight[0]
+            self._accept(batch, result)
+        return []
+
     def _accept(self, batch: Batch, result: StepResult) -> None:
         tokens = self.scheduler.update(batch, result)
         if self.on_tokens is not None:
@@ -201,9 +210,9 @@ class EngineLoop:
             if stop is not None:
                 self.scheduler.finish(token.request, RequestStatus.FINISHED_STOPPED, stop)
 
-    def _recover(self, failed: list[tuple[Batch, Exception]], launched: _Launched | None) -> None:
-        """End the requests of failed steps.  A step launched after them may have read what they
-        did not write: it is dropped, and its other requests are computed anew."""
+    def _recover(self, failed: list[_Failed]) -> None:
+        """End the requests of failed steps.  A step in flight may have read what they did not
+        write: it is dropped, and its other requests are computed anew."""
         try:
             self.runner.check()
         except Exception as lasting:
@@ -212,11 +221,12 @@ class EngineLoop:
                 f"the device failed and runs nothing more: {first}; restart the engine"
             )
             raise self._dead from lasting
-        if launched is not None:
-            self.scheduler.drop(launched[0])
+        for batch, _ in self._in_flight:
+            self.scheduler.drop(batch)
+        self._in_flight.clear()
         for batch, error in failed:
             self._outputs.touch(self.scheduler.fail(batch, _message(error)))
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -149,6 +149,7 @@ class OutputProcessor:
     def abort(self, request_id: str) -> RequestOutput:
         """Stop following requests that are finished or aborted; what they have is their output."""
         group = self._groups[request_id]
+        self._touched.pop(request_id, None)  # of a step that an interrupt cut short
         self._close_finished(group)
         return group.snapshot()
 

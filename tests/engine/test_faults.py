@@ -187,6 +187,86 @@ def test_a_lost_device_ends_the_engine_with_one_message(where: str) -> None:
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
 
 
+@dataclass
+class InterruptedRunner(FaultyRunner):
+    """The user interrupts some launches, and some waits for steps, once each."""
+
+    waits: set[int] = field(default_factory=set)
+
+    def launch(self, batch: Any) -> Any:
+        number = len(self.batches)
+        step = super().launch(batch)
+        if number in self.waits:
+            wait = step.result
+
+            def interrupted() -> Any:
+                step.result = wait
+                raise KeyboardInterrupt
+
+            step.result = interrupted
+        return step
+
+
+@pytest.mark.parametrize("where", ["waits", "launches"])
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_an_interrupt_costs_others_no_token(where: str, async_scheduling: bool) -> None:
+    """One request is aborted by whoever interrupts; the other goes on as if nothing had been."""
+    setup = Setup(prefix_caching=True, async_scheduling=async_scheduling)
+    engine = setup.engine()
+    numbers = (4, 5, 6, 9)
+    faults: Any = {n: KeyboardInterrupt() for n in numbers} if where == "launches" else {*numbers}
+    engine.runner = InterruptedRunner(
+        setup.num_blocks,
+        setup.block_size,
+        setup.max_num_seqs,
+        setup.max_num_batched_tokens,
+        setup.lazy,
+        setup.prefix_caching,
+        **{where: faults},
+    )
+    for name in "ab":
+        engine.add_request([1, 2, 3, 4, 5, 6], LONG, name)
+    interrupts, last = 0, dict[str, RequestOutput]()
+    while engine.has_unfinished():
+        try:
+            for output in engine.step():
+                last[output.request_id] = output
+        except KeyboardInterrupt:
+            interrupts += 1
+            engine.abort("a")
+            if where == "launches":  # the step was theirs: both end
+                engine.add_request([1, 2, 3, 4, 5, 6], LONG, f"c{interrupts}")
+    assert interrupts == len(numbers)
+    right = solo([1, 2, 3, 4, 5, 6], LONG, 64).token_ids
+    served = "b" if where == "waits" else f"c{interrupts}"
+    assert last[served].outputs[0].token_ids == right
+    if where == "launches":
+        assert last["b"].outputs[0].error == "KeyboardInterrupt: "
+    engine.step()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+
+
+def test_a_listener_that_raises_does_not_repeat_a_step() -> None:
+    engine = Setup().engine()
+    engine.add_request([1, 2, 3], LONG, "a")
+    calls = []
+
+    def listen(tokens: Any) -> None:
+        calls.append(tokens)
+        if len(calls) == 3:
+            raise ValueError("from outside")
+
+    engine.on_tokens = listen
+    given: list[int] = []
+    for _ in range(40):
+        try:
+            for output in engine.step():
+                given = output.outputs[0].token_ids
+        except ValueError:
+            assert len(calls) == 3
+    assert given == solo([1, 2, 3], LONG, 64).token_ids
+
+
 def test_a_failed_capture_ends_the_requests_that_needed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
