@@ -14,6 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import NewToken
 from ..engine.variant import Variant, make_variant
 from .environment import environment
+from .profiling import come_to_rest
 from .serving import run
 from .workloads import equal
 
@@ -139,8 +141,12 @@ def _engine(options: dict[str, Any], steps: Steps) -> Engine:
     defaults: dict[str, Any] = {"max_num_seqs": max(steps.batches), "max_model_len": longest}
     if torch.cuda.is_available() and options.get("device") != "cpu":
         defaults["cudagraph_capture_sizes"] = tuple(steps.batches)
+    if options.get("enable_prefix_caching") is False:
+        raise UserError(
+            "enable_prefix_caching=False: bench passes needs it, to skip prefills; drop it"
+        )
     # A round's prompts are found in the prefix cache; those of the prefill are new each time.
-    engine = LLM(**{**defaults, **options, "enable_prefix_caching": True}).engine
+    engine = LLM(**{**defaults, **options}).engine
     assert isinstance(engine, Engine)
     return engine
 
@@ -203,10 +209,13 @@ def _rounds(
     comes first, in which graphs are captured, and is dropped."""
     seed = iter(range(2**31))
     found: dict[str, list[list[tuple[float, float]]]] = {}
-    own = engine.runner
     total = (1 + steps.rounds) * len(steps.works)
     gc.collect()
-    with progress.bar("Measuring", total) as advance, collector_at_rest():
+    with (
+        progress.bar("Measuring", total) as advance,
+        collector_at_rest(),
+        _restored(engine),
+    ):
         for work in steps.works:
             kind, _, size = work.partition(" ")
             for number in range(1 + steps.rounds):
@@ -218,8 +227,17 @@ def _rounds(
                 found.setdefault(work, []).append(_pairs(order, times))
                 advance(1)
             del found[work][0]
-    engine.runner = own
     return found
+
+
+@contextmanager
+def _restored(engine: Engine) -> Iterator[None]:
+    """The engine has its own runner and listener again behind the block, however that ends."""
+    runner, on_tokens = engine.runner, engine.on_tokens
+    try:
+        yield
+    finally:
+        engine.runner, engine.on_tokens = runner, on_tokens
 
 
 def _order(count: int, number: int) -> list[int]:
@@ -273,24 +291,22 @@ def _decode(
     params = SamplingParams(
         temperature=0.0, max_tokens=engine.inputs.max_model_len - INPUT_LEN, ignore_eos=True
     )
-    requests = [
-        engine.add_request({"prompt_token_ids": work.prompt_token_ids}, params, final_only=True)
-        for work in equal(batch, INPUT_LEN, 1, engine.inputs.vocab_size)
-    ]
+    requests: list[str] = []
     engine.on_tokens = on_tokens
-    while len(started) < batch:
-        step(0)
-    for _ in range(_SETTLE):
-        step(0)
-    first = num_launched
-    for index in order:
-        for _ in range(turn):
-            step(index)
-    step(0)  # so that the last of them has ended
-    engine.on_tokens = None
-    for request in requests:
-        engine.abort(request)
-    engine.step()  # what is in flight
+    with ExitStack() as stack:
+        stack.callback(come_to_rest, engine, requests)
+        for work in equal(batch, INPUT_LEN, 1, engine.inputs.vocab_size):
+            prompt = {"prompt_token_ids": work.prompt_token_ids}
+            requests.append(engine.add_request(prompt, params, final_only=True))
+        while len(started) < batch:
+            step(0)
+        for _ in range(_SETTLE):
+            step(0)
+        first = num_launched
+        for index in order:
+            for _ in range(turn):
+                step(index)
+        step(0)  # so that the last of them has ended
     # From the end of a turn's first step, behind which nothing of the turn before is left.
     begins = range(first, first + turn * len(order), turn)
     return [(ended[i + turn - 1] - ended[i]) / (turn - 1) * 1e3 for i in begins]

@@ -218,7 +218,7 @@ def drive(engine: Engine, plan: Plan, profiler: profile | None = None) -> list[S
     kept: list[Step] = []
     recording = False
     with ExitStack() as stack:
-        stack.callback(_come_to_rest, engine, ids)
+        stack.callback(come_to_rest, engine, ids)
         stack.enter_context(watch.attached())
         while len(kept) < plan.max_iterations:
             if not ids or (prompts_done >= len(ids) and not decode):
@@ -258,10 +258,11 @@ def _submit(engine: Engine, plan: Plan, seed: int) -> list[str]:
     ]
 
 
-def _come_to_rest(engine: Engine, ids: Sequence[str]) -> None:
+def come_to_rest(engine: Engine, ids: Sequence[str]) -> None:
+    """Abort these requests, and read the step in flight."""
     for request_id in ids:
         engine.abort(request_id)
-    engine.step()  # reads the step in flight
+    engine.step()
 
 
 @contextmanager

@@ -123,6 +123,10 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
         with collector_at_rest() as added:
             added()
             _serve(engine, due)
+    except BaseException:
+        for request_id in due:
+            engine.abort(request_id)
+        raise
     finally:
         engine.on_tokens = before
     seconds = time.perf_counter() - start

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusewright.bench.passes import Steps, _order, _pairs, measure_passes
+from fusewright.bench.passes import Steps, _order, _pairs, _rounds, measure_passes
 from fusewright.compiler.trace import trace
 from fusewright.compiler.unroll import unroll
 from fusewright.config import EngineOptions, UserError, gates
@@ -95,6 +95,29 @@ def test_programs_take_turns_over_the_same_requests() -> None:
         assert outputs[request].outputs[0].token_ids == other.outputs[0].token_ids
 
 
+def test_an_engine_is_as_it_was_behind_a_round_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(EngineOptions(**OPTIONS))
+    right = LLM.from_engine(engine).generate("12+34=", use_tqdm=False)[0].outputs[0]
+    with show_progress() as progress:
+        variants = [make_variant(engine, engine.config.compile.passes, progress) for _ in range(3)]
+
+        def listen(tokens: Any) -> None:
+            heard.append(tokens)
+
+        heard: list[Any] = []
+        own, engine.on_tokens = engine.runner, listen
+        monkeypatch.setattr(variants[2].runner, "_run", None)  # the third cannot run
+        steps = Steps(batches=(2,), prefill=8, turn=2, rounds=1)
+        with pytest.raises(UserError, match=r"request request-.* failed: TypeError"):
+            _rounds(engine, variants, steps, progress)
+    assert engine.runner is own and engine.on_tokens is listen
+    assert not engine.has_unfinished() and not heard
+    again = LLM.from_engine(engine).generate("12+34=", use_tqdm=False)[0].outputs[0]
+    assert again.token_ids == right.token_ids and len(heard) == len(right.token_ids)
+
+
 @pytest.mark.parametrize("quantization", [None, "fp8", "fp8_static", "fp8_block"])
 def test_passes_over_80_layers_take_less_than_half_a_second(
     quantization: str | None, tmp_path: Path
@@ -126,6 +149,8 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) 
         measure_passes({**OPTIONS, "optimization_level": 0})
     with pytest.raises(UserError, match=r"max_model_len=128: the decodes .* up to \d+ tokens"):
         measure_passes({**OPTIONS, "max_model_len": 128}, ["fuse_act"])
+    with pytest.raises(UserError, match="enable_prefix_caching=False: bench passes needs it"):
+        measure_passes({**OPTIONS, "enable_prefix_caching": False})
     assert main(["bench", "passes", "abacus", "--prefill", "0"]) == 2
     assert "prefill=0: expected at least 1" in capsys.readouterr().err
 
