@@ -136,7 +136,7 @@ def inputs(
     blocks = torch.randperm(len(PROMPTS) * per_sequence, generator=gen)
     table = blocks.view(len(PROMPTS), per_sequence)
     made = allocate_kv_caches(spec, len(blocks), size, spec.kv_cache_dtype, device)
-    caches = {kv_cache_name(i): cache.zero_() for i, cache in enumerate(made)}
+    caches = {kv_cache_name(i): cache for i, cache in enumerate(made)}
 
     def step(spans: Iterable[tuple[int, int]]) -> dict[str, Tensor]:
         positions = [torch.arange(first, last) for first, last in spans]

@@ -52,6 +52,7 @@ class Engine(EngineLoop):
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware)
             inputs = input_processor(spec, config)
+            eos_token_ids = find_eos_token_ids(folder, inputs.tokenizer)
         with show_progress() as progress:
             with load_beside(folder, spec, config, startup, progress) as weights:
                 compiled = compile_model(spec, config, weights, startup, progress)
@@ -95,7 +96,7 @@ class Engine(EngineLoop):
             scheduler=scheduler,
             runner=runner,
             inputs=inputs,
-            eos_token_ids=find_eos_token_ids(folder, inputs.tokenizer),
+            eos_token_ids=eos_token_ids,
             async_scheduling=config.scheduler.async_scheduling,
         )
         self.spec, self._table = spec, table

@@ -24,7 +24,14 @@ from ..config import (
     UserError,
     resolve,
 )
-from ..graph_capture import Dispatcher, Graphs, MemoryReport, StepBuffers, make_backend
+from ..graph_capture import (
+    Dispatcher,
+    Graphs,
+    MemoryReport,
+    StepBuffers,
+    make_backend,
+    say_free,
+)
 from ..model_executor.hf_config import read_spec
 from ..model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
 from ..model_executor.loader import load_model
@@ -296,15 +303,26 @@ def warm_up(
     graphs: Graphs,
 ) -> Needs:
     """On a GPU, run the largest step and decodes, and capture the largest graphs, over a cache of
-    one block: what they take is measured, and what kernels and libraries take for good is taken."""
+    one block: what they take is measured, and what kernels and libraries take for good is taken.
+
+    Raises:
+        UserError: the device has no room for the largest step, or for a graph.
+    """
     if config.hardware.device == "cpu":
         return Needs()
     bind_kv_caches(program, spec, config, 1)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     most = config.scheduler.max_num_seqs
-    for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
-        program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))
+    try:
+        for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
+            program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"max_num_batched_tokens={buffers.max_tokens}: a step of so many finds no room beside "
+            f"the weights{say_free(torch.device('cuda'))}; lower it or max_num_seqs, or use a "
+            "smaller model"
+        ) from error
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     graphs.capture_largest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from ..config import UserError
+from ..model_executor.hf_json import HfConfig, read_json
 from .chat_template import ChatTemplate, Message
 
 
@@ -36,7 +36,7 @@ class Tokenizer:
         # Both may be stored in the file and would silently change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = _read_json(folder / "tokenizer_config.json")
+        self._config = _read(folder / "tokenizer_config.json")
         self._token_texts: dict[int, str] = {}
         self._chat_template: ChatTemplate | None = None
 
@@ -126,25 +126,19 @@ def missing_tokenizer(folder: Path) -> UserError:
 
 def find_eos_token_ids(model_folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Ids that end generation: of ``generation_config.json`` (else ``config.json``), which may list
-    several, and the tokenizer's own."""
-    config = _read_json(model_folder / "generation_config.json")
-    if config.get("eos_token_id") is None:
-        config = _read_json(model_folder / "config.json")
-    declared = config.get("eos_token_id")
-    ids = set(declared) if isinstance(declared, list) else {declared}
-    if tokenizer is not None:
+    several, and the tokenizer's own.
+
+    Raises:
+        UserError: a file cannot be read, or holds something else than token ids.
+    """
+    paths = [model_folder / name for name in ("generation_config.json", "config.json")]
+    declared = (HfConfig(path, _read(path)).token_ids("eos_token_id") for path in paths)
+    ids = set(next(filter(None, declared), ()))
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return frozenset(i for i in ids if i is not None)
+    return frozenset(ids)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty when the file is missing."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return value
+    return read_json(path) if path.is_file() else {}

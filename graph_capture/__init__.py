@@ -8,7 +8,7 @@ from .backend import CudaGraphs, GraphBackend, RecordingGraphs, make_backend
 from .buffers import HostRing, StepBuffers
 from .capture import Graphs
 from .dispatch import Dispatch, Dispatcher, GraphKind
-from .memory import CaptureMemoryError, MemoryReport
+from .memory import CaptureMemoryError, MemoryReport, say_free
 
 __all__ = [
     "CaptureMemoryError",
@@ -23,4 +23,5 @@ __all__ = [
     "RecordingGraphs",
     "StepBuffers",
     "make_backend",
+    "say_free",
 ]

@@ -13,14 +13,18 @@ class CaptureMemoryError(UserError):
     """The device has no room for a graph."""
 
     def __init__(self, graph: str, device: torch.device) -> None:
-        free = ""
-        if device.type == "cuda":
-            left, total = torch.cuda.mem_get_info(device)
-            free = f", {left / 1e9:.2f} of {total / 1e9:.1f} GB free"
         super().__init__(
-            f"{graph}: out of memory while it was captured{free}; capture fewer or smaller sizes "
-            "(--cudagraph-sizes), or lower --gpu-memory-utilization"
+            f"{graph}: out of memory while it was captured{say_free(device)}; capture fewer or "
+            "smaller sizes (--cudagraph-sizes), or lower --gpu-memory-utilization"
         )
+
+
+def say_free(device: torch.device) -> str:
+    """What the driver has left of a GPU's memory, as the end of a sentence."""
+    if device.type == "cpu":
+        return ""
+    left, total = torch.cuda.mem_get_info(device)
+    return f", {left / 1e9:.2f} of {total / 1e9:.1f} GB free"
 
 
 @dataclass

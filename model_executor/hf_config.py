@@ -36,7 +36,7 @@ def read_spec(folder: Path | str) -> ModelSpec:
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers)
     quant = read_quantization(config, names, spec.num_layers)
     _check_blocks(path, spec, quant)
-    return replace(spec, quant=quant, eos_token_ids=_stop_ids(folder, spec.eos_token_ids))
+    return replace(spec, quant=quant)
 
 
 def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
@@ -49,15 +49,6 @@ def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> Non
                 f"{path}: {linear} reads {size} features, expected a multiple of {BLOCK} for a "
                 "scale of every so many; use weights with a scale for each channel"
             )
-
-
-def _stop_ids(folder: Path, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Chat models name further ends of turn in ``generation_config.json`` alone."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return eos_token_ids
-    more = HfConfig(path, read_json(path)).token_ids("eos_token_id")
-    return tuple(dict.fromkeys((*eos_token_ids, *more)))
 
 
 def _architecture(config: HfConfig) -> str:

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import UserError, outside_key
+from ..config import UserError
 from ..ops.rotary_cache import RopeParameters
 from .quant.scheme import BLOCK, FP8, LINEARS, QuantKind, QuantScheme
 
@@ -43,12 +43,6 @@ class ModelSpec:
     qk_norm: bool
     sliding_windows: tuple[int, ...]
     dtype: torch.dtype
-    bos_token_id: int | None = field(
-        metadata=outside_key("prompts are made outside of the program")
-    )
-    eos_token_ids: tuple[int, ...] = field(
-        metadata=outside_key("stopping is decided outside of the program")
-    )
     quant: QuantScheme | None = None
     fp8_kv_cache: bool = False
 

@@ -102,8 +102,6 @@ def _dense(
         qk_norm=qk_norm,
         sliding_windows=sliding_windows,
         dtype=_dtype(config),
-        bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
-        eos_token_ids=config.token_ids("eos_token_id"),
     )
 
 

@@ -44,8 +44,6 @@ SPEC = ModelSpec(
     qk_norm=False,
     sliding_windows=(0,) * 7,
     dtype=torch.bfloat16,
-    bos_token_id=None,
-    eos_token_ids=(),
 )
 SPECS = {
     "equal layers": SPEC,

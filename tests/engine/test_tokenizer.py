@@ -75,6 +75,13 @@ def test_eos_ids_of_all_files(
     assert find_eos_token_ids(folder, None) == ids - {257}
 
 
+def test_ends_that_are_no_token_ids_are_refused(tmp_path: Path) -> None:
+    for bad in ("</s>", ["</s>"], [[1]], -1, True):
+        folder = folder_with(tmp_path, generation_config={"eos_token_id": bad})
+        with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id is .* a token"):
+            find_eos_token_ids(folder, None)
+
+
 def test_the_bundled_chat_template_writes_its_own_bos() -> None:
     prompt = inputs().chat_prompt([{"role": "system", "content": "x"}, USER])
     assert prompt == {"prompt": "<|bos|>1+2=", "prompt_token_ids": [256, *b"1+2="]}
@@ -145,10 +152,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     folder = folder_with(tmp_path)
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: not JSON"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer(folder)
     (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: expected a JSON object"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json holds a list"):
         Tokenizer(folder)
 
 

@@ -71,7 +71,6 @@ def test_transformers_4_and_5_styles_give_the_same_spec(tmp_path: Path) -> None:
     assert old == new
     assert old.dtype is torch.bfloat16
     assert old.head_dim == 128
-    assert old.eos_token_ids == (128001, 128008)
     assert old.rope == RopeParameters(
         theta=500000.0,
         kind="llama3",
@@ -85,7 +84,7 @@ def test_transformers_4_and_5_styles_give_the_same_spec(tmp_path: Path) -> None:
 def test_the_bundled_model_reads() -> None:
     spec = read_spec(ABACUS)
     assert (spec.num_layers, spec.hidden_size, spec.num_kv_heads) == (5, 256, 2)
-    assert spec.tie_word_embeddings and spec.eos_token_ids == (257,)
+    assert spec.tie_word_embeddings
 
 
 def test_old_llama_configs_may_leave_out_kv_heads_and_rope(tmp_path: Path) -> None:
@@ -109,11 +108,6 @@ def test_yarn_reaches_beyond_the_positions_trained(tmp_path: Path) -> None:
     del scaling["original_max_position_embeddings"]
     spec = read(tmp_path, LLAMA_3_1, rope_scaling=scaling, max_position_embeddings=32768)
     assert (spec.rope.original_max_position, spec.max_position_embeddings) == (32768, 131072)
-
-
-def test_stop_ids_of_the_generation_config_are_added(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [128001, 128009]}')
-    assert read(tmp_path, LLAMA_3_1).eos_token_ids == (128001, 128008, 128009)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +245,6 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a number"),
         ({"torch_dtype": "float8"}, "torch_dtype is 'float8'; expected one of float32"),
         ({"head_dim": 63}, "rotary_dim 63"),
-        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'; expected one"),
     ],
 )
