@@ -236,10 +236,14 @@ class Product:
         Raises:
             CublasLtError: the library refuses.
         """
-        workspace = x.new_empty(self.workspace_bytes(algorithm), dtype=torch.uint8)
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self.run(x, weight, y, algorithm, *scales)
+        needed = self.workspace_bytes(algorithm)
+        workspace = x.new_empty(needed, dtype=torch.uint8) if needed else None
         into = (y.data_ptr(), self._shapes[3])
         # The operation holds the scales' addresses until it is enqueued.
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock:
             if self._scaled:
                 self._set(_X_SCALE, c_void_p(scales[0].data_ptr()))
                 self._set(_WEIGHT_SCALE, c_void_p(scales[1].data_ptr()))
@@ -256,9 +260,9 @@ class Product:
                 *into,
                 *into,
                 algorithm,
-                workspace.data_ptr(),
-                workspace.numel(),
-                torch.cuda.current_stream(x.device).cuda_stream,
+                None if workspace is None else workspace.data_ptr(),
+                needed,
+                torch._C._cuda_getCurrentRawStream(self._device),
             )
         return y
 

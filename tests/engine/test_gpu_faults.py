@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fusewright import LLM, SamplingParams
+from fusewright.config import UserError
 from fusewright.engine.engine import Engine
 from fusewright.engine.outputs import RequestOutput
 from fusewright.graph_capture.backend import CudaGraphs
@@ -66,6 +67,17 @@ def test_out_of_memory_in_a_step_ends_its_requests_alone() -> None:
         assert output.outputs[0].finish_reason == "error"
         assert (output.outputs[0].error or "").startswith("OutOfMemoryError: CUDA out of memory")
     check_serves(llm)
+
+
+@pytest.mark.usefixtures("memory_limit")
+def test_a_largest_step_without_room_is_one_line() -> None:
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + (96 << 20)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    words = r"max_num_batched_tokens=131072: a step of so many finds no room .* GB free; lower it"
+    with pytest.raises(UserError, match=words):
+        make(max_num_batched_tokens=131072, cudagraph_mode="NONE")
 
 
 def _raise() -> None:

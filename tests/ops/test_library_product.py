@@ -294,6 +294,9 @@ def test_products_of_two_streams_at_the_same_time(table: Table, captured: bool) 
                 run(0, at)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)  # 50 ms, in which all is enqueued
     with torch.cuda.stream(streams[0]):
         if captured:
             graph.replay()
