@@ -75,9 +75,9 @@ def test_a_largest_step_without_room_is_one_line() -> None:
     limit = torch.cuda.memory_reserved() + (96 << 20)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
-    words = r"max_num_batched_tokens=131072: a step of so many finds no room .* GB free; lower it"
+    words = r"max_num_batched_tokens=32768: a step of so many finds no room .* GB free; lower it"
     with pytest.raises(UserError, match=words):
-        make(max_num_batched_tokens=131072, cudagraph_mode="NONE")
+        make(max_num_batched_tokens=32768, cudagraph_mode="NONE")
 
 
 def _raise() -> None:
