@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -71,8 +72,9 @@ def test_out_of_memory_in_a_step_ends_its_requests_alone() -> None:
 
 @pytest.mark.usefixtures("memory_limit")
 def test_a_largest_step_without_room_is_one_line() -> None:
+    gc.collect()  # engines of other tests: what they give back later would be room
     torch.cuda.empty_cache()
-    limit = torch.cuda.memory_reserved() + (96 << 20)
+    limit = torch.cuda.memory_reserved() + (64 << 20)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit / total)
     words = r"max_num_batched_tokens=32768: a step of so many finds no room .* GB free; lower it"
