@@ -96,7 +96,8 @@ def outside_calls(
     yield "count_tokens", (ids, ids, counts)
     for top_k, top_p, min_p in itertools.product((None, ids), (None, floats), (None, floats)):
         seeds = torch.empty(num_seqs, dtype=torch.int64, device="meta")
-        yield "sample", (values, floats, top_k, top_p, min_p, seeds, ids)
+        for each in (logits, values):  # as the model gives them, or with penalties and bans
+            yield "sample", (each, floats, top_k, top_p, min_p, seeds, ids)
 
 
 class Sampler:
@@ -180,7 +181,15 @@ class Sampler:
 
     def _sample(self, logits: Tensor, entries: list[ScheduledRequest], seq_lens: Tensor) -> Tensor:
         rows = self._parameters(entries)
-        values = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        banned = [
+            (row, token_id)
+            for row, entry in enumerate(entries)
+            if _below_min_tokens(entry)
+            for token_id in entry.request.stop_ids
+        ]
+        values = logits
+        if banned or rows.penalty_slots is not None:
+            values = logits.to(torch.float32, copy=True)
         if rows.penalty_slots is not None:
             self._ops(
                 "apply_penalties",
@@ -192,12 +201,6 @@ class Sampler:
                 rows.frequency_penalty,
                 rows.presence_penalty,
             )
-        banned = [
-            (row, token_id)
-            for row, entry in enumerate(entries)
-            if _below_min_tokens(entry)
-            for token_id in entry.request.stop_ids
-        ]
         if banned:
             values.index_put_(tuple(self._send(banned, torch.long).unbind(1)), self._never)
         token_ids: Tensor = self._ops(

@@ -11,6 +11,7 @@ from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from ._sampling import GREEDY_TEMPERATURE, clean_logits, gumbel_noise
 from .launches import sampling
+from .sample_cuda import BY_CUDA
 
 
 def sample(
@@ -192,6 +193,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
+        BY_CUDA,
         Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
         Implementation("native", _reference, inline=True),
     ),

@@ -32,6 +32,26 @@ def make_sample(
     return (*logits(rows, vocab, device), column(0.8), k, p, None, *state)
 
 
+def sample_by_torch(
+    logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, *_: Any
+) -> Tensor:
+    """As it is usually written: sort, cut, and the winner of an exponential race."""
+    scaled = logits.float() / temperature[:, None]
+    index = None
+    if top_k is not None or top_p is not None:
+        scaled, index = scaled.sort(dim=-1, descending=True)
+    if top_k is not None:
+        kth = scaled.gather(-1, top_k[:, None].long() - 1)
+        scaled = scaled.masked_fill(scaled < kth, -torch.inf)
+    probabilities = scaled.softmax(-1)
+    if top_p is not None:
+        above = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(above >= top_p[:, None], 0.0)
+    race = probabilities / torch.empty_like(probabilities).exponential_()
+    winner = race.argmax(-1, keepdim=True)
+    return winner if index is None else index.gather(-1, winner)
+
+
 def works() -> Iterator[Work]:
     for vocab in sorted({model.vocab for model in MODELS}):
         for rows in BATCHES:
@@ -41,7 +61,8 @@ def works() -> Iterator[Work]:
             for top_k, top_p in ((None, None), (50, None), (None, 0.9), (50, 0.9)):
                 how = f"top_k={top_k} top_p={top_p}" if top_k or top_p else "temperature"
                 made = partial(make_sample, rows, vocab, top_k, top_p)
-                yield Work("sample", f"{label}, {how}", made)
+                rivals = {"torch": sample_by_torch}
+                yield Work("sample", f"{label}, {how}", made, libraries=rivals)
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -12,12 +12,16 @@ from torch import Tensor
 from fusewright import ops
 from fusewright.ops._sampling import gumbel_noise
 
-IMPLEMENTATIONS = ("native", "triton")
+IMPLEMENTATIONS = ("native", "triton", pytest.param("cuda", marks=pytest.mark.gpu))
 F32 = torch.float32
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and (
+        torch.cuda.get_device_capability() != (9, 0) or not ops.load_cuda_library()
+    ):
+        pytest.skip("needs csrc and SM 9.0")
     return str(request.param)
 
 
@@ -218,11 +222,11 @@ def test_greedy_and_random_rows_share_a_batch(implementation: str, device: torch
     assert (tokens[1::2] != best[1::2]).any()
 
 
-def test_native_and_triton_draw_the_same(device: torch.device) -> None:
+def test_all_draw_the_same(implementation: str, device: torch.device) -> None:
     logits = 3 * randn(device, 48, 1500, seed=5)
     for chosen in ({}, filters(device, 48)):
         native = draw("native", logits, 0.8, seeds=-(2**40) + 3, **chosen)
-        assert torch.equal(native, draw("triton", logits, 0.8, seeds=-(2**40) + 3, **chosen))
+        assert torch.equal(native, draw(implementation, logits, 0.8, seeds=-(2**40) + 3, **chosen))
 
 
 def brute_force_kept(
@@ -257,6 +261,12 @@ def thresholds(
 
         return keep_threshold(logits.float(), temperature, top_k, top_p, min_p)
     unused = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if implementation == "cuda":
+        found = torch.empty_like(temperature)
+        filters = (top_k, top_p, min_p)
+        draw_tokens = torch.ops.fw_cuda.draw_tokens.default
+        draw_tokens(logits, temperature, *filters, unused, unused.int(), found)
+        return found[:, None]
     launches_of = ops.BY_NAME["sample"].implementation("triton").launches
     assert launches_of is not None
     args: tuple[Any, ...] = (logits, temperature, top_k, top_p, min_p, unused, unused.int())
@@ -349,8 +359,9 @@ def test_sampling_replays_from_a_cuda_graph(implementation: str) -> None:
         tokens = draw(
             implementation, logits, temperature, seeds=seeds, positions=positions, **chosen
         )
-        best = ops.BY_NAME["argmax"].overload(implementation)(logits)
-        logprobs = ops.BY_NAME["token_logprobs"].overload(implementation)(logits, tokens, 5)
+        others = "triton" if implementation == "cuda" else implementation
+        best = ops.BY_NAME["argmax"].overload(others)(logits)
+        logprobs = ops.BY_NAME["token_logprobs"].overload(others)(logits, tokens, 5)
         return (tokens, best, *logprobs)
 
     side = torch.cuda.Stream()

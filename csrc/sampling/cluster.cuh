@@ -1,0 +1,82 @@
+// How the blocks of a cluster tell each other numbers: stores into the other's shared memory that
+// count down a barrier there. The receiver waits for its bytes; nobody meets at a fence (a barrier
+// of the cluster that orders memory is one of the whole GPU).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fusewright::sampling {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ int block_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+__device__ __forceinline__ int blocks_in_cluster() {
+  uint32_t blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return static_cast<int>(blocks);
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A barrier in shared memory, over whenever one thread has called expect and its bytes are there.
+struct Inbox {
+  uint64_t barrier;
+
+  __device__ void init() {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier))
+                 : "memory");
+  }
+
+  __device__ static void fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+
+  __device__ void expect(int bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+        "r"(bytes)
+        : "memory");
+  }
+
+  __device__ void wait(int parity) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred over;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n\t"
+        "@!over bra again;\n\t"
+        "}" ::"r"(shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
+  }
+
+  // `value` to the place that `to` is here, in the block of that rank, whose barrier counts it.
+  __device__ void send(unsigned long long* to, unsigned long long value, int rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 place, counted;\n\t"
+        "mapa.shared::cluster.u32 place, %0, %2;\n\t"
+        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [place], %3, [counted];\n\t"
+        "}" ::"r"(shared_address(to)),
+        "r"(shared_address(&barrier)), "r"(rank), "l"(value)
+        : "memory");
+  }
+};
+
+}  // namespace fusewright::sampling

@@ -1,0 +1,61 @@
+// The launch of a sampling step: how many blocks a row, and their shared memory.
+#pragma once
+
+#include <atomic>
+
+#include "sample.cuh"
+
+namespace fusewright::sampling {
+
+constexpr int kThreads = 1024, kBlocksPerSm = 1, kCopies = 32;
+constexpr int kBlocks = 8;                      // a row
+constexpr int kMaxSharedBytes = 232448 - 1024;  // of a block of sm_90, less the static part
+
+constexpr int shared_bytes(int slice_bytes) {
+  return 2 * kBins * kCopies * 4 + 2 * kBlocks * kBins * static_cast<int>(sizeof(Sum)) +
+         slice_bytes;
+}
+
+template <typename F>
+constexpr int kMaxVocab =
+    (kMaxSharedBytes - shared_bytes(0)) / 16 * 16 / sizeof(typename F::Raw) * kBlocks;
+
+// Shared memory beyond 48 KB, once a device and kernel.
+template <typename F>
+cudaError_t allow_shared_memory() {
+  static std::atomic<uint64_t> done{0};
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (done.load() & bit) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(sample_kernel<F, kThreads, kBlocksPerSm, kCopies>,
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+  if (error == cudaSuccess) done.fetch_or(bit);
+  return error;
+}
+
+// All of args but the slice must be set.
+template <typename F>
+cudaError_t launch_sample(SampleArgs args, cudaStream_t stream) {
+  constexpr int kUnit = 16 / sizeof(typename F::Raw);
+  if (const cudaError_t error = allow_shared_memory<F>(); error != cudaSuccess) return error;
+  args.slice = (args.vocab + kBlocks * kUnit - 1) / (kBlocks * kUnit) * kUnit;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = kBlocks;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(args.num_rows * kBlocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes(args.slice * sizeof(typename F::Raw));
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, sample_kernel<F, kThreads, kBlocksPerSm, kCopies>, args);
+}
+
+}  // namespace fusewright::sampling
