@@ -1,6 +1,8 @@
-"""``sample`` by the kernel of csrc: the implementation ``cuda``, for calls with a filter.
+"""``sample`` by the kernel of csrc: the implementation ``cuda``.
 
-Without one, noise is the time, and wants more of the device than the cluster of a row.
+It takes calls with a filter, and those without from some rows on; fewer rows of noise alone want
+more of the device than the cluster of a row, and are the Triton kernels'.  A row draws the same by
+either, to the bit of the noise.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ import torch
 from torch import Tensor
 
 from ._cuda import why_no_csrc
+from ._launch import Launch, run_launches
 from ._op import Implementation, OpDesc
-from .launches.sampling import rows_of
+from .launches import sampling
 
 _SM = 90
 # Columns a row at most: the shared memory of a cluster holds them.
 _MOST_COLUMNS = {torch.bfloat16: 524288, torch.float16: 524288, torch.float32: 262144}
+# Of 128256 columns without a filter, us in a graph, csrc and Triton: 22 and 22 at 32 rows, 24 and
+# 38 at 64, 86 and 133 at 256 (bench/NOTES.md).
+_MOST_ROWS_OF_NOISE = 32
 
 
 def _supports(desc: OpDesc) -> str:
@@ -27,18 +33,26 @@ def _supports(desc: OpDesc) -> str:
         return f"built for SM 9.0, not {desc.sm / 10 if desc.sm else 'an unknown one'}"
     if logits.dtype not in _MOST_COLUMNS:
         return f"logits are {logits.dtype}: the kernel takes bfloat16, float16 and float32"
-    if all(desc[name] is None for name in ("top_k", "top_p", "min_p")):
-        return "no filter"
     vocab, most = logits.shape[1], _MOST_COLUMNS[logits.dtype]
     if isinstance(vocab, int) and vocab > most:
         return f"{vocab} columns of {logits.dtype}: the kernel takes {most} or fewer"
     return why_no_csrc(desc)
 
 
-def _run(logits: Tensor, *args: Any) -> Tensor:
-    return torch.ops.fw_cuda.draw_tokens.default(  # type: ignore[no-any-return]
-        rows_of(logits), *args
-    )
+def _is_few_rows_of_noise(args: tuple[Any, ...]) -> bool:
+    logits, _, *filters = args[:5]
+    return len(logits) <= _MOST_ROWS_OF_NOISE and all(each is None for each in filters)
 
 
-BY_CUDA = Implementation("cuda", _run, _supports, devices=("cuda",))
+def _launches(*args: Any) -> tuple[list[Launch], Tensor | None]:
+    return sampling.sample(*args) if _is_few_rows_of_noise(args) else ([], None)
+
+
+def _run(*args: Any) -> Tensor:
+    if _is_few_rows_of_noise(args):
+        return run_launches(_launches)(*args)  # type: ignore[no-any-return]
+    rows = sampling.rows_of(args[0])
+    return torch.ops.fw_cuda.draw_tokens.default(rows, *args[1:])  # type: ignore[no-any-return]
+
+
+BY_CUDA = Implementation("cuda", _run, _supports, devices=("cuda",), launches=_launches)

@@ -1,17 +1,20 @@
-"""Time of the sampling ops by CUDA graph replay, against PyTorch.
+"""Time of the sampling ops by CUDA graph replay, against PyTorch and FlashInfer's samplers.
 
-``python -m fusewright.bench.ops.bench_sampling --json FILE``.  The logits are one buffer, read
-again and again: at small batches they come from L2, as they do right after lm_head wrote them.
-GB/s is the op's own cost formula over the time, the least bytes the call must move.
+``python -m fusewright.bench.ops.bench_sampling --json FILE [--flashinfer LIBRARY]``.  The logits
+are one buffer, read again and again: at small batches they come from L2, as they do right after
+lm_head wrote them.  GB/s is the op's own cost formula over the time, the least bytes the call must
+move.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +74,66 @@ def calls(num_seqs: int, vocab: int) -> Iterator[tuple[str, str, tuple[Any, ...]
     yield "penalties", "apply_penalties", (logits.float(), *penalties)
 
 
-def measure(num_seqs: int, vocab: int) -> Iterator[dict[str, Any]]:
+class FlashInfer:
+    """``sample`` by FlashInfer: softmax, then draws that it rejects until one passes the filters.
+
+    Args:
+        library: of ``flashinfer/sampling.cu``; compiled there if missing: nvcc, flashinfer-python.
+    """
+
+    def __init__(self, library: Path) -> None:
+        if not library.exists():
+            from ...compiler.flashinfer_modules import compile_source
+
+            source = Path(__file__).with_name("flashinfer") / "sampling.cu"
+            library.write_bytes(compile_source(source, {}))
+        self._library = ctypes.CDLL(str(library))
+        self._workspace = torch.empty(1 << 24, dtype=torch.uint8, device="cuda")
+
+    def __call__(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None
+    ) -> Tensor:
+        values, probabilities = logits.float(), torch.empty_like(logits, dtype=torch.float32)
+        if top_k is not None and top_p is None:
+            top_k = top_k.float()
+        tokens = torch.empty(len(logits), dtype=torch.int32, device="cuda")
+        valid, workspace = torch.empty_like(tokens, dtype=torch.bool), self._workspace
+        sizes = logits.shape
+        memory = [*map(_address, (values, probabilities, temperature, workspace))]
+        self._run("fi_softmax", *memory, ctypes.c_size_t(len(workspace)), *sizes)
+        memory = [*map(_address, (probabilities, top_k, top_p, tokens, valid))]
+        self._run("fi_draw", *memory, *sizes, ctypes.c_uint64(7))
+        return tokens
+
+    def _run(self, name: str, *args: Any) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if error := getattr(self._library, name)(*args, stream):
+            raise RuntimeError(f"{name}: CUDA error {error}")
+
+
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def contenders(
+    name: str, args: tuple[Any, ...], rival: FlashInfer | None
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What can run a call, by name."""
+    op, sm = ops.BY_NAME[name], torch.cuda.get_device_capability()
+    desc = op.describe(args, sm=10 * sm[0] + sm[1])
+    for implementation in op.implementations:
+        if not implementation.supports(desc):
+            yield implementation.name, partial(op.overload(implementation.name), *args)
+    if rival is not None and name == "sample" and args[4] is None:
+        yield "flashinfer", partial(rival, *args[:4])
+
+
+def measure(num_seqs: int, vocab: int, rival: FlashInfer | None) -> Iterator[dict[str, Any]]:
     for label, name, args in calls(num_seqs, vocab):
         op = ops.BY_NAME[name]
         moved = int(op.cost(op.describe(args)).bytes)
-        for implementation in ("triton", "native"):
-            fn = op.overload(implementation)
-            us = time_us(lambda fn=fn, args=args: fn(*args))  # type: ignore[misc]
+        for implementation, fn in contenders(name, args, rival):
+            us = time_us(fn)
             yield {
                 "label": label,
                 "implementation": implementation,
@@ -94,16 +150,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--vocab", type=int, default=VOCAB)
+    parser.add_argument("--flashinfer", type=Path, help="its library; built there if missing")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_sampling: no CUDA GPU; run it on a machine with one", file=sys.stderr)
         return 2
+    rival = options.flashinfer and FlashInfer(options.flashinfer)
     results = []
     for num_seqs in options.num_seqs:
-        for result in measure(num_seqs, options.vocab):
+        for result in measure(num_seqs, options.vocab, rival):
             results.append(result)
             print(
-                f"b={num_seqs:<4} {result['label']:<26} {result['implementation']:<7}"
+                f"b={num_seqs:<4} {result['label']:<26} {result['implementation']:<11}"
                 f"{result['us']:>10.2f} us {result['gb_per_s']:>8.1f} GB/s",
                 flush=True,
             )

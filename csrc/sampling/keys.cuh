@@ -1,8 +1,8 @@
 // Logits as unsigned keys of the same order, and the noise that is added to them.
 //
-// A key is as wide as the element: 16 bits tell all bfloat16 or half values apart, so a search by
-// digits of 8 bits takes two rounds there and four for float. NaN has the key of -inf (it never
-// wins), -0 that of 0, and +inf stands for the largest finite float, as in ops/_sampling.py.
+// A key is as wide as the element. NaN never wins: it has the lowest keys, or those above
+// kHighest until a row that has such is mended. What ops/_sampling.py takes as equal may have two
+// keys: 0 and -0, and of float +inf and the largest finite one; a threshold is the lower of both.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,31 +15,42 @@ namespace fusewright::sampling {
 
 constexpr float kFloatMax = 3.4028234663852886e38f;
 
-template <typename RawT, uint32_t kInfinityBits>
+template <typename RawT, uint32_t kInfinity>
 struct Keys {
   using Raw = RawT;
   static constexpr int kBits = 8 * sizeof(Raw);
-  static constexpr uint32_t kZero = 1u << (kBits - 1);        // of the value 0
-  static constexpr uint32_t kLowest = kZero - kInfinityBits;  // of -inf; keys below are no value's
+  static constexpr uint32_t kSign = 1u << (kBits - 1);
+  static constexpr uint32_t kHighest = kSign + kInfinity;     // of +inf
+  static constexpr uint32_t kLowest = kSign - 1 - kInfinity;  // of -inf
 
-  __device__ static uint32_t key_of(uint32_t raw) {
-    uint32_t magnitude = raw & (kZero - 1);
-    const bool nan = magnitude > kInfinityBits;
-    if (nan) magnitude = kInfinityBits;
-    if (nan || (raw & kZero)) return kZero - magnitude;
-    // The largest finite float is one value with +inf; 16-bit formats do not have it.
-    if (kBits == 32 && magnitude == kInfinityBits) --magnitude;
-    return kZero + magnitude;
+  // Of all elements in a word.
+  __device__ static uint32_t keys_of(uint32_t word) {
+    if constexpr (kBits == 32) return word ^ (static_cast<int32_t>(word) >> 31 | kSign);
+    const uint32_t negative = (word >> 15 & 0x00010001u) * 0xFFFFu;
+    return word ^ (negative | 0x80008000u);
   }
 
-  __device__ static uint32_t raw_of(uint32_t key) {
-    return key < kZero ? kZero | (kZero - key) : key - kZero;
+  __device__ static uint32_t max_of(uint32_t a, uint32_t b) {
+    return kBits == 32 ? max(a, b) : __vmaxu2(a, b);
+  }
+
+  // The least key of the same value.
+  __device__ static uint32_t least_equal(uint32_t key) {
+    return key - (key == kSign || (kBits == 32 && key == kHighest));
+  }
+
+  __device__ static uint32_t key_of(Raw raw) {
+    return least_equal(keys_of(raw) & static_cast<Raw>(~Raw{0}));
+  }
+
+  __device__ static Raw raw_of(uint32_t key) {
+    return static_cast<Raw>(key & kSign ? key ^ kSign : ~key);
   }
 };
 
 struct BFloat16 : Keys<uint16_t, 0x7F80> {
   __device__ static float value_of(uint32_t key) {
-    return fminf(__uint_as_float(raw_of(key) << 16), kFloatMax);
+    return fminf(__uint_as_float(uint32_t{raw_of(key)} << 16), kFloatMax);
   }
   __device__ static uint32_t least_key(float at_least) {
     return key_of(__bfloat16_as_ushort(__float2bfloat16_ru(at_least)));
@@ -48,7 +59,7 @@ struct BFloat16 : Keys<uint16_t, 0x7F80> {
 
 struct Half : Keys<uint16_t, 0x7C00> {
   __device__ static float value_of(uint32_t key) {
-    return fminf(__half2float(__ushort_as_half(static_cast<uint16_t>(raw_of(key)))), kFloatMax);
+    return fminf(__half2float(__ushort_as_half(raw_of(key))), kFloatMax);
   }
   __device__ static uint32_t least_key(float at_least) {
     return key_of(__half_as_ushort(__float2half_ru(at_least)));
@@ -87,16 +98,13 @@ struct Noise {
 
   __device__ uint32_t bits(uint32_t index) const { return mix(mix(index ^ key0) + key1); }
 
-  // Of the bits, uniform, and smallest where the noise is largest.
+  // Of the bits, uniform, and smallest where the noise is largest. Operation for operation what
+  // the Triton kernel is compiled to: a row draws the same by either.
   __device__ static float of_bits(uint32_t h) {
-    const float w =
-        fminf(__fmul_rn(__fadd_rn(static_cast<float>(h), 0.5f), 0x1p-32f), 1 - 0x1p-24f);
+    const float w = fminf((static_cast<float>(h) + 0.5f) * 0x1p-32f, 1 - 0x1p-24f);
     float e;
     if (w < 1.0f / 64.0f) {
-      e = __fadd_rn(1.0f / 3.0f, __fmul_rn(w, 0.25f));
-      e = __fadd_rn(0.5f, __fmul_rn(w, e));
-      e = __fadd_rn(1.0f, __fmul_rn(w, e));
-      e = __fmul_rn(w, e);
+      e = w * __fmaf_rn(w, __fmaf_rn(w, __fmaf_rn(w, 0.25f, 1.0f / 3.0f), 0.5f), 1.0f);
     } else {
       e = -logf(1.0f - w);
     }

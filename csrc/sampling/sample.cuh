@@ -25,8 +25,8 @@ constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kDigitBits = 8;
 constexpr int kBins = 1 << kDigitBits;
-constexpr int kPartBits = 19;  // a weight has two parts of so many bits
-constexpr int kMaxBlocks = 16;
+constexpr int kPartBits = 19;   // a weight has two parts of so many bits
+constexpr int kMaxBlocks = 16;  // a cluster has no more
 constexpr float kGreedyTemperature = 1e-5f;
 constexpr float kReach = 27.1f;     // temperatures: exp(-27.1) < 2^-39, noise spans 25.8
 constexpr float kRounding = 1e-6f;  // more than a quotient and a sum are rounded by
@@ -50,10 +50,10 @@ struct SampleArgs {
 using Sum = unsigned long long;
 
 struct BlockState {
-  Inbox bins[2], bests, winners;
-  Sum best_of[kMaxBlocks], winner_of[kMaxBlocks];  // by rank
+  Inbox bins[2], bests, outsides, winners;
+  Sum best_of[kMaxBlocks], outside_of[kMaxBlocks], winner_of[kMaxBlocks];  // by rank
   Sum warp_sums[kWarpSize];
-  Sum remaining;
+  Sum target, remaining;  // remaining: 0 where the bins do not hold the target
   uint32_t digit;
 };
 
@@ -72,7 +72,8 @@ __device__ __forceinline__ Sum warp_max(Sum v) {
 
 template <typename F, int kThreads, int kCopies>
 struct Row {
-  static constexpr int kVector = 16 / sizeof(typename F::Raw);
+  using Raw = typename F::Raw;
+  static constexpr int kVector = 16 / sizeof(Raw);
   static constexpr int kTeam = kThreads / kBins;  // threads that add up a bin's copies
 
   BlockState& state;
@@ -99,35 +100,58 @@ struct Row {
   }
 
   // Reads the slice; the largest key of the row.
-  __device__ uint32_t load(const typename F::Raw* logits) {
+  __device__ uint32_t load(const Raw* logits) {
+    constexpr int kAhead = 4;  // loads of a thread in flight
     uint32_t best = 0;
-    const auto take = [&](uint32_t raw) {
-      const uint32_t key = F::key_of(raw);
-      best = max(best, key);
+    const auto take = [&](uint32_t word) {
+      const uint32_t key = F::keys_of(word);
+      best = F::max_of(best, key);
       return key;
     };
-    auto* const single = reinterpret_cast<typename F::Raw*>(keys);
     const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
     const int whole = aligned ? count / kVector : 0;
-    for (int i = threadIdx.x; i < whole; i += kThreads) {
-      const uint4 packed = __ldg(reinterpret_cast<const uint4*>(logits) + i);
-      uint32_t words[] = {packed.x, packed.y, packed.z, packed.w};
+    for (int i = threadIdx.x; i < whole; i += kAhead * kThreads) {
+      uint4 packed[kAhead];
 #pragma unroll
-      for (uint32_t& word : words) {
-        word = F::kBits == 32 ? take(word) : take(word & 0xffffu) | take(word >> 16) << 16;
+      for (int j = 0; j < kAhead; ++j) {
+        const int at = i + j * kThreads;
+        if (at < whole) packed[j] = __ldg(reinterpret_cast<const uint4*>(logits) + at);
       }
-      keys[i] = make_uint4(words[0], words[1], words[2], words[3]);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int at = i + j * kThreads;
+        const uint4 p = packed[j];
+        if (at < whole) keys[at] = make_uint4(take(p.x), take(p.y), take(p.z), take(p.w));
+      }
     }
+    if (F::kBits == 16) best = max(best & 0xffffu, best >> 16);
+    auto* const single = reinterpret_cast<Raw*>(keys);
     const int end = (count + kVector - 1) / kVector * kVector;
     for (int i = whole * kVector + threadIdx.x; i < end; i += kThreads) {
-      single[i] = static_cast<typename F::Raw>(i < count ? take(logits[i]) : 0);
+      single[i] = static_cast<Raw>(i < count ? F::keys_of(logits[i]) : 0);
+      best = max(best, uint32_t{single[i]});
     }
+    if (__syncthreads_or(best > F::kHighest)) best = mend();
     best = static_cast<uint32_t>(largest_of_block(best));
     const int lane = threadIdx.x % kWarpSize;
     cluster_wait();
     if (threadIdx.x < blocks) state.bests.send(&state.best_of[rank], best, lane);
     state.bests.wait(0);
     return static_cast<uint32_t>(warp_max(lane < blocks ? state.best_of[lane] : 0));
+  }
+
+  // NaN above all numbers becomes the lowest key; the largest key of what a thread uses.
+  __device__ uint32_t mend() {
+    uint32_t best = 0;
+    auto* const single = reinterpret_cast<Raw*>(keys);
+    each_key([&](uint32_t key, int i) {
+      if (key > F::kHighest) {
+        single[i] = 0;
+      } else {
+        best = max(best, key);
+      }
+    });
+    return best;
   }
 
   // In the first warp.
@@ -165,8 +189,17 @@ struct Row {
     }
   }
 
+  // Tells all blocks what lies below the window, of which each thread has a part.
+  __device__ void send_outside() {
+    if (threadIdx.x >= kWarpSize) return;
+    Sum sum = threadIdx.x < kThreads / kWarpSize ? state.warp_sums[threadIdx.x] : 0;
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+    if (threadIdx.x < blocks) state.outsides.send(&state.outside_of[rank], sum, threadIdx.x);
+  }
+
   // Of the row's bins, from the top, the one in which the sum reaches the target: sets state.digit
-  // and state.remaining, what of the target is left for it; 0 where all bins are empty.
+  // and state.remaining, what of the target is left for it.
   template <typename Target>
   __device__ void find_digit(Target target_of) {
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -200,66 +233,102 @@ struct Row {
         state.digit = bin;
         state.remaining = target - (sum - own);
       }
-      if (total == 0 && bin == 0) state.remaining = 0;
+      if (threadIdx.x == 0) {
+        state.target = target;
+        if (total < target) state.remaining = 0;
+      }
     }
     ++round;
     __syncthreads();
   }
 
-  // The key of the top_k-th largest.
-  __device__ uint32_t find_top_k(int top_k) {
-    Sum target = top_k;
-    uint32_t prefix = 0;
+  // The largest key such that it and those above number, or weigh, what target_of makes of the sum
+  // of all; keys for which `weigh` gives nothing do not count. kLowest if there is no such key.
+  //
+  // First with a window: the kBins prefixes of 16 bits from the best one's down. Most often it
+  // holds the target, and few keys, so that few additions meet in memory; what is below is added up
+  // in registers. If not, by digits from the top.
+  template <bool kMass, typename Weigh, typename Target>
+  __device__ uint32_t search(uint32_t best, Weigh weigh, Target target_of) {
+    constexpr int kShift = F::kBits - 16;
     uint32_t* const mine = histogram + threadIdx.x % kCopies;
-    for (int shift = F::kBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
+    const auto add = [&](uint32_t digit, uint2 parts) {
+      uint32_t* const counter = mine + digit * kCopies;
+      if (!kMass || parts.x) atomicAdd(counter, parts.x);
+      if (kMass && parts.y) atomicAdd(counter + kBins * kCopies, parts.y);
+    };
+    const uint32_t lowest = max(best >> kShift, kBins - 1) - (kBins - 1);
+    uint2 outside = {0, 0};
+    each_key([&](uint32_t key, int) {
+      const uint32_t digit = (key >> kShift) - lowest;
+      if (!kMass && digit >= kBins) return;
+      const uint2 parts = weigh(key);
+      if (digit < kBins) {
+        add(digit, parts);
+      } else {
+        outside.x += parts.x, outside.y += parts.y;
+      }
+    });
+    if (kMass) {  // a thread has few keys: a warp's sums of parts fit 32 bits
+      const Sum low = __reduce_add_sync(kAllLanes, outside.x);
+      const Sum high = __reduce_add_sync(kAllLanes, outside.y);
+      if (threadIdx.x % kWarpSize == 0) {
+        state.warp_sums[threadIdx.x / kWarpSize] = low + (high << kPartBits);
+      }
+    }
+    __syncthreads();
+    if (kMass) send_outside();
+    merge_copies<kMass>();
+    find_digit([&](Sum total) {
+      if (kMass) {
+        state.outsides.wait(0);
+        for (int i = 0; i < blocks; ++i) total += state.outside_of[i];
+      }
+      return target_of(total);
+    });
+    Sum target = state.remaining;
+    uint32_t prefix = (lowest + state.digit) << kShift;
+    int shift = kShift - kDigitBits;
+    if (target == 0) target = state.target, prefix = 0, shift = F::kBits - kDigitBits;
+    for (; shift >= 0; shift -= kDigitBits) {
       each_key([&](uint32_t key, int) {
         const uint32_t digit = (key ^ prefix) >> shift;
-        if (digit < kBins) atomicAdd(mine + digit * kCopies, 1);
+        if (digit < kBins) add(digit, weigh(key));
       });
       __syncthreads();
-      merge_copies<false>();
+      merge_copies<kMass>();
       find_digit([&](Sum) { return target; });
-      prefix |= state.digit << shift;
       target = state.remaining;
+      if (target == 0) return F::kLowest;
+      prefix |= state.digit << shift;
     }
-    return prefix;
+    return F::least_equal(prefix);
+  }
+
+  // The key of the top_k-th largest.
+  __device__ uint32_t find_top_k(int top_k, uint32_t best) {
+    return search<false>(
+        best, [](uint32_t) { return make_uint2(1, 0); }, [&](Sum) { return Sum(top_k); });
   }
 
   // The largest key such that it and those above hold at least top_p of the mass of keys from
-  // `floor` on; that of -inf where there is no mass.
-  __device__ uint32_t find_top_p(float top_p, uint32_t floor, float best, float temperature) {
+  // `floor` on; kLowest where there is no mass.
+  __device__ uint32_t find_top_p(float top_p, uint32_t floor, uint32_t best_key, float best,
+                                 float temperature) {
     const float scale = fmaxf(1.44269504f / temperature, 0x1p-126f);  // not 0: that times infinity
-    Sum target = 0;
-    uint32_t prefix = 0;
-    uint32_t* const mine = histogram + threadIdx.x % kCopies;
-    for (int shift = F::kBits - kDigitBits; shift >= 0; shift -= kDigitBits) {
-      each_key([&](uint32_t key, int) {
-        const uint32_t digit = (key ^ prefix) >> shift;
-        if (digit >= kBins || key < floor) return;
-        // Two parts of kPartBits by additions that round: conversions would take four times longer.
-        const float units = exp2f((F::value_of(key) - best) * scale) * (1 << kPartBits);
-        const float high = __fadd_rd(units, 0x1p23f);
-        const float low = __fmaf_rn(units - (high - 0x1p23f), 1 << kPartBits, 0x1p23f);
-        const uint32_t high_part = __float_as_uint(high) - 0x4B000000u;
-        const uint32_t low_part = __float_as_uint(low) - 0x4B000000u;
-        uint32_t* const counter = mine + digit * kCopies;
-        if (low_part) atomicAdd(counter, low_part);
-        if (high_part) atomicAdd(counter + kBins * kCopies, high_part);
-      });
-      __syncthreads();
-      merge_copies<true>();
-      const bool first_round = shift == F::kBits - kDigitBits;
-      find_digit([&](Sum total) {
-        if (!first_round) return target;
-        // Some mass at all: a top_p of 0 keeps the best token, not none.
-        const double mass = ceil(static_cast<double>(top_p) * static_cast<double>(total));
-        return mass < 1 ? Sum{1} : static_cast<Sum>(mass);
-      });
-      prefix |= state.digit << shift;
-      target = state.remaining;
-      if (target == 0) return F::kLowest;
-    }
-    return prefix;
+    const auto weigh = [&](uint32_t key) {
+      if (key < floor) return make_uint2(0, 0);
+      // Two parts of kPartBits by additions that round: conversions would take four times longer.
+      const float units = exp2f((F::value_of(key) - best) * scale) * (1 << kPartBits);
+      const float high = __fadd_rd(units, 0x1p23f);
+      const float low = __fmaf_rn(units - (high - 0x1p23f), 1 << kPartBits, 0x1p23f);
+      return make_uint2(__float_as_uint(low) - 0x4B000000u, __float_as_uint(high) - 0x4B000000u);
+    };
+    return search<true>(best_key, weigh, [&](Sum total) {
+      // Some mass at all: a top_p of 0 keeps the best token, not none.
+      const double mass = ceil(static_cast<double>(top_p) * static_cast<double>(total));
+      return mass < 1 ? Sum{1} : static_cast<Sum>(mass);
+    });
   }
 
   // (ordered value, complement of the index) of the slice's largest: of equals the first wins.
@@ -306,7 +375,6 @@ template <typename F, int kThreads, int kBlocksPerSm, int kCopies>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) sample_kernel(SampleArgs args) {
   extern __shared__ __align__(16) uint32_t dynamic[];
   __shared__ BlockState state;
-  using Raw = typename F::Raw;
   const int blocks = blocks_in_cluster(), rank = block_rank();
   const int row = blockIdx.x / blocks;
   const int first = rank * args.slice;
@@ -316,14 +384,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) sample_kernel(SampleAr
       state,  dynamic, received, reinterpret_cast<uint4*>(received + 2 * blocks * kBins),
       blocks, rank,    first,    max(0, min(args.slice, args.vocab - first))};
   if (threadIdx.x == 0) {
-    for (Inbox* inbox : {&state.bins[0], &state.bins[1], &state.bests, &state.winners}) {
-      inbox->init();
-    }
+    for (Inbox* inbox : {&state.bins[0], &state.bins[1]}) inbox->init();
+    for (Inbox* inbox : {&state.bests, &state.outsides, &state.winners}) inbox->init();
     Inbox::fence_init();
-    state.bins[0].expect(blocks * kBins * sizeof(Sum));
-    state.bins[1].expect(blocks * kBins * sizeof(Sum));
-    state.bests.expect(blocks * sizeof(Sum));
-    state.winners.expect(blocks * sizeof(Sum));
+    for (Inbox* inbox : {&state.bins[0], &state.bins[1]}) {
+      inbox->expect(blocks * kBins * sizeof(Sum));
+    }
+    for (Inbox* inbox : {&state.bests, &state.outsides, &state.winners}) {
+      inbox->expect(blocks * sizeof(Sum));
+    }
   }
   __syncwarp();
   cluster_arrive();
@@ -334,14 +403,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) sample_kernel(SampleAr
 
   const float temperature = args.temperature[row];
   const uint32_t best_key =
-      r.load(static_cast<const Raw*>(args.logits) + row * args.row_stride + first);
+      r.load(static_cast<const typename F::Raw*>(args.logits) + row * args.row_stride + first);
   uint32_t threshold = F::kLowest;
   Sum winner;
   if (temperature < kGreedyTemperature) {
-    winner = r.largest(best_key);
+    winner = r.largest(max(F::kLowest, F::least_equal(best_key)));
   } else {
     float best = F::value_of(best_key);
-    if (best_key == F::kLowest) best = 0.0f;
+    if (best_key <= F::kLowest) best = 0.0f;
     // What is further below has a weight of less than half a unit, and no noise lifts it up to the
     // best token's.
     const uint32_t relevant = F::least_key(best - kReach * temperature - kRounding * fabsf(best));
@@ -349,10 +418,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) sample_kernel(SampleAr
       threshold = F::least_key(fminf(best + temperature * logf(args.min_p[row]), best));
     }
     const int top_k = args.top_k ? args.top_k[row] : 0;
-    if (top_k > 0 && top_k < args.vocab) threshold = max(threshold, r.find_top_k(top_k));
+    if (top_k > 0 && top_k < args.vocab) threshold = max(threshold, r.find_top_k(top_k, best_key));
     if (args.top_p && args.top_p[row] < 1) {
       const uint32_t floor = max(threshold, relevant);
-      threshold = max(threshold, r.find_top_p(args.top_p[row], floor, best, temperature));
+      threshold = max(threshold, r.find_top_p(args.top_p[row], floor, best_key, best, temperature));
     }
     winner = r.largest_noisy(max(threshold, relevant), best, temperature,
                              Noise(args.seeds[row], args.positions[row]));

@@ -7,18 +7,36 @@
 
 namespace fusewright::sampling {
 
-constexpr int kThreads = 1024, kBlocksPerSm = 1, kCopies = 32;
-constexpr int kBlocks = 8;                      // a row
+constexpr int kThreads = 1024, kBlocksPerSm = 1, kCopies = 16;
+constexpr int kMostBlocks = 8;                  // a row; more would not be portable
 constexpr int kMaxSharedBytes = 232448 - 1024;  // of a block of sm_90, less the static part
+// Clusters of 8 and of 4 do not fill the multiprocessors: 96 of 132 always run at once.
+constexpr int kBlocksAtOnce = 96;
 
-constexpr int shared_bytes(int slice_bytes) {
-  return 2 * kBins * kCopies * 4 + 2 * kBlocks * kBins * static_cast<int>(sizeof(Sum)) +
-         slice_bytes;
+constexpr int shared_bytes(int blocks) {
+  return 2 * kBins * kCopies * 4 + 2 * blocks * kBins * static_cast<int>(sizeof(Sum));
+}
+
+// Keys that a block can hold.
+template <typename F>
+constexpr int max_slice(int blocks) {
+  return (kMaxSharedBytes - shared_bytes(blocks)) / 16 * 16 / sizeof(typename F::Raw);
 }
 
 template <typename F>
-constexpr int kMaxVocab =
-    (kMaxSharedBytes - shared_bytes(0)) / 16 * 16 / sizeof(typename F::Raw) * kBlocks;
+constexpr int kMaxVocab = max_slice<F>(kMostBlocks) * kMostBlocks;
+
+// As many blocks a row as all run at once, else as few as hold it, at least the two of a cluster.
+// No result depends on it.
+template <typename F>
+int blocks_for(const SampleArgs& args) {
+  int blocks = kMostBlocks;
+  while (blocks > 2 && args.num_rows * blocks > kBlocksAtOnce &&
+         args.vocab <= max_slice<F>(blocks / 2) * (blocks / 2)) {
+    blocks /= 2;
+  }
+  return blocks;
+}
 
 // Shared memory beyond 48 KB, once a device and kernel.
 template <typename F>
@@ -40,18 +58,19 @@ template <typename F>
 cudaError_t launch_sample(SampleArgs args, cudaStream_t stream) {
   constexpr int kUnit = 16 / sizeof(typename F::Raw);
   if (const cudaError_t error = allow_shared_memory<F>(); error != cudaSuccess) return error;
-  args.slice = (args.vocab + kBlocks * kUnit - 1) / (kBlocks * kUnit) * kUnit;
+  const int blocks = blocks_for<F>(args);
+  args.slice = (args.vocab + blocks * kUnit - 1) / (blocks * kUnit) * kUnit;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kBlocks;
+  attributes[1].val.clusterDim.x = blocks;
   attributes[1].val.clusterDim.y = 1;
   attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(args.num_rows * kBlocks);
+  config.gridDim = dim3(args.num_rows * blocks);
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes(args.slice * sizeof(typename F::Raw));
+  config.dynamicSmemBytes = shared_bytes(blocks) + args.slice * sizeof(typename F::Raw);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops import BY_NAME, OpDesc, choose, load_cuda_library
+from fusewright.ops import BY_NAME, OpDesc, choose, load_cuda_library, variants_of
 from fusewright.ops._sampling import clean_logits, gumbel_noise
 from fusewright.ops.sample import keep_threshold
 
@@ -41,7 +41,7 @@ def description(
         (description(sm=0), "not an unknown one"),
         (replace(description(), device="cpu"), "on cpu, not CUDA"),
         (description(torch.float64), "logits are torch.float64"),
-        (description(filters=""), "no filter"),
+        (description(filters=""), ""),
         (description(torch.float32, 262145), "262145 columns of torch.float32"),
         (description(vocab=524289), "524289 columns of torch.bfloat16"),
         (replace(description(), csrc=False), "csrc is not built into this installation"),
@@ -53,13 +53,30 @@ def test_it_says_what_it_does_not_take(desc: OpDesc, reason: str) -> None:
     assert reason in answer and bool(reason) == bool(answer)
 
 
-def test_it_is_the_first_choice_for_calls_with_a_filter() -> None:
-    for filters, expected in [("k", "cuda"), ("p", "cuda"), ("m", "cuda"), ("", "triton")]:
-        assert choose(SAMPLE, description(filters=filters), inline_first=False).implementation == (
-            expected
-        )
+def test_it_is_the_first_choice_where_it_runs() -> None:
+    for filters in ("k", "p", "m", ""):
+        desc = description(filters=filters)
+        assert choose(SAMPLE, desc, inline_first=False).implementation == "cuda"
     chosen = choose(SAMPLE, description(), inline_first=False, override="triton")
     assert chosen.implementation == "triton"
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "filters", "by_triton"),
+    [(1, "", True), (32, "", True), (33, "", False), (1, "k", False), (300, "kpm", False)],
+)
+def test_few_rows_without_a_filter_are_left_to_triton(
+    num_seqs: int, filters: str, by_triton: bool
+) -> None:
+    rows = torch.empty(num_seqs, device="meta")
+    given = [rows if f in filters else None for f in "kpm"]
+    logits = torch.empty((num_seqs, 128256), dtype=torch.bfloat16, device="meta")
+    args = (logits, rows, *given, rows.long(), rows.int())
+    expected = SAMPLE.implementation("triton").launches
+    assert IMPL.launches is not None
+    assert expected is not None
+    variants = variants_of(IMPL.launches(*args)[0])
+    assert variants == (variants_of(expected(*args)[0]) if by_triton else set())
 
 
 @pytest.fixture
@@ -129,8 +146,12 @@ def check(kernel: Callable[..., Tensor], logits: Tensor, gen: torch.Generator, w
         draws, temperature = (args[1] > 0)[:, None], args[1].clamp(min=0.1)[:, None]
         noisy = values / temperature + gumbel_noise(*args[5:], vocab)
         noisy = torch.where(values >= found[:, None], noisy, -torch.inf)
-        expected = torch.where(draws, noisy, values).argmax(-1)
-        assert tokens.tolist() == expected.tolist(), place
+        noisy = torch.where(draws, noisy, values)
+        first, best = noisy.argmax(-1), noisy.amax(-1)
+        # Noise may be off by a few roundings: of two that are as close either may win.
+        drawn = noisy.gather(-1, tokens[:, None].long())[:, 0]
+        near = best.isfinite() & (drawn >= best - 4e-7 * best.abs().clamp(min=1.0))
+        assert ((tokens == first) | near).all(), place
         again = found.clone()
         assert torch.equal(kernel(*args, again), tokens) and torch.equal(again, found), place
         for row in (1, num_seqs - 1):
@@ -225,7 +246,7 @@ def test_bad_arguments_are_refused_by_name(kernel: Callable[..., Tensor]) -> Non
         (0, logits[:, ::2], "without gaps"),
         (0, logits[:, :0], "logits have shape [3, 0]"),
         (0, logits.double(), "elements of 8 bytes"),
-        (0, torch.zeros((3, 262144 + 8192), device="cuda"), "270336 columns"),
+        (0, torch.zeros((3, 400_000), device="cuda"), "400000 columns"),
         (1, rows[:2], "temperature has shape [2]"),
         (1, rows.double(), "of float32"),
         (
