@@ -177,11 +177,11 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
 
 
 def _cost(desc: OpDesc) -> Cost:
-    """One read of the logits for the draw and one more per filter: the least, not the searches."""
+    """One read of the logits: the least, though Triton's searches read them again and again."""
     logits = desc["logits"]
-    passes = 1 + sum(desc[name] is not None for name in ("top_k", "top_p", "min_p"))
+    filters = sum(desc[name] is not None for name in ("top_k", "top_p", "min_p"))
     return Cost(
-        bytes=passes * logits.nbytes + (4 * (passes + 2) + 8) * logits.shape[0],
+        bytes=logits.nbytes + (4 * (filters + 3) + 8) * logits.shape[0],
         flops=40 * logits.numel,
     )
 

@@ -4,12 +4,13 @@
 // Limit: at one row, latencies; at hundreds, instructions an element. What it takes:
 // - A cluster of blocks a row. Each holds a slice of the row's keys in shared memory: the logits
 //   are read once.
-// - A threshold is searched by digits of 8 bits from the top: a histogram of the slice, a sum over
-//   the blocks' histograms through distributed shared memory, a scan. Top-k counts; top-p weighs,
-//   in units of 2^-38 of the best token's weight. Sums of integers have no order: the result
-//   depends neither on the schedule nor on the number of blocks.
-// - Each lane has a copy of the histogram, whose words lie in its bank: additions never collide in
-//   a warp, however alike the logits are.
+// - A threshold is searched by digits of 8 bits: a histogram of the slice, a sum over the blocks'
+//   histograms through distributed shared memory, a scan. The first digit counts down from the best
+//   key, and in 16 bits is most often the only one. Top-k counts; top-p weighs, in units of 2^-38
+//   of the best token's weight. Sums of integers have no order: the result depends neither on the
+//   schedule nor on the number of blocks.
+// - Two lanes share a copy of the histogram, whose words lie in their bank: additions hardly
+//   collide in a warp, however alike the logits are.
 // - Noise is computed only where it can win: not below the threshold, and not where a bound, a
 //   third of its instructions, says that it falls short of what is reached.
 //
@@ -23,8 +24,12 @@ namespace fusewright::sampling {
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kThreads = 1024;
 constexpr int kDigitBits = 8;
 constexpr int kBins = 1 << kDigitBits;
+constexpr int kCopies = 16;              // of a histogram
+constexpr int kTeam = kThreads / kBins;  // threads that add up a bin's copies
+constexpr int kCounters = 2 * kBins * kCopies;
 constexpr int kPartBits = 19;   // a weight has two parts of so many bits
 constexpr int kMaxBlocks = 16;  // a cluster has no more
 constexpr float kGreedyTemperature = 1e-5f;
@@ -70,11 +75,10 @@ __device__ __forceinline__ Sum warp_max(Sum v) {
   return Sum{highest} << 32 | __reduce_max_sync(kAllLanes, low);
 }
 
-template <typename F, int kThreads, int kCopies>
+template <typename F>
 struct Row {
   using Raw = typename F::Raw;
   static constexpr int kVector = 16 / sizeof(Raw);
-  static constexpr int kTeam = kThreads / kBins;  // threads that add up a bin's copies
 
   BlockState& state;
   uint32_t* histogram;  // [2, kBins, kCopies]: low parts or counts, high parts
@@ -371,18 +375,16 @@ struct Row {
   }
 };
 
-template <typename F, int kThreads, int kBlocksPerSm, int kCopies>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) sample_kernel(SampleArgs args) {
+template <typename F>
+__global__ void __launch_bounds__(kThreads, 1) sample_kernel(SampleArgs args) {
   extern __shared__ __align__(16) uint32_t dynamic[];
   __shared__ BlockState state;
   const int blocks = blocks_in_cluster(), rank = block_rank();
   const int row = blockIdx.x / blocks;
   const int first = rank * args.slice;
-  constexpr int kCounters = 2 * kBins * kCopies;
   auto* const received = reinterpret_cast<Sum*>(dynamic + kCounters);
-  Row<F, kThreads, kCopies> r{
-      state,  dynamic, received, reinterpret_cast<uint4*>(received + 2 * blocks * kBins),
-      blocks, rank,    first,    max(0, min(args.slice, args.vocab - first))};
+  Row<F> r{state,  dynamic, received, reinterpret_cast<uint4*>(received + 2 * blocks * kBins),
+           blocks, rank,    first,    max(0, min(args.slice, args.vocab - first))};
   if (threadIdx.x == 0) {
     for (Inbox* inbox : {&state.bins[0], &state.bins[1]}) inbox->init();
     for (Inbox* inbox : {&state.bests, &state.outsides, &state.winners}) inbox->init();

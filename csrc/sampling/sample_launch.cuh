@@ -7,14 +7,13 @@
 
 namespace fusewright::sampling {
 
-constexpr int kThreads = 1024, kBlocksPerSm = 1, kCopies = 16;
 constexpr int kMostBlocks = 8;                  // a row; more would not be portable
 constexpr int kMaxSharedBytes = 232448 - 1024;  // of a block of sm_90, less the static part
 // Clusters of 8 and of 4 do not fill the multiprocessors: 96 of 132 always run at once.
 constexpr int kBlocksAtOnce = 96;
 
 constexpr int shared_bytes(int blocks) {
-  return 2 * kBins * kCopies * 4 + 2 * blocks * kBins * static_cast<int>(sizeof(Sum));
+  return kCounters * 4 + 2 * blocks * kBins * static_cast<int>(sizeof(Sum));
 }
 
 // Keys that a block can hold.
@@ -46,9 +45,8 @@ cudaError_t allow_shared_memory() {
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = uint64_t{1} << (device % 64);
   if (done.load() & bit) return cudaSuccess;
-  const cudaError_t error =
-      cudaFuncSetAttribute(sample_kernel<F, kThreads, kBlocksPerSm, kCopies>,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
+  const cudaError_t error = cudaFuncSetAttribute(
+      sample_kernel<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
   if (error == cudaSuccess) done.fetch_or(bit);
   return error;
 }
@@ -74,7 +72,7 @@ cudaError_t launch_sample(SampleArgs args, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, sample_kernel<F, kThreads, kBlocksPerSm, kCopies>, args);
+  return cudaLaunchKernelEx(&config, sample_kernel<F>, args);
 }
 
 }  // namespace fusewright::sampling
