@@ -55,7 +55,8 @@ void run(const Call& call, DecodeArgs& args) {
   const Limits* limits = nullptr;
   cudaError_t error = limits_of<T>(limits);
   if (error != cudaSuccess) fail(kOp, "no limits of the device: ", cudaGetErrorString(error));
-  const Grid grid = plan_grid(*limits, args.num_seqs, args.kv_heads);
+  const int64_t max_tokens = static_cast<int64_t>(args.max_blocks) << args.page_shift;
+  const Grid grid = plan_grid<T>(*limits, args.num_seqs, args.kv_heads, max_tokens);
   if (args.kv_heads > grid.blocks * kWarps) {
     fail(kOp, "kv_cache ", shape_of(call.kv_cache), " has ", args.kv_heads, " KV heads, expected ",
          grid.blocks * kWarps, " or fewer");

@@ -7,20 +7,24 @@
 // - The grid is fixed by shapes; the work is divided in the kernel, from the lengths, in one of two
 //   ways. Each (sequence, KV head) is an item for a cluster of 8 to 1 blocks or, where there are
 //   more, for 2 warps or 1 of a block; its warps take its chunks in turn and their sums meet in
-//   shared memory. Or, where lengths differ much: all chunks of all sequences in one row, cut into
-//   equal shares, a share for one warp of each KV head; cuts move to the end of a sequence that is
-//   near, all of them if the shares stay even. The sums of a cut sequence meet in memory, and the
-//   warp that comes last merges them, in order of the shares. A cut costs some 10 us: an item that
-//   has half as much again to do as its share is done sooner.
+//   shared memory. Where that leaves room, and the table has room for long sequences, an item has
+//   several clusters: a long one is divided among them, their sums meet in memory, and the blocks
+//   that come last merge them. Or, where lengths differ much: all chunks of all sequences in one
+//   row, cut into equal shares, a share for one warp of each KV head; cuts move to the end of a
+//   sequence that is near, all of them if the shares stay even. The sums of a cut sequence meet in
+//   memory: of every 16 shares the warp that comes last merges them, and the last of those warps
+//   merges theirs, in order of the shares. A cut costs some 10 us: an item that has half as much
+//   again to do as its share is done sooner.
 // - What the kernel ahead does not write is read before the wait for it: lengths, block tables and
 //   the first chunks of an item, unless they hold a slot that this step stores. That slot may be
 //   another sequence's: two may share a block that one of them fills.
 //
-// Equal lengths, shapes and GPU give equal bits.
+// Equal lengths, shapes (the block table's too) and GPU give equal bits.
 //
 // Free of any framework: pointers, strides and a stream. The instructions need sm_90.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "items.cuh"
@@ -28,23 +32,34 @@
 namespace fusewright::attention {
 
 constexpr int kMaxSeqs = 4096;
-constexpr int kMaxItems = 1 << 16;  // (sequence, KV head) pairs
 constexpr int kMaxGroup = 16;
 constexpr int kBlocksPerMultiprocessor = 2;
 
-// Arrivals at cut sequences; every launch leaves zeros. One stream a device may run this at a time.
-static __device__ unsigned arrivals[kMaxItems];
-
 // ---- shares
 
-// A share's sums of a sequence that is cut at its begin (`end` = 0) or at its end only (1).
+constexpr int kSharesMergedAtOnce = 16;
+constexpr int kMaxPartials = 1 << 13;  // two a warp of the grid
+
+// As `arrivals`, but at the first partial of those that one warp merges.
+static __device__ unsigned group_arrivals[kMaxPartials];
+
+// The shares that hold a cut sequence, and where they leave their sums of it: a share has one place
+// for a sequence that is cut at its begin, one for one that is cut at its end only.
 template <typename T>
-__device__ __forceinline__ float4* partial_of(const DecodeArgs& args, int share, int end,
-                                              int head) {
-  constexpr int kFloat4s = (T::kFragments + T::kHeadTiles) * kWarpSize;
-  const int64_t slot = (2 * static_cast<int64_t>(share) + end) * args.kv_heads + head;
-  return args.partials + slot * kFloat4s + threadIdx.x % kWarpSize;
-}
+struct Cut {
+  const DecodeArgs& args;
+  int head, first, last;
+  bool first_starts_before;
+
+  __device__ __forceinline__ int index_of(int share) const {
+    return (2 * share + (share == first && first_starts_before)) * args.kv_heads + head;
+  }
+  __device__ __forceinline__ float4* partial_of(int share) const {
+    constexpr int kFloat4s = (T::kFragments + T::kHeadTiles) * kWarpSize;
+    return args.partials + static_cast<int64_t>(index_of(share)) * kFloat4s +
+           threadIdx.x % kWarpSize;
+  }
+};
 
 template <typename T>
 __device__ __forceinline__ void write_partial(float4* to, const Sums<T>& sums) {
@@ -60,34 +75,61 @@ __device__ __forceinline__ void write_partial(float4* to, const Sums<T>& sums) {
   }
 }
 
+// The sums of `count` shares, `step` apart from `share` on, several at a time: a load from L2 takes
+// longer than what is done with it.
 template <typename T>
-__device__ __forceinline__ void add_partial(const float4* from, Sums<T>& sums) {
-  float4 parts[T::kFragments], maxima[T::kHeadTiles];
+__device__ __forceinline__ void merge_partials(const Cut<T>& cut, int share, int step, int count,
+                                               Sums<T>& sums) {
+  constexpr int kAtOnce = 3 - T::kHeadTiles;
+  sums.reset();
+  for (int base = 0; base < count; base += kAtOnce) {
 #pragma unroll
-  for (int n = 0; n < T::kHeadTiles; ++n) {
-    maxima[n] = __ldcg(from + (T::kFragments + n) * kWarpSize);
-  }
+    for (int n = 0; n < T::kHeadTiles; ++n) {
+      float4 maxima[kAtOnce + 1], parts[kAtOnce][T::kSteps];
 #pragma unroll
-  for (int j = 0; j < T::kFragments; ++j) parts[j] = __ldcg(from + j * kWarpSize);
+      for (int k = 0; k < kAtOnce; ++k) {
+        const bool live = base + k < count;
+        const float4* from = cut.partial_of(share + min(base + k, count - 1) * step);
+        maxima[k] = __ldcg(from + (T::kFragments + n) * kWarpSize);
+        if (!live) maxima[k] = {kNoMax, kNoMax, 0.0f, 0.0f};
 #pragma unroll
-  for (int n = 0; n < T::kHeadTiles; ++n) {
-    const float peak[2] = {fmaxf(sums.peak[n][0], maxima[n].x),
-                           fmaxf(sums.peak[n][1], maxima[n].y)};
-    const float alpha[2] = {exp2_approx(sums.peak[n][0] - peak[0]),
-                            exp2_approx(sums.peak[n][1] - peak[1])};
-    const float beta[2] = {exp2_approx(maxima[n].x - peak[0]), exp2_approx(maxima[n].y - peak[1])};
-    sums.rescale(n, alpha);
+        for (int j = 0; j < T::kSteps; ++j) {
+          parts[k][j] = __ldcg(from + (n * T::kSteps + j) * kWarpSize);
+        }
+      }
+      maxima[kAtOnce] = {sums.peak[n][0], sums.peak[n][1], sums.total[n][0], sums.total[n][1]};
+      float2 weights[kAtOnce + 1];
+      const float4 all = merge_maxima<kAtOnce + 1>(maxima, weights);
+      sums.rescale(n, {weights[kAtOnce].x, weights[kAtOnce].y});
 #pragma unroll
-    for (int j = 0; j < T::kSteps; ++j) {
-      const float4& v = parts[n * T::kSteps + j];
-      const float values[4] = {v.x, v.y, v.z, v.w};
-      for (int i = 0; i < 4; ++i) sums.out[n][j][i] += values[i] * beta[i % 2];
+      for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+        for (int j = 0; j < T::kSteps; ++j) {
+          const float4& v = parts[k][j];
+          const float values[4] = {v.x, v.y, v.z, v.w};
+          for (int i = 0; i < 4; ++i) {
+            sums.out[n][j][i] += values[i] * (i % 2 ? weights[k].y : weights[k].x);
+          }
+        }
+      }
+      sums.peak[n][0] = all.x;
+      sums.peak[n][1] = all.y;
+      sums.total[n][0] = all.z;
+      sums.total[n][1] = all.w;
     }
-    sums.total[n][0] += maxima[n].z * beta[0];
-    sums.total[n][1] += maxima[n].w * beta[1];
-    sums.peak[n][0] = peak[0];
-    sums.peak[n][1] = peak[1];
   }
+}
+
+// Whether this warp is the last of `count` to come, which then sees what all have written.
+__device__ __forceinline__ bool warp_comes_last(unsigned* arrival, int count) {
+  const unsigned last = count - 1;
+  unsigned arrived = 0;
+  __threadfence();
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) arrived = atomicInc(arrival, last);
+  arrived = __shfl_sync(kAllLanes, arrived, 0);
+  __threadfence();
+  return arrived == last;
 }
 
 // Leaves this warp's sums of a cut sequence; true for the warp that came last, with all of them.
@@ -98,21 +140,17 @@ __device__ __forceinline__ bool gather_partials(const DecodeArgs& args, const Ro
   const int seq_begin = row.starts[seq], seq_end = row.starts[seq + 1];
   const int first = begin == seq_begin ? share : row.share_of(seq_begin);
   const int last = end == seq_end ? share : row.share_of(seq_end - 1);
-  const bool first_starts_before = row.cut(first) < seq_begin;
-  write_partial<T>(partial_of<T>(args, share, share == first && first_starts_before, head), sums);
-  __threadfence();
-  __syncwarp();
-  unsigned arrived = 0;
-  unsigned* arrival = arrivals + seq * args.kv_heads + head;
-  if (threadIdx.x % kWarpSize == 0) arrived = atomicAdd(arrival, 1);
-  arrived = __shfl_sync(kAllLanes, arrived, 0);
-  if (arrived != static_cast<unsigned>(last - first)) return false;
-  __threadfence();
-  if (threadIdx.x % kWarpSize == 0) *arrival = 0;
-  sums.reset();
-  for (int s = first; s <= last; ++s) {
-    add_partial<T>(partial_of<T>(args, s, s == first && first_starts_before, head), sums);
-  }
+  const Cut<T> cut{args, head, first, last, row.cut(first) < seq_begin};
+  write_partial<T>(cut.partial_of(share), sums);
+  const int leader = share - (share - first) % kSharesMergedAtOnce;
+  const int count = min(last - leader + 1, kSharesMergedAtOnce);
+  if (!warp_comes_last(group_arrivals + cut.index_of(leader), count)) return false;
+  merge_partials<T>(cut, leader, 1, count, sums);
+  const int groups = (last - first) / kSharesMergedAtOnce + 1;
+  if (groups == 1) return true;
+  write_partial<T>(cut.partial_of(leader), sums);
+  if (!warp_comes_last(arrivals + seq * args.kv_heads + head, groups)) return false;
+  merge_partials<T>(cut, first, kSharesMergedAtOnce, groups, sums);
   return true;
 }
 
@@ -151,13 +189,14 @@ __device__ __forceinline__ void run_share(const DecodeArgs& args, const Row<T>& 
 // Whether a division without cuts, whose longest part this is, is as good as equal shares. Twelve
 // chunks are about what cuts cost; and who is done leaves its share of the bandwidth to the rest.
 template <typename T>
-__device__ __forceinline__ bool is_even(int longest, int64_t share) {
-  return longest <= share + share / 2 + 12 * 16 / T::kChunk;
+__device__ __forceinline__ bool is_even(float longest, float share) {
+  return longest <= 1.5f * share + 12 * 16 / T::kChunk;
 }
 
-// Whether `warps` for each item are the better division.
+// Whether `step` warps for each item are the better division; `warps` there are in all.
 template <typename T>
-__device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int warps) {
+__device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int step, int warps) {
+  if (args.num_seqs == 1) return true;
   int total = 0, longest = 0;
   for (int seq = threadIdx.x % kWarpSize; seq < args.num_seqs; seq += kWarpSize) {
     const int chunks = chunks_of<T>(args, seq);
@@ -166,11 +205,12 @@ __device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int warps) 
   }
   total = __reduce_add_sync(kAllLanes, total);
   longest = __reduce_max_sync(kAllLanes, longest);
-  const int64_t share = static_cast<int64_t>(total) * args.kv_heads / (gridDim.x * kWarps);
-  return is_even<T>(longest / warps, share);
+  const float shares = __fdividef(static_cast<float>(warps), static_cast<float>(args.kv_heads));
+  return is_even<T>(__fdividef(longest, step), __fdividef(total, shares));
 }
 
-// cluster: blocks that share an item; 0: there are more items than clusters.
+// cluster: blocks that share an item; 0: there are more items than clusters. The grid has `parts`
+// rows of clusters for all items.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     decode_kernel(const __grid_constant__ DecodeArgs args, int cluster) {
@@ -189,22 +229,26 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     cluster_arrive();
   }
 
-  const int items = args.num_seqs * args.kv_heads, warps = gridDim.x * kWarps;
+  const int items = args.num_seqs * args.kv_heads, parts = gridDim.y;
+  const int warps = gridDim.x * parts * kWarps;
   const int team = cluster > 0 ? kWarps : 2 * items <= warps ? 2 : items <= warps ? 1 : 0;
   if (team > 0) {
-    const Place place = place_of<T>(args, cluster, team);
+    Place place = place_of<T>(args, cluster, team);
     Stream<T> stream(args, place.head, nullptr);
     stream.left = 0;
-    if (place.seq < args.num_seqs) {
-      // Before the lengths are here, as many as may be: what is beyond the end is not copied.
-      const int begin = args.window > 0 ? visible(args.seq_lens[place.seq], args.window).begin : 0;
-      stream.seq = place.seq;
-      stream.step = place.step;
-      stream.first = begin / T::kChunk + place.ahead;
-      stream.left = 1 << 20;
-      stream.take_batch();
-    }
-    if (prefer_items<T>(args, place.step)) {
+    if (place.seq < args.num_seqs) start_item<T>(args, stream, place);
+    if (prefer_items<T>(args, place.step * parts, warps)) {
+      if (parts > 1) [[unlikely]] {
+        if (is_long(chunks_of<T>(args, place.seq), place.step, parts)) {
+          place.parts = parts;
+          place.ahead += place.part * place.step;
+          place.step *= parts;
+          start_item<T>(args, stream, place);
+        } else if (place.part > 0) {
+          cluster_wait();
+          return;
+        }
+      }
       run_item<T>(args, stream, rings, arrived, place);
       return;
     }
@@ -219,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   row.whole = is_even<T>(longest_share<T>(row, warp_sums), total / row.num_shares);
   wait_for_previous();
   start_next();
-  const int stripe = blockIdx.x * kWarps + warp;
+  const int stripe = (blockIdx.y * gridDim.x + blockIdx.x) * kWarps + warp;
   const int share = stripe / args.kv_heads;
   if (share < row.num_shares) run_share<T>(args, row, rings, share, stripe % args.kv_heads);
 }
@@ -289,27 +333,45 @@ cudaError_t limits_of(const Limits*& limits) {
 }
 
 struct Grid {
-  int blocks, cluster;  // cluster as decode_kernel takes it
+  int blocks, cluster, parts;  // blocks: of one row; the others as decode_kernel takes them
 };
 
-inline Grid plan_grid(const Limits& limits, int num_seqs, int kv_heads) {
-  const int slots = kBlocksPerMultiprocessor * limits.multiprocessors;
+constexpr int kLongTokens = 8192, kVeryLongTokens = 4 * kLongTokens;
+
+// max_tokens: the most that a row of the block table holds. What is good for long items alone is
+// kept for tables where they gain more than short ones lose (bench/NOTES.md).
+template <typename T>
+Grid plan_grid(const Limits& limits, int num_seqs, int kv_heads, int64_t max_tokens) {
   const int items = num_seqs * kv_heads;
   int i = 3;
   while (i >= 0 && items > limits.clusters[i]) --i;
-  if (i < 0) return {slots, 0};
-  const int cluster = 1 << i, used = items * cluster;
-  // Near a block a multiprocessor is enough, and half as many for one sequence, where more blocks
-  // take longer to start than they gain; else there are some in reserve for equal shares.
-  const int least = limits.multiprocessors * 9 / (num_seqs == 1 ? 20 : 10);
-  const bool enough = used >= least && used >= kv_heads;
-  return {enough ? used : limits.clusters[i] * cluster, cluster};
+  if (i < 0) return {kBlocksPerMultiprocessor * limits.multiprocessors, 0, 1};
+  const int cluster = 1 << i, blocks = items * cluster, enough = limits.multiprocessors * 9 / 10;
+  if (blocks < enough) {  // clusters for long items, which short ones leave at once
+    const int parts = std::min(limits.multiprocessors / blocks, kMaxParts);
+    const int64_t max_chunks = (max_tokens + T::kChunk - 1) / T::kChunk;
+    const bool split =
+        parts > 3 ? is_long(max_chunks, cluster * kWarps, parts) : max_tokens > kVeryLongTokens;
+    return {blocks, cluster, split && cluster == kMaxCluster ? parts : 1};
+  }
+  // Clusters of two spread evenly over multiprocessors. Of four or eight blocks some get two,
+  // others none, and long items wait up to a third longer for the former. Each alone on its
+  // multiprocessor, some 80 blocks of 16-bit K and V come near the limit; FP8, which they convert,
+  // takes more.
+  if (max_tokens > (cluster == kMaxCluster ? kVeryLongTokens : kLongTokens)) {
+    for (int each = 1; each <= kBlocksPerMultiprocessor; ++each) {
+      const int slots = each * limits.multiprocessors, parts = slots / (2 * items);
+      const int least = slots * (each == 1 && !T::kFp8 ? 6 : 9) / 10;
+      if (2 * items * parts >= least) return {2 * items, 2, parts};
+    }
+  }
+  return {blocks, cluster, 1};
 }
 
-// float4s of partial sums that a call may need.
+// float4s of partial sums that a call may need; what clusters of an item leave is less.
 template <typename T>
 int64_t partial_float4s(const Grid& grid, int kv_heads) {
-  const int64_t shares = grid.blocks * kWarps / kv_heads;
+  const int64_t shares = grid.blocks * grid.parts * kWarps / kv_heads;
   return 2 * shares * kv_heads * (T::kFragments + T::kHeadTiles) * kWarpSize;
 }
 
@@ -318,13 +380,14 @@ int64_t partial_float4s(const Grid& grid, int kv_heads) {
 // the kernel ahead has finished, so the launch is always programmatic.
 template <typename T>
 cudaError_t launch_decode(const DecodeArgs& args, const Grid& grid, cudaStream_t stream) {
+  if (2 * grid.blocks * grid.parts * kWarps > kMaxPartials) return cudaErrorInvalidConfiguration;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(grid.cluster > 0 ? grid.cluster : 1), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.blocks);
+  config.gridDim = dim3(grid.blocks, grid.parts);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_bytes(T::kRingBytes, Inbox<T>::kBytes, args.num_seqs);
   config.stream = stream;

@@ -1,5 +1,5 @@
-// One sequence and KV head, an item, for a cluster of blocks or a team of a block's warps: they
-// take its chunks in turn, and their sums meet in shared memory.
+// One sequence and KV head, an item, for clusters of blocks or a team of a block's warps: they take
+// its chunks in turn, and their sums meet in shared memory; those of several clusters in memory.
 #pragma once
 
 #include "stream.cuh"
@@ -7,6 +7,22 @@
 namespace fusewright::attention {
 
 constexpr int kMaxCluster = 8;
+constexpr int kMaxParts = 16;       // clusters an item
+constexpr int kMaxItems = 1 << 16;  // (sequence, KV head) pairs
+
+// Arrivals at sums that meet in memory; every launch leaves zeros. One stream a device may run this
+// at a time.
+static __device__ unsigned arrivals[kMaxItems];
+
+// Whether this block is the last of `count` to come, which then sees what all have written.
+__device__ __forceinline__ bool block_comes_last(unsigned* arrival, int count) {
+  const unsigned last = count - 1;
+  __threadfence();
+  __syncthreads();
+  const bool here = threadIdx.x == 0 && atomicInc(arrival, last) == last;
+  __threadfence();
+  return __syncthreads_or(here);
+}
 
 // Shared memory behind the rings: what the cluster's blocks send to this one. Where warps' sums lie
 // in their rings: fragments, then (peak, peak, total, total) of the four lanes of a row.
@@ -88,10 +104,19 @@ __device__ __forceinline__ void merge_team(const DecodeArgs& args, uint32_t ring
   }
 }
 
+// Who works on an item: warps that take its chunks in turn, `step` of them, of which this is number
+// `ahead`. Clusters of blocks (of 4 warps each), or a team of 4, 2 or 1 warps of a block.
+struct Place {
+  int item, seq, head, ahead, step;
+  int rank, cluster;  // 0: no cluster
+  int part, parts;    // this cluster's number, and how many there are
+};
+
 // A cluster's blocks exchange their sums: block r gets the r-th part of all fragments from every
 // block, and stores that part of the result. Stores into another block's memory count down the
-// barrier there, so that nobody waits for more than its own part.
-template <typename T, int kCluster>
+// barrier there, so that nobody waits for more than its own part. Of several clusters, the r-th
+// block that comes last merges what all r-th blocks have left in memory.
+template <typename T, int kCluster, bool kSeveral>
 struct Exchange {
   using Box = Inbox<T>;
   static constexpr int kAll = T::kFragments * kWarpSize, kPart = kAll / kCluster;
@@ -115,7 +140,13 @@ struct Exchange {
     }
   }
 
-  __device__ __forceinline__ void merge(const DecodeArgs& args, int token, int head) const {
+  // Where a cluster leaves its sums: the fragments, then the maxima of each one's row.
+  __device__ __forceinline__ float4* left_by(const DecodeArgs& args, const Place& p,
+                                             int part) const {
+    return args.partials + static_cast<int64_t>(p.item * p.parts + part) * 2 * kAll;
+  }
+
+  __device__ __forceinline__ void merge(const DecodeArgs& args, const Place& p, int token) const {
     const int sharer = threadIdx.x % kSharers;
 #pragma unroll
     for (int base = 0; base < kPart; base += kThreads / kSharers) {
@@ -143,10 +174,9 @@ struct Exchange {
         even = fmaxf(even, __shfl_xor_sync(kAllLanes, even, offset));
         odd = fmaxf(odd, __shfl_xor_sync(kAllLanes, odd, offset));
       }
-      even = exp2_approx(all.x - even);
-      odd = exp2_approx(all.y - odd);
-      float values[6] = {sum.x * even, sum.y * odd,  sum.z * even,
-                         sum.w * odd,  all.z * even, all.w * odd};
+      const float alpha = exp2_approx(all.x - even), beta = exp2_approx(all.y - odd);
+      float values[6] = {sum.x * alpha, sum.y * beta,  sum.z * alpha,
+                         sum.w * beta,  all.z * alpha, all.w * beta};
 #pragma unroll
       for (int offset = 1; offset < kSharers; offset *= 2) {
 #pragma unroll
@@ -154,15 +184,51 @@ struct Exchange {
       }
       if (live && sharer == 0) {
         const float4 total = {values[0], values[1], values[2], values[3]};
-        store_fragment<T>(args, token, head, fragment, lane, divided(total, values[4], values[5]));
+        if constexpr (kSeveral) {
+          float4* to = left_by(args, p, p.part) + i;
+          __stcg(to, total);
+          __stcg(to + kAll, {even, odd, values[4], values[5]});
+        } else {
+          store_fragment<T>(args, token, p.head, fragment, lane,
+                            divided(total, values[4], values[5]));
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void run(const DecodeArgs& args, int token, int head) const {
+  __device__ __forceinline__ void gather(const DecodeArgs& args, const Place& p, int token) const {
+    if (!block_comes_last(arrivals + p.item * kMaxCluster + rank, p.parts)) return;
+    constexpr int kAtOnce = 8;
+    for (int i = rank * kPart + threadIdx.x; i < (rank + 1) * kPart; i += kThreads) {
+      float4 row = {kNoMax, kNoMax, 0.0f, 0.0f}, sum = {0.0f, 0.0f, 0.0f, 0.0f};
+      for (int base = 0; base < p.parts; base += kAtOnce) {
+        float4 rows[kAtOnce + 1], sums[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const float4* from = left_by(args, p, base + k) + i;
+          const bool live = base + k < p.parts;
+          rows[k] = live ? __ldcg(from + kAll) : float4{kNoMax, kNoMax, 0.0f, 0.0f};
+          sums[k] = live ? __ldcg(from) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
+        rows[kAtOnce] = row;
+        float2 weights[kAtOnce + 1];
+        row = merge_maxima<kAtOnce + 1>(rows, weights);
+        const float4 before = sum;
+        sum = {0.0f, 0.0f, 0.0f, 0.0f};
+        add_scaled(sum, before, weights[kAtOnce].x, weights[kAtOnce].y);
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) add_scaled(sum, sums[k], weights[k].x, weights[k].y);
+      }
+      store_fragment<T>(args, token, p.head, i / kWarpSize, i % kWarpSize,
+                        divided(sum, row.z, row.w));
+    }
+  }
+
+  __device__ __forceinline__ void run(const DecodeArgs& args, const Place& p, int token) const {
     send();
     barrier_wait(arrived, 0);
-    merge(args, token, head);
+    merge(args, p, token);
+    if constexpr (kSeveral) gather(args, p, token);
   }
 };
 
@@ -198,26 +264,39 @@ __device__ __forceinline__ void leave_sums(uint32_t ring, const Sums<T>& sums) {
   }
 }
 
-// Who works on an item: warps that take its chunks in turn, `step` of them, of which this is number
-// `ahead`. A cluster of blocks (of 4 warps each), or a team of 4, 2 or 1 warps of a block.
-struct Place {
-  int seq, head, ahead, step;
-  int rank, cluster;  // 0: no cluster
-};
-
 template <typename T>
 __device__ __forceinline__ Place place_of(const DecodeArgs& args, int cluster, int team) {
   const int warp = threadIdx.x / kWarpSize;
   Place p;
   p.cluster = cluster;
   p.rank = cluster > 0 ? blockIdx.x % cluster : 0;
+  p.part = blockIdx.y;
+  p.parts = 1;
   // Teams: first one in every block, then the second ones.
-  const int item = cluster > 0 ? blockIdx.x / cluster : blockIdx.x + warp / team * gridDim.x;
-  p.seq = item / args.kv_heads;
-  p.head = item % args.kv_heads;
+  p.item = cluster > 0 ? blockIdx.x / cluster : blockIdx.x + warp / team * gridDim.x;
+  p.seq = p.item / args.kv_heads;
+  p.head = p.item % args.kv_heads;
   p.step = cluster > 0 ? cluster * kWarps : team;
   p.ahead = cluster > 0 ? warp * cluster + p.rank : warp % team;
   return p;
+}
+
+// Whether an item of that many chunks gains from all of its `parts` clusters of `step` warps: the
+// first ones of two or three come near to the limit by themselves.
+__host__ __device__ __forceinline__ bool is_long(int64_t chunks, int step, int parts) {
+  return chunks > (parts > 3 ? 8 : 32) * step;
+}
+
+template <typename T>
+__device__ __forceinline__ void start_item(const DecodeArgs& args, Stream<T>& stream,
+                                           const Place& p) {
+  // Before the lengths are here, as many as may be: what is beyond the end is not copied.
+  const int begin = args.window > 0 ? visible(args.seq_lens[p.seq], args.window).begin : 0;
+  stream.seq = p.seq;
+  stream.step = p.step;
+  stream.first = begin / T::kChunk + p.ahead;
+  stream.left = 1 << 20;
+  stream.take_batch();
 }
 
 template <typename T>
@@ -238,7 +317,7 @@ __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stre
     ring.advance();
   }
   wait_for_previous();
-  start_next();  // not before the wait: at most one unfinished kernel precedes any that has started
+  start_next();  // not before the wait: the next kernel may read early what those before this wrote
   if (p.cluster > 0 && chunks == 0) {
     if (p.cluster > 1) cluster_wait();
     return;
@@ -265,12 +344,18 @@ __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stre
   const uint32_t inbox = rings + kWarps * T::kRingBytes;
   if (p.cluster > 1) {
     cluster_wait();  // every block has started
-    if (p.cluster == 8) {
-      Exchange<T, 8>{rings, inbox, arrived, p.rank}.run(args, token, p.head);
+    if (p.parts > 1) [[unlikely]] {
+      if (p.cluster == 8) {
+        Exchange<T, 8, true>{rings, inbox, arrived, p.rank}.run(args, p, token);
+      } else {
+        Exchange<T, 2, true>{rings, inbox, arrived, p.rank}.run(args, p, token);
+      }
+    } else if (p.cluster == 8) {
+      Exchange<T, 8, false>{rings, inbox, arrived, p.rank}.run(args, p, token);
     } else if (p.cluster == 4) {
-      Exchange<T, 4>{rings, inbox, arrived, p.rank}.run(args, token, p.head);
+      Exchange<T, 4, false>{rings, inbox, arrived, p.rank}.run(args, p, token);
     } else {
-      Exchange<T, 2>{rings, inbox, arrived, p.rank}.run(args, token, p.head);
+      Exchange<T, 2, false>{rings, inbox, arrived, p.rank}.run(args, p, token);
     }
   } else if (chunks > 0 && p.step == kWarps) {
     merge_team<T, kWarps>(args, rings, threadIdx.x, token, p.head);

@@ -218,6 +218,77 @@ def test_it_matches_the_reference_at_128k(kernel: Callable[..., None], fw_seed: 
         check(kernel, f"--fw-seed={fw_seed}", args)
 
 
+# Up to 4 pairs of a sequence and a KV head are split beyond 8 chunks a warp of one cluster, 4096 or
+# 8192 tokens, up to 14 beyond 32. From 15 on clusters of two share a pair where the table has room
+# for more than 32768 tokens, from 31 on 8192.
+FEW = {
+    "short": [[n] for n in (1, 15, 16, 17, 100, 300, 511, 513)],
+    "split": [[4095], [4096], [4097], [4129], [8192], [8193], [8225], [16385], [40000]],
+    "pairs": [[4097, 4097], [8193, 8200], [9000, 0], [300, 16384], [33000, 17000]],
+    "threes": [[4097, 5000, 4100], [17000, 16385, 16384], [20000, 60, 60]],
+    "eights": [[9000] * 8, [8000 + 100 * n for n in range(8)], [8193, 1] * 4],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("contexts", FEW.values(), ids=FEW)
+def test_few_sequences_match_the_reference_and_repeat(
+    kernel: Callable[..., None], contexts: list[list[int]], kv_heads: int, fw_seed: int
+) -> None:
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    options: list[tuple[int, int, dict[str, Any]]] = [
+        (4, 128, {}),
+        (8, 64, {"window": 9000}),
+        (9, 128, {"window": 6000}),
+        (2, 128, {"fp8": "scaled kv"}),
+        (16, 64, {"fp8": "kv, out"}),
+    ]
+    for i, (group, dim, option) in enumerate(options):
+        for lengths in contexts[i % 2 :: 2] if i > 1 else contexts:
+            heads = (group * kv_heads, kv_heads, dim)
+            pairs = [(1, context) for context in lengths]
+            args = batch(torch.bfloat16, torch.device("cuda"), gen, pairs, heads, 16, **option)
+            check(kernel, f"{heads}, {lengths}, {option}, --fw-seed={fw_seed}", args)
+            kernel(*args)
+            first = args[OUT].clone()
+            for _ in range(3):
+                args[OUT].fill_(7.0)
+                kernel(*args)
+                assert torch.equal(args[OUT].view(torch.uint8), first.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", ["", "scaled kv"])
+@pytest.mark.parametrize(
+    ("heads", "contexts"),
+    [
+        ((32, 4, 128), [100] * 4 + [1 << 17] + [60] * 3),
+        ((8, 1, 128), [512] * 15 + [1 << 17] + [700] * 20),
+        ((16, 1, 64), [512] * 50 + [70000] + [700] * 20 + [50000]),
+        ((8, 8, 64), [1000] * 30 + [1 << 17] + [1000] * 33),
+    ],
+    ids=str,
+)
+def test_one_long_among_short_is_merged_in_groups_of_shares(
+    kernel: Callable[..., None],
+    heads: tuple[int, int, int],
+    contexts: list[int],
+    fp8: str,
+    fw_seed: int,
+) -> None:
+    gen = torch.Generator("cuda").manual_seed(fw_seed)
+    pairs = [(1, context) for context in contexts]
+    args = batch(torch.bfloat16, torch.device("cuda"), gen, pairs, heads, 16, fp8=fp8)
+    check(kernel, f"{heads}, --fw-seed={fw_seed}", args)
+    kernel(*args)
+    first = args[OUT].clone()
+    for _ in range(5):
+        args[OUT].fill_(7.0)
+        kernel(*args)
+        assert torch.equal(args[OUT], first)
+
+
 @pytest.mark.gpu
 def test_sequences_of_other_than_one_query_are_left_out(
     kernel: Callable[..., None], fw_seed: int
@@ -245,13 +316,14 @@ def test_rows_of_padding_are_untouched(kernel: Callable[..., None], fw_seed: int
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_seqs", [1, 5, 40])
+@pytest.mark.parametrize("num_seqs", [1, 5, 16, 40])
 def test_a_captured_graph_follows_lengths_written_after_capture(
     kernel: Callable[..., None], num_seqs: int, fw_seed: int
 ) -> None:
     torch.manual_seed(fw_seed)
     rng = random.Random(fw_seed)
-    lengths = [(1, 3000)] * num_seqs
+    most = 3000 if num_seqs > 16 else 12000
+    lengths = [(1, most)] * num_seqs
     gen = torch.Generator("cuda").manual_seed(fw_seed)
     args = batch(torch.bfloat16, torch.device("cuda"), gen, lengths, HEADS, 16)
     args = (args[0].clone(), torch.randn_like(args[1]), *args[2:])
@@ -260,8 +332,10 @@ def test_a_captured_graph_follows_lengths_written_after_capture(
     with torch.cuda.graph(graph):
         for _ in range(3):
             kernel(*args)
-    for _ in range(6):
-        contexts = [rng.choice([0, 1, rng.randint(1, 300), 3000]) for _ in range(num_seqs)]
+    some = [
+        [rng.choice([0, 1, rng.randint(1, 300), most]) for _ in range(num_seqs)] for _ in range(6)
+    ]
+    for contexts in [*some, [most] * num_seqs, [rng.randint(1, 300)] * num_seqs]:
         args[0].normal_()
         args[2].random_(0, len(args[1]))
         args[3].copy_(torch.tensor(contexts))
