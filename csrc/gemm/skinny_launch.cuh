@@ -129,9 +129,9 @@ constexpr int64_t max_blocks(int out_features) {
   return out_features / 16 + 1 > kRound ? out_features / 16 + 1 : kRound;
 }
 
-// `programmatic`: start before the kernel ahead has finished. The weight, and block scales of it,
-// are then read before that one's results are waited for: they must not be among them.
-// `token_ids`: [num_tokens], of the argmax.
+// `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
+// read before that one's results are waited for: they must not be among them. `token_ids`:
+// [num_tokens], of the argmax.
 template <typename Format>
 cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, int32_t* token_ids,
                                  bool programmatic, cudaStream_t stream) {

@@ -334,12 +334,30 @@ __device__ __forceinline__ float add_up(uint32_t sums, int splits, int token, in
   return total;
 }
 
-// What scales a row's sum: x's and the weight's scale, but for those of blocks.
+// x's scale of a row's sum, but for those of blocks.
 template <typename T>
-__device__ __forceinline__ float scale_of(const SkinnyLinearArgs& args, int token, int n) {
-  if constexpr (T::Format::kBytes == 2 || T::Format::kBlockScales) return 1.0f;
-  return args.x_scale[token * args.x_scale_stride] *
-         args.weight_scale[n * args.weight_scale_stride];
+__device__ __forceinline__ float x_scale_of(const SkinnyLinearArgs& args, int token) {
+  if constexpr (!T::Format::kScaled) return 1.0f;
+  return args.x_scale[token * args.x_scale_stride];
+}
+
+// The weight's, of a row and, gated, of its up's row.
+struct Scales {
+  float weight = 1.0f, up = 1.0f;
+};
+
+// Read before the wait, as the weight is, and multiplied behind the sum.  What is used before the
+// sum is waited for before it; what is read behind it, where a block has nothing else to do.
+template <typename T>
+__device__ __forceinline__ Scales read_scales(const SkinnyLinearArgs& args, int n) {
+  Scales scales;
+  if constexpr (T::Format::kScaled) {
+    if (n >= args.out_features) return scales;
+    scales.weight = args.weight_scale[n * args.weight_scale_stride];
+    const int up_n = n + args.out_features;
+    if (args.gated()) scales.up = args.weight_scale[up_n * args.weight_scale_stride];
+  }
+  return scales;
 }
 
 // A row's sum, scaled, with its bias.
@@ -384,7 +402,7 @@ __device__ __forceinline__ Part part_of(const SkinnyLinearArgs& args, const Shar
 
 // What an item takes from memory, read before its sum is known.
 struct Ahead {
-  float scale, residual, norm_weight;
+  float x_scale, residual, norm_weight;
 };
 
 template <typename T>
@@ -392,7 +410,7 @@ __device__ __forceinline__ Ahead read_ahead(const SkinnyLinearArgs& args, const 
                                             const Part& part, int item) {
   const int token = item / part.width, n = share.first_output + item % part.width;
   if (item >= part.end || n >= args.out_features) return {};
-  Ahead ahead = {scale_of<T>(args, token, n), 0.0f, 0.0f};
+  Ahead ahead = {x_scale_of<T>(args, token), 0.0f, 0.0f};
   if (args.epilogue == Epilogue::kAdd) {
     const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
     ahead.residual = __bfloat162float(args.residual[at]);
@@ -418,19 +436,23 @@ __device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int to
 }
 
 // This block's part of the tile: outputs to y, or into the tokens' largest keys.  `next` is of the
-// thread's first item; norm_scales are of the tokens.
+// thread's first item, as next_scales are; norm_scales are of the tokens; out_scale is y's, if FP8
+// sums have one.
 template <typename T>
 __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_t sums,
                                            uint32_t* keys, const float* norm_scales,
                                            const Share& share, const Part& part, int splits,
-                                           Ahead next) {
+                                           Scales next_scales, Ahead next, float out_scale) {
   for (int item = part.first + threadIdx.x; item < part.end; item += kThreads) {
     const int token = item / part.width, row = item % part.width, n = share.first_output + row;
     const Ahead ahead = next;
+    const Scales scales = next_scales;
     next = read_ahead<T>(args, share, part, item + kThreads);
+    next_scales = read_scales<T>(args, share.first_output + (item + kThreads) % part.width);
     if (n >= args.out_features) continue;
     const float norm = args.squares ? norm_scales[token] : 1.0f;
-    float value = finish_sum<T>(args, sums, splits, token, row, n, ahead.scale * norm);
+    float value =
+        finish_sum<T>(args, sums, splits, token, row, n, ahead.x_scale * scales.weight * norm);
     if (args.epilogue == Epilogue::kAdd) {
       write_added(args, token, n, value, ahead);
       continue;
@@ -441,14 +463,16 @@ __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_
     }
     if (args.gated()) {
       const int up_n = n + args.out_features;
-      const float up = finish_sum<T>(args, sums, splits, token, row + part.width, up_n,
-                                     scale_of<T>(args, token, up_n) * norm);
+      const float up =
+          finish_sum<T>(args, sums, splits, token, row + part.width, up_n,
+                        (T::Format::kScaled ? ahead.x_scale * scales.up : 1.0f) * norm);
       const float gate = activated(rounded(value, args.element), args.epilogue);
       value = gate * rounded(up, args.element);
     }
     const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
     if (args.out_scale) {
-      value = rounded(value, args.element) * (1.0f / *args.out_scale);
+      value = rounded(value, args.element) *
+              (1.0f / (T::Format::kScaled ? out_scale : *args.out_scale));
       store_element(args.y, at, Element::kE4M3, value);
     } else {
       store_element(args.y, at, args.element, value);
@@ -482,9 +506,15 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kConsumers = kConsumerWarps * kWarpSize;
   Sums<T> sums = {};
   if (threadIdx.x == kConsumers) produce<T>(weight_map, x_map, shared, share, args);
+  Scales scales;
+  if constexpr (T::Format::kScaled) {
+    const Part part = part_of<T>(args, share, splits);
+    scales = read_scales<T>(args, share.first_output + (part.first + threadIdx.x) % part.width);
+  }
   wait_for_previous();  // every thread: the kernel before may read what y overwrites
   const Part part = part_of<T>(args, share, splits);
   const Ahead ahead = read_ahead<T>(args, share, part, part.first + threadIdx.x);
+  const float out_scale = T::Format::kScaled && args.out_scale ? *args.out_scale : 1.0f;
   float scale = 1.0f;
   if (threadIdx.x < kConsumers) {
     if (args.squares) scale = norm_scale(args);
@@ -504,7 +534,8 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     __syncthreads();
   }
-  write_part<T>(args, shared.base, keys, norm_scales, share, part, splits, ahead);
+  write_part<T>(args, shared.base, keys, norm_scales, share, part, splits, scales, ahead,
+                out_scale);
   if (args.epilogue == Epilogue::kArgmax) {
     __syncthreads();
     if (threadIdx.x < args.num_tokens) {

@@ -25,15 +25,16 @@ constexpr int kScaleBlock = 128;
 // What weight and x are made of.
 struct Bf16 {
   static constexpr int kBytes = 2;
-  static constexpr bool kBlockScales = false;
+  static constexpr bool kScaled = false, kBlockScales = false;
 };
+// A row's sum is scaled: by a scale for all, or by its token's and its row's.
 struct Fp8 {
   static constexpr int kBytes = 1;
-  static constexpr bool kBlockScales = false;
+  static constexpr bool kScaled = true, kBlockScales = false;
 };
 struct Fp8Blocks {
   static constexpr int kBytes = 1;
-  static constexpr bool kBlockScales = true;
+  static constexpr bool kScaled = false, kBlockScales = true;
   static_assert(kBytes * kScaleBlock == kLineBytes, "a line has one scale");
 };
 

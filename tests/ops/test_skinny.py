@@ -257,6 +257,7 @@ def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
         for scheme in ("tensor", "token", "block")
     ]
     head, norm_weight = draw_bf16(1, 32064, 4096)[1], torch.randn(4096, device="cuda").bfloat16()
+    out_scale = torch.full((1, 1), 300.0, device="cuda")
 
     def run(x: Tensor) -> list[Tensor]:
         results = []
@@ -274,6 +275,10 @@ def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
             q = (x * 100).clamp(-448, 448).to(E4M3)
             x = kernels.skinny_linear_fp8(q, wide, weight, weight_scale, None, torch.bfloat16)
             results.append(x)
+            if weight_scale.shape[1] == 1:
+                gated = kernels.skinny_gated_linear_fp8
+                y = gated(q, wide, weight, weight_scale, "silu", out_scale)
+                results.append(y.float())
         return [*results, kernels.skinny_argmax(x, head)]
 
     for rows in ROWS:
