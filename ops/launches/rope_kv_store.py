@@ -46,7 +46,6 @@ def rope_kv_store(
             "kv_scale_ptr": kv_scale,
             "q_out_ptr": q_out,
             "num_q_heads": num_q_heads,
-            "num_kv_heads": num_kv_heads,
             "max_position": cos_sin_cache.shape[0],
             **head_strides("q", q),
             **head_strides("k", k),
@@ -55,6 +54,7 @@ def rope_kv_store(
             "eps": eps,
         },
         constexprs={
+            "KV_HEADS": num_kv_heads,
             "BLOCK_SIZE": kv_cache.shape[2],
             "HEAD_DIM": head_dim,
             "HALF": half,

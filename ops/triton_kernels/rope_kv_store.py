@@ -1,8 +1,9 @@
 """[RMSNorm of each head +] rotary embedding of q and k, and the KV store, in one launch.
 
 Bandwidth-bound: q, k and v are read once and written once, 2 * T * (H + 2 * KVH) * D elements; a
-program holds a few heads of one token, of q or of k and v.  All loads come before all stores, so
-that their latencies overlap.
+program holds a few heads of q, of one token, or of k and v, of one or more.  Nothing is masked that
+need not be: what would lie behind the last head is that head once more.  All loads come before all
+stores, so that their latencies overlap.
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ import triton
 import triton.language as tl
 
 from .dependent import start_next_and_wait
-from .float8 import scaled_as
+from .float8 import scaled_as, to_float32
 
 
 @triton.jit
 def _scale_columns(x, scale, weight_ptr, mask, dtype: tl.constexpr):
     """Rounded before the weight and after it, as by ``rms_norm``."""
     weight = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
-    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    return to_float32(((x * scale).to(dtype).to(tl.float32) * weight).to(dtype))
 
 
 @triton.jit
 def _rotate_heads(
     in_rows,
     out_rows,
-    exists,
     stored,
     weight_ptr,
     eps,
@@ -37,20 +37,20 @@ def _rotate_heads(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """From rows to rows: pointers, ``exists``, ``stored`` and ``head`` are [heads, 1]; FP8 rows get
-    the values divided by ``scale_ptr[head]``, unless that is None."""
+    """From rows to rows: pointers, ``stored`` and ``head`` are [heads, 1]; FP8 rows get the values
+    divided by ``scale_ptr[head]``, unless that is None."""
     dtype: tl.constexpr = in_rows.dtype.element_ty
     out_dtype: tl.constexpr = out_rows.dtype.element_ty
     col = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-    mask, rest_mask = exists & (col < HALF), exists & (rest < HEAD_DIM)
-    first = tl.load(in_rows + col, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_rows + HALF + col, mask=mask, other=0.0).to(tl.float32)
+    mask, rest_mask = col < HALF, rest < HEAD_DIM
+    first = to_float32(tl.load(in_rows + col, mask=mask, other=0.0))
+    second = to_float32(tl.load(in_rows + HALF + col, mask=mask, other=0.0))
     if 2 * HALF < HEAD_DIM:
         tail = tl.load(in_rows + rest, mask=rest_mask, other=0.0).to(tl.float32)
     # Tables and weights are loaded as whole tiles, all rows alike and out of L1: a single row would
     # be spread over threads and passed on through shared memory, with barriers.
-    cos_tile = tl.broadcast_to(cos_ptr + col, mask.shape)
+    cos_tile = tl.broadcast_to(cos_ptr + col, first.shape)
     cos = tl.load(cos_tile, mask=mask, other=0.0)
     sin = tl.load(cos_tile + HALF, mask=mask, other=0.0)
     if weight_ptr is not None:
@@ -58,50 +58,53 @@ def _rotate_heads(
         if 2 * HALF < HEAD_DIM:
             squares += tl.sum(tail * tail, axis=1)
         rms = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first_weight = tl.broadcast_to(weight_ptr + col, mask.shape)
+        first_weight = tl.broadcast_to(weight_ptr + col, first.shape)
         first = _scale_columns(first, rms, first_weight, mask, dtype)
         second = _scale_columns(second, rms, first_weight + HALF, mask, dtype)
         if 2 * HALF < HEAD_DIM:
-            rest_weight = tl.broadcast_to(weight_ptr + rest, rest_mask.shape)
+            rest_weight = tl.broadcast_to(weight_ptr + rest, tail.shape)
             tail = _scale_columns(tail, rms, rest_weight, rest_mask, dtype)
     rotated_first = (first * cos - second * sin).to(dtype)
     rotated_second = (second * cos + first * sin).to(dtype)
-    mask, rest_mask = stored & (col < HALF), stored & (rest < HEAD_DIM)
-    rotated_first = scaled_as(rotated_first, scale_ptr, head, exists, out_dtype)
-    rotated_second = scaled_as(rotated_second, scale_ptr, head, exists, out_dtype)
-    tl.store(out_rows + col, rotated_first, mask=mask)
-    tl.store(out_rows + HALF + col, rotated_second, mask=mask)
+    rotated_first = scaled_as(rotated_first, scale_ptr, head, head >= 0, out_dtype)
+    rotated_second = scaled_as(rotated_second, scale_ptr, head, head >= 0, out_dtype)
+    tl.store(out_rows + col, rotated_first, mask=stored & mask)
+    tl.store(out_rows + HALF + col, rotated_second, mask=stored & mask)
     if 2 * HALF < HEAD_DIM:
-        tail = scaled_as(tail.to(dtype), scale_ptr, head, exists, out_dtype)
-        tl.store(out_rows + rest, tail, mask=rest_mask)
+        tail = scaled_as(tail.to(dtype), scale_ptr, head, head >= 0, out_dtype)
+        tl.store(out_rows + rest, tail, mask=stored & rest_mask)
+
+
+@triton.jit
+def _cos_row(positions_ptr, token, table_ptr, max_position, HALF: tl.constexpr):
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    return table_ptr + tl.minimum(tl.maximum(position, 0), max_position - 1) * (2 * HALF)
 
 
 @triton.jit
 def _rope_kv_store_kernel(
     positions_ptr, q_ptr, k_ptr, v_ptr, table_ptr, cache_ptr, slots_ptr, q_weight_ptr, k_weight_ptr,
-    kv_scale_ptr, q_out_ptr, num_q_heads, num_kv_heads, max_position, q_token_stride, q_head_stride,
+    kv_scale_ptr, q_out_ptr, num_q_heads, max_position, q_token_stride, q_head_stride,
     k_token_stride, k_head_stride, v_token_stride, v_head_stride, cache_block_stride,
-    cache_kv_stride, cache_slot_stride, cache_head_stride, eps, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, HEADS: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    cache_kv_stride, cache_slot_stride, cache_head_stride, eps, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     start_next_and_wait(PROGRAMMATIC)
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_tokens, group = tl.num_programs(0), tl.program_id(1)
     num_q_groups = tl.cdiv(num_q_heads, HEADS)
     lane = tl.arange(0, HEADS)[:, None]
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    cos_ptr = table_ptr + tl.minimum(tl.maximum(position, 0), max_position - 1) * (2 * HALF)
     if group < num_q_groups:
-        head = (group * HEADS + lane).to(tl.int64)
-        exists = head < num_q_heads
+        token = tl.program_id(0).to(tl.int64)
+        head = tl.minimum(group * HEADS + lane, num_q_heads - 1).to(tl.int64)
         _rotate_heads(
             q_ptr + token * q_token_stride + head * q_head_stride,
             q_out_ptr + (token * num_q_heads + head) * HEAD_DIM,
-            exists,
-            exists,
+            lane >= 0,
             q_weight_ptr,
             eps,
-            cos_ptr,
+            _cos_row(positions_ptr, token, table_ptr, max_position, HALF),
             None,
             head,
             HEAD_DIM,
@@ -110,29 +113,31 @@ def _rope_kv_store_kernel(
             REST_BLOCK,
         )
     else:
-        head = ((group - num_q_groups) * HEADS + lane).to(tl.int64)
-        exists = head < num_kv_heads
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        slot_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block_stride
-        rows = slot_ptr + slot % BLOCK_SIZE * cache_slot_stride + head * cache_head_stride
-        col = tl.arange(0, DIM_BLOCK)[None, :]
-        mask = exists & (col < HEAD_DIM)
-        v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + col, mask=mask)
-        _rotate_heads(
-            k_ptr + token * k_token_stride + head * k_head_stride,
-            rows,
-            exists,
-            exists & (slot >= 0),
-            k_weight_ptr,
-            eps,
-            cos_ptr,
-            kv_scale_ptr,
-            head,
-            HEAD_DIM,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-        )
-        dtype: tl.constexpr = cache_ptr.dtype.element_ty
-        v = scaled_as(v, kv_scale_ptr, num_kv_heads + head, exists, dtype)
-        tl.store(rows + cache_kv_stride + col, v, mask=mask & (slot >= 0))
+        # Rows are heads of all tokens: few heads a token still fill a program.
+        first = ((group - num_q_groups) * num_tokens + tl.program_id(0)) * HEADS
+        if first < num_tokens * KV_HEADS:
+            row = tl.minimum(first + lane, num_tokens * KV_HEADS - 1)
+            token, head = (row // KV_HEADS).to(tl.int64), (row % KV_HEADS).to(tl.int64)
+            slot = tl.load(slots_ptr + token).to(tl.int64)
+            slot_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block_stride
+            rows = slot_ptr + slot % BLOCK_SIZE * cache_slot_stride + head * cache_head_stride
+            col = tl.arange(0, DIM_BLOCK)[None, :]
+            v_rows = v_ptr + token * v_token_stride + head * v_head_stride
+            v = tl.load(v_rows + col, mask=col < HEAD_DIM, other=0.0)
+            _rotate_heads(
+                k_ptr + token * k_token_stride + head * k_head_stride,
+                rows,
+                slot >= 0,
+                k_weight_ptr,
+                eps,
+                _cos_row(positions_ptr, token, table_ptr, max_position, HALF),
+                kv_scale_ptr,
+                head,
+                HEAD_DIM,
+                HALF,
+                HALF_BLOCK,
+                REST_BLOCK,
+            )
+            dtype: tl.constexpr = cache_ptr.dtype.element_ty
+            v = scaled_as(v, kv_scale_ptr, KV_HEADS + head, head >= 0, dtype)
+            tl.store(rows + cache_kv_stride + col, v, mask=(slot >= 0) & (col < HEAD_DIM))
