@@ -12,6 +12,9 @@ from .tiles import cdiv, next_power_of_2
 
 # Elements of a tile below which one program takes several rows (QK-norm has rows of 64 to 256).
 _TILE_ELEMENTS = 1024
+# With so many elements, rows that are added to another have half the warps, where they have these:
+# all run at once then.  Measured; with more elements it is all the same.
+_ELEMENTS_HALVED, _WARPS_HALVED = ((1 << 20) + 1, 1 << 22), (4, 8)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
@@ -46,6 +49,21 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
         )
 
 
+def row_tile(x: Tensor, num_rows: int, adds: bool) -> tuple[dict[str, int], int]:
+    """(constants of a norm kernel over rows like those of ``x``, warps of a program)."""
+    hidden = x.shape[-1]
+    block = next_power_of_2(hidden)
+    # Whatever the number of rows: in another layout a row's sum would run in another order.
+    tile_rows = max(_TILE_ELEMENTS // block, 1)
+    warps, as_warps = min(max(tile_rows * block // 512, 1), 16), 0
+    least, most = _ELEMENTS_HALVED
+    halved = adds and x.dtype.itemsize == 2 and least <= num_rows * block <= most
+    if halved and tile_rows == 1 and warps in _WARPS_HALVED:
+        warps, as_warps = warps // 2, warps
+    tile = {"ROWS": tile_rows, "BLOCK": block, "WHOLE": hidden == block, "AS_WARPS": as_warps}
+    return tile, warps
+
+
 def _plan(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None
 ) -> tuple[Launch, Tensor, Tensor | None]:
@@ -55,9 +73,7 @@ def _plan(
     residual_out = None if residual is None else torch.empty_like(out)
     x_rows, num_rows, inner, x_outer, x_inner = _rows(x)
     r_rows, _, _, r_outer, r_inner = _rows(x if residual is None else residual)
-    block = next_power_of_2(hidden)
-    # Whatever the number of rows: in another layout a row's sum would run in another order.
-    tile_rows = max(_TILE_ELEMENTS // block, 1)
+    tile, num_warps = row_tile(x, num_rows, residual is not None)
     args: dict[str, Any] = {
         "x_ptr": x_rows,
         "residual_ptr": None if residual is None else r_rows,
@@ -76,10 +92,10 @@ def _plan(
     }
     launch = Launch(
         kernel="norm:_rms_norm_kernel",
-        grid=(cdiv(num_rows, tile_rows),),
+        grid=(cdiv(num_rows, tile["ROWS"]),),
         args=args,
-        constexprs={"ADD": residual is not None, "ROWS": tile_rows, "BLOCK": block},
-        num_warps=min(max(tile_rows * block // 512, 1), 16),
+        constexprs={"ADD": residual is not None, **tile},
+        num_warps=num_warps,
         dynamic=("num_rows",),
         programmatic=True,
     )

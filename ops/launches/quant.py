@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._float8 import E4M3
 from .._launch import Launch
-from .._variant import Constant
 from .counters import zeros_between_launches
 from .norm import check as check_norm
+from .norm import row_tile
 from .tiles import cdiv, next_power_of_2
 
 # Elements of a tile below which one program takes several rows; as ``norm.py`` does.
@@ -145,14 +145,12 @@ def norm_quantize(
     x = _rows(x)
     rows, hidden = x.shape
     added = None if residual is None else _rows(residual)
-    block = next_power_of_2(hidden)
-    # The tile of the unfused kernel: a sum in another order could round to other bits.
-    tile_rows = _tile_rows(block)
     results = empty_results(x, hidden, scheme)
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    num_warps = min(max(tile_rows * block // 512, 1), 16)
-    registers_fit = x.dtype.itemsize == 2 and block <= 512 * num_warps
-    many = added is None and tile_rows == 1 and rows > _MANY_ROWS and registers_fit
+    # The tile of the unfused kernel: a sum in another order could round to other bits.
+    tile, num_warps = row_tile(x, rows, added is not None)
+    registers_fit = x.dtype.itemsize == 2 and tile["BLOCK"] <= 512 * num_warps
+    many = added is None and tile["ROWS"] == 1 and rows > _MANY_ROWS and registers_fit
     args: dict[str, Any] = {
         "x_ptr": x,
         "residual_ptr": added,
@@ -166,21 +164,21 @@ def norm_quantize(
         "residual_stride": 0 if added is None else added.stride(0),
         "eps": eps,
     }
-    constexprs: dict[str, Constant] = {"GROUP": _group(scheme, block), "BLOCK": block}
-    grid, registers = cdiv(rows, tile_rows), 0
+    group = _group(scheme, tile["BLOCK"])
+    grid, registers = cdiv(rows, tile["ROWS"]), 0
     if many:
         for name in ("residual_ptr", "residual_out_ptr", "residual_stride"):
             del args[name]
-        warps, registers = _WARPS_OF_MANY["groups" if constexprs["GROUP"] == GROUP else "rows"]
+        warps, registers = _WARPS_OF_MANY["groups" if group == GROUP else "rows"]
         grid = _H200_SMS * min(warps // num_warps, _MOST_PROGRAMS_OF_AN_SM)
-        constexprs["WHOLE"] = hidden == block
+        tile = {name: tile[name] for name in ("BLOCK", "WHOLE")}
     else:
-        constexprs |= {"ADD": added is not None, "ROWS": tile_rows}
+        tile["ADD"] = added is not None
     launch = Launch(
         kernel=f"quant:_norm_quant_{'rows_' if many else ''}kernel",
         grid=(grid,),
         args=args,
-        constexprs=constexprs,
+        constexprs={"GROUP": group, **tile},
         num_warps=num_warps,
         dynamic=("num_rows",),
         programmatic=True,

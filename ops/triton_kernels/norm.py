@@ -1,6 +1,7 @@
 """RMSNorm and add + RMSNorm: a tile of whole rows a program, held in registers.
 
-Bandwidth-bound: a row is read once and written once; nothing is read twice.
+Bandwidth-bound: a row is read once and written once; nothing is read twice.  Many rows have fewer
+warps each, and more bytes in flight; a row's sum is the same to the bit whatever holds it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,27 @@ import triton
 import triton.language as tl
 
 from .dependent import start_next_and_wait
+from .float8 import to_float32
+
+
+@triton.jit
+def sum_of_squares(x, AS_WARPS: tl.constexpr):
+    """Of the rows of ``x``, float32 [ROWS, BLOCK].
+
+    AS_WARPS: 0, or for one row add as that many warps do, though fewer hold it: two-byte elements,
+    16 bytes a lane at a time, those of a lane first, then of a warp, then by halves of the warps.
+    """
+    if AS_WARPS == 0:
+        return tl.sum(x * x, axis=1)
+    else:
+        BLOCK: tl.constexpr = x.shape[1]
+        chunks = tl.reshape(x * x, (BLOCK // (256 * AS_WARPS), AS_WARPS, 256))
+        by_warp = tl.reshape(tl.permute(chunks, (1, 0, 2)), (1, AS_WARPS, BLOCK // AS_WARPS))
+        sums = tl.sum(by_warp, axis=2)
+        for level in tl.static_range(4):
+            if AS_WARPS >> level > 1:
+                sums = tl.sum(tl.reshape(sums, (1, 2, AS_WARPS >> (level + 1))), axis=1)
+        return tl.reshape(sums, (1,))
 
 
 @triton.jit
@@ -30,26 +52,32 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    AS_WARPS: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
+    """WHOLE: rows are BLOCK wide."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (cols < hidden)[None, :]
+    width = BLOCK if WHOLE else hidden
+    mask = (cols < width)[None, :]
+    if ROWS > 1:
+        mask = mask & (row < num_rows)[:, None]
     outer = row // inner
     within = row % inner
     x_row = outer * x_outer_stride + within * x_inner_stride
-    dense = row[:, None] * hidden + cols[None, :]
+    dense = row[:, None] * width + cols[None, :]
     # The weight is loaded before the reduction so that its latency hides behind the row's.
-    weight = tl.load(weight_ptr + cols, mask=cols < hidden, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + x_row[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)
+    x = to_float32(tl.load(x_ptr + x_row[:, None] + cols[None, :], mask=mask, other=0.0))
     if ADD:
         r_row = outer * residual_outer_stride + within * residual_inner_stride
         residual = tl.load(residual_ptr + r_row[:, None] + cols[None, :], mask=mask, other=0.0)
-        total = (x + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        total = (x + to_float32(residual)).to(out_ptr.dtype.element_ty)
         tl.store(residual_out_ptr + dense, total, mask=mask)
-        x = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+        x = to_float32(total)
+    scale = tl.rsqrt(sum_of_squares(x, AS_WARPS) / width + eps)
     normed = x * scale[:, None]
     if weight_offset is None:
         # Rounded before the weight, as the reference; the product in float32 then rounds only once.

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from .activation import gated
 from .dependent import start_next_and_wait
-from .float8 import stored_as
+from .float8 import stored_as, to_float32
+from .norm import sum_of_squares
 
 
 @triton.jit
@@ -21,11 +22,14 @@ def _scale_for(largest):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _scale_of(values, axis: tl.constexpr):
     """What makes the largest magnitude along ``axis`` 448; that of zeros still has an inverse."""
-    # As integers, magnitudes order like the floats that they are, with NaN above infinity.
-    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return _scale_for(tl.max(bits, axis=axis).to(tl.float32, bitcast=True))
+    return _scale_for(tl.reduce(tl.abs(values), axis, _larger))
 
 
 @triton.jit
@@ -53,7 +57,7 @@ def _store_quantized(
     GROUP: the columns that share a scale; 0 for ``known_scale``, BLOCK for whole rows.  A scale is
     at [group][row].  ``part``: which BLOCK of columns these are.
     """
-    in_rows = row < num_rows
+    in_rows = row < num_rows if ROWS > 1 else tl.full((1,), True, tl.int1)
     if GROUP == 0:
         scaled = values * _inverse(known_scale)
     elif GROUP == BLOCK:
@@ -77,11 +81,11 @@ def _store_quantized(
 def _activated(at, mask, width, ACTIVATION: tl.constexpr):
     """float32 of what ``at`` points to, or of the gated activation of that and what is ``width``
     behind it; 0 where ``mask`` is not."""
-    values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    values = to_float32(tl.load(at, mask=mask, other=0.0))
     if ACTIVATION != "none":
-        up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+        up = to_float32(tl.load(at + width, mask=mask, other=0.0))
         # Rounded as the unfused kernel does.
-        values = gated(values, up, ACTIVATION).to(at.dtype.element_ty).to(tl.float32)
+        values = to_float32(gated(values, up, ACTIVATION).to(at.dtype.element_ty))
     return values
 
 
@@ -173,11 +177,11 @@ def _quant_split_kernel(
 
 
 @triton.jit
-def _normed(x, weight, hidden, eps, dtype: tl.constexpr):
+def _normed(x, weight, hidden, eps, AS_WARPS: tl.constexpr, dtype: tl.constexpr):
     """The norm of float32 rows, rounded on the way as the unfused kernels do."""
-    inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+    inverse_rms = tl.rsqrt(sum_of_squares(x, AS_WARPS) / hidden + eps)
     normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
-    return (normed * weight[None, :]).to(dtype).to(tl.float32)
+    return to_float32((normed * weight[None, :]).to(dtype))
 
 
 @triton.jit
@@ -197,6 +201,8 @@ def _norm_quant_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    AS_WARPS: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     """``rms_norm(x [+ residual])``, quantized."""
@@ -206,22 +212,24 @@ def _norm_quant_kernel(
     # 16 bytes of x a thread, as in the unfused kernel, though FP8 could be stored by 16 elements:
     # other threads would hold other elements, and the sum of squares round to other bits.
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
-    mask = (row < num_rows)[:, None] & (cols < hidden)[None, :]
+    width = BLOCK if WHOLE else hidden
+    mask = (cols < width)[None, :]
+    if ROWS > 1:
+        mask = mask & (row < num_rows)[:, None]
     # Loaded before the reduction, so that their latency hides behind the row's.
-    weight = tl.load(weight_ptr + cols, mask=cols < hidden, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)
     scale = 1.0
     if GROUP == 0:
         scale = tl.load(scale_ptr)
-    x = tl.load(x_ptr + row[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-    x = x.to(tl.float32)
+    x = to_float32(tl.load(x_ptr + row[:, None] * x_stride + cols[None, :], mask=mask, other=0.0))
     if ADD:
         r_at = residual_ptr + row[:, None] * residual_stride + cols[None, :]
-        total = (x + tl.load(r_at, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(residual_out_ptr + row[:, None] * hidden + cols[None, :], total, mask=mask)
-        x = total.to(tl.float32)
-    values = _normed(x, weight, hidden, eps, dtype)
+        total = (x + to_float32(tl.load(r_at, mask=mask, other=0.0))).to(dtype)
+        tl.store(residual_out_ptr + row[:, None] * width + cols[None, :], total, mask=mask)
+        x = to_float32(total)
+    values = _normed(x, weight, width, eps, AS_WARPS, dtype)
     _store_quantized(
-        values, q_ptr, scale_ptr, scale, row, cols, num_rows, hidden, GROUP, ROWS, BLOCK
+        values, q_ptr, scale_ptr, scale, row, cols, num_rows, width, GROUP, ROWS, BLOCK
     )
 
 
@@ -259,7 +267,7 @@ def _norm_quant_rows_kernel(
         next_row = row + tl.num_programs(0)
         at = x_ptr + next_row[:, None] * x_stride + cols[None, :]
         ahead = tl.load(at, mask=(next_row < num_rows)[:, None] & mask, other=0.0)
-        values = _normed(x, weight.to(tl.float32), hidden, eps, dtype)
+        values = _normed(x, weight.to(tl.float32), hidden, eps, 0, dtype)
         _store_quantized(
             values, q_ptr, scale_ptr, scale, row, cols, num_rows, width, GROUP, 1, BLOCK
         )

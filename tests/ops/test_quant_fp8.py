@@ -13,6 +13,7 @@ from fusewright import ops
 from fusewright.ops import BY_NAME, Case, SemanticOp
 from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
+from fusewright.ops.launches import norm as norm_kernels
 from fusewright.ops.launches import quant as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -110,6 +111,25 @@ def test_no_more_programs_take_several_rows_than_run_at_once() -> None:
     for x in (wide, torch.empty(2048, 4096, device="meta")):
         (launch,), _ = kernels.norm_quantize(x, None, x[0], 1e-6, 0)
         assert (launch.kernel, launch.max_registers) == ("quant:_norm_quant_kernel", 0)
+
+
+@pytest.mark.parametrize("hidden", [1152, 2048, 4096])
+def test_half_the_warps_change_no_bit(
+    hidden: int, device: torch.device, fw_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(fw_seed)
+    x, residual = (torch.randn(2, 3, hidden, device=device) * 4).bfloat16()
+    if device.type == "cpu":  # interpreted, only sums without rounding are the same in any order
+        x, residual = x.round(), residual.round()
+    args = (x, residual, torch.randn(hidden, device=device).bfloat16(), 1e-6)
+    tile, warps = norm_kernels.row_tile(x, len(x), adds=True)
+    few = [both for scheme in SCHEMES for both in run_both("add_rms_norm", "triton", args, scheme)]
+    monkeypatch.setattr(norm_kernels, "_ELEMENTS_HALVED", (0, 1 << 22))
+    halved, half = norm_kernels.row_tile(x, len(x), adds=True)
+    assert (tile["AS_WARPS"], halved["AS_WARPS"], 2 * half) == (0, warps, warps)
+    many = [both for scheme in SCHEMES for both in run_both("add_rms_norm", "triton", args, scheme)]
+    for got, want in zip(many, few, strict=True):
+        assert all(map(same_bits, got, want)), f"--fw-seed={fw_seed}"
 
 
 @pytest.mark.gpu
