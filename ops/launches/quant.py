@@ -5,7 +5,7 @@ A scheme is a static scale [1, 1], or the size of the groups that share a scale,
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ _TILE_ELEMENTS = 1024
 _SPLIT_BLOCK, _LEAST_SPLIT_WIDTH, _MAX_PARTS = 1024, 8192, 32
 _MOST_PROGRAMS_WAITING, _MOST_SPLIT_ROWS = 128, 16
 # More rows than this are normed by programs that take several in turn: as many as run at once, with
-# the registers that they may then have.  By scale: one for each 128 columns needs more of them.
-_MANY_ROWS, _H200_SMS, _MOST_PROGRAMS_OF_AN_SM = 1024, 132, 8
-_WARPS_OF_MANY = {"groups": (32, 64), "rows": (40, 48)}
+# the registers that they may then have.  A scale for each 128 columns or a residual needs more.
+_MANY_ROWS, _H200_SMS = 1024, 132
+_MANY_ADDED_ROWS, _WIDEST_ADDED = 2048, 2048
+_WARPS_OF_MANY = {"more": (32, 64), "few": (40, 48)}
 
 GROUP = 128
 """Columns that share a scale in the block scheme."""
@@ -152,39 +153,44 @@ def norm_quantize(
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     # The tile of the unfused kernel: a sum in another order could round to other bits.
     tile, num_warps = row_tile(x, rows, added is not None)
-    registers_fit = x.dtype.itemsize == 2 and tile["BLOCK"] <= 512 * num_warps
-    many = added is None and tile["ROWS"] == 1 and rows > _MANY_ROWS and registers_fit
-    args: dict[str, Any] = {
-        "x_ptr": x,
-        "residual_ptr": added,
-        "weight_ptr": weight,
-        "q_ptr": results[0],
-        "scale_ptr": scheme if isinstance(scheme, Tensor) else results[1],
-        "residual_out_ptr": total,
-        "num_rows": rows,
-        "hidden": hidden,
-        "x_stride": x.stride(0),
-        "residual_stride": 0 if added is None else added.stride(0),
-        "eps": eps,
-    }
-    group = _group(scheme, tile["BLOCK"])
     grid, registers = cdiv(rows, tile["ROWS"]), 0
+    many = _takes_rows_in_turn(x, added)
     if many:
-        for name in ("residual_ptr", "residual_out_ptr", "residual_stride"):
-            del args[name]
-        warps, registers = _WARPS_OF_MANY["groups" if group == GROUP else "rows"]
-        grid = _H200_SMS * min(warps // num_warps, _MOST_PROGRAMS_OF_AN_SM)
+        tile, num_warps = row_tile(x, rows, adds=False)
+        needs = "more" if added is not None or _group(scheme, 0) == GROUP else "few"
+        warps, registers = _WARPS_OF_MANY[needs]
+        grid = min(rows, _H200_SMS * (warps // num_warps))
         tile = {name: tile[name] for name in ("BLOCK", "WHOLE")}
-    else:
-        tile["ADD"] = added is not None
     launch = Launch(
         kernel=f"quant:_norm_quant_{'rows_' if many else ''}kernel",
         grid=(grid,),
-        args=args,
-        constexprs={"GROUP": group, **tile},
+        args={
+            "x_ptr": x,
+            "residual_ptr": added,
+            "weight_ptr": weight,
+            "q_ptr": results[0],
+            "scale_ptr": scheme if isinstance(scheme, Tensor) else results[1],
+            "residual_out_ptr": total,
+            "num_rows": rows,
+            "hidden": hidden,
+            "x_stride": x.stride(0),
+            "residual_stride": 0 if added is None else added.stride(0),
+            "eps": eps,
+        },
+        constexprs={"ADD": added is not None, "GROUP": _group(scheme, tile["BLOCK"]), **tile},
         num_warps=num_warps,
         dynamic=("num_rows",),
         programmatic=True,
         max_registers=registers,
     )
     return [launch], results if total is None else (*results, total)
+
+
+def _takes_rows_in_turn(x: Tensor, added: Tensor | None) -> bool:
+    rows, hidden = x.shape
+    widest, both = (8192, (x,)) if added is None else (_WIDEST_ADDED, (x, added))
+    if rows <= (_MANY_ROWS if added is None else _MANY_ADDED_ROWS):
+        return False
+    # It reads 16 aligned bytes, and a thread holds 16 elements.
+    aligned = all(t.storage_offset() % 8 == t.stride(0) % 8 == 0 for t in both)
+    return x.dtype.itemsize == 2 and aligned and _TILE_ELEMENTS <= hidden <= widest

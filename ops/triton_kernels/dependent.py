@@ -25,15 +25,18 @@ def wait_for_previous(PROGRAMMATIC: tl.constexpr):
 
 
 @triton.jit
-def start_next_and_wait(PROGRAMMATIC: tl.constexpr):
+def start_next_and_wait(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
     """The first line of a kernel that comes before a product or csrc's decode attention: the next
     one starts at once, and has fetched weights, or K and V of earlier steps, when this one ends.
 
     Not for others: blocks that start this early lie on the few multiprocessors that have room.  Nor
-    where the blocks are more than run at once (1024 of 8 warps on 132 multiprocessors): there the
-    next one's would only be in the way.
+    where the blocks are more than run at once (1024 of 8 warps on 132 multiprocessors, unless
+    AT_ONCE says that they do): there the next one's would only be in the way.
     """
-    if PROGRAMMATIC:
+    if PROGRAMMATIC and AT_ONCE:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    elif PROGRAMMATIC:
         num_programs = tl.num_programs(0) * tl.num_programs(1)
         # A predicate instead of a branch: nothing may lead around the wait.
         tl.inline_asm_elementwise(

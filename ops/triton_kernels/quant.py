@@ -234,41 +234,82 @@ def _norm_quant_kernel(
 
 
 @triton.jit
+def _pairs(at, pair, mask):
+    """The two-byte elements of an aligned row as they lie in memory, two in a word: kept from one
+    turn of a loop to the next they take no instruction."""
+    words = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
+    return tl.load(words + pair[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _apart(words, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return tl.interleave(low, high)
+
+
+@triton.jit
 def _norm_quant_rows_kernel(
     x_ptr,
+    residual_ptr,
     weight_ptr,
     q_ptr,
     scale_ptr,
+    residual_out_ptr,
     num_rows,
     hidden,
     x_stride,
+    residual_stride,
     eps,
+    ADD: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """``_norm_quant_kernel`` without a residual for many rows: each program takes several in turn,
-    reads the next while it works on one, and the weight once.  WHOLE: rows are BLOCK wide."""
-    start_next_and_wait(PROGRAMMATIC)
+    """``_norm_quant_kernel`` for many rows: each program takes several in turn, reads the next
+    while it works on one, and the weight once.  Elements have two bytes; rows are aligned to 16."""
+    start_next_and_wait(PROGRAMMATIC, AT_ONCE=True)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
     width = BLOCK if WHOLE else hidden
     mask = (cols < width)[None, :]
+    pair = tl.arange(0, BLOCK // 2)
+    pairs = (pair < width // 2)[None, :]
     weight = tl.load(weight_ptr + cols, mask=cols < width, other=0.0)
     scale = 1.0
     if GROUP == 0:
         scale = tl.load(scale_ptr)
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    at = x_ptr + row[:, None] * x_stride + cols[None, :]
-    ahead = tl.load(at, mask=(row < num_rows)[:, None] & mask, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    x_ahead = _pairs(x_ptr + row * x_stride, pair, pairs)
+    if ADD:
+        residual_ahead = _pairs(residual_ptr + row * residual_stride, pair, pairs)
     for _ in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        x = ahead.to(tl.float32)
+        x = _apart(x_ahead, dtype)
         next_row = row + tl.num_programs(0)
-        at = x_ptr + next_row[:, None] * x_stride + cols[None, :]
-        ahead = tl.load(at, mask=(next_row < num_rows)[:, None] & mask, other=0.0)
-        values = _normed(x, weight.to(tl.float32), hidden, eps, 0, dtype)
+        ahead = tl.minimum(next_row, num_rows - 1)
+        x_ahead = _pairs(x_ptr + ahead * x_stride, pair, pairs)
+        if ADD:
+            total = (x + _apart(residual_ahead, dtype)).to(dtype)
+            residual_ahead = _pairs(residual_ptr + ahead * residual_stride, pair, pairs)
+            tl.store(residual_out_ptr + row * width + cols[None, :], total, mask=mask)
+            x = to_float32(total)
+        values = _normed(x, weight.to(tl.float32), width, eps, 0, dtype)
         _store_quantized(
-            values, q_ptr, scale_ptr, scale, row, cols, num_rows, width, GROUP, 1, BLOCK
+            values,
+            q_ptr,
+            scale_ptr,
+            scale,
+            row + tl.arange(0, 1),
+            cols,
+            num_rows,
+            width,
+            GROUP,
+            1,
+            BLOCK,
         )
         row = next_row

@@ -15,6 +15,7 @@ from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
 from fusewright.ops.launches import norm as norm_kernels
 from fusewright.ops.launches import quant as kernels
+from fusewright.ops.launches.quant import GROUP
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -40,14 +41,24 @@ def outputs_of(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [*result]
 
 
+def kind_of(scheme: Any, device: torch.device) -> tuple[str, Any]:
+    """(end of an op's name, its last argument)."""
+    if scheme == "static":
+        return "static", torch.full((1, 1), 0.043, device=device)
+    return "dynamic", scheme
+
+
+def run_fused(name: str, implementation: str, args: tuple[Any, ...], scheme: Any) -> list[Tensor]:
+    kind, how = kind_of(scheme, args[0].device)
+    return outputs_of(BY_NAME[f"{name}_quant_{kind}"].overload(implementation)(*args, how))
+
+
 def run_both(
     name: str, implementation: str, args: tuple[Any, ...], scheme: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs of the fused op and of the two that it stands for; of the op itself for ""."""
-    kind, how = "dynamic", scheme
-    if scheme == "static":
-        kind, how = "static", torch.full((1, 1), 0.043, device=args[0].device)
-    fused = outputs_of(BY_NAME[f"{name}_quant_{kind}"].overload(implementation)(*args, how))
+    kind, how = kind_of(scheme, args[0].device)
+    fused = run_fused(name, implementation, args, scheme)
     first, *rest = outputs_of(BY_NAME[name].overload(implementation)(*args))
     quantized = outputs_of(BY_NAME[f"quant_fp8_{kind}"].overload(implementation)(first, how))
     return fused, [*quantized, *rest]
@@ -80,35 +91,49 @@ def test_fusing_changes_no_bit(
             assert same_bits(got, want), f"output {i} of {rows} rows, --fw-seed={fw_seed}"
 
 
-@pytest.mark.parametrize("hidden", [1024, 1152])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("hidden", "dtype"), [(1024, torch.bfloat16), (1152, torch.float16)])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
 def test_programs_that_take_several_rows_change_no_bit(
-    scheme: Any, hidden: int, device: torch.device, fw_seed: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    fw_seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(fw_seed)
-    x, weight = (torch.randn(*s, device=device).bfloat16() for s in ((7, hidden), (hidden,)))
-    one = run_both("rms_norm", "triton", (x, weight, 1e-6), scheme)[0]
+    x, residual = torch.randn(2, 7, hidden, device=device).to(dtype)
+    weight = torch.randn(hidden, device=device).to(dtype)
+    args = (x, *((residual,) if name.startswith("add") else ()), weight, 1e-6)
+    one = [run_fused(name, "triton", args, scheme) for scheme in SCHEMES]
     monkeypatch.setattr(kernels, "_MANY_ROWS", 4)
+    monkeypatch.setattr(kernels, "_MANY_ADDED_ROWS", 4)
     monkeypatch.setattr(kernels, "_H200_SMS", 1)
-    monkeypatch.setattr(kernels, "_MOST_PROGRAMS_OF_AN_SM", 3)
-    how = torch.ones(1, 1, device=device) if scheme == "static" else scheme
-    (launch,), _ = kernels.norm_quantize(x, None, weight, 1e-6, how)
-    assert (launch.kernel, launch.grid) == ("quant:_norm_quant_rows_kernel", (3,))
-    several = run_both("rms_norm", "triton", (x, weight, 1e-6), scheme)[0]
-    assert all(map(same_bits, one, several)), f"--fw-seed={fw_seed}"
+    monkeypatch.setattr(kernels, "_WARPS_OF_MANY", dict.fromkeys(("more", "few"), (12, 64)))
+    added = residual if name.startswith("add") else None
+    (launch,), _ = kernels.norm_quantize(x, added, weight, 1e-6, GROUP)
+    assert launch.kernel == "quant:_norm_quant_rows_kernel" and launch.grid[0] < len(x)
+    several = [run_fused(name, "triton", args, scheme) for scheme in SCHEMES]
+    for got, want in zip(several, one, strict=True):
+        assert all(map(same_bits, got, want)), f"--fw-seed={fw_seed}"
 
 
 def test_no_more_programs_take_several_rows_than_run_at_once() -> None:
     """By registers and warps of a multiprocessor; else some would start when others have ended."""
-    for hidden, scheme in itertools.product((1024, 2048, 4096, 5120, 8192), (0, 128)):
-        x = torch.empty(2048, hidden, dtype=torch.bfloat16, device="meta")
-        (launch,), _ = kernels.norm_quantize(x, None, x[0], 1e-6, scheme)
+    widths = (1024, 2048, 4096, 5120, 8192)
+    for hidden, scheme, adds in itertools.product(widths, (0, 128), (False, True)):
+        x = torch.empty(8192, hidden, dtype=torch.bfloat16, device="meta")
+        (launch,), _ = kernels.norm_quantize(x, x if adds else None, x[0], 1e-6, scheme)
+        if adds and hidden > 2048:
+            assert launch.kernel == "quant:_norm_quant_kernel"
+            continue
         programs, rest = divmod(launch.grid[0], 132)
         warps = programs * launch.num_warps
         assert rest == 0 and launch.kernel == "quant:_norm_quant_rows_kernel"
         assert warps <= 64 and 0 < 32 * warps * launch.max_registers <= 65536
     wide = torch.empty(2048, 16384, dtype=torch.bfloat16, device="meta")
-    for x in (wide, torch.empty(2048, 4096, device="meta")):
+    shifted = torch.empty(2048, 4097, dtype=torch.bfloat16, device="meta")[:, 1:]
+    for x in (wide, shifted, torch.empty(2048, 4096, device="meta")):
         (launch,), _ = kernels.norm_quantize(x, None, x[0], 1e-6, 0)
         assert (launch.kernel, launch.max_registers) == ("quant:_norm_quant_kernel", 0)
 
