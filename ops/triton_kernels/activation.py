@@ -20,17 +20,18 @@ def _logistic(x):
     """1 / (1 + exp(-x)), 0 below -87.3: nothing is spent on subnormal numbers."""
     if _INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
-    return tl.inline_asm_elementwise(
-        """mul.f32 $0, $1, 0fBFB8AA3B;
-        ex2.approx.ftz.f32 $0, $0;
-        add.f32 $0, $0, 0f3F800000;
-        rcp.approx.ftz.f32 $0, $0;""",
-        "=r,r",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
+    else:
+        return tl.inline_asm_elementwise(
+            """mul.f32 $0, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 $0, $0;
+            add.f32 $0, $0, 0f3F800000;
+            rcp.approx.ftz.f32 $0, $0;""",
+            "=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -11,16 +11,17 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def to_float32(x):
     """``x`` in float32; of bfloat16 two instructions a pair, where the compiler takes four."""
-    if x.dtype != tl.bfloat16 or _INTERPRETED:
+    if _INTERPRETED or x.dtype != tl.bfloat16 or x.numel < 2 * tl.extra.cuda.num_threads():
         return x.to(tl.float32)
-    return tl.inline_asm_elementwise(
-        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-        "=r,=r,r",
-        [x],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
