@@ -16,7 +16,7 @@ from ._op import Implementation, OpDesc
 from .launches.paged_attention import num_sms
 from .paged_attention_cuda import decode, has_decodes, has_prefills, runs
 
-# Of 128 and 135 our kernel takes less time, of 512 and 575 FlashInfer's: bench/NOTES.md.
+# Chosen beside Triton's prefill. csrc's takes less time with more tokens too: bench/NOTES.md.
 FEWEST_TOKENS = 257
 
 

@@ -21,7 +21,7 @@ _SM = 90
 # Columns a row at most: the shared memory of a cluster holds them.
 _MOST_COLUMNS = {torch.bfloat16: 524288, torch.float16: 524288, torch.float32: 262144}
 # Of 128256 columns without a filter, us in a graph, csrc and Triton: 22 and 22 at 32 rows, 24 and
-# 38 at 64, 86 and 133 at 256 (bench/NOTES.md).
+# 38 at 64, 86 and 133 at 256, H200.
 _MOST_ROWS_OF_NOISE = 32
 
 

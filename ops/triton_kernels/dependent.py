@@ -6,9 +6,10 @@ checks in the code of every such kernel: all threads of all blocks wait, before 
 and before any of them returns.  Then whatever had finished for the kernel ahead has finished for
 this one too, at any distance.  A prefetch into L2 touches nothing: L2 is where writes meet reads.
 
-Two kernels of csrc read before they wait.  Products read weights, which no kernel writes.  Decode
-attention reads block tables, lengths and the cache but for the slots that this step stores.  Those
-were written before the step's first kernel, which lets nothing start before it has waited.
+Three kernels of csrc read before they wait.  Products read weights and their scales, which no
+kernel writes.  Prefill attention reads lengths; decode attention those, block tables and the cache
+but for the slots that this step stores.  Those were written before the step's first kernel, which
+lets nothing start before it has waited.
 """
 
 from __future__ import annotations
