@@ -53,8 +53,7 @@ whole Llama-3-8B on an H200 ``fuse_lm_head_argmax`` gains nothing that can be to
 ``fuse_gated_linear_fp8`` gains 2.6 % at one sequence, and measured 1.1 % slower at a prompt of
 2048 tokens, with noise of 4.5 %, which its gate counts as a loss (docs/passes.md).  What
 ``fuse_all_reduce_norm`` makes runs the all-reduce of torch.distributed and then the norm's
-reference, slower than the norm's kernel, until one
-kernel does both."""
+reference, slower than the norm's kernel, until one kernel does both."""
 
 FLASHINFER = ("paged_attention", "flashinfer/cuda/triton")
 """What ``attention_backend=flashinfer`` forces: where FlashInfer does not fit, our own kernels."""

@@ -191,6 +191,6 @@ def _takes_rows_in_turn(x: Tensor, added: Tensor | None) -> bool:
     widest, both = (8192, (x,)) if added is None else (_WIDEST_ADDED, (x, added))
     if rows <= (_MANY_ROWS if added is None else _MANY_ADDED_ROWS):
         return False
-    # It reads 16 aligned bytes, and a thread holds 16 elements.
-    aligned = all(t.storage_offset() % 8 == t.stride(0) % 8 == 0 for t in both)
+    # It reads 16 aligned bytes, elements by pairs, and a thread holds 16 of them.
+    aligned = all(t.storage_offset() % 8 == t.stride(0) % 8 == 0 for t in both) and hidden % 2 == 0
     return x.dtype.itemsize == 2 and aligned and _TILE_ELEMENTS <= hidden <= widest

@@ -59,9 +59,9 @@ class FaultyRunner(ToyRunner):
             raise RuntimeError("unspecified launch failure")
 
 
-def faulty(setup: Setup, **faults: Any) -> EngineLoop:
+def faulty(setup: Setup, kind: type[FaultyRunner] = FaultyRunner, **faults: Any) -> EngineLoop:
     engine = setup.engine()
-    engine.runner = FaultyRunner(
+    engine.runner = kind(
         setup.num_blocks,
         setup.block_size,
         setup.max_num_seqs,
@@ -212,18 +212,9 @@ class InterruptedRunner(FaultyRunner):
 def test_an_interrupt_costs_others_no_token(where: str, async_scheduling: bool) -> None:
     """One request is aborted by whoever interrupts; the other goes on as if nothing had been."""
     setup = Setup(prefix_caching=True, async_scheduling=async_scheduling)
-    engine = setup.engine()
     numbers = (4, 5, 6, 9)
     faults: Any = {n: KeyboardInterrupt() for n in numbers} if where == "launches" else {*numbers}
-    engine.runner = InterruptedRunner(
-        setup.num_blocks,
-        setup.block_size,
-        setup.max_num_seqs,
-        setup.max_num_batched_tokens,
-        setup.lazy,
-        setup.prefix_caching,
-        **{where: faults},
-    )
+    engine = faulty(setup, InterruptedRunner, **{where: faults})
     for name in "ab":
         engine.add_request([1, 2, 3, 4, 5, 6], LONG, name)
     interrupts, last = 0, dict[str, RequestOutput]()

@@ -118,6 +118,23 @@ def test_programs_that_take_several_rows_change_no_bit(
         assert all(map(same_bits, got, want)), f"--fw-seed={fw_seed}"
 
 
+def test_rows_of_an_odd_width_keep_their_last_element(
+    device: torch.device, fw_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read by pairs it would be lost, and with it a part of every scale."""
+    torch.manual_seed(fw_seed)
+    x = torch.randn(5, 1032, device=device).bfloat16()[:, :1025]
+    x[:, -1] = 100.0
+    args = (x, torch.ones(1025, dtype=torch.bfloat16, device=device), 1e-6)
+    schemes = ("static", 0)
+    one = [run_fused("rms_norm", "triton", args, scheme) for scheme in schemes]
+    monkeypatch.setattr(kernels, "_MANY_ROWS", 4)
+    for got, want in zip(
+        (run_fused("rms_norm", "triton", args, scheme) for scheme in schemes), one, strict=True
+    ):
+        assert all(map(same_bits, got, want)), f"--fw-seed={fw_seed}"
+
+
 def test_no_more_programs_take_several_rows_than_run_at_once() -> None:
     """By registers and warps of a multiprocessor; else some would start when others have ended."""
     widths = (1024, 2048, 4096, 5120, 8192)
