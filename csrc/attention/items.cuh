@@ -226,7 +226,7 @@ struct Exchange {
 
   __device__ __forceinline__ void run(const DecodeArgs& args, const Place& p, int token) const {
     send();
-    barrier_wait(arrived, 0);
+    barrier_wait_cluster(arrived, 0);
     merge(args, p, token);
     if constexpr (kSeveral) gather(args, p, token);
   }

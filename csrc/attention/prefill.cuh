@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   const int warp = uniform(static_cast<int>(threadIdx.x) / kWarpSize);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 3 * kStages; ++i) {
-      gemm::barrier_init(shared_address(&box.full[i / kStages][i % kStages]), 1);
-      gemm::barrier_init(shared_address(&box.empty[i / kStages][i % kStages]), kComputeWarps);
+      barrier_init(shared_address(&box.full[i / kStages][i % kStages]), 1);
+      barrier_init(shared_address(&box.empty[i / kStages][i % kStages]), kComputeWarps);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -48,7 +48,7 @@ struct Computer {
   }
   __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
-    if (lane() == 0) gemm::barrier_arrive(shared_address(&barrier));
+    if (lane() == 0) barrier_arrive(shared_address(&barrier));
   }
   __device__ __forceinline__ void take_turn() const {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(2 * kWarpgroupThreads) : "memory");
@@ -163,7 +163,7 @@ struct Computer {
   }
 
   __device__ __forceinline__ void wait_full(Part part, const Cursor& at) const {
-    gemm::barrier_wait(shared_address(&box->full[part][at.stage]), at.parity);
+    barrier_wait(shared_address(&box->full[part][at.stage]), at.parity);
   }
 
   __device__ __forceinline__ void clear_values(int begin, int end) const {

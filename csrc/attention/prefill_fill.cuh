@@ -53,10 +53,10 @@ struct Filler {
   __device__ __forceinline__ uint32_t open(int bytes) {
     const Cursor& at = cursor[kPart];
     const uint32_t full = shared_address(&box->full[kPart][at.stage]);
-    gemm::barrier_wait(shared_address(&box->empty[kPart][at.stage]), at.parity ^ 1);
+    barrier_wait(shared_address(&box->empty[kPart][at.stage]), at.parity ^ 1);
     if (threadIdx.x % kWarpSize == 0) {
       if (kPart == kQueries) box->item[at.stage] = item;
-      gemm::barrier_expect_bytes(full, bytes);
+      barrier_expect_bytes(full, bytes);
     }
     __syncwarp();
     return full;
@@ -102,7 +102,7 @@ struct Filler {
     sequences.collect(args);
     const int head_shift = kTileRowsShift - args.query_shift;
     const int shares = args.heads >> head_shift, items = sequences.total * shares;
-    gemm::wait_for_previous();
+    wait_for_previous();
     for (int n = blockIdx.x; n < items;) {
       int seq, tile;
       sequences.find(n / shares, seq, tile);
@@ -120,7 +120,7 @@ struct Filler {
       }
       n = gridDim.x + __shfl_sync(kAllLanes, taken, 0);
     }
-    gemm::start_next();
+    start_next();
     say_end();
   }
 };

@@ -3,7 +3,6 @@
 
 #include <cuda.h>
 
-#include "../gemm/async_copy.cuh"
 #include "prefill_items.cuh"
 #include "wgmma.cuh"
 

@@ -8,14 +8,12 @@
 
 #include <cstdint>
 
+#include "../common/device.cuh"
+
 namespace fusewright::attention {
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 // 16 bytes from global to shared memory, or zeros without reading.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool valid) {
@@ -135,24 +133,6 @@ __device__ __forceinline__ void store_rounded(__nv_fp8_e4m3* to, float v) {
   to->__x = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
 }
 
-// Let the next kernel's blocks start, if it was launched programmatically.
-__device__ __forceinline__ void start_next() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Until the kernel before has finished and its results are visible.
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // A barrier in shared memory that is over when `bytes` have been stored by store_to_rank; by one
 // thread, before the blocks of the cluster meet.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
@@ -161,18 +141,6 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
       "fence.mbarrier_init.release.cluster;\n\t"
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
       "r"(bytes)
-      : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred over;\n\t"
-      "again:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n\t"
-      "@!over bra again;\n\t"
-      "}" ::"r"(barrier),
-      "r"(parity)
       : "memory");
 }
 

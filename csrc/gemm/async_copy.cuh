@@ -1,5 +1,5 @@
-// What kernels that stream through shared memory are made of: transaction barriers, copies that
-// complete on them, clusters, and the order between programmatically launched kernels. sm_90.
+// What kernels that stream through shared memory are made of: copies that complete on barriers, and
+// reads of another block's memory. sm_90.
 #pragma once
 
 #include <cuda.h>
@@ -7,36 +7,9 @@
 
 #include <cstdint>
 
+#include "../common/device.cuh"
+
 namespace fusewright::gemm {
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred done;\n\t"
-      "again:\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-      "@!done bra again;\n\t"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 
 // What L2 does with lines that a copy brings: as usual, or the first to be given up.
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
@@ -60,16 +33,6 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int by
           "r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
-}
-
-// Let the next kernel's blocks start; it may be any that was launched programmatically.
-__device__ __forceinline__ void start_next() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Until the kernel before has finished and its results are visible.
-__device__ __forceinline__ void wait_for_previous() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_sync() {

@@ -7,11 +7,9 @@
 
 #include <cstdint>
 
-namespace fusewright::sampling {
+#include "../common/device.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+namespace fusewright::sampling {
 
 __device__ __forceinline__ int block_rank() {
   uint32_t rank;
@@ -23,14 +21,6 @@ __device__ __forceinline__ int blocks_in_cluster() {
   uint32_t blocks;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
   return static_cast<int>(blocks);
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // A barrier in shared memory, over whenever one thread has called expect and its bytes are there.
@@ -53,17 +43,7 @@ struct Inbox {
         : "memory");
   }
 
-  __device__ void wait(int parity) {
-    asm volatile(
-        "{\n\t"
-        ".reg .pred over;\n\t"
-        "again:\n\t"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n\t"
-        "@!over bra again;\n\t"
-        "}" ::"r"(shared_address(&barrier)),
-        "r"(parity)
-        : "memory");
-  }
+  __device__ void wait(int parity) { barrier_wait_cluster(shared_address(&barrier), parity); }
 
   // `value` to the place that `to` is here, in the block of that rank, whose barrier counts it.
   __device__ void send(unsigned long long* to, unsigned long long value, int rank) {
