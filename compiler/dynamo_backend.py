@@ -166,6 +166,8 @@ def fusewright(
     patches = list_mode_options(mode) if mode else {}
     if LEVELS[chosen.level].tune:
         patches |= {"coordinate_descent_tuning": True}
+    if chosen.rest == "eager":
+        patches |= {"fallback_random": True}
     unfused = _why_unfused(gm, example_inputs)
     _notice(report, chosen, unfused or _broken(gm))
     if unfused and chosen.rest == "eager":
@@ -310,9 +312,13 @@ def _run_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _decompose(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph in the ops that Inductor lowers, native implementations opened."""
+    """The graph in the ops that Inductor lowers, native implementations opened.
+
+    Inductor replaces random ops by its own before it calls us, but finds only decomposed ones.
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -322,4 +328,7 @@ def _decompose(gm: fx.GraphModule) -> fx.GraphModule:
     (old,), (new,) = (graph.find_nodes(op="output") for graph in (gm.graph, made.graph))
     # Which results the caller sees, in which strides.
     new.meta.update(old.meta)
+    made.graph.eliminate_dead_code()  # items of higher-order ops that Inductor does not give
+    replace_random_passes(made)
+    made.recompile()
     return made

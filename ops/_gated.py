@@ -47,6 +47,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield Case("slice of [5, 700]", (wide[:, 100:356],))
     yield Case("gate and up of their own", (wide[:, :129].contiguous(), wide[:, 300:429]))
     yield Case("three dimensions of each", (wide.view(5, 7, 100), wide.view(5, 7, 100) + 1))
+    yield Case("columns as rows", (wide[:, :5].t(), wide[:, 300:305]))
     extreme = torch.tensor([-3e4, -200.0, -0.0, 0.0, 200.0, 240.0], device=device).repeat(3, 2)
     yield Case("saturated gates", (extreme.to(dtype),))
     yield Case("no tokens", (extreme[:0].to(dtype),))

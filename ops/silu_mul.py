@@ -28,7 +28,7 @@ def silu_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
 
 def _reference(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
     gate, up = gate_and_up(gate_up, up)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return (F.silu(gate) * up).to(gate_up.dtype).contiguous()
 
 
 OP = gated_op("silu_mul", _reference, "silu")

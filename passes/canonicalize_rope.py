@@ -21,6 +21,7 @@ from .canonicalize import (
     argument,
     cast_source,
     columns,
+    computed_dtype,
     in_order,
     is_dense,
     kind,
@@ -181,7 +182,7 @@ def _check(x: fx.Node, result: fx.Node, angles: _Angles) -> None:
             f"the frequencies are {frequencies.dtype}{list(frequencies.shape)}, expected float32 "
             "[batch, tokens, half]"
         )
-    if value.dtype != angles.dtype or tensor(result).dtype != value.dtype:
+    if computed_dtype(x) != angles.dtype or tensor(result).dtype != value.dtype:
         raise Miss(f"cos is {angles.dtype}, the rotated tensor {value.dtype}")
     tokens = value.shape[3 - angles.heads_dim]
     same_tokens = str(frequencies.shape[1]) == str(tokens)
