@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ _MOST_AT_ONCE = 1 << 24
 _WIDE_SEEDS = 500
 _OF_ROWS = (1.0, 2.0**-20, 2.0**-10, 2.0**4)
 _LARGE = {torch.float16: 2.0**8, torch.float64: 2.0**130, torch.complex128: 2.0**130}
-"""Scales of rows that have a meaning for FP8 and for float32; those of others are beyond float16."""
+"""Scales of large rows: of float16 beyond FP8, of doubles beyond float32, of others (2^17) beyond
+float16."""
 _RTOL = {torch.float64: 2.0**-40, torch.complex128: 2.0**-40}
 """No rewrite may move these more: it would have computed in float32."""
 
@@ -40,8 +42,32 @@ class VerificationError(RuntimeError):
     """A pass broke the graph, or a rewrite changed values beyond its tier."""
 
 
-def check_graph(gm: fx.GraphModule, *, after: str) -> None:
-    """Lint ``gm`` and recompute every fake value: shapes, strides and dtypes must not have moved.
+@dataclass(frozen=True, eq=False)
+class State:
+    """All that a node's fake value depends on, and the value."""
+
+    call: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+    @staticmethod
+    def of(node: fx.Node) -> State:
+        call = (node.target, node.args, node.kwargs)
+        return State(call, tuple(fake_value(n) for n in (node, *node.all_input_nodes)))
+
+    def is_of(self, node: fx.Node) -> bool:
+        """Whether ``node`` is as it was: the same call of the same values."""
+        now = State.of(node)
+        pairs = zip(self.values, now.values, strict=True)
+        return self.call == now.call and all(old is new for old, new in pairs)
+
+
+def check_graph(
+    gm: fx.GraphModule, *, after: str, known: Mapping[fx.Node, State] | None = None
+) -> dict[fx.Node, State]:
+    """Lint ``gm`` and recompute fake values: shapes, strides and dtypes must not have moved.
+
+    Returns the state of every node, which is ``known`` to the next check: a node that is still the
+    same is not computed again.
 
     Raises:
         VerificationError: names the pass, the node and both values.
@@ -50,9 +76,16 @@ def check_graph(gm: fx.GraphModule, *, after: str) -> None:
         gm.graph.lint()
     except RuntimeError as error:
         raise VerificationError(f"pass {after} left a malformed graph: {error}") from error
+    known, states = known or {}, {}
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
+        if node not in known or not known[node].is_of(node):
+            _check_fake(node, after)
+        states[node] = State.of(node)
+    return states
+
+
+def _check_fake(node: fx.Node, after: str) -> None:
+    if node.op in ("call_function", "call_method"):
         expected, actual = fake_value(node), _recompute(node, after)
         if _summary(expected) != _summary(actual):
             raise VerificationError(

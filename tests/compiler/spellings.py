@@ -1,5 +1,5 @@
-"""Draws spellings of what the Dynamo backend raises: gated activations, norms, sums before norms and
-rotations, with casts, dtypes, strides, sizes and random ops wherever PyTorch takes them.
+"""Draws spellings of what the Dynamo backend raises: gated activations, norms, sums before norms
+and rotations, with casts, dtypes, strides, sizes and random ops wherever PyTorch takes them.
 
 A spelling is a function and its inputs.  What eager refuses, such as SiLU of integers, is drawn
 again: all that is left must run, and give what eager gives.
@@ -29,13 +29,14 @@ Step = Callable[[Any], Any]
 class Spelling:
     """``fn(*inputs)`` is one tensor or several; ``sites`` are the expected sites of ``rule``.
 
-    ``words`` says what was drawn; ``rows`` that terms of a row cancel, so that errors are relative
-    to its largest value.
+    ``words`` says what was drawn, ``dtype`` is what a site computes for; ``rows``: terms of a row
+    cancel, so that errors are relative to its largest value.
     """
 
     words: str
     rule: str
     sites: int
+    dtype: torch.dtype
     fn: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     rows: bool = False
@@ -79,15 +80,15 @@ class Draw:
         if not self.risks():
             return usual
         step: Step = self.pick(
-            rand_like=lambda x: x + torch.rand_like(x),
-            dropout=lambda x: F.dropout(x, 0.5),
+            rand_like=lambda x: x * torch.rand_like(x),
+            dropout=lambda x: F.dropout(x.contiguous(), 0.5),  # in the order of memory
             bernoulli=lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
             rand=lambda x: x * torch.rand(x.shape, dtype=F32),
         )
         return lambda x: step(usual(x))
 
     def input(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, Step]:
-        """(the number of a new input, what views it in the graph): of this shape, in any strides."""
+        """(the number of a new input, what views it in the graph), in any strides."""
         layout, view = "dense", lambda x: x
         if self.risks() and len(shape) > 1:
             layout = self.random.choice(["transposed", "every other", "offset", "expanded"])
@@ -188,7 +189,7 @@ def activation(d: Draw) -> Spelling:
         return result
 
     words = " ".join(["activation", *d.words])
-    return Spelling(words, "fuse_act", 1, fn, tuple(d.inputs))
+    return Spelling(words, "fuse_act", 1, dtype, fn, tuple(d.inputs))
 
 
 def norm_of(d: Draw, hidden: int, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -248,7 +249,9 @@ def norm(d: Draw) -> Spelling:
         result: Tensor = after(called(before(view(inputs[number])), inputs[weight]))
         return result
 
-    return Spelling(" ".join(["norm", *d.words]), "canonicalize_norm", 1, fn, tuple(d.inputs))
+    return Spelling(
+        " ".join(["norm", *d.words]), "canonicalize_norm", 1, dtype, fn, tuple(d.inputs)
+    )
 
 
 def add_norm(d: Draw) -> Spelling:
@@ -267,7 +270,7 @@ def add_norm(d: Draw) -> Spelling:
         normed = called(total, inputs[weight])
         return (normed, total) if keep else normed
 
-    return Spelling(" ".join(["add", *d.words]), "canonicalize_norm", 1, fn, tuple(d.inputs))
+    return Spelling(" ".join(["add", *d.words]), "canonicalize_norm", 1, dtype, fn, tuple(d.inputs))
 
 
 def rotation(d: Draw) -> Spelling:
@@ -280,7 +283,9 @@ def rotation(d: Draw) -> Spelling:
     q, k = (d.input(shape, dtype) for shape in shapes)
     gen = torch.Generator().manual_seed(d.random.randrange(2**31))
     wide = F64 if d.risks() else F32
-    d.inputs.append(torch.randn((d.random.choice([1, 2]), tokens, width // 2), generator=gen).to(wide))
+    d.inputs.append(
+        torch.randn((d.random.choice([1, 2]), tokens, width // 2), generator=gen).to(wide)
+    )
     of_table, of_result = d.cast(dtype), d.cast(None)
     cut = d.pick(
         chunk=lambda x: x.chunk(2, dim=-1),
@@ -298,10 +303,10 @@ def rotation(d: Draw) -> Spelling:
         return rotate(q[1](inputs[q[0]])), rotate(k[1](inputs[k[0]]))
 
     words = " ".join(["rotation", *d.words])
-    return Spelling(words, "canonicalize_rope", 2, fn, tuple(d.inputs), rows=True)
+    return Spelling(words, "canonicalize_rope", 2, dtype, fn, tuple(d.inputs), rows=True)
 
 
-FAMILIES = (activation, activation, activation, norm, norm, norm, add_norm, rotation)
+FAMILIES = (*[activation] * 5, *[norm] * 3, add_norm, rotation)
 
 
 def draw(count: int, seed: int) -> list[Spelling]:
