@@ -60,7 +60,6 @@ class Engine(EngineLoop):
                 dispatcher = Dispatcher(
                     capturable(config.capture, compiled.program, hardware),
                     config.scheduler.max_num_seqs,
-                    greedy=compiled.program.greedy is not None,
                 )
                 buffers = step_buffers(config, dispatcher)
                 table = OpTable(config.compile, hardware.sm)

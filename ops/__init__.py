@@ -51,8 +51,6 @@ from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
 from .linear_add_norm_linear import linear_add_norm_linear
 from .linear_fp8 import OP as LINEAR_FP8
 from .linear_fp8 import linear_fp8
-from .lm_head_argmax import OP as LM_HEAD_ARGMAX
-from .lm_head_argmax import lm_head_argmax
 from .paged_attention import OP as PAGED_ATTENTION
 from .paged_attention import paged_attention
 from .quant_act import GELU_TANH_DYNAMIC as GELU_TANH_MUL_QUANT_DYNAMIC
@@ -114,7 +112,6 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     GATED_LINEAR,
     GATED_LINEAR_FP8,
     LINEAR_ADD_NORM_LINEAR,
-    LM_HEAD_ARGMAX,
     EMBEDDING,
     GATHER_LAST_TOKEN,
     QUANT_FP8_STATIC,
@@ -170,7 +167,6 @@ __all__ = [
     "linear",
     "linear_add_norm_linear",
     "linear_fp8",
-    "lm_head_argmax",
     "load_cuda_library",
     "paged_attention",
     "quant_fp8_dynamic",

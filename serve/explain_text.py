@@ -23,20 +23,17 @@ def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:
         parts += [layer_table(layer), *range_lines(layer)]
         if graphs:
             for when, drawn in (("before", layer.before), ("after", layer.after)):
-                parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn.lines]))
+                parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn]))
     return "\n\n".join([*parts, "\n".join([step_line(facts), *facts.notes])])
 
 
 def step_line(facts: Explanation) -> str:
     """What a whole step takes."""
-    step = (
+    return (
         f"a decode step of {facts.num_seqs} x {facts.context} tokens of context: "
         f"{count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
         f"{facts.flops / 1e12:.3f} TFLOP"
     )
-    if facts.greedy:
-        step += f"; without logits its last call is {facts.greedy}"
-    return step
 
 
 def piece_rows(facts: Explanation) -> list[list[str]]:

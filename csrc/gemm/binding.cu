@@ -14,7 +14,6 @@ constexpr const char* kLinearFp8 = "fw_cuda::skinny_linear_fp8";
 constexpr const char* kGatedLinear = "fw_cuda::skinny_gated_linear";
 constexpr const char* kGatedLinearFp8 = "fw_cuda::skinny_gated_linear_fp8";
 constexpr const char* kAddNorm = "fw_cuda::skinny_linear_add_norm_linear";
-constexpr const char* kArgmax = "fw_cuda::skinny_argmax";
 
 bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
 
@@ -107,12 +106,10 @@ Tensor empty(int64_t dims, const int64_t* sizes, int32_t dtype, const Tensor& x)
 }
 
 template <typename Format>
-void run(const char* op, const SkinnyLinearArgs& args, int32_t* token_ids, const Tensor& x,
-         const Tensor& weight) {
+void run(const char* op, const SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight) {
   if (args.num_tokens == 0 || args.out_features == 0) return;
   const cudaStream_t stream = current_stream(x.get_device_index());
-  const cudaError_t error =
-      launch_skinny_linear<Format>(args, token_ids, is_capturing(op, stream), stream);
+  const cudaError_t error = launch_skinny_linear<Format>(args, is_capturing(op, stream), stream);
   if (error != cudaSuccess) {
     fail(op, "launch on x ", shape_of(x), " and weight ", shape_of(weight),
          " failed: ", cudaGetErrorString(error));
@@ -129,7 +126,7 @@ Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const T
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
   args.y = y.data_ptr();
-  run<Bf16>(op, args, nullptr, x, weight);
+  run<Bf16>(op, args, x, weight);
   return y;
 }
 
@@ -183,20 +180,6 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
   second.squares = first.squares_out;
   second.eps = static_cast<float>(eps);
   return {run_bf16(kAddNorm, second, weighted, next_weight), total};
-}
-
-Tensor skinny_argmax(const Tensor& x, const Tensor& weight) {
-  auto args = describe(kArgmax, x, weight, ScalarType::BFloat16, Epilogue::kArgmax);
-  if (args.out_features == 0) {
-    fail(kArgmax, "weight has shape ", shape_of(weight), ", expected at least one row");
-  }
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t num_tokens = args.num_tokens, keys = num_tokens * max_blocks(args.out_features);
-  const Tensor largest = empty(1, &keys, aoti_torch_dtype_int32(), x);
-  const Tensor token_ids = empty(1, &num_tokens, aoti_torch_dtype_int32(), x);
-  args.largest = static_cast<uint32_t*>(largest.data_ptr());
-  run<Bf16>(kArgmax, args, static_cast<int32_t*>(token_ids.data_ptr()), x, weight);
-  return token_ids;
 }
 
 void check_scale(const char* op, const Tensor& t, const char* name, const Tensor& x) {
@@ -262,9 +245,9 @@ Tensor skinny_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& w
   const Tensor y = empty(2, sizes, dtype, x);
   args.y = y.data_ptr();
   if (blocks) {
-    run<Fp8Blocks>(kLinearFp8, args, nullptr, x, weight);
+    run<Fp8Blocks>(kLinearFp8, args, x, weight);
   } else {
-    run<Fp8>(kLinearFp8, args, nullptr, x, weight);
+    run<Fp8>(kLinearFp8, args, x, weight);
   }
   return y;
 }
@@ -285,7 +268,7 @@ Tensor skinny_gated_linear_fp8(const Tensor& x, const Tensor& x_scale, const Ten
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
   args.y = y.data_ptr();
-  run<Fp8>(kGatedLinearFp8, args, nullptr, x, weight);
+  run<Fp8>(kGatedLinearFp8, args, x, weight);
   return y;
 }
 
@@ -298,7 +281,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, "
       "float eps, Tensor next_weight, Tensor? next_bias, str? activation) -> (Tensor, Tensor)");
-  m.def("skinny_argmax(Tensor x, Tensor weight) -> Tensor");
   m.def(
       "skinny_linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
       "Tensor? bias, ScalarType out_dtype) -> Tensor");
@@ -312,7 +294,6 @@ STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("skinny_gated_linear", TORCH_BOX(&fusewright::gemm::skinny_gated_linear));
   m.impl("skinny_linear_add_norm_linear",
          TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));
-  m.impl("skinny_argmax", TORCH_BOX(&fusewright::gemm::skinny_argmax));
   m.impl("skinny_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_linear_fp8));
   m.impl("skinny_gated_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_gated_linear_fp8));
 }

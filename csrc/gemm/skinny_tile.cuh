@@ -55,8 +55,7 @@ struct Tile {
   // A step's scales: x's, [kConsumerWarps][num_tokens], and the weight's, [kConsumerWarps].
   static constexpr int kScaleBytes = Format::kBlockScales ? 16 * (kXRows + 1) : 0;
   // The warps' sums, [kConsumerWarps][kXRows][kSumPitch] floats over the stages once these are
-  // read; the pad spreads the banks.  After them each token's largest, for the argmax, and its
-  // norm's scale.
+  // read; the pad spreads the banks.  After them each token's norm's scale.
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kWarpSums = kXRows * kSumPitch;
   static constexpr int kSumBytes = kConsumerWarps * kWarpSums * 4;
@@ -64,7 +63,7 @@ struct Tile {
   static constexpr int kBlocksPerMultiprocessor = 228 * 1024 / (kSharedBytes + 1024);
   static_assert(kBlocksPerMultiprocessor <= 8);
   static_assert(kStageBytes % 1024 == 0, "the swizzle's pattern repeats every 1024 bytes");
-  static_assert(kSumBytes + 4 * (kMaxSkinnyTokens + kMaxNormedTokens) <= kStages * kStageBytes);
+  static_assert(kSumBytes + 4 * kMaxNormedTokens <= kStages * kStageBytes);
 };
 
 // The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a
