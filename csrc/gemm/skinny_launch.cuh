@@ -122,16 +122,6 @@ cudaError_t launch_batch(const SkinnyLinearArgs& args, int32_t* token_ids, bool 
   }
 }
 
-// Keys that the argmax needs room for a token: a block's each, and blocks of split tiles fit a
-// round.
-constexpr int64_t max_blocks(int out_features) {
-  constexpr int64_t kRound = kMultiprocessors * 8;
-  return out_features / 16 + 1 > kRound ? out_features / 16 + 1 : kRound;
-}
-
-// `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
-// read before that one's results are waited for: they must not be among them. `token_ids`:
-// [num_tokens], of the argmax.
 template <typename Format>
 cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, int32_t* token_ids,
                                  bool programmatic, cudaStream_t stream) {
