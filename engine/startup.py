@@ -41,6 +41,7 @@ from ..model_executor.spec import ModelSpec, quantize_online
 from .attention_backend import say_where_flashinfer_does_not_fit, with_compiled_attention
 from .inputs import InputProcessor
 from .kv_blocks import BlockPool
+from .missing_kernels import say_where_csrc_is_missing
 from .progress import Progress
 from .scheduler import Scheduler
 from .source import (
@@ -186,6 +187,7 @@ def compile_model(
         compiled = find_or_compile(
             spec, chosen, store, before_build=before_build, on_phase=on_phase
         )
+    say_where_csrc_is_missing(config.hardware)
     say_where_flashinfer_does_not_fit(chosen, compiled.report.get("choices", ()))
     with startup.phase("wait for weights"):
         model = weights.result()

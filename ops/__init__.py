@@ -4,7 +4,7 @@ One file an op.  ``ALL_OPS`` is the visible list; conformance tests, benchmarks,
 lowering all run over it.
 """
 
-from ._cuda import find_cuda_library, load_cuda_library
+from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
 from ._kernel_table import KERNELS, KernelMissingError, KernelTable
 from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
@@ -184,5 +184,6 @@ __all__ = [
     "silu_mul_quant_static",
     "token_logprobs",
     "variants_of",
+    "why_csrc_is_not_built",
     "write_inputs",
 ]

@@ -143,7 +143,14 @@ def _torch() -> dict[str, str]:
         gpu = torch.cuda.get_device_properties(index)
         name = "GPU" if index == 0 else f"GPU {index}"
         facts[name] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-    return facts
+    return facts | {"kernels of csrc": _csrc()}
+
+
+def _csrc() -> str:
+    from .. import ops
+
+    library = ops.find_cuda_library()
+    return str(library) if library else f"not built: {ops.why_csrc_is_not_built()}"
 
 
 def _dependencies() -> dict[str, str]:

@@ -116,8 +116,6 @@ cudaError_t launch_batch(const SkinnyLinearArgs& args, bool programmatic, cudaSt
   }
 }
 
-// `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
-// read before that one's results are waited for: they must not be among them.
 template <typename Format>
 cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, bool programmatic,
                                  cudaStream_t stream) {

@@ -26,6 +26,7 @@
 #include <cuda_fp16.h>
 
 #include "async_copy.cuh"
+#include "skinny.h"
 #include "skinny_tile.cuh"
 
 namespace fusewright::gemm {
@@ -33,51 +34,6 @@ namespace fusewright::gemm {
 // With this many steps to go, a block lets the next kernel start; before its wait, if its whole
 // share is in its ring.
 constexpr int kStepsLeftAtTrigger = 4;
-
-// Outputs of the add that share a sum of squares: a half warp's, which no tile divides.
-constexpr int kNormGroup = 16;
-
-enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
-
-// What becomes of the sums.  Gated: the weight's rows are a gate half, then an up half, and y is
-// act(gate) * up, of gate and up rounded as element is; with an out_scale that product, rounded
-// again, becomes FP8.
-//
-// Add: y is the rounded sum plus the residual, rounded, and weighted is y times a norm's weight:
-// the norm of y but for a token's scale, which no block knows, as none has a whole row.  So groups
-// of kNormGroup outputs leave their sum of squares, and the next product, of weighted, multiplies
-// its sums by the scale that it makes of these.  Nothing is read twice, and y * weight is rounded
-// once, where a norm that scales first rounds twice.
-enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd };
-
-struct SkinnyLinearArgs {
-  const void* x;              // [num_tokens, in_features] of the format's elements
-  const void* weight;         // [rows, in_features]; rows: out_features, gated twice that
-  const float* x_scale;       // FP8: one, or one a token; blocks: [in_features / 128, num_tokens]
-  const float* weight_scale;  // FP8: one, or one a row; blocks: [rows / 128, in_features / 128],
-                              // not with a gate
-  const void* bias;           // [rows] of element, or nullptr
-  const float* out_scale;     // of y, which is then FP8; or nullptr
-  const float* squares;       // of a weighted x: [num_tokens, in_features / kNormGroup]; or nullptr
-  float eps;                  // then: added to the mean square
-  const __nv_bfloat16* residual;     // add: [num_tokens, out_features], contiguous
-  const __nv_bfloat16* norm_weight;  // add: [out_features]
-  __nv_bfloat16* weighted;           // add: [num_tokens, out_features], contiguous
-  float* squares_out;                // add: [num_tokens, out_features / kNormGroup]
-  void* y;                           // [num_tokens, out_features], contiguous
-  Element element;                   // of bias, and of y without an out_scale
-  Epilogue epilogue;
-  int num_tokens;  // 1 to kMaxSkinnyTokens
-  int out_features;
-  int in_features;                          // a multiple of 128 bytes; of 512 with block scales
-  int x_scale_stride, weight_scale_stride;  // 0 or 1: one for all, or one each
-  int64_t x_row_stride;       // elements; a multiple of 16 bytes, as the addresses are
-  int64_t weight_row_stride;  // likewise
-
-  __host__ __device__ bool gated() const {
-    return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluTanhMul;
-  }
-};
 
 __device__ __forceinline__ void multiply(Bf16, float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                          uint32_t a3, uint32_t b0, uint32_t b1) {

@@ -6,21 +6,12 @@
 
 #include <cstdint>
 
+#include "skinny.h"
+
 namespace fusewright::gemm {
 
-constexpr int kMaxSkinnyTokens = 32;
-constexpr int kMaxNormedTokens = 16;  // between products that share a norm
 constexpr int kWarpSize = 32;
-constexpr int kConsumerWarps = 4;
 constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
-
-// A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
-// swizzle; consumer warp w multiplies line w.
-constexpr int kLineBytes = 128;
-constexpr int kRowBytes = kLineBytes * kConsumerWarps;
-
-// A scale is for this many columns of a row of x, or rows and columns of the weight.
-constexpr int kScaleBlock = 128;
 
 // What weight and x are made of.
 struct Bf16 {
@@ -116,9 +107,6 @@ struct Plan {
   Ring ring;
   int splits;
 };
-
-// The multiprocessors that rounds are planned for.  A constant: results follow from shapes alone.
-constexpr int kMultiprocessors = 132;
 
 // Splits that bring `tiles` blocks close to `slots`, each with eight steps or more: what a cluster
 // costs, a block with fewer does not gain.

@@ -19,6 +19,7 @@
 
 #include "cluster.cuh"
 #include "keys.cuh"
+#include "sample.h"
 
 namespace fusewright::sampling {
 
@@ -30,27 +31,10 @@ constexpr int kBins = 1 << kDigitBits;
 constexpr int kCopies = 16;              // of a histogram
 constexpr int kTeam = kThreads / kBins;  // threads that add up a bin's copies
 constexpr int kCounters = 2 * kBins * kCopies;
-constexpr int kPartBits = 19;   // a weight has two parts of so many bits
-constexpr int kMaxBlocks = 16;  // a cluster has no more
+constexpr int kPartBits = 19;  // a weight has two parts of so many bits
 constexpr float kGreedyTemperature = 1e-5f;
 constexpr float kReach = 27.1f;     // temperatures: exp(-27.1) < 2^-39, noise spans 25.8
 constexpr float kRounding = 1e-6f;  // more than a quotient and a sum are rounded by
-
-struct SampleArgs {
-  const void* logits;  // [num_rows, vocab]
-  int64_t row_stride;  // elements
-  int vocab;
-  int num_rows;
-  const float* temperature;  // [num_rows], as all below
-  const int* top_k;          // nullptr: off; likewise the next two
-  const float* top_p;
-  const float* min_p;
-  const int64_t* seeds;
-  const int* positions;
-  int* token_ids;
-  float* thresholds;  // nullptr, or the smallest logit that each row that draws keeps
-  int slice;          // keys a block holds; a multiple of 16 bytes
-};
 
 using Sum = unsigned long long;
 
