@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import LEVELS, EngineOptions, UserError
+from ..config import LEVELS, UserError
 from .explain_text import difference_text, explanation
 from .flags import engine_flags
-from .options import merge
+from .options import checked, merge
 from .table import table
 
 if TYPE_CHECKING:
@@ -57,13 +57,14 @@ def explain(
         raise UserError(
             "explain: nothing to explain; name a model, or use `fusewright explain --levels`"
         )
+    every = [checked(asked) for asked in (options, *_other(options, against))]
     from ..compiler.explain_diff import differences
     from ..engine.explain import explain_model
     from .explain_html import page
 
     told = [
-        explain_model(EngineOptions(**asked), target_sm=target_sm, num_seqs=batch, context=context)
-        for asked in (options, *_other(options, against))
+        explain_model(asked, target_sm=target_sm, num_seqs=batch, context=context)
+        for asked in every
     ]
     label, facts = told[0]
     found = differences(*map(_by_level, told)) if len(told) > 1 else None
