@@ -9,6 +9,7 @@ from ..config.check import check_limits, check_options
 from ..model_executor.checkpoint import checkpoint_files
 from ..model_executor.hf_config import read_spec
 from ..model_executor.spec import ModelSpec, check_online_kind
+from .tokenizer import missing_tokenizer
 
 
 def model_folder(model: str) -> Path:
@@ -44,18 +45,26 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)
     if options.tokenizer is not None:
-        check_tokenizer_folder(options.tokenizer)
+        check_tokenizer(options)
     if weights and options.load_format != "dummy":
         checkpoint_files(folder)
 
 
-def check_tokenizer_folder(tokenizer: str) -> None:
-    """Refuse a folder that is given for its tokenizer and has none.
+def check_tokenizer(options: EngineOptions) -> None:
+    """Refuse a folder without ``tokenizer.json``.
 
     Raises:
         UserError: names what is missing.
     """
-    folder = model_folder(tokenizer)
+    if options.tokenizer is None:
+        folder = model_folder(options.model)
+        # A folder that is no model's is refused as such.
+        if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+            raise missing_tokenizer(folder)
+        return
+    folder = model_folder(options.tokenizer)
     if not (folder / "tokenizer.json").is_file():
         what = "no tokenizer.json in it" if folder.is_dir() else "not a folder"
-        raise UserError(f"tokenizer={tokenizer!r}: {what}; name a folder that has tokenizer.json")
+        raise UserError(
+            f"tokenizer={options.tokenizer!r}: {what}; name a folder that has tokenizer.json"
+        )

@@ -45,7 +45,12 @@ class GroupedHelp(TyperCommand):
     under ``--help``, all under ``--help-all``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = self.make_parser(ctx).parse_args(args=list(args))[0]
+        try:
+            given = self.make_parser(ctx).parse_args(args=list(args))[0]
+        except typer.BadParameter.__mro__[1] as error:
+            # Some of the parser's errors do not say whose flags they are about.
+            error.ctx = error.ctx or ctx  # type: ignore[attr-defined]
+            raise
         if given.get("help") or given.get(HELP_ALL):
             ctx.meta[HELP_ALL] = bool(given.get(HELP_ALL))
             typer.echo(self.get_help(ctx))

@@ -57,8 +57,20 @@ def checked(options: dict[str, Any], *, weights: bool = False) -> EngineOptions:
     return asked
 
 
-def load(options: dict[str, Any]) -> LLM:
-    """An ``LLM``, which checks the options and then imports torch."""
+def load(options: dict[str, Any], *, text: bool = False) -> LLM:
+    """An ``LLM``, which checks the options and then imports torch.
+
+    Args:
+        options: of the engine.
+        text: prompts are text, for which there must be a tokenizer.
+
+    Raises:
+        UserError: an option or the model's folder is bad.
+    """
+    if text:
+        from ..engine.check import check_tokenizer
+
+        check_tokenizer(EngineOptions(**options))
     from ..engine.llm import LLM
 
     return LLM(**options)
