@@ -5,12 +5,13 @@ A start calls this before torch is imported, which takes seconds, and ``resolve`
 
 from __future__ import annotations
 
-from math import inf
-
 from .errors import UserError
 from .levels import BATCH_INVARIANT_LEVEL, FLASHINFER, JOINS_PRODUCTS, LEVELS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
+
+_MAX_INT = 2**63 - 1
+_LARGEST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**24, "compile_cache_limit_gb": 10**9}
 
 
 def check_options(options: EngineOptions) -> None:
@@ -118,7 +119,7 @@ def _check_ranges(options: EngineOptions) -> None:
             "kv_cache_memory_bytes",
             "more than 0",
         ),
-        (0 < o.compile_cache_limit_gb < inf, "compile_cache_limit_gb", "more than 0"),
+        (o.compile_cache_limit_gb > 0, "compile_cache_limit_gb", "a number of more than 0"),
         (
             o.long_prefill_token_threshold >= 0,
             "long_prefill_token_threshold",
@@ -130,6 +131,9 @@ def _check_ranges(options: EngineOptions) -> None:
             raise UserError(f"{name}={getattr(o, name)!r}: expected {expected}")
     for spec in option_specs():
         value = getattr(o, spec.name)
+        largest = _LARGEST.get(spec.name, _MAX_INT)
+        if isinstance(value, int | float) and not abs(value) <= largest:  # NaN is not either
+            raise UserError(f"{spec.name}={value}: expected a number up to {largest}")
         if spec.choices and value not in (spec.default, *spec.choices):
             raise UserError(f"{spec.name}={value!r}: expected {' or '.join(spec.choices)}")
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:

@@ -51,15 +51,14 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
 
 
 def check_tokenizer(options: EngineOptions) -> None:
-    """Refuse a folder without ``tokenizer.json``.
+    """Refuse a folder without ``tokenizer.json``; the model's has been checked otherwise.
 
     Raises:
         UserError: names what is missing.
     """
     if options.tokenizer is None:
         folder = model_folder(options.model)
-        # A folder that is no model's is refused as such.
-        if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        if not (folder / "tokenizer.json").is_file():
             raise missing_tokenizer(folder)
         return
     folder = model_folder(options.tokenizer)

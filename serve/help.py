@@ -55,7 +55,13 @@ class GroupedHelp(TyperCommand):
             ctx.meta[HELP_ALL] = bool(given.get(HELP_ALL))
             typer.echo(self.get_help(ctx))
             ctx.exit()
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            value = given.get(error.param.name) if error.param else None
+            if isinstance(value, str) and value not in error.message:
+                error.message = f"{value!r}: {error.message}"
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         # Some versions of typer put brackets around the metavar of an optional argument.

@@ -70,7 +70,7 @@ def load(options: dict[str, Any], *, text: bool = False) -> LLM:
     if text:
         from ..engine.check import check_tokenizer
 
-        check_tokenizer(EngineOptions(**options))
+        check_tokenizer(checked(options, weights=True))
     from ..engine.llm import LLM
 
     return LLM(**options)
