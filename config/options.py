@@ -37,7 +37,7 @@ class EngineOptions:
     quantization: str | None = _option(
         None,
         "model",
-        "FP8 weights and activations: a scale a channel and token (fp8), a 128 x 128 block "
+        "FP8 weights and activations; a scale a channel and token (fp8), a 128 x 128 block "
         "(fp8_block) or a matrix (fp8_static); as the checkpoint is if unset",
         ("fp8", "fp8_block", "fp8_static"),
     )
@@ -128,7 +128,8 @@ class EngineOptions:
     kv_cache_dtype: str = _option(
         "auto",
         "cache",
-        "fp8 is fp8_e4m3, by the checkpoint's k_scale and v_scale if it has them; auto: as dtype",
+        "of the KV cache; fp8 is fp8_e4m3, by the checkpoint's k_scale and v_scale if it has "
+        "them; auto: as dtype",
         ("auto", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = _option(

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import EngineOptions, UserError
 from .chat_template import Message
+from .check import check_start
 from .collector import collector_at_rest
 from .inputs import Prompt
 from .loop import CheckedRequest, EngineLoop
@@ -34,6 +35,7 @@ class LLM:
 
     def __init__(self, model: str = "abacus", **options: Any) -> None:
         checked = _engine_options(model, options)
+        check_start(checked)
         # Only now: this imports torch, which takes seconds.
         from .engine import Engine
 

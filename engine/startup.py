@@ -19,7 +19,6 @@ from ..compiler.source import WEIGHTS
 from ..config import (
     EngineOptions,
     Hardware,
-    ModelLimits,
     ResolvedConfig,
     UserError,
     resolve,
@@ -39,6 +38,7 @@ from ..model_executor.models.decoder import DecoderModel
 from ..model_executor.quant.scheme import KINDS
 from ..model_executor.spec import ModelSpec, quantize_online
 from .attention_backend import say_where_flashinfer_does_not_fit, with_compiled_attention
+from .check import model_folder, model_limits
 from .inputs import InputProcessor
 from .kv_blocks import BlockPool
 from .missing_kernels import say_where_csrc_is_missing
@@ -58,15 +58,6 @@ from .tokenizer import load_tokenizer
 _CPU_CACHE_BYTES = 2**30
 
 
-def model_folder(model: str) -> Path:
-    """The folder of ``model``: "abacus" is the bundled one."""
-    if model == "abacus" and not Path(model).is_dir():
-        from ..model_executor.abacus import FOLDER
-
-        return Path(FOLDER)
-    return Path(model)
-
-
 def read_model(
     options: EngineOptions, hardware: Hardware
 ) -> tuple[Path, ModelSpec, ResolvedConfig]:
@@ -77,12 +68,7 @@ def read_model(
     """
     folder = model_folder(options.model)
     spec = read_spec(folder)
-    limits = ModelLimits(
-        spec.max_position_embeddings,
-        str(spec.dtype).removeprefix("torch."),
-        spec.quant.kind if spec.quant else "none",
-    )
-    config = resolve(options, hardware, limits)
+    config = resolve(options, hardware, model_limits(spec))
     check_kernels(dict(config.compile.kernels))
     return folder, with_options(spec, config), config
 
@@ -91,7 +77,7 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
     """A checkpoint's spec as it shall run."""
     spec = replace(
         spec,
-        dtype=getattr(torch, config.model.dtype),
+        dtype_name=config.model.dtype,
         fp8_kv_cache=config.cache.dtype == "fp8_e4m3",
     )
     for kind in KINDS:

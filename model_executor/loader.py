@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.errors import UserError
+from ..ops._float8 import E4M3
 from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_shard, read_headers
 from .layers import Linear, Placement, RMSNorm, ShardRule
 from .models import ARCHITECTURES
@@ -24,7 +25,6 @@ from .models.decoder import DecoderModel
 from .models.weight_names import Target, checkpoint_names
 from .quant.quantize import DUMMY_INPUT_SCALE, Staging, quantize_into, rescale
 from .quant.scales import find_scales, read_scales, scale_slots
-from .quant.scheme import FP8
 from .spec import ModelSpec
 
 # Old Llama checkpoints carry rope's tables, which are computed here; scales of an FP8 KV cache are
@@ -176,7 +176,7 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str
 
 def _dtype(param: Tensor, dtype: torch.dtype) -> torch.dtype:
     """FP8 weights stay FP8, others are of the model's dtype."""
-    return FP8 if param.dtype == FP8 else dtype
+    return E4M3 if param.dtype == E4M3 else dtype
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -238,7 +238,7 @@ def slots(model: DecoderModel, shard: Shard) -> dict[str, Slot]:
         for kind, rule in rules.items():
             param = params.get(f"{target.module}.{kind}")
             if param is not None:
-                dtypes = (F8_E4M3,) if quantized and param.dtype == FP8 else FLOATS
+                dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
                 slot = _slot(f"{target.module}.{kind}", param, rule, dtypes, target, shard)
                 found[f"{name}.{kind}"] = slot
     return found

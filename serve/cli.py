@@ -8,64 +8,50 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import typer
 
 from .. import __version__
 from ..config import EngineDeadError, UserError
-from . import bench
-from .bisect import bisect
-from .cache import app as cache
-from .compile import compile
-from .demo import demo
-from .env import env
-from .evaluate import evaluate
-from .explain import explain
-from .help import GroupedHelp
-from .profile import profile
-from .run import run
+from .help import Command, LazyGroup
 
 # typer raises its parser's errors (unknown flag, missing value) under a class that it does not
 # export, and that moved from click to typer itself: the grandparent of the one it does export.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+
+class _Commands(LazyGroup):
+    table: ClassVar[Mapping[str, Command]] = {
+        "run": Command("run", "run", "Generate text for prompts."),
+        "demo": Command("demo", "demo", "Solve problems with the bundled model; show what ran."),
+        "eval": Command("evaluate", "evaluate", "Exact-match accuracy on problems never seen."),
+        "compile": Command("compile", "compile", "Compile ahead of time and keep the artifact."),
+        "explain": Command("explain", "explain", "What compilation does with a model, and why."),
+        "bisect": Command("bisect", "bisect", "Find the pass and site that moves the outputs."),
+        "profile": Command("profile", "profile", "Kernels and a time line of steady steps."),
+        "bench": Command("bench", "app", "Measure latency, throughput, start-up, passes, kernels."),
+        "cache": Command("cache", "app", "List, check, compare, carry, prune and sign artifacts."),
+        "env": Command("env", "env", "Print what a bug report needs."),
+    }
+    answers: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "--version": ("Print the version.", f"fusewright {__version__}")
+    }
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     rich_markup_mode=None,  # importing rich would double the time of --help
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="A kernel-centric compiler stack for LLM inference.",
 )
-app.command("run", cls=GroupedHelp)(run)
-app.command("eval", cls=GroupedHelp)(evaluate)
-app.command("demo", cls=GroupedHelp)(demo)
-app.command("compile", cls=GroupedHelp)(compile)
-app.add_typer(bench.app, name="bench")
-app.command("explain", cls=GroupedHelp)(explain)
-app.command("bisect", cls=GroupedHelp)(bisect)
-app.command("profile", cls=GroupedHelp)(profile)
-app.command("env", cls=GroupedHelp)(env)
-app.add_typer(cache, name="cache")
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"fusewright {__version__}")
-        raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def _options(
-    context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
+def _options(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .table import table
 
 _FOLDER = Path(__file__).resolve().parent.parent
 _ENVIRONMENT = (
@@ -41,9 +42,7 @@ def env(
     if json_output:
         typer.echo(json.dumps(facts))
         return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        typer.echo(f"{name.ljust(width)}  {value}")
+    typer.echo(table([list(fact) for fact in facts.items()], heading=False))
 
 
 def collect() -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .report import checks_table
-from .table import table
+from .table import line_width, table, wrap
 
 if TYPE_CHECKING:
     from ..compiler.explain import Explanation, LayerFacts, OpFacts
@@ -24,7 +24,14 @@ def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:
         if graphs:
             for when, drawn in (("before", layer.before), ("after", layer.after)):
                 parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn]))
-    return "\n\n".join([*parts, "\n".join([step_line(facts), *facts.notes])])
+    parts.append("\n".join([step_line(facts), *facts.notes]))
+    return "\n\n".join(_fitting(part) for part in parts)
+
+
+def _fitting(text: str) -> str:
+    """``text`` with its long lines wrapped at the width of the terminal.  Tables fit already."""
+    width = line_width()
+    return "\n".join(line for long in text.split("\n") for line in wrap(long, width, "    "))
 
 
 def step_line(facts: Explanation) -> str:

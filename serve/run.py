@@ -72,7 +72,7 @@ def run(
     from ..engine.sampling_params import SamplingParams
 
     params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling})
-    llm = load(options)
+    llm = load(options, text=any(isinstance(p, str) for p in given))
     prompts: list[Prompt] = [_chat_prompt(llm, str(p)) for p in given] if chat else [*given]
     if json_output:
         outputs = []
@@ -88,7 +88,7 @@ def run(
             for completion in output.outputs:
                 typer.echo(completion.text if chat else f"{output.prompt or ''}{completion.text}")
     if show_report:
-        typer.echo(summary(llm.report()), err=True)
+        typer.echo(summary(llm.report(), sys.stderr), err=True)
     check_finished(outputs)
 
 

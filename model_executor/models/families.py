@@ -5,17 +5,11 @@ Where a config leaves a field out, the default is that of the family's class in 
 
 from __future__ import annotations
 
-import torch
-
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
 from .rope import effective_positions, rope_parameters
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def llama(config: HfConfig, architecture: str) -> ModelSpec:
@@ -101,7 +95,7 @@ def _dense(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         sliding_windows=sliding_windows,
-        dtype=_dtype(config),
+        dtype_name=_dtype(config),
     )
 
 
@@ -129,10 +123,10 @@ def _qwen_windows(config: HfConfig) -> tuple[int, ...]:
     return tuple(known[kind] for kind in types)
 
 
-def _dtype(config: HfConfig) -> torch.dtype:
+def _dtype(config: HfConfig) -> str:
     """``dtype`` (transformers 5) or ``torch_dtype`` (4); float32 when neither is there."""
     field = "dtype" if config.has("dtype") else "torch_dtype"
     name = config.text(field, "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise config.error(field, name, f"one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return name

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import cast
 
 from ...config.errors import UserError
-from ...ops.rotary_cache import ROPE_KINDS, RopeKind, RopeParameters
+from ...config.rope import ROPE_KINDS, RopeKind, RopeParameters
 from ..hf_json import HfConfig
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fusewright.config.errors import UserError
+from fusewright.config.rope import RopeParameters
 from fusewright.model_executor.abacus import FOLDER as ABACUS
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.spec import ModelSpec
-from fusewright.ops.rotary_cache import RopeParameters
 
 LLAMA_3_1: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

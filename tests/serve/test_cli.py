@@ -76,7 +76,7 @@ def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str])
 def test_help_names_every_engine_flag_in_full(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "-h"]) == 0
+    assert main([command, "--help-all"]) == 0
     words = set(capsys.readouterr().out.replace(",", " ").split())
     assert {spec.flag for spec in option_specs()} <= words
     assert {spec.name for spec in option_specs()} == {f.name for f in fields(EngineOptions)}
