@@ -8,6 +8,7 @@ from .errors import EngineDeadError, UserError
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import FLASHINFER, LEVELS, OPT_IN, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
+from .ports import engine_options
 from .resolve import capture_sizes, resolve
 from .resolved import (
     CacheConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "StoreConfig",
     "UserError",
     "capture_sizes",
+    "engine_options",
     "key_factors",
     "option_specs",
     "outside_fields",

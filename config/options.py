@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .levels import PASSES, CudagraphMode
+from .option_types import typed
 
 
 def _option(
@@ -140,6 +141,13 @@ class EngineOptions:
     )
     kv_cache_memory_bytes: int | None = _option(None, "cache", "bytes for the KV cache")
     num_gpu_blocks_override: int | None = _option(None, "cache", "number of KV blocks")
+
+    def __post_init__(self) -> None:
+        """Raises ``UserError`` for a value of the wrong type."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not f.default:
+                object.__setattr__(self, f.name, typed(f.name, str(f.type), value))
 
 
 @dataclass(frozen=True)
