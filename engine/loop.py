@@ -202,7 +202,9 @@ class EngineLoop:
         return []
 
     def _accept(self, batch: Batch, result: StepResult) -> None:
-        tokens = self.scheduler.update(batch, result)
+        tokens, failed = self.scheduler.update(batch, result)
+        if failed:
+            self._outputs.touch(failed)
         if self.on_tokens is not None:
             self.on_tokens(tokens)
         for token in tokens:

@@ -24,7 +24,7 @@ def lm_head_argmax(x: Tensor, weight: Tensor) -> Tensor:
 
     Returns:
         [num_seqs] int32: of the logits rounded to x's dtype the largest; the lowest index wins
-        ties, NaN never wins, 0 for a row of only -inf or NaN.
+        ties.  -1 for a row with a NaN among them, -2 for one of only -inf, as in ``argmax``.
 
     Raises:
         ValueError: x and weight disagree on hidden (native: PyTorch's RuntimeError).
@@ -79,17 +79,28 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("one row", 1, 100, 64)
     yield call("odd", 7, 1001, 77)
     yield call("one token", 3, 1, 8)
-    x, weight = call("", 4, 300, 128).args
-    weight[7:9, 0], weight[290, 0] = torch.nan, torch.inf
-    yield Case("nan and inf", (x, weight))
+
+    def broken(label: str, vocab: int, hidden: int) -> Iterator[Case]:
+        x, weight = call("", 4, vocab, hidden).args
+        x[:, 0], weight[vocab - 10, 0] = torch.tensor([1, -1, 0, 1]), torch.inf  # 0 * inf is NaN
+        yield Case(f"inf{label}", (x, weight))
+        x, weight = call("", 4, vocab, hidden).args
+        x[:, 0], weight[:, 0] = torch.tensor([1, -1, 1, 1]), -torch.inf
+        yield Case(f"all -inf, all inf{label}", (x, weight))
+        x, weight = call("", 4, vocab, hidden).args
+        x[2, hidden - 1] = torch.nan
+        yield Case(f"nan in a row{label}", (x, weight))
+        x, weight = call("", 4, vocab, hidden).args
+        weight[vocab - 10, 0] = torch.nan
+        yield Case(f"nan in the weight{label}", (x, weight))
+
+    yield from broken("", 300, 128)
     if device.type == "cuda":  # large enough for the streaming kernel
         for rows, vocab, hidden in [(1, 4099, 1088), (2, 32003, 192), (8, 8192, 1024)]:
             yield call(f"{rows} rows, {vocab}", rows, vocab, hidden)
         for rows, vocab, hidden in [(13, 50257, 192), (32, 8200, 1024), (33, 8192, 1024)]:
             yield call(f"{rows} rows, {vocab}", rows, vocab, hidden)
-        x, weight = call("", 3, 16000, 512).args
-        weight[::3, 0], weight[12345, 1] = torch.nan, torch.inf
-        yield Case("nan and inf, 16 MiB", (x, weight))
+        yield from broken(", 16 MiB", 16000, 512)
 
 
 def _cost(desc: OpDesc) -> Cost:

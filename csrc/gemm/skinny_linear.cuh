@@ -312,11 +312,14 @@ __device__ __forceinline__ float activated(float gate, Epilogue epilogue) {
   return 0.5f * gate * (1.0f + tanhf(inner));
 }
 
+constexpr uint32_t kRankOfNaN = 0xffff;
+constexpr uint32_t kRankOfMinusInfinity = 0x007f;
+
 // A row's rank among those of a block: its value as a bfloat16 in an order of integers, then the
-// lower row.  NaN is -inf, the two zeros are one; 0 is less than any key.
+// lower row.  NaN is above all, the two zeros are one; 0 is less than any key.
 __device__ __forceinline__ uint32_t largest_key(float v, int row) {
-  const float value = isnan(v) ? -INFINITY : rounded(v, Element::kBFloat16) + 0.0f;
-  const uint32_t bits = __float_as_uint(value) >> 16;
+  const float value = rounded(v, Element::kBFloat16) + 0.0f;
+  const uint32_t bits = isnan(v) ? kRankOfNaN ^ 0x8000 : __float_as_uint(value) >> 16;
   return ((bits & 0x8000 ? ~bits : bits | 0x8000) << 16) | (0xffff - row);
 }
 
@@ -548,7 +551,8 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kFindThreads = 1024;
 
 // A block a token: the index of the largest of its blocks' keys, of tiles of `rows` rows, `splits`
-// blocks each.  Equal values: the lower row within a block, the lower tile among blocks.
+// blocks each.  Equal values: the lower row within a block, the lower tile among blocks.  -1 if one
+// is NaN, -2 if all are -inf, as in ops/_sampling.py.
 __global__ void __launch_bounds__(kFindThreads)
     find_largest_kernel(const uint32_t* largest, int blocks, int splits, int rows,
                         int32_t* token_ids) {
@@ -569,7 +573,11 @@ __global__ void __launch_bounds__(kFindThreads)
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int warp = 0; warp < kFindThreads / kWarpSize; ++warp) best = max(best, found[warp]);
-  token_ids[blockIdx.x] = static_cast<int32_t>(~static_cast<uint32_t>(best));
+  const uint32_t rank = static_cast<uint32_t>(best >> 32);
+  int32_t token_id = static_cast<int32_t>(~static_cast<uint32_t>(best));
+  if (rank == kRankOfMinusInfinity) token_id = -2;
+  if (rank == kRankOfNaN) token_id = -1;
+  token_ids[blockIdx.x] = token_id;
 }
 
 }  // namespace fusewright::gemm

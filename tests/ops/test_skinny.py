@@ -241,8 +241,9 @@ def test_argmax_is_that_of_the_plain_kernels_logits(
         x = x * 0.05 if rows % 2 else x  # a narrow range: rounded logits are often equal
         weight[: n // 2] = weight[n - n // 2 :]  # and each row comes twice
         if rows == 3:
-            weight[:: max(n // 7, 1), 5] = torch.nan
             x[1] = torch.nan
+        if rows == 9:
+            weight[n // 2, 5] = torch.nan
         expected = ARGMAX.reference(kernels.skinny_linear(x, weight, None))
         assert torch.equal(kernels.skinny_argmax(x, weight), expected), f"--fw-seed={fw_seed}"
 
