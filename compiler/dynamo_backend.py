@@ -23,7 +23,14 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..config import LEVELS, UserError
-from ..passes import CANONICALIZE, PassReport, build_passes, check_required, run_passes
+from ..passes import (
+    CANONICALIZE,
+    PassReport,
+    build_passes,
+    check_any_expected,
+    check_required,
+    run_passes,
+)
 from ..passes.subgraph import compute_fake
 from .lower import lower
 
@@ -48,7 +55,10 @@ class BackendOptions:
             configurations too.
         require_fusion: "NAME" or "NAME:COUNT", one or a list: the pass must match that often in
             every graph and miss nowhere.
-        require_all_fusions: every expected site must match, in one graph without a break.
+        require_all_fusions: every expected site must match, in one graph without a break, and there
+            must be one: a model of which nothing can be fused is refused.  A graph that Dynamo
+            compiles again, such as for a branch that returns early, may have none if an earlier
+            one of the same function had some.
         verify: run every distinct rewrite, before against after, on random inputs.
         rest: "inductor" or "eager": how what the passes leave runs; the latter, op by op, is for
             debugging.
@@ -277,6 +287,7 @@ def _compile_aten(
     required = options.required()
     if options.require_all_fusions:
         required = [(one.name, 0) for one in report.passes]
+        check_any_expected(_of_function(report), f"graph {report.name}")
     check_required(report.passes, required)
     report.choices = lower(
         gm, hand_kernels=LEVELS[options.level].hand_kernels, kernels={}, sm=_sm(gm)
@@ -287,6 +298,15 @@ def _compile_aten(
     from torch._inductor.compile_fx import compile_fx_inner
 
     return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+
+
+def _of_function(report: GraphReport) -> list[PassReport]:
+    """The passes over this graph and, before it, over others that Dynamo compiled of the same
+    function: "0/2" is the third of the first."""
+    function, _, number = report.name.rpartition("/")
+    earlier = (f"{function}/{n}" for n in range(int(number) if number.isdigit() else 0))
+    before = [_REPORTS[name].passes for name in earlier if name in _REPORTS]
+    return [*report.passes, *(one for passes in before for one in passes)]
 
 
 def _sm(gm: fx.GraphModule) -> int:

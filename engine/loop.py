@@ -250,8 +250,10 @@ class EngineLoop:
         return []
 
     def _accept(self, batch: Batch, result: StepResult) -> None:
-        tokens = self.scheduler.update(batch, result)
+        tokens, failed = self.scheduler.update(batch, result)
         self._outputs.num_output_tokens += len(tokens)
+        if failed:
+            self._outputs.touch(failed)
         if self.on_tokens is not None:
             self.on_tokens(tokens)
         for token in tokens:

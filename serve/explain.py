@@ -35,7 +35,10 @@ def explain(
     context: Annotated[int, typer.Option("--context", help="KV positions of each.")] = 128,
     require_all: Annotated[
         bool,
-        typer.Option("--require-all-fusions", help="Exit with code 2 when a pass missed a site."),
+        typer.Option(
+            "--require-all-fusions",
+            help="Exit with code 2 when a pass missed a site, or none has one.",
+        ),
     ] = False,
     against: Annotated[
         str | None,
@@ -85,6 +88,10 @@ def explain(
     ]
     if require_all and missed:
         raise UserError(f"require_all_fusions: {len(missed)} missed: {'; '.join(missed)}")
+    if require_all:
+        from ..passes import PassReport, check_any_expected
+
+        check_any_expected(map(PassReport.from_json, facts.passes), label)
 
 
 def _other(options: dict[str, Any], against: str | None) -> list[dict[str, Any]]:

@@ -190,6 +190,29 @@ def test_required_fusions_refuse_what_is_not_fused() -> None:
         assert "gradients are required" in refusal(lambda: training(torch.randn(3, 32)))
 
 
+def test_a_model_of_which_nothing_is_expected_cannot_require_all_fusions() -> None:
+    layer = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    run = compiled(layer, require_all_fusions=True, **EAGER)
+    said = refusal(lambda: run(torch.randn(3, 32)))
+    assert "no fusion is expected in graph 0/0, so there is nothing to require" in said
+    assert "canonicalize_norm" in said and "drop require_all_fusions" in said
+    torch._dynamo.reset()
+    assert compiled(layer, **EAGER)(torch.randn(3, 32)) is not None
+
+
+def test_a_further_graph_of_a_function_may_have_nothing_to_fuse() -> None:
+    norm = Norm(32, gemma=False)
+
+    def model(x: Tensor, whole: bool) -> Tensor:
+        return norm(x) if whole else x * 2  # type: ignore[no-any-return]
+
+    run = compiled(model, require_all_fusions=True, **EAGER)
+    x = torch.randn(3, 32)
+    assert_close(run(x, True), norm(x))
+    assert torch.equal(run(x, False), x * 2)
+    assert [len(r.passes[0].sites) for r in reports()] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -53,6 +53,34 @@ def _oracle(args: tuple[Any, ...]) -> torch.Tensor:
     return want
 
 
+@pytest.mark.parametrize("place", ["query", "key", "all keys", "value"])
+@pytest.mark.parametrize("implementation", ["", "native", "triton", "cuda"])
+def test_nan_reaches_the_queries_that_see_it(
+    implementation: str, place: str, device: torch.device
+) -> None:
+    """PyTorch's attention for CPUs makes zeros of it where a query has no other logit."""
+    if implementation == "cuda" and device.type != "cuda":
+        pytest.skip("needs a GPU")
+    lengths = [(1, 3), (1, 40), (4, 4), (2, 21), (1, 1)]
+    args = batch(torch.bfloat16, device, generator(device, 3), lengths, (4, 2, 64), 16)
+    q, cache, table = args[:3]
+    for s in range(len(lengths)):
+        if place == "query":
+            q[[0, 1, 2, 6, 8]] = torch.nan  # the first of each sequence
+        elif place == "key":
+            cache[table[s, 0], 0, 0, :, 5] = torch.nan
+        elif place == "value":
+            cache[table[s, 0], 1, 0] = torch.nan
+        else:
+            used = table[s, : -(-lengths[s][1] // 16)].long()
+            cache[used, 0] = torch.nan
+    got = run_on_copy(implementation, args).float().isnan()
+    whole = torch.ones(9, dtype=torch.bool, device=device)
+    if place == "query":
+        whole[[3, 4, 5, 7]] = False
+    assert torch.equal(got.all(-1).all(-1), whole) and torch.equal(got.any(-1).any(-1), whole)
+
+
 def _random_batch(device: torch.device, seed: int, fp8: str = "") -> tuple[Any, ...]:
     rng = random.Random(seed)
     lengths = []

@@ -133,6 +133,12 @@ def test_a_missed_site_fails_when_all_are_required(
     assert "require_all_fusions: 5 missed: fuse_gated_linear: " in err and reason in err
 
 
+def test_requiring_all_fusions_where_none_is_expected_fails(capsys: Capture) -> None:
+    assert main(["explain", "abacus", "--device", "cpu", "-O1", "--require-all-fusions"]) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
+    assert "no fusion is expected in" in line and "drop require_all_fusions" in line
+
+
 def test_every_site_has_a_place_and_a_reason_unless_it_matched(capsys: Capture) -> None:
     told = facts(capsys, *SM_90, "--quantization", "fp8", "--disable-passes", "fuse_rope_store")
     sites = {(s["name"], s["layers"], s["module"]): s for s in told["sites"]}
