@@ -39,6 +39,8 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         UserError: an option or a file is bad.
     """
     check_options(options)
+    if not options.model:
+        raise UserError("model='': expected a Hugging Face model folder, or abacus")
     folder = model_folder(options.model)
     spec = read_spec(folder)
     check_limits(options, model_limits(spec))

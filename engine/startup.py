@@ -33,7 +33,7 @@ from ..graph_capture import (
 )
 from ..model_executor.hf_config import read_spec
 from ..model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
-from ..model_executor.loader import load_model
+from ..model_executor.loader import load_model, out_of_memory
 from ..model_executor.models.decoder import DecoderModel
 from ..model_executor.quant.scheme import KINDS
 from ..model_executor.spec import ModelSpec, quantize_online
@@ -223,12 +223,14 @@ def bind_kv_caches(
     device = torch.device(config.hardware.device)
     try:
         caches = allocate_kv_caches(spec, num_blocks, size, spec.kv_cache_dtype, device)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
         raise UserError(
             f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
-            "the GPU has left; lower num_gpu_blocks_override, kv_cache_memory_bytes or "
-            "gpu_memory_utilization"
+            f"{config.hardware.device} has left; lower num_gpu_blocks_override, "
+            "kv_cache_memory_bytes or gpu_memory_utilization"
         ) from error
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
     return caches

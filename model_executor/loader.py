@@ -94,7 +94,15 @@ def load_model(
         UserError: a shard is missing or damaged, its tensors are not those of the model, or the
             device has no room for them.
     """
-    model = DecoderModel(spec)
+    try:
+        model = DecoderModel(spec)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(
+            f"no room for the cosines and sines of max_position_embeddings = "
+            f"{spec.max_position_embeddings}; lower it in {Path(folder) / 'config.json'}"
+        ) from error
     if load_format == "dummy":
         materialize(model, spec.dtype, device)
         fill_dummy(model, seed)
@@ -166,12 +174,21 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str
             lambda param: _empty_like(param, dtype, device),
             lambda buffer: buffer.to(device),
         )
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         needed = sum(p.numel() * _dtype(p, dtype).itemsize for p in model.parameters())
         raise UserError(
             f"{device} has no room for {needed / 1e9:.1f} GB of weights; free memory there, or use "
             "a smaller model or a larger device"
         ) from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; that of the CPU has no class of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return "can't allocate memory" in str(error)
 
 
 def _dtype(param: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -15,11 +15,7 @@ import typer
 
 from .. import __version__
 from ..config import EngineDeadError, UserError
-from .help import Command, LazyGroup
-
-# typer raises its parser's errors (unknown flag, missing value) under a class that it does not
-# export, and that moved from click to typer itself: the grandparent of the one it does export.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+from .help import Command, LazyGroup, UsageError
 
 
 class _Commands(LazyGroup):
@@ -61,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
     try:
         return app(args=argv, prog_name="fusewright", standalone_mode=False) or 0
-    except _UsageError as error:
+    except UsageError as error:
         return _refuse(f"{error.format_message()} (see `{_where(error)} --help`)")  # type: ignore[attr-defined]
     except EngineDeadError as error:
         _refuse(str(error))

@@ -13,7 +13,7 @@ import typer
 from ..config import LEVELS, OPT_IN, PASSES, Level, UserError
 from .explain_text import difference_text, explanation
 from .flags import engine_flags
-from .options import checked, merge
+from .options import checked, merge, writable
 from .table import table
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def explain(
         raise UserError(
             "explain: nothing to explain; name a model, or use `fusewright explain --levels`"
         )
+    writable("html", html)
     every = [checked(asked) for asked in (options, *_other(options, against))]
     from ..compiler.explain_diff import differences
     from ..engine.explain import explain_model

@@ -36,6 +36,10 @@ COMMON = frozenset(
 """Options from lists (``takes_flags``) that ``--help`` shows; ``--help-all`` shows all."""
 
 HELP_ALL = "help_all"
+
+# typer raises its parser's errors (unknown flag, missing value) under a class that it does not
+# export, and that moved from click to typer itself: the grandparent of the one it does export.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _TYPES = {"str": "TEXT", "int": "INT", "integer": "INT", "float": "FLOAT", "bool": "BOOL"}
 _TYPES |= {"path": "PATH", "filename": "PATH"}
 
@@ -47,9 +51,10 @@ class GroupedHelp(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             given = self.make_parser(ctx).parse_args(args=list(args))[0]
-        except typer.BadParameter.__mro__[1] as error:
+        except UsageError as error:
             # Some of the parser's errors do not say whose flags they are about.
-            error.ctx = error.ctx or ctx  # type: ignore[attr-defined]
+            told: Any = error
+            told.ctx = told.ctx or ctx
             raise
         if given.get("help") or given.get(HELP_ALL):
             ctx.meta[HELP_ALL] = bool(given.get(HELP_ALL))

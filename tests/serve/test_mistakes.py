@@ -80,6 +80,8 @@ MISTAKES: list[tuple[Callable[[Path], None], tuple[str, ...], tuple[str, ...]]] 
     (nothing, ("compile", "/nope"), ("'/nope'", "not there")),
     (nothing, ("bisect", "/nope"), ("'/nope'", "not there")),
     (nothing, ("explain", "/nope"), ("'/nope'", "not there")),
+    (nothing, ("run", "", "-p", "x"), ("model=''", "model folder")),
+    (nothing, ("explain", "abacus", "--html", "/nope/x.html"), ("html=/nope/x.html", "cannot be")),
     (nothing, ("rum",), ("'rum'", "'run'", "fusewright --help")),
 ]
 
