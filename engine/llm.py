@@ -264,7 +264,7 @@ class _Progress:
 def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Several prompts, whether one or more were given: a list of ints is one prompt."""
     prompts = plain(prompts)
-    if isinstance(prompts, str | bytes | Mapping):
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping):
         return [prompts]  # bytes are refused with the others
     if not isinstance(prompts, Iterable):
         raise UserError(f"prompts={prompts!r}: expected text, token ids, or several of them")
