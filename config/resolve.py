@@ -31,6 +31,8 @@ from .resolved import (
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 _DEFAULT_NUM_SEQS, _NUM_SEQS_LARGE_GPU, _LARGE_GPU_BYTES = 256, 512, 70 * 10**9
 _FP8_SM = 89
+_MAX_INT = 2**63 - 1
+_LARGEST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**24, "compile_cache_limit_gb": 10**9}
 
 
 def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -94,6 +96,7 @@ def _check_ranges(options: EngineOptions) -> None:
             "max_num_batched_tokens",
             "at least 1",
         ),
+        (o.compile_cache_limit_gb > 0, "compile_cache_limit_gb", "a number of more than 0"),
         (
             o.num_gpu_blocks_override is None or o.num_gpu_blocks_override >= 1,
             "num_gpu_blocks_override",
@@ -110,6 +113,9 @@ def _check_ranges(options: EngineOptions) -> None:
             raise UserError(f"{name}={getattr(o, name)!r}: expected {expected}")
     for spec in option_specs():
         value = getattr(o, spec.name)
+        largest = _LARGEST.get(spec.name, _MAX_INT)
+        if isinstance(value, int | float) and not abs(value) <= largest:  # NaN is not either
+            raise UserError(f"{spec.name}={value}: expected a number up to {largest}")
         if spec.choices and value not in (spec.default, *spec.choices):
             raise UserError(f"{spec.name}={value!r}: expected {' or '.join(spec.choices)}")
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
@@ -241,10 +247,6 @@ def _store(options: EngineOptions, level: Level) -> StoreConfig:
         raise UserError(f"{given[0]} contradicts no_cache: give one of them")
     if given and not level.trace:
         raise UserError(f"{given[0]}: -O0 compiles nothing; use -O1 or higher")
-    if options.compile_cache_limit_gb <= 0:
-        raise UserError(
-            f"compile_cache_limit_gb={options.compile_cache_limit_gb}: expected more than 0"
-        )
     return StoreConfig(
         enabled=options.compile_cache and level.trace,
         require=options.require_cache,

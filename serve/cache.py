@@ -6,6 +6,7 @@ Imports no torch: a store can be managed on any machine.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from dataclasses import asdict
@@ -204,6 +205,12 @@ def prune(
     """Remove artifacts from the store that is written, least recently used first."""
     if max_size is None and older_than is None and not everything:
         raise UserError("cache prune: nothing to prune by; give --max-size, --older-than or --all")
+    if older_than is not None and not 0 <= older_than < math.inf:
+        raise UserError(
+            f"--older-than {older_than}: expected a number of days, 0 or more; --all removes all"
+        )
+    if everything and (max_size is not None or older_than is not None):
+        raise UserError("--all removes what --max-size or --older-than would keep: give one")
     removed = _store(folders).prune(
         max_bytes=0 if everything else None if max_size is None else parse_size(max_size),
         unused_since=None if older_than is None else time.time() - older_than * _DAY_S,
@@ -241,7 +248,7 @@ def parse_size(text: str) -> int:
     Raises:
         UserError: it is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)", text.strip().lower())
     if match is None or (unit := match[2].upper()) not in _UNITS:
         raise UserError(f"--max-size {text}: expected a size such as 10GB, 512MiB or 4096")
     return int(float(match[1]) * _UNITS[unit])
