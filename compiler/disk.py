@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 MAX_DEPTH = 8
 """Most folders in one another below an artifact or a store's folder of objects."""
-MAX_FILES = 10_000
+MAX_FILES = 4096
 """Most files and folders of an artifact."""
 
 _FILE_MODE = 0o644

@@ -42,8 +42,10 @@ def prepare(root: Path) -> None:
         root.parent.mkdir(parents=True, exist_ok=True)
         for folder in (root, *(root / n for n in (ARTIFACTS, OBJECTS, LOCKS, USED, TMP))):
             disk.make_folder(folder)
-            if reason := disk.distrust(folder.lstat()):
+            if reason := disk.distrust(info := folder.lstat()):
                 raise StoreError(f"{folder}: {reason}; {TRUST_REMEDY}")
+            if not stat.S_ISDIR(info.st_mode):
+                raise StoreError(f"{folder}: is a file, expected a folder; delete it")
 
 
 def lock_path(root: Path, digest: str) -> Path:

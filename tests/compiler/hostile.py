@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fusewright.compiler import disk
 from fusewright.compiler.artifact import FileDigest, Manifest, canonical_json
 from tests.compiler.store_process import FILES, REPORT, key
 
@@ -187,9 +188,9 @@ ARCHIVES: dict[str, tuple[bytes | Callable[[Path], None], str]] = {
     "no ASCII": (with_file(FULLWIDTH), "not a plain relative path"),
     "no UTF-8": (with_member(header(f"{INSIDE}/\udcff")), "not a plain relative path"),
     "1,200 folders": (with_file(f"{NESTED}/x"), "folders deep"),
-    "10,001 files": (
-        with_member(*(header(f"{INSIDE}/{n}") for n in range(10_001))),
-        "more than 10000 files",
+    "too many files": (
+        with_member(*(header(f"{INSIDE}/{n}") for n in range(disk.MAX_FILES + 1))),
+        f"more than {disk.MAX_FILES} files",
     ),
     "no manifest": (member(f"{INSIDE}/plan.json") + END, "manifest.json: is missing"),
     "a file less": (with_manifest(sealed(document()), {"plan.json": b""}), "is missing"),
