@@ -88,7 +88,8 @@ class EngineOptions:
     compile_cache_dir: tuple[str, ...] = _option(
         (),
         "artifact",
-        "folders of artifacts, searched in order after the baked one; new ones go to the first",
+        "folders of artifacts, searched in order after the baked one; new ones go to the first; "
+        "separated by commas or colons",
     )
     compile_cache_limit_gb: float = _option(
         20.0, "artifact", "prune the least recently used artifacts beyond this size"

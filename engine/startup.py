@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler.check_kernels import check_kernels
-from ..compiler.compiled import Compiled
+from ..compiler.compiled import LOOKUPS, Compiled
 from ..compiler.program import Program, eager_program
 from ..compiler.source import WEIGHTS
 from ..config import (
@@ -165,7 +165,7 @@ def compile_model(
     with (
         startup.phase("compile"),
         artifact_store(config.store) as store,
-        progress.status("Compiling") as say,
+        progress.status("Compiling", quiet=LOOKUPS) as say,
     ):
         # -O3 measures kernels, and wants the device for itself.
         before_build = weights.result if config.compile.tune else lambda: None

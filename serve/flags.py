@@ -80,7 +80,7 @@ def takes_flags(**lists: Iterable[OptionSpec]) -> Callable[[Command], Command]:
         def wrapper(**arguments: Any) -> Any:
             del arguments[HELP_ALL]  # GroupedHelp has answered it
             for parameter, specs in flags.items():
-                values = {s.name: arguments.pop(_dest(s)) for s in specs}
+                values = {s.name: _joined(s, arguments.pop(_dest(s))) for s in specs}
                 arguments[parameter] = {k: v for k, v in values.items() if v not in (None, [])}
             return command(**arguments)
 
@@ -102,6 +102,13 @@ def engine_flags(command: Command) -> Command:
 
 def _dest(spec: OptionSpec) -> str:
     return spec.flag.removeprefix("--").replace("-", "_")
+
+
+def _joined(spec: OptionSpec, value: Any) -> Any:
+    """A flag's value; of a list that is repeated, all items."""
+    if value and spec.type.startswith("tuple"):
+        return tuple(item for items in value for item in items)
+    return value
 
 
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
@@ -136,13 +143,13 @@ def _choice(choices: tuple[str, ...], text: str) -> str:
     return text
 
 
-def _strings(text: str) -> tuple[str, ...]:
+def strings(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def _integers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(item) for item in _strings(text))
+        return tuple(int(item) for item in strings(text))
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4.") from None
 
@@ -153,7 +160,7 @@ _TYPES: dict[str, tuple[Any, Callable[[str], Any] | None, str | None]] = {
     "float": (float, None, "FLOAT"),
     "bool": (bool, None, None),
     "list[str]": (list[str], None, "TEXT"),
-    # Parsed tuples are one value to typer, which would read `tuple[...]` as several arguments.
-    "tuple[str, ...]": (str, _strings, "A,B,…"),
-    "tuple[int, ...]": (str, _integers, "1,2,…"),
+    # Repeatable lists, each of which is parsed to a tuple: see `_joined`.
+    "tuple[str, ...]": (list[str], strings, "A,B,…"),
+    "tuple[int, ...]": (list[str], _integers, "1,2,…"),
 }
