@@ -191,6 +191,8 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     shape = [d if isinstance(d, int) else _size(d, size) for d in value.shape]
     device = here(value.device)
     gen = torch.Generator(device=device).manual_seed(seed)
+    if value.dtype.is_complex:
+        return torch.randn(shape, generator=gen, device=device, dtype=value.dtype)
     if not value.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=gen, device=device).to(value.dtype)
     if math.prod(shape) > _MOST_AT_ONCE:
