@@ -11,6 +11,7 @@ from typing import Any
 from .. import ops
 from ..config import CompileConfig
 from .artifact import Artifact
+from .check_kernels import called, check_used
 from .key import Key
 from .load import load
 from .plan import Plan
@@ -71,6 +72,7 @@ def compile(
     Raises:
         UserError: there is no artifact that may be used and ``require`` is set, with the reason;
             or the store cannot be written.
+        MachineError: there is no C++ compiler that works, or no space for compilers' files.
         TraceError, RequiredFusionError, VerificationError, LoweringError, EmitError: see the
             phases.
     """
@@ -86,13 +88,16 @@ def compile(
             if artifact is None:
                 for refusal in store.refusals:
                     _log.warning("%s: %s; compiling anew", refusal.path, refusal.reason)
-                with timer.phase("import compiler"):
-                    from .build import build
-                with timer.phase("make model"):
-                    model = source()
-                files, report = build(
-                    model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
-                )
+                from .cpp_compiler import compiler_files
+
+                with compiler_files():
+                    with timer.phase("import compiler"):
+                        from .build import build
+                    with timer.phase("make model"):
+                        model = source()
+                    files, report = build(
+                        model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
+                    )
                 built = True
                 with timer.phase("publish"):
                     artifact = store.publish(key, files, report, label)
@@ -100,8 +105,11 @@ def compile(
         ops.KERNELS.sealed = require
         plan, program = load(artifact)
     compiled = Compiled(program, plan, artifact, built, timer.seconds)
+    said = compiled.report
+    if config.named_kernels:
+        check_used(config.named_kernels, called(said["choices"], said["outside"]))
     if config.required:
         from ..passes import PassReport, check_required
 
-        check_required(map(PassReport.from_json, compiled.report["passes"]), config.required)
+        check_required(map(PassReport.from_json, said["passes"]), config.required)
     return compiled

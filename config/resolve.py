@@ -206,6 +206,7 @@ def _compile(
         if options.batch_invariant
         else _kernels(options, level),
         verify=options.verify,
+        named_kernels=tuple(item.partition("=")[0] for item in options.kernels),
     )
 
 

@@ -1,17 +1,18 @@
 """``fusewright``: the list of commands and what becomes of their errors.
 
-Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake the user can mend, one line on
-stderr; 130 interrupted.
+Exit codes: 0 done; 1 the machine or this program failed; 2 a mistake the user can mend; 130
+interrupted.  An error is one line on stderr; ``--debug`` prints its traceback too.
 """
 
 from __future__ import annotations
 
-import os
+import copy
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from .. import __version__
 from ..config import EngineDeadError, UserError
@@ -23,6 +24,7 @@ from .demo import demo
 from .env import env
 from .evaluate import evaluate
 from .explain import explain
+from .failure import flush, leave_dead_engine, open_missing_streams, report
 from .help import GroupedHelp
 from .profile import profile
 from .run import run
@@ -56,6 +58,11 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _ask_traceback(context: typer.Context, asked: bool) -> None:
+    if asked:
+        context.obj["debug"] = True
+
+
 @app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
@@ -63,6 +70,15 @@ def _options(
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=_ask_traceback,
+            is_eager=True,
+            help="Print the traceback of an error too (also behind any command).",
         ),
     ] = False,
 ) -> None:
@@ -73,29 +89,44 @@ def _options(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
+    open_missing_streams()
+    command = typer.main.get_command(app)
+    (debug,) = (option for option in command.params if option.name == "debug")
+    _accept(debug, command)
+    asked = {"debug": False}
     try:
-        return app(args=argv, prog_name="fusewright", standalone_mode=False) or 0
+        # Not `app()`: it would end the process at a broken pipe, without a word.
+        with command.make_context(
+            "fusewright", list(sys.argv[1:] if argv is None else argv), obj=asked
+        ) as context:
+            command.invoke(context)
+        flush()
+        return 0
+    except typer.Exit as error:
+        return error.exit_code
     except _UsageError as error:
-        return _refuse(f"{error.format_message()} (see `{_where(error)} --help`)")  # type: ignore[attr-defined]
+        message = error.format_message()  # type: ignore[attr-defined]
+        return report(UserError(f"{message} (see `{_where(error)} --help`)"), debug=False)
     except EngineDeadError as error:
-        _refuse(str(error))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2)  # torch would free its graphs, find the device lost, and abort
-    except UserError as error:
-        return _refuse(str(error))
-    except KeyboardInterrupt:
-        return 130
+        report(error, debug=asked["debug"])
+        leave_dead_engine()
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error, debug=asked["debug"])
+
+
+def _accept(option: Any, group: Any) -> None:
+    """Let every command of ``group`` take the group's ``option``, without a line in its help."""
+    hidden = copy.copy(option)
+    hidden.hidden, hidden.expose_value = True, False
+    for command in group.commands.values():
+        command.params.append(hidden)
+        if hasattr(command, "commands"):
+            _accept(option, command)
 
 
 def _where(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     return context.command_path if context else "fusewright"
-
-
-def _refuse(message: str) -> int:
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import UserError
+from ..config import EngineDeadError, UserError
 
 if TYPE_CHECKING:
     from ..engine.inputs import Prompt
@@ -42,6 +43,21 @@ def writable(option: str, path: Path | None) -> None:
     """
     if path is not None and not os.access(path.parent, os.W_OK):
         raise UserError(f"{option}={path}: cannot be written; give a file in another folder")
+
+
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Put the place of a prompt, unless it is "", before what is said of it.
+
+    Raises:
+        UserError: as the body does.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not where or isinstance(error, EngineDeadError):
+            raise
+        raise UserError(f"{where}: {error}") from error
 
 
 def load(options: dict[str, Any]) -> LLM:
