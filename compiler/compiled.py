@@ -11,6 +11,7 @@ from typing import Any
 from .. import ops
 from ..config import CompileConfig
 from .artifact import Artifact, Refusal, printable
+from .check_kernels import called, check_used
 from .key import Key
 from .load import load
 from .plan import Plan
@@ -73,6 +74,7 @@ def compile(
     Raises:
         UserError: there is no artifact that may be used and ``require`` is set, with the reason;
             or the store cannot be written.
+        MachineError: there is no C++ compiler that works, or no space for compilers' files.
         TraceError, RequiredFusionError, VerificationError, LoweringError, EmitError: see the
             phases.
     """
@@ -89,23 +91,29 @@ def compile(
                     _log.warning(
                         "%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason
                     )
-                with timer.phase("import compiler"):
-                    from .build import build
-                with timer.phase("make model"):
-                    model = source()
-                files, report = build(
-                    model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
-                )
+                from .cpp_compiler import compiler_files
+
+                with compiler_files():
+                    with timer.phase("import compiler"):
+                        from .build import build
+                    with timer.phase("make model"):
+                        model = source()
+                    files, report = build(
+                        model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
+                    )
                 built = True
                 with timer.phase("publish"):
                     artifact = store.publish(key, files, report, label)
                 found = artifact, *_load(artifact, require, timer)
     artifact, plan, program = found
     compiled = Compiled(program, plan, artifact, built, timer.seconds)
+    said = compiled.report
+    if config.named_kernels:
+        check_used(config.named_kernels, called(said["choices"], said["outside"]))
     if config.required:
         from ..passes import PassReport, check_required
 
-        check_required(map(PassReport.from_json, compiled.report["passes"]), config.required)
+        check_required(map(PassReport.from_json, said["passes"]), config.required)
     return compiled
 
 

@@ -8,3 +8,8 @@ class UserError(ValueError):
 
 class EngineDeadError(UserError):
     """The device is lost; a new process is needed."""
+
+
+class MachineError(UserError):
+    """What the machine lacks or fails at: a compiler, space on a disk.  The command line exits
+    with code 1."""

@@ -30,8 +30,6 @@ from .resolved import (
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 _DEFAULT_NUM_SEQS, _NUM_SEQS_LARGE_GPU, _LARGE_GPU_BYTES = 256, 512, 70 * 10**9
 _FP8_SM = 89
-_MAX_INT = 2**63 - 1
-_LARGEST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**24, "compile_cache_limit_gb": 10**9}
 
 
 def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -138,6 +136,7 @@ def _compile(
         if options.batch_invariant
         else forced_kernels(options, level),
         verify=options.verify,
+        named_kernels=tuple(item.partition("=")[0] for item in options.kernels),
     )
 
 

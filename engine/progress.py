@@ -66,5 +66,7 @@ def show_progress() -> Iterator[Progress]:
         TaskProgressColumn(),
         Elapsed(),
     )
-    with Display(*columns, console=Console(stderr=True), transient=True) as display:
+    # What is printed meanwhile goes where it is printed to, and not to stderr.
+    console = Console(stderr=True)
+    with Display(*columns, console=console, transient=True, redirect_stdout=False) as display:
         yield Progress(display)

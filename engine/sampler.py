@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..compiler.check_kernels import unfit
 from ..config import CompileConfig, ResolvedConfig
 from ..graph_capture import HostRing
 from ..model_executor.spec import ModelSpec
@@ -59,12 +60,15 @@ class OpTable:
         if overload is None:
             op = ops.BY_NAME[name]
             desc = op.describe(args, sm=self._sm)
-            choice = ops.choose(
-                op,
-                desc,
-                inline_first=not self._config.hand_kernels,
-                override=self._kernels.get(name, ""),
-            )
+            forced = self._kernels.get(name, "")
+            try:
+                choice = ops.choose(
+                    op, desc, inline_first=not self._config.hand_kernels, override=forced
+                )
+            except ops.NoImplementationError as error:
+                if forced:
+                    raise unfit(name, forced, error) from error
+                raise
             self.choices[name] = str(choice)
             overload = self._chosen[key] = op.overload(choice.implementation)
         return overload(*args)

@@ -1,20 +1,21 @@
 """``fusewright``: the list of commands and what becomes of their errors.
 
-Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake the user can mend, one line on
-stderr; 130 interrupted.
+Exit codes: 0 done; 1 the machine or this program failed; 2 a mistake the user can mend; 130
+interrupted.  An error is one line on stderr; ``--debug`` prints its traceback too.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import typer
+import typer.main
 
 from .. import __version__
 from ..config import EngineDeadError, UserError
+from .failure import flush, leave_dead_engine, open_missing_streams, report
 from .help import Command, LazyGroup, UsageError
 
 
@@ -33,6 +34,9 @@ class _Commands(LazyGroup):
     }
     answers: ClassVar[Mapping[str, tuple[str, str]]] = {
         "--version": ("Print the version.", f"fusewright {__version__}")
+    }
+    switches: ClassVar[Mapping[str, str]] = {
+        "--debug": "Print the traceback of an error too (also behind any command)."
     }
 
 
@@ -55,29 +59,32 @@ def _options(context: typer.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
+    open_missing_streams()
+    command = typer.main.get_command(app)
+    asked = {"debug": False}
     try:
-        return app(args=argv, prog_name="fusewright", standalone_mode=False) or 0
+        # Not `app()`: it would end the process at a broken pipe, without a word.
+        with command.make_context(
+            "fusewright", list(sys.argv[1:] if argv is None else argv), obj=asked
+        ) as context:
+            command.invoke(context)
+        flush()
+        return 0
+    except typer.Exit as error:
+        return error.exit_code
     except UsageError as error:
-        return _refuse(f"{error.format_message()} (see `{_where(error)} --help`)")  # type: ignore[attr-defined]
+        message = error.format_message()  # type: ignore[attr-defined]
+        return report(UserError(f"{message} (see `{_where(error)} --help`)"), debug=False)
     except EngineDeadError as error:
-        _refuse(str(error))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2)  # torch would free its graphs, find the device lost, and abort
-    except UserError as error:
-        return _refuse(str(error))
-    except KeyboardInterrupt:
-        return 130
+        report(error, debug=asked["debug"])
+        leave_dead_engine()
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error, debug=asked["debug"])
 
 
 def _where(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     return context.command_path if context else "fusewright"
-
-
-def _refuse(message: str) -> int:
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -136,8 +136,13 @@ class PlainGroup(TyperGroup):
 
     answers: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Flag -> its help, and what it prints."""
+    switches: ClassVar[Mapping[str, str]] = {}
+    """Flag -> its help; the group and all below it take it, and ``ctx.obj`` knows that it is on."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        while args and args[0] in self.switches:
+            ctx.obj[args[0].removeprefix("--")] = True
+            args = args[1:]
         if args[:1] == ["help"]:  # ``help NAME`` is ``NAME --help``
             args = [*args[1:], "--help"]
         first = args[0] if args else ""
@@ -157,6 +162,7 @@ class PlainGroup(TyperGroup):
             formatter.write_dl(
                 [
                     *((flag, text) for flag, (text, _) in self.answers.items()),
+                    *self.switches.items(),
                     ("-h, --help", "Show this message and exit."),
                 ]
             )
@@ -175,11 +181,39 @@ class LazyGroup(PlainGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.table and self.commands[cmd_name] is None:
             self.commands[cmd_name] = _import(cmd_name, self.table[cmd_name])
+            for flag in self.switches:
+                _accept(flag, self.commands[cmd_name])
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.line) for name, command in self.table.items()])
+
+
+def _accept(flag: str, command: Any) -> None:
+    """Let a command, and those below it, take a switch of the group without a line in its help."""
+    command.params.append(_hidden_switch(flag))
+    for below in getattr(command, "commands", {}).values():
+        _accept(flag, below)
+
+
+def _hidden_switch(flag: str) -> Any:
+    """An option that sets its name in ``ctx.obj``, as typer makes one."""
+
+    def switch(context: typer.Context, value: bool) -> None:
+        if value:
+            context.obj[flag.removeprefix("--")] = True
+
+    def only(
+        value: bool = typer.Option(False, flag, hidden=True, is_eager=True, callback=switch),
+    ) -> None: ...
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(only)
+    made: Any = typer.main.get_command(app)
+    (option,) = (p for p in made.params if flag in p.opts)
+    option.expose_value = False
+    return option
 
 
 def _import(name: str, command: Command) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineOptions, UserError
+from ..config import EngineDeadError, EngineOptions, UserError
 
 if TYPE_CHECKING:
     from ..engine.inputs import Prompt
@@ -55,6 +56,21 @@ def checked(options: dict[str, Any], *, weights: bool = False) -> EngineOptions:
     asked = EngineOptions(**options)
     check_start(asked, weights=weights)
     return asked
+
+
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Put the place of a prompt, unless it is "", before what is said of it.
+
+    Raises:
+        UserError: as the body does.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not where or isinstance(error, EngineDeadError):
+            raise
+        raise UserError(f"{where}: {error}") from error
 
 
 def load(options: dict[str, Any], *, text: bool = False) -> LLM:

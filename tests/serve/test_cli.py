@@ -276,17 +276,6 @@ def wait_until_blocked_on_stdin(pid: int) -> None:
     raise TimeoutError(f"process {pid} never waited for its standard input")
 
 
-def test_an_unexpected_error_keeps_its_traceback_and_exits_1() -> None:
-    # No argument vector can hold NUL, so nothing checks for it: it stands for a bug of ours.
-    done = python(
-        "import sys; from fusewright.serve.cli import main\n"
-        r"sys.exit(main(['run', '--prompts-file', 'a\0b']))"
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback")
-    assert "null byte" in done.stderr
-
-
 SCRIPT = Path(sys.executable).with_name("fusewright")
 
 
