@@ -1,7 +1,7 @@
 """``fusewright``: the list of commands and what becomes of their errors.
 
-Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake the user can mend, one line on
-stderr; 130 interrupted.
+Exit codes: 0 done; 1 a bug, one line on stderr if verification finds it, else its traceback; 2 a
+mistake the user can mend, one line on stderr; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..config import EngineDeadError, UserError
+from ..config import EngineDeadError, UserError, VerificationError
 from . import bench
 from .bisect import bisect
 from .cache import app as cache
@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(2)  # torch would free its graphs, find the device lost, and abort
     except UserError as error:
         return _refuse(str(error))
+    except VerificationError as error:
+        return _refuse(f"verification failed: {error}", code=1)
     except KeyboardInterrupt:
         return 130
 
@@ -93,9 +95,9 @@ def _where(error: Exception) -> str:
     return context.command_path if context else "fusewright"
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = 2) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
-    return 2
+    return code
 
 
 if __name__ == "__main__":
