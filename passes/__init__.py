@@ -5,6 +5,8 @@ matched, and why the others were missed.  Every replacement goes through ``Conte
 keeps both sides, so that ``verify`` can run one against the other.
 """
 
+from ..config import VerificationError
+from .check_references import check_references
 from .pipeline import CANONICALIZE, build_passes, run_passes
 from .report import (
     PassReport,
@@ -15,7 +17,7 @@ from .report import (
 )
 from .rule import Context, Rewrite, Rule
 from .subgraph import Subgraph, digest, extract, fake_value
-from .verify import VerificationError, check_graph, check_rewrite, random_value
+from .verify import check_graph, check_rewrite, random_value
 
 __all__ = [
     "CANONICALIZE",
@@ -30,6 +32,7 @@ __all__ = [
     "build_passes",
     "check_any_expected",
     "check_graph",
+    "check_references",
     "check_required",
     "check_rewrite",
     "digest",
