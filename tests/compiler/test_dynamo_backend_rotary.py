@@ -81,7 +81,7 @@ def test_its_rotation_is_fused_and_its_outputs_stay(
     model = tiny(name, more)
     prompt = torch.randint(3, 128, (2, 9))
     want = model(prompt)[0].float()
-    run = torch.compile(model, backend=fusewright, options={"rest": "eager", "verify": True})
+    run = torch.compile(model, backend=fusewright, options={"rest": "eager"})
     assert (run(prompt)[0].float() - want).abs().max() < 0.02 * want.abs().max()
     (report,) = reports()
     found = {one.name: one for one in report.passes}
