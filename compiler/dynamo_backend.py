@@ -37,12 +37,16 @@ from .lower import lower
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
 """Of a level's passes those that find sites in unmodified models: the others are about FP8 and
 paged KV caches."""
+_NO_GRAPH = (
+    "no graph was compiled: the compiled module was not called, or a method of the module that it "
+    "wraps was, such as generate(); model.compile(backend='fusewright') compiles model itself"
+)
 _REPORTS: dict[str, GraphReport] = {}
 """By name: Dynamo may compile a graph again before it runs."""
 
 
 class UnfusedWarning(UserWarning):
-    """A graph runs through Inductor without fusions, or in parts."""
+    """A graph runs through Inductor without fusions, or in parts, or further ones in eager mode."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class GraphReport:
         passes: expected sites of each pass, matched or missed with the reason.
         choices: implementations chosen, counted.
         library_calls: attention calls that are left to PyTorch, counted.
-        notice: why the graph is not fused, or fused in part; "" if it is whole.
+        notice: why the graph is not fused, or fused in part, or the last one; "" if all is well.
         seconds: time of passes and lowering, without Dynamo and Inductor.
     """
 
@@ -139,9 +143,16 @@ class GraphReport:
         return "\n  ".join([*lines, *(f"{n} x {choice}" for choice, n in self.choices.items())])
 
 
-def reports() -> list[GraphReport]:
+class Reports(list[GraphReport]):
+    """Reports that can be printed, also if there are none."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or _NO_GRAPH
+
+
+def reports() -> Reports:
     """One for each graph that was compiled since ``clear_reports()``, oldest first."""
-    return list(_REPORTS.values())
+    return Reports(_REPORTS.values())
 
 
 def clear_reports() -> None:
@@ -165,11 +176,13 @@ def fusewright(
         UserError: an unknown option, or a fusion that is required and missed.
     """
     chosen = read_options(options or {})
-    name = str(torch._guards.CompileContext.current_compile_id())
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    name = str(compile_id)
     report = _REPORTS[name] = GraphReport(name)
     if chosen.level == 0:
         report.notice = "level 0 runs it eagerly"
         return _unchanged(gm)
+    _check_limit(report, getattr(compile_id, "frame_compile_id", None))
     from torch._functorch import config as functorch_config
     from torch._inductor import list_mode_options
 
@@ -231,6 +244,21 @@ def _why_unfused(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     return ""
 
 
+def _check_limit(report: GraphReport, frame_compile_id: int | None) -> None:
+    """Warn of the last graph that Dynamo compiles of a function: what differs from all of them runs
+    in eager mode, without a call of this backend."""
+    limit = torch._dynamo.config.recompile_limit
+    if frame_compile_id is None or frame_compile_id + 1 < limit:
+        return
+    report.notice = (
+        f"it is the last of {limit} that torch compiles of one function: with inputs that need "
+        "another, such as another shape, it will run in eager mode, unfused; pass dynamic=True to "
+        "torch.compile, mark sizes with torch._dynamo.mark_dynamic, or raise "
+        "torch._dynamo.config.recompile_limit"
+    )
+    warnings.warn(f"fusewright: graph {report.name}: {report.notice}", UnfusedWarning, stacklevel=3)
+
+
 def _broken(gm: fx.GraphModule) -> str:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
@@ -247,7 +275,7 @@ def _notice(report: GraphReport, options: BackendOptions, reason: str) -> None:
     if options.require_all_fusions or (options.require_fusion and not broken):
         raise UserError(f"fusions are required, but graph {report.name} is not fused: {reason}")
     what = "is compiled in parts" if broken else "runs through Inductor unfused"
-    report.notice = reason
+    report.notice = "; ".join(filter(None, (reason, report.notice)))
     warnings.warn(f"fusewright: a graph {what}: {reason}", UnfusedWarning, stacklevel=3)
 
 

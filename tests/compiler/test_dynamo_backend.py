@@ -230,6 +230,34 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> Non
     assert message in refusal(lambda: run(torch.ones(2)))
 
 
+def test_the_last_graph_before_eager_mode_is_said() -> None:
+    """Dynamo compiles so many graphs of a function and then, unasked, none."""
+    norm = Norm(32, gemma=False)
+    run = compiled(norm, dynamic=False, **EAGER)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for tokens in (2, 3):
+            run(torch.randn(tokens, 32))
+        with pytest.warns(
+            UnfusedWarning, match="graph [0-9]+/2: it is the last of 3.*dynamic=True"
+        ):
+            run(torch.randn(4, 32))
+        run(torch.randn(5, 32))  # in eager mode
+    assert [bool(report.notice) for report in reports()] == [False, False, True]
+    assert "the last of 3" in str(reports())
+    torch._dynamo.reset()
+    clear_reports()
+    run = compiled(norm, dynamic=True, **EAGER)
+    for tokens in range(2, 15):
+        run(torch.randn(tokens, 32))
+    assert counts(only_report())["canonicalize_norm"] == 1 and not only_report().notice
+
+
+def test_no_report_says_why() -> None:
+    assert not reports() and str(reports()).startswith("no graph was compiled: ")
+    compiled(Norm(32, gemma=False), **EAGER)(torch.randn(3, 32))
+    assert str(reports()) == str(only_report())
+
+
 def test_lower_levels_fuse_less() -> None:
     norm, x = Norm(32, gemma=True), torch.randn(3, 32)
     torch.testing.assert_close(compiled(norm, level=0)(x), norm(x))
