@@ -45,7 +45,6 @@ ORACLES: dict[str, Oracle] = {
     "gated_linear": products.gated_linear,
     "gated_linear_fp8": products.gated_linear_fp8,
     "linear_add_norm_linear": products.linear_add_norm_linear,
-    "lm_head_argmax": products.lm_head_argmax,
     "embedding": tokens.embedding,
     "gather_last_token": tokens.gather_last_token,
     "argmax": tokens.argmax,

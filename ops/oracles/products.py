@@ -8,7 +8,6 @@ import numpy as np
 
 from ._call import Call, Expected, Floats, rounded
 from .norms import gated, normed, quantized
-from .tokens import largest
 
 _GROUP = 128
 
@@ -60,8 +59,3 @@ def linear_add_norm_linear(call: Call) -> Expected:
     if call["activation"] is not None:
         y = gated(rounded(y, dtype), None, call["activation"])
     return {0: y, 1: total}
-
-
-def lm_head_argmax(call: Call) -> Expected:
-    logits = rounded(product(call["x"], call["weight"]), call.dtypes["x"])
-    return {0: largest(logits)}

@@ -170,7 +170,6 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("next_bias", torch.neg),
         ("norm_weight", percent),
     ],
-    "lm_head_argmax": [("weight", torch.neg), ("x", torch.neg)],
     "embedding": [("ids", off_by_one)],
     "gather_last_token": [("query_start_loc", lambda starts: (starts - 1).clamp(min=0))],
     "argmax": [
