@@ -24,7 +24,7 @@ from ._call import Array, Call, Oracle, decode
 ORACLES: dict[str, Oracle] = {
     "rms_norm": norms.rms_norm,
     "add_rms_norm": norms.add_rms_norm,
-    "silu_mul": norms.activation_mul("silu"),
+    "silu_mul": norms.silu_mul,
     "gelu_tanh_mul": norms.activation_mul("gelu_tanh"),
     "quant_fp8_static": norms.quantize,
     "quant_fp8_dynamic": norms.quantize,

@@ -9,23 +9,32 @@ from ._call import Array, Call, Expected, Floats, rounded, to_e4m3
 from .norms import normed
 
 
-def rotate(x: Floats, positions: Array, cos_sin: Floats) -> Floats:
-    """Pairs of a head's columns, half a rotary dimension apart, as complex numbers times
-    exp(i angle) (Su et al., 2021, eq. 34)."""
+def _columns(pair: int, half: int, layout: str) -> tuple[int, int]:
+    """Of the pair of this number: neighbours, or half a rotary dimension apart."""
+    return (2 * pair, 2 * pair + 1) if layout == "pairs" else (pair, half + pair)
+
+
+def rotate(x: Floats, positions: Array, cos_sin: Floats, layout: str = "halves") -> Floats:
+    """Pairs of a head's columns as complex numbers times exp(i angle) (Su et al., 2021, eq. 34).
+    A layout such as "pairs_to_halves" says where they are and where they go."""
     half = cos_sin.shape[1] // 2
+    source, _, target = layout.partition("_to_")
     out = x.copy()
     for token, position in enumerate(positions.tolist()):
         row = cos_sin[min(max(position, 0), len(cos_sin) - 1)]
-        turned = (x[token, :, :half] + 1j * x[token, :, half : 2 * half]) * (
-            row[:half] + 1j * row[half:]
-        )
-        out[token, :, :half], out[token, :, half : 2 * half] = turned.real, turned.imag
+        for pair in range(half):
+            real, imaginary = _columns(pair, half, source)
+            turned = (x[token, :, real] + 1j * x[token, :, imaginary]) * complex(
+                row[pair], row[half + pair]
+            )
+            real, imaginary = _columns(pair, half, target or source)
+            out[token, :, real], out[token, :, imaginary] = turned.real, turned.imag
     return out
 
 
 def rotary_embedding(call: Call) -> Expected:
-    table, positions = call["cos_sin_cache"], call["positions"]
-    return {0: rotate(call["q"], positions, table), 1: rotate(call["k"], positions, table)}
+    how = (call["positions"], call["cos_sin_cache"], call["layout"])
+    return {0: rotate(call["q"], *how), 1: rotate(call["k"], *how)}
 
 
 def _stored(call: Call, k: Floats, v: Floats) -> Floats:

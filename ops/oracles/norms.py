@@ -58,6 +58,19 @@ def activation_mul(activation: str) -> Oracle:
     return lambda call: {0: gated(call["gate_up"], call["up"], activation)}
 
 
+def silu_mul(call: Call) -> Expected:
+    """With alpha 1.702, limit 7, an offset of 1 and interleaved columns it is gpt-oss's gate (its
+    model card, section 2.2): gate * logistic(alpha * gate) * (up + offset), clamped before."""
+    gate, up, alpha, limit = (call[name] for name in ("gate_up", "up", "alpha", "limit"))
+    if up is None and call["interleaved"]:
+        gate, up = gate[..., 0::2], gate[..., 1::2]
+    elif up is None:
+        gate, up = np.split(gate, 2, axis=-1)
+    if limit is not None:
+        gate, up = np.minimum(gate, limit), np.minimum(np.maximum(up, -limit), limit)
+    return {0: silu(alpha * gate) / alpha * (up + call["up_offset"])}
+
+
 def quantized(x: Floats, scheme: Any) -> Expected:
     """To FP8 by a static scale, or by the largest magnitude of each group of columns; the scale and
     its product are float32, as the definition has them."""

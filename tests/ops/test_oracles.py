@@ -131,9 +131,19 @@ def next_token(ids: Tensor) -> Tensor:
 MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
     "rms_norm": [("eps", more_eps), ("weight", percent), ("weight_offset", lambda w: w - 0.01)],
     "add_rms_norm": [("eps", more_eps), ("residual", torch.neg), ("weight", percent)],
-    "silu_mul": [("gate_up", swap_halves), ("up", torch.neg)],
+    "silu_mul": [
+        ("gate_up", swap_halves),
+        ("up", torch.neg),
+        ("alpha", percent),
+        ("limit", percent),
+        ("up_offset", percent),
+    ],
     "gelu_tanh_mul": [("gate_up", swap_halves), ("up", torch.neg)],
-    "rotary_embedding": [("cos_sin_cache", negate_sines), ("positions", off_by_one)],
+    "rotary_embedding": [
+        ("cos_sin_cache", negate_sines),
+        ("positions", off_by_one),
+        ("layout", lambda name: {"pairs": "pairs_to_halves"}.get(name, name)),
+    ],
     "kv_store": [
         ("slot_mapping", lambda slots: slots.flip(0)),
         ("kv_scale", lambda scale: scale.flip(0)),
@@ -223,7 +233,7 @@ FLIPPED = """
 import importlib, sys
 rotary = importlib.import_module("fusewright.ops.rotary_embedding")
 right = rotary._rotate
-rotary._rotate = lambda x, cos, sin: right(x, cos, -sin)
+rotary._rotate = lambda x, cos, sin, layout: right(x, cos, -sin, layout)
 from fusewright.serve.cli import main
 sys.exit(main(sys.argv[1:]))
 """
