@@ -235,11 +235,13 @@ def bind_kv_caches(
     device = torch.device(config.hardware.device)
     try:
         caches = allocate_kv_caches(spec, num_blocks, size, spec.kv_cache_dtype, device)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            raise
         needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
         raise UserError(
             f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
-            "the GPU has left; lower num_gpu_blocks_override, kv_cache_memory_bytes or "
+            "is left; lower num_gpu_blocks_override, kv_cache_memory_bytes or "
             "gpu_memory_utilization"
         ) from error
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})

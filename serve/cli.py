@@ -1,7 +1,7 @@
 """``fusewright``: the list of commands and what becomes of their errors.
 
 Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake the user can mend, one line on
-stderr; 130 interrupted.
+stderr; 130 interrupted; 143 terminated.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .explain import explain
 from .help import GroupedHelp
 from .profile import profile
 from .run import run
+from .signals import unwinding_on_sigterm
 
 # typer raises its parser's errors (unknown flag, missing value) under a class that it does not
 # export, and that moved from click to typer itself: the grandparent of the one it does export.
@@ -71,6 +72,7 @@ def _options(
         raise typer.Exit(2)
 
 
+@unwinding_on_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
     try:
