@@ -1,7 +1,7 @@
 """``fusewright``: the list of commands and what becomes of their errors.
 
 Exit codes: 0 done; 1 the machine or this program failed; 2 a mistake the user can mend; 130
-interrupted.  An error is one line on stderr; ``--debug`` prints its traceback too.
+interrupted; 143 terminated.  An error is one line on stderr; ``--debug`` prints its traceback too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .. import __version__
 from ..config import EngineDeadError, UserError
 from .failure import flush, leave_dead_engine, open_missing_streams, report
 from .help import Command, LazyGroup, UsageError
+from .signals import unwinding_on_sigterm
 
 
 class _Commands(LazyGroup):
@@ -57,6 +58,7 @@ def _options(context: typer.Context) -> None:
         raise typer.Exit(2)
 
 
+@unwinding_on_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
     open_missing_streams()
