@@ -244,7 +244,11 @@ class Driver:
     def _take_in(self) -> None:
         intake, taken = self._intake, 0
         while intake and taken < _TAKEN_AT_ONCE:
-            taken += intake[0]()
+            try:
+                taken += intake[0]()
+            except Exception:
+                intake.popleft()
+                raise
             intake.popleft()  # at the end: nothing that an interrupt cuts short is lost
 
     def _queue(self, requests: Sequence[CheckedRequest], sink: Sink) -> int:
