@@ -188,6 +188,10 @@ def double(q: Tensor, k: Tensor, f: Tensor) -> Any:
     return tuple(x * cos + half(x) * sin for x in (q.double(), k.double()))
 
 
+def double_throughout(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    return llama(q.double(), k.double(), f)
+
+
 def double_inside(q: Tensor, k: Tensor, f: Tensor) -> Any:
     cos, sin = (t.unsqueeze(2) for t in angles(f, torch.float64))
     return tuple((x * cos + half(x) * sin).to(q.dtype) for x in (q, k))
@@ -280,6 +284,11 @@ def subtracted(q: Tensor, k: Tensor, f: Tensor) -> Any:
         (conjugated, 2, "no other rotation by the same angles follows"),
         (complex_halves, 2, "view_as_complex is not of the pairs of neighbours of a tensor"),
         (double, 2, "torch.float64 is rotated in torch.float64, the op computes in float32"),
+        (
+            double_throughout,
+            2,
+            "torch.float64 is rotated in torch.float64, the op computes in float32",
+        ),
         (double_inside, 2, "the result is torch.float64, the rotated tensor torch.bfloat16"),
         (double_complex, 2, "mul is torch.complex128, the op computes in float32"),
         (never_cast_back, 2, "the result is torch.float32, the rotated tensor torch.bfloat16"),
