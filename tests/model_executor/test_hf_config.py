@@ -172,7 +172,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="not a folder"):
         read_spec(tmp_path / "file")
-    with pytest.raises(UserError, match=r"cannot read .*config\.json: Is a directory"):
+    with pytest.raises(UserError, match=r"no config\.json in it"):
         read_spec(tmp_path)
 
 
