@@ -147,7 +147,7 @@ def _checked(found: _Found, source: Path) -> list[Packed]:
         )
     for digest, files in found.items():
         try:
-            check_names(files.keys() - {MANIFEST, SIGNATURE})
+            check_names(sorted(files.keys() - {MANIFEST, SIGNATURE}))
         except ValueError as error:
             raise Refusal(source / ARTIFACTS / digest, str(error), _REMEDY) from error
     return [Packed.checked(source / ARTIFACTS / digest, files) for digest, files in found.items()]
