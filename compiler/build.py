@@ -15,7 +15,16 @@ import torch
 
 from .. import ops
 from ..config import CompileConfig, UserError
-from ..passes import PassReport, Subgraph, build_passes, check_required, digest, run_passes
+from ..passes import (
+    PassReport,
+    Subgraph,
+    build_passes,
+    check_references,
+    check_required,
+    digest,
+    run_passes,
+)
+from .check_kernels import called, check_used
 from .dump import Dump
 from .emit import choose_emitter, emit
 from .flashinfer_modules import build_module, needed, package_version
@@ -74,6 +83,9 @@ def lower_model(
         traced = unroll(traced, source.repeat) if source.repeat else traced
     record.graph("traced", traced)
     graph = digest(traced.gm)
+    if config.verify:
+        with timer.phase("references"):
+            check_references(traced.gm, source.outside(1, 1))
     with timer.phase("passes"):
         reports = run_passes(
             traced.gm,
@@ -95,6 +107,7 @@ def lower_model(
             csrc=csrc,
             tuner=tuner,
         )
+        check_used(config.named_kernels, called(choices, outside_ops(source)))
     with timer.phase("dedupe"):
         plan, pieces = make_plan(traced, regions)
     record.graph("lowered", traced)
@@ -154,6 +167,7 @@ def build(
         "graph": lowered.graph,
         "passes": [report.to_json() for report in lowered.reports],
         "choices": dict(lowered.choices),
+        "outside": outside_ops(source),
         "pieces": {name: piece.emitter for name, piece in code.items()},
         "steps": len(plan.steps),
         "kernels": len(binaries),
@@ -162,6 +176,11 @@ def build(
         "seconds": {name: round(value, 4) for name, value in timer.seconds.items()},
     }
     return files, report
+
+
+def outside_ops(source: Source) -> list[str]:
+    """Names of the ops that the caller runs beside the program."""
+    return sorted({name for name, _ in source.outside(1, 1)})
 
 
 def _sm_here() -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import ops
 from ..config import CompileConfig
-from .artifact import Artifact
+from .artifact import Artifact, Refusal, printable
+from .check_kernels import called, check_used
 from .key import Key
 from .load import load
 from .plan import Plan
@@ -19,6 +20,8 @@ from .source import Source
 from .store import Store
 from .timer import Timer
 
+LOOKUPS = ("find artifact", "load")
+"""The phases of a start that compiles nothing."""
 _log = logging.getLogger(__name__)
 
 
@@ -71,37 +74,66 @@ def compile(
     Raises:
         UserError: there is no artifact that may be used and ``require`` is set, with the reason;
             or the store cannot be written.
+        MachineError: there is no C++ compiler that works, or no space for compilers' files.
         TraceError, RequiredFusionError, VerificationError, LoweringError, EmitError: see the
             phases.
     """
     timer = Timer(on_phase)
     built = False
-    with timer.phase("find artifact"):
-        artifact = store.find(key, *as_good) if dump is None else None
-    if artifact is None:
+    found = _find(store, (key, *as_good), require, timer) if dump is None else None
+    if found is None:
         if require:
             raise store.missing(key, *as_good)
         with store.lock(key, on_wait=lambda: on_phase("another process compiles this")):
-            artifact = store.find(key, *as_good) if dump is None else None
-            if artifact is None:
+            found = _find(store, (key, *as_good), require, timer) if dump is None else None
+            if found is None:
                 for refusal in store.refusals:
-                    _log.warning("%s: %s; compiling anew", refusal.path, refusal.reason)
-                with timer.phase("import compiler"):
-                    from .build import build
-                with timer.phase("make model"):
-                    model = source()
-                files, report = build(
-                    model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
-                )
+                    _log.warning(
+                        "%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason
+                    )
+                from .cpp_compiler import compiler_files
+
+                with compiler_files():
+                    with timer.phase("import compiler"):
+                        from .build import build
+                    with timer.phase("make model"):
+                        model = source()
+                    files, report = build(
+                        model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
+                    )
                 built = True
                 with timer.phase("publish"):
                     artifact = store.publish(key, files, report, label)
-    with timer.phase("load"):
-        ops.KERNELS.sealed = require
-        plan, program = load(artifact)
+                found = artifact, *_load(artifact, require, timer)
+    artifact, plan, program = found
     compiled = Compiled(program, plan, artifact, built, timer.seconds)
+    said = compiled.report
+    if config.named_kernels:
+        check_used(config.named_kernels, called(said["choices"], said["outside"]))
     if config.required:
         from ..passes import PassReport, check_required
 
-        check_required(map(PassReport.from_json, compiled.report["passes"]), config.required)
+        check_required(map(PassReport.from_json, said["passes"]), config.required)
     return compiled
+
+
+def _find(
+    store: Store, keys: Sequence[Key], require: bool, timer: Timer
+) -> tuple[Artifact, Plan, Program] | None:
+    """The first artifact that can be used, and its program; what cannot be loaded is refused as
+    what is broken is."""
+    while True:
+        with timer.phase("find artifact"):
+            artifact = store.find(*keys)
+        if artifact is None:
+            return None
+        try:
+            return artifact, *_load(artifact, require, timer)
+        except Refusal as refusal:
+            store.refuse(artifact, refusal)
+
+
+def _load(artifact: Artifact, require: bool, timer: Timer) -> tuple[Plan, Program]:
+    with timer.phase("load"):
+        ops.KERNELS.sealed = require
+        return load(artifact)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..config import MachineError
 from ..passes import fake_value
 from .piece_code import describe, op_name
 from .trace import Traced
@@ -54,8 +55,14 @@ class Dump:
     def _write(self, name: str, text: str) -> None:
         assert self._folder is not None
         path = self._folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            raise MachineError(
+                f"dump={self._folder}: {name} cannot be written: {error.strerror}; give a folder "
+                "with space"
+            ) from error
 
 
 def graph_lines(traced: Traced) -> list[str]:

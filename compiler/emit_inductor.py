@@ -25,6 +25,7 @@ from torch._subclasses import FakeTensor
 
 from ..passes import Subgraph, fake_value
 from . import runtime
+from .cpp_compiler import machine_faults
 from .emit_triton import choose_configurations, triton_kernel
 from .piece_code import (
     EmitError,
@@ -64,6 +65,7 @@ def emit_inductor(piece: Subgraph, dims: Mapping[str, str], *, tune: bool) -> Pi
     Raises:
         EmitError: Inductor's code needs something that the runtime does not have, or holds for
             some sizes only.
+        MachineError: there is no C++ compiler that works, or no space for its files.
     """
     compiled = compile_piece(piece, tune=tune)
     tree = ast.parse(compiled.source)
@@ -105,7 +107,8 @@ def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
         "cpp.vec_isa_ok": True,
     }
     examples = [fake_value(node) for node in placeholders(piece)]
-    fake_mode = next(v.fake_mode for v in examples if isinstance(v, FakeTensor))
+    tensors = [value for value in examples if isinstance(value, FakeTensor)]
+    fake_mode = tensors[0].fake_mode
     guards = fake_mode.shape_env.guards if fake_mode.shape_env else []
     known = len(guards)
     with (
@@ -115,7 +118,8 @@ def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
     ):
-        compile_fx(copy.deepcopy(piece.module), examples, inner_compile=record)
+        with machine_faults(needs_cpp=all(v.device.type == "cpu" for v in tensors)):
+            compile_fx(copy.deepcopy(piece.module), examples, inner_compile=record)
         (compiled,) = recorded
         choose_configurations(compiled.module, compiled.call, examples)
     check_guards(guards[known:])

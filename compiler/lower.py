@@ -9,9 +9,8 @@ from typing import Any
 from torch import fx
 
 from .. import ops
-from ..config import UserError
 from ..passes import fake_value
-from .check_kernels import check_kernels
+from .check_kernels import check_kernels, unfit
 from .tune import Tuner
 
 
@@ -60,9 +59,9 @@ def lower(
                 override=kernels.get(name, ""),
                 order=tuner.order(op, desc, args) if tuner else (),
             )
-        except ValueError as error:
+        except ops.NoImplementationError as error:
             if name in kernels:
-                raise UserError(f"kernels={name}={kernels[name]}: {error}") from error
+                raise unfit(name, kernels[name], error) from error
             raise LoweringError(str(error)) from error
         node.target = op.overload(choice.implementation)
         choices[str(choice)] += 1

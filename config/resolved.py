@@ -63,6 +63,10 @@ class CompileConfig:
     tune: bool
     kernels: tuple[tuple[str, str], ...]
     verify: bool
+    named_kernels: tuple[str, ...] = field(
+        default=(), metadata=outside_key("checked against the artifact's report")
+    )
+    """The ops of ``kernels`` that the user named: each must be called."""
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,22 @@ class Choice:
         return f"{self.op} -> {self.implementation}" + (f" ({why})" if why else "")
 
 
+class NoImplementationError(ValueError):
+    """No implementation, or none of those asked for, fits a call.
+
+    Attributes:
+        rejected: each that was tried, and why not it.
+        fitting: those that could be asked for instead.
+    """
+
+    def __init__(
+        self, desc: OpDesc, rejected: Sequence[tuple[str, str]], fitting: Sequence[str]
+    ) -> None:
+        self.rejected, self.fitting = tuple(rejected), tuple(fitting)
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
+        super().__init__(f"no implementation of {desc.op} fits {desc}: {reasons}")
+
+
 def runs_on(impl: Implementation, device: str) -> bool:
     """Whether ``impl`` can run on ``device`` at all: under Triton's interpreter, on any."""
     interpreted = impl.launches is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -218,7 +234,7 @@ def choose(
     op's own preference.
 
     Raises:
-        ValueError: none fits; names op, call and reasons.
+        NoImplementationError: none fits; names op, call and reasons.
     """
     candidates = tuple(order) or op.implementations
     if override:
@@ -236,5 +252,9 @@ def choose(
         if not reason:
             return Choice(op.name, impl.name, tuple(rejected))
         rejected.append((impl.name, reason))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
-    raise ValueError(f"no implementation of {op.name} fits {desc}: {reasons}")
+    fitting = [
+        impl.name
+        for impl in op.implementations
+        if not impl.supports(desc) and desc.device in impl.devices
+    ]
+    raise NoImplementationError(desc, rejected, fitting)

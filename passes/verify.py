@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..config import VerificationError
 from ..ops import NAMESPACE
 from .canonicalize import kind
 from .check_effects import Snapshot, why_not_the_same
@@ -36,10 +37,6 @@ _LARGE = {torch.float16: 2.0**8, torch.float64: 2.0**130, torch.complex128: 2.0*
 float16."""
 _RTOL = {torch.float64: 2.0**-40, torch.complex128: 2.0**-40}
 """No rewrite may move these more: it would have computed in float32."""
-
-
-class VerificationError(RuntimeError):
-    """A pass broke the graph, or a rewrite changed values beyond its tier."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +271,7 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     if value.dtype.is_complex:
         part = torch.empty_like(value, dtype=value.dtype.to_real())
         parts = [random_value(part, seed=one, size=size) for one in (seed, seed + _SEED)]
-        return torch.complex(parts[0].float(), parts[1].float()).to(value.dtype)
+        return torch.complex(parts[0].double(), parts[1].double()).to(value.dtype)
     if not value.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=gen, device=device).to(value.dtype)
     if math.prod(shape) > _MOST_AT_ONCE:

@@ -135,6 +135,9 @@ def throughput(
     plot: Annotated[
         Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
     ] = None,
+    frontends: Annotated[
+        bool, typer.Option("--async", help="Compare AsyncLLM with one batch of LLM.generate.")
+    ] = False,
     compare: Compare = None,
     threshold: Threshold = 0.05,
 ) -> None:
@@ -156,16 +159,31 @@ def throughput(
     llm = _engine(options)
     vocab_size = llm.engine.inputs.vocab_size
     warm_up(llm.engine, equal(8, 64, 8, vocab_size))
+    if frontends:
+        found = {name: _frontends(llm, name, num_prompts, vocab_size) for name in names}
+        _write(output, None, llm, options, frontends=found)
+        return
     rows = []
     for name, rate in product(names, request_rate or [inf]):
         works = mix(name, num_prompts, vocab_size)
         with recorded(llm.engine) as steps:
-            found = run(llm.engine, works, rate).to_json(limits)
+            measured = run(llm.engine, works, rate).to_json(limits)
         offered = None if rate == inf else rate
         about = {"workload": name, "request_rate": offered}
-        rows.append({**about, **found, "account": account(steps)})
+        rows.append({**about, **measured, "account": account(steps)})
         _show_throughput(rows[-1])
     _write(output, plot, llm, options, rows=rows)
+
+
+def _frontends(llm: Any, workload: str, num_prompts: int, vocab_size: int) -> list[dict[str, Any]]:
+    from ..bench.frontends import measure_frontends
+    from ..bench.workloads import mix
+
+    rows = measure_frontends(llm, mix(workload, num_prompts, vocab_size))
+    cells = [[str(value) for value in row.values()] for row in rows]
+    typer.echo(f"{workload}, {num_prompts} requests")
+    typer.echo(table([list(rows[0]), *cells]))
+    return rows
 
 
 def _show_throughput(row: dict[str, Any]) -> None:

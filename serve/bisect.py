@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import EngineOptions, UserError
+from ..config import UserError
 from .flags import engine_flags
-from .options import merge
+from .options import checked, merge
 
 
 @engine_flags
@@ -29,7 +29,7 @@ def bisect(
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Find the pass and site at which outputs leave those of -O0; exit code 1 if there is one."""
-    options = EngineOptions(**merge(engine, model=model_argument))
+    options = checked(merge(engine, model=model_argument), weights=True)
     if tolerance is not None and not tolerance > 0:
         raise UserError(f"tolerance={tolerance}: expected more than 0")
     from ..engine.bisect import bisect_model

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import EngineOptions
 from .flags import engine_flags
-from .options import merge
+from .options import checked, merge
 from .report import checks_line, startup_table
 
 
@@ -34,9 +33,10 @@ def compile(
     options = merge(engine, model=model_argument)
     if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
         options.setdefault("verify", True)
+    asked = checked(options)
     from ..engine.ahead import compile_ahead
 
-    ahead = compile_ahead(EngineOptions(**options), target_sm=target_sm, dump=dump)
+    ahead = compile_ahead(asked, target_sm=target_sm, dump=dump)
     artifact = ahead.compiled.artifact
     assert artifact is not None
     if json_output:

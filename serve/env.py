@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .table import table
 
 _FOLDER = Path(__file__).resolve().parent.parent
 _ENVIRONMENT = (
@@ -41,9 +42,7 @@ def env(
     if json_output:
         typer.echo(json.dumps(facts))
         return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        typer.echo(f"{name.ljust(width)}  {value}")
+    typer.echo(table([list(fact) for fact in facts.items()], heading=False))
 
 
 def collect() -> dict[str, str]:
@@ -143,7 +142,14 @@ def _torch() -> dict[str, str]:
         gpu = torch.cuda.get_device_properties(index)
         name = "GPU" if index == 0 else f"GPU {index}"
         facts[name] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-    return facts
+    return facts | {"kernels of csrc": _csrc()}
+
+
+def _csrc() -> str:
+    from .. import ops
+
+    library = ops.find_cuda_library()
+    return str(library) if library else f"not built: {ops.why_csrc_is_not_built()}"
 
 
 def _dependencies() -> dict[str, str]:

@@ -50,7 +50,7 @@ def evaluate(
             f"-n {n}: there are {MAX_HELD_OUT_PER_TASK * len(TASKS)} problems; ask less"
         )
     problems = held_out(n, problem_seed)
-    llm = load(merge(engine, max_num_seqs=batch_size))
+    llm = load(merge(engine, max_num_seqs=batch_size), text=True)
     started_s = time.perf_counter()
     outputs = batch(llm, [p.prompt for p in problems], greedy(problems))
     seconds = time.perf_counter() - started_s

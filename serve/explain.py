@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import LEVELS, EngineOptions, UserError
+from ..config import LEVELS, OPT_IN, PASSES, Level, UserError
 from .explain_text import difference_text, explanation
 from .flags import engine_flags
-from .options import merge
+from .options import checked, merge, writable
 from .table import table
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ def explain(
     context: Annotated[int, typer.Option("--context", help="KV positions of each.")] = 128,
     require_all: Annotated[
         bool,
-        typer.Option("--require-all-fusions", help="Exit with code 2 when a pass missed a site."),
+        typer.Option(
+            "--require-all-fusions",
+            help="Exit with code 2 when a pass missed a site, or none has one.",
+        ),
     ] = False,
     against: Annotated[
         str | None,
@@ -57,13 +61,15 @@ def explain(
         raise UserError(
             "explain: nothing to explain; name a model, or use `fusewright explain --levels`"
         )
+    writable("html", html)
+    every = [checked(asked) for asked in (options, *_other(options, against))]
     from ..compiler.explain_diff import differences
     from ..engine.explain import explain_model
     from .explain_html import page
 
     told = [
-        explain_model(EngineOptions(**asked), target_sm=target_sm, num_seqs=batch, context=context)
-        for asked in (options, *_other(options, against))
+        explain_model(asked, target_sm=target_sm, num_seqs=batch, context=context)
+        for asked in every
     ]
     label, facts = told[0]
     found = differences(*map(_by_level, told)) if len(told) > 1 else None
@@ -83,6 +89,10 @@ def explain(
     ]
     if require_all and missed:
         raise UserError(f"require_all_fusions: {len(missed)} missed: {'; '.join(missed)}")
+    if require_all:
+        from ..passes import PassReport, check_any_expected
+
+        check_any_expected(map(PassReport.from_json, facts.passes), label)
 
 
 def _other(options: dict[str, Any], against: str | None) -> list[dict[str, Any]]:
@@ -110,18 +120,30 @@ def _write(path: Path, text: str) -> None:
 
 
 def levels_table() -> str:
-    """The ``-O`` table, a line a level."""
-    rows = [["level", "trace", "passes", "hand kernels", "tuned", "CUDA graphs", "summary"]]
-    for number, level in LEVELS.items():
-        rows.append(
-            [
-                f"-O{number}",
-                "yes" if level.trace else "no",
-                ",".join(level.passes) or "-",
-                "yes" if level.hand_kernels else "no",
-                "yes" if level.tune else "no",
-                level.cudagraph_mode.value,
-                level.summary,
-            ]
-        )
-    return table(rows)
+    """What each level is, and the ``-O`` table: a column a level, a line a switch or pass."""
+    summaries = [[f"-O{number}", level.summary] for number, level in LEVELS.items()]
+    rows = [["", *(f"-O{number}" for number in LEVELS)]]
+    switches: dict[str, Callable[[Level], str]] = {
+        "CUDA graphs": lambda level: level.cudagraph_mode.value,
+        "trace": lambda level: _yes(level.trace),
+        "hand kernels": lambda level: _yes(level.hand_kernels),
+        "tuned": lambda level: _yes(level.tune),
+    }
+    for name, value in switches.items():
+        rows.append([name, *map(value, LEVELS.values())])
+    for name in PASSES:
+        on = [
+            _opt_in(level) if name in OPT_IN else _yes(name in level.passes)
+            for level in LEVELS.values()
+        ]
+        rows.append([name, *on])
+    return f"{table(summaries, heading=False)}\n\n{table(rows)}"
+
+
+def _yes(on: bool) -> str:
+    return "yes" if on else "-"
+
+
+def _opt_in(level: Level) -> str:
+    """Of a pass that a level runs only where it is measured to gain."""
+    return "where it gains" if level.hand_kernels else "-"

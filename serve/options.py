@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import UserError
+from ..config import EngineDeadError, EngineOptions, UserError
 
 if TYPE_CHECKING:
     from ..engine.inputs import Prompt
@@ -44,8 +45,48 @@ def writable(option: str, path: Path | None) -> None:
         raise UserError(f"{option}={path}: cannot be written; give a file in another folder")
 
 
-def load(options: dict[str, Any]) -> LLM:
-    """An ``LLM``; imports torch."""
+def checked(options: dict[str, Any], *, weights: bool = False) -> EngineOptions:
+    """``EngineOptions``, checked before torch is imported; ``weights``: they will be read.
+
+    Raises:
+        UserError: an option or the model's folder is bad.
+    """
+    from ..engine.check import check_start
+
+    asked = EngineOptions(**options)
+    check_start(asked, weights=weights)
+    return asked
+
+
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Put the place of a prompt, unless it is "", before what is said of it.
+
+    Raises:
+        UserError: as the body does.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not where or isinstance(error, EngineDeadError):
+            raise
+        raise UserError(f"{where}: {error}") from error
+
+
+def load(options: dict[str, Any], *, text: bool = False) -> LLM:
+    """An ``LLM``, which checks the options and then imports torch.
+
+    Args:
+        options: of the engine.
+        text: prompts are text, for which there must be a tokenizer.
+
+    Raises:
+        UserError: an option or the model's folder is bad.
+    """
+    if text:
+        from ..engine.check import check_tokenizer
+
+        check_tokenizer(checked(options, weights=True))
     from ..engine.llm import LLM
 
     return LLM(**options)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import UserError, option_specs
 from .flags import DEFAULT_MAX_TOKENS, SAMPLING, takes_flags
-from .options import batch, check_finished, load, merge
-from .prompts import read_prompts
+from .options import at, check_finished, load, merge
+from .prompts import GivenPrompt, read_prompts
 from .report import summary
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def run(
     prompts_file: Annotated[
         str | None,
         typer.Option(
-            help='one prompt a line; in a .jsonl, {"prompt": "text"} or {"prompt_token_ids": [1]}; '
-            "- is standard input",
+            help='one prompt a line; in a .jsonl, {"prompt": "text"}, {"prompt_token_ids": [1]} or '
+            '{"messages": […]} with sampling options such as "max_tokens": 8; - is standard input',
             metavar="FILE",
             show_default=False,
         ),
@@ -62,34 +63,42 @@ def run(
 ) -> None:
     """Generate text for prompts: one is streamed, several run as one batch.
 
-    With --json each request is printed as it finishes; request_id is its prompt's number.
-    Sampling defaults are vLLM's (temperature 1.0), except for --max-tokens.
+    Several are printed in their order, each as soon as it and all before it are finished; with
+    --json each is printed as it finishes, and request_id is its prompt's number. Sampling defaults
+    are vLLM's (temperature 1.0), except for --max-tokens; a .jsonl record's own options win.
     """
     given = read_prompts(prompt or [], prompts_file)
-    if chat and not all(isinstance(p, str) for p in given):
-        raise UserError("--chat needs prompts of text: prompt_token_ids are past the chat template")
+    ids = next((p for p in given if isinstance(p.prompt, list)), None)
+    if chat and ids is not None:
+        raise UserError(
+            f"{ids.where}: --chat needs prompts of text: prompt_token_ids are past its template"
+        )
     options = merge(engine, model=model_argument)
-    from ..engine.sampling_params import SamplingParams
-
-    params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling})
-    llm = load(options)
-    prompts: list[Prompt] = [_chat_prompt(llm, str(p)) for p in given] if chat else [*given]
+    params = [_params(p, sampling) for p in given]
+    llm = load(options, text=any(isinstance(p.prompt, str) or p.messages for p in given))
+    requests = [
+        _Request(_prompt(llm, p, chat), q, p.where, plain=not chat and p.messages is None)
+        for p, q in zip(given, params, strict=True)
+    ]
     if json_output:
-        outputs = []
-        for output in _finished(llm, prompts, params):
-            typer.echo(json.dumps(as_json(output), ensure_ascii=False))
-            sys.stdout.flush()
-            outputs.append(output)
-    elif len(prompts) == 1 and params.n == 1:
-        outputs = [_stream(llm, prompts[0], params)]
+        outputs = _print_json(llm, requests)
+    elif len(requests) == 1 and params[0].n == 1:
+        outputs = [_stream(llm, requests[0])]
     else:
-        outputs = batch(llm, prompts, params)
-        for output in outputs:
-            for completion in output.outputs:
-                typer.echo(completion.text if chat else f"{output.prompt or ''}{completion.text}")
+        outputs = _print_in_order(llm, requests)
     if show_report:
-        typer.echo(summary(llm.report()), err=True)
+        typer.echo(summary(llm.report(), sys.stderr), err=True)
     check_finished(outputs)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A prompt as the engine takes it; ``plain``: its text is printed before its output."""
+
+    prompt: Prompt
+    params: SamplingParams
+    where: str
+    plain: bool
 
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
@@ -108,27 +117,84 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return record
 
 
-def _chat_prompt(llm: LLM, text: str) -> Prompt:
-    return llm.engine.inputs.chat_prompt([{"role": "user", "content": text}])
+def _params(given: GivenPrompt, sampling: dict[str, Any]) -> SamplingParams:
+    from ..engine.sampling_params import SamplingParams
+
+    with at(given.where if given.sampling else ""):
+        return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling, **given.sampling})
 
 
-def _finished(
-    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams
-) -> Iterator[RequestOutput]:
-    """Runs all prompts as one batch; yields each request as it finishes."""
-    for number, prompt in enumerate(prompts):
-        llm.engine.add_request(prompt, params, str(number), final_only=True)
+def _prompt(llm: LLM, given: GivenPrompt, chat: bool) -> Prompt:
+    messages = given.messages
+    if chat and messages is None:
+        messages = ({"role": "user", "content": given.prompt},)
+    if messages is None:
+        assert given.prompt is not None, "a prompt is one of the three"
+        return given.prompt
+    with at(given.where):
+        return llm.engine.inputs.chat_prompt(messages)
+
+
+def _finished(llm: LLM, requests: Sequence[_Request]) -> Iterator[RequestOutput]:
+    """Runs all requests as one batch; yields each as it finishes."""
+    for number, request in enumerate(requests):
+        with at(request.where):
+            llm.engine.add_request(request.prompt, request.params, str(number), final_only=True)
     while llm.engine.has_unfinished():
         yield from llm.engine.step()
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+def _print_json(llm: LLM, requests: Sequence[_Request]) -> list[RequestOutput]:
+    outputs = []
+    for output in _finished(llm, requests):
+        typer.echo(json.dumps(as_json(output), ensure_ascii=False))
+        outputs.append(output)
+    return outputs
+
+
+def _print_in_order(llm: LLM, requests: Sequence[_Request]) -> list[RequestOutput]:
+    """Prints each output once all before it are printed, and the others at an interrupt."""
+    from ..engine.progress import Progress, show_progress
+
+    outputs: dict[int, RequestOutput] = {}
+    printed = 0
+    # On a terminal the outputs themselves are the progress, and a bar between them would be torn.
+    bar = nullcontext(Progress()) if sys.stdout.isatty() else show_progress()
+    try:
+        with bar as progress, progress.bar("generating", len(requests)) as advance:
+            for output in _finished(llm, requests):
+                outputs[int(output.request_id)] = output
+                while printed in outputs:
+                    _print(requests[printed], outputs[printed])
+                    printed += 1
+                advance(1)
+    except KeyboardInterrupt:
+        for number in sorted(number for number in outputs if number >= printed):
+            _print(requests[number], outputs[number])
+        typer.echo(f"interrupted: {len(outputs)} of {len(requests)} prompts are done", err=True)
+        raise
+    return [outputs[number] for number in range(len(requests))]
+
+
+def _print(request: _Request, output: RequestOutput) -> None:
+    if output.error is not None:
+        return  # `check_finished` tells
+    for completion in output.outputs:
+        begin = (output.prompt or "") if request.plain else ""
+        typer.echo(f"{begin}{completion.text}")
+
+
+def _stream(llm: LLM, request: _Request) -> RequestOutput:
     shown, last = 0, None
-    for output in llm.stream(prompt, params):
-        text = output.outputs[0].text
-        typer.echo(text[shown:], nl=False)
-        sys.stdout.flush()
-        shown, last = len(text), output
+    try:
+        with at(request.where):
+            for output in llm.stream(request.prompt, request.params):
+                text = output.outputs[0].text
+                typer.echo(text[shown:], nl=False)
+                shown, last = len(text), output
+    except KeyboardInterrupt:
+        typer.echo()
+        raise
     typer.echo()
     assert last is not None, "a stream ends with a finished request"
     return last

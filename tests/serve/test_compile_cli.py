@@ -50,6 +50,31 @@ def shell(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 # Here
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ["--attention-backend", "triton"],
+            "error: attention backend triton: not for cpu; use native or auto\n",
+        ),
+        (["--kernels", "rms_norm=triton"], "error: kernels=rms_norm=triton: not for cpu; use "),
+        (
+            ["--kernels", "gelu_tanh_mul=native"],
+            "nothing calls gelu_tanh_mul in this model with these passes; its ops: add_rms_norm, ",
+        ),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_a_kernel_that_cannot_serve_is_refused_in_words(
+    flags: list[str], told: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    line = refusal(capsys, "compile", "abacus", "--device", "cpu", "--no-verify", *flags)
+    assert told in line
+    assert "OpDesc" not in line
+
+
 @pytest.mark.slow
 def test_compile_keeps_what_the_second_run_finds_and_dumps_how_it_came_to_be(
     device: torch.device, stores: Path, tmp_path: Path, capsys: Capture

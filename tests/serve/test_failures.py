@@ -1,0 +1,162 @@
+"""Claims about what the machine fails at: streams, disks, compilers.  One line, exit code 1."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusewright.config import UserError
+from fusewright.serve.cli import main
+
+PROGRAM = f"{sys.executable} -m fusewright.serve.cli"
+CPU = "--device cpu"
+
+
+def shell(line: str, **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of a shell's line, in which $fw is the program."""
+    done = subprocess.run(
+        ["bash", "-c", line],
+        env={**os.environ, "fw": PROGRAM, **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    return done.returncode, done.stderr
+
+
+def line_of(said: tuple[int, str], code: int = 1) -> str:
+    """The one line that was said, with this exit code."""
+    assert said[0] == code, said
+    assert said[1].startswith("error: "), said
+    assert said[1].count("\n") == 1, said
+    return said[1]
+
+
+# Streams
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("$fw explain --levels >/dev/full", "standard output cannot be written: No space left"),
+        ("$fw explain --levels >&-", "standard output is closed"),
+        ("$fw --help >&-", "standard output is closed"),
+        ("$fw cache ls --json | :; exit ${PIPESTATUS[0]}", "closed by its reader"),
+    ],
+)
+def test_an_output_that_fails_is_one_line(line: str, told: str, buffered: str) -> None:
+    assert told in line_of(shell(line, PYTHONUNBUFFERED=buffered))
+
+
+def test_a_run_without_stdout_is_one_line() -> None:
+    assert "standard output is closed" in line_of(shell(f"$fw run -p 1+1= {CPU} -O0 >&-"))
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
+def test_without_stderr_the_exit_code_speaks(closed: str) -> None:
+    assert shell(f"$fw nonsense {closed}") == (2, "")
+    assert shell(f"$fw explain --levels {closed} >/dev/null") == (0, "")
+
+
+def test_a_closed_stdin_is_named() -> None:
+    line = line_of(shell("$fw run --prompts-file - <&-"), 2)
+    assert "--prompts-file -: standard input is closed" in line
+
+
+# Errors that no command expects
+
+
+def fail(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("fusewright.serve.explain.levels_table", stop)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (OSError(5, "Input/output error", "/some/file"), 1, "/some/file: Input/output error"),
+        (ValueError("no\nway"), 1, "internal error: ValueError: no; run with --debug"),
+        (MemoryError(), 1, "out of memory"),
+        (EOFError(), 1, "internal error: EOFError: no message"),
+        (UserError("x=1: expected 2"), 2, "x=1: expected 2"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_any_error_is_one_line_and_debug_adds_its_traceback(
+    error: Exception,
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail(error, monkeypatch)
+    assert told in line_of((main(["explain", "--levels"]), capsys.readouterr().err), code)
+    for argv in (["--debug", "explain", "--levels"], ["explain", "--levels", "--debug"]):
+        assert main(argv) == code
+        said = capsys.readouterr().err
+        assert said.startswith("Traceback")
+        assert told in said.splitlines()[-1]
+
+
+def test_an_interrupt_says_nothing_and_exits_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(KeyboardInterrupt(), monkeypatch)
+    assert main(["explain", "--levels"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_debug_is_a_prompt_where_a_prompt_is_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-p", "--debug", "--max-num-seqs", "0", "-O0"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# Compilers and their files
+
+
+def compiled(tmp_path: Path, more: str = "", **environment: str) -> str:
+    """What a start that must compile for a CPU says."""
+    places = {
+        "FUSEWRIGHT_CACHE_DIR": str(tmp_path / "store"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+    return line_of(shell(f"$fw compile -O2 {CPU} --no-verify {more}", **places | environment))
+
+
+def test_a_missing_compiler_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    line = compiled(tmp_path, CXX="/nonexistent/g++")
+    assert "no C++ compiler: /nonexistent/g++ cannot be run" in line
+    assert "install g++" in line
+    assert "-O0" in line
+
+
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    lines = ["#!/bin/sh", '[ "$1" = --version ] && echo g++ 1 && exit']
+    lines += ["echo 'x.h: fatal error: no header' >&2", "exit 1"]
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(0o755)
+    line = compiled(tmp_path, CXX=str(compiler))
+    assert "the C++ compiler fails: x.h: fatal error: no header" in line
+
+
+def test_a_folder_that_inductor_cannot_write_is_named(tmp_path: Path) -> None:
+    line = compiled(tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/x")
+    assert "compiling fails at /dev/null/x: Not a directory" in line
+    assert "TMPDIR" in line
+
+
+def test_a_dump_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump/00-traced.txt").symlink_to("/dev/full")
+    line = compiled(tmp_path, f"--dump {tmp_path}/dump")
+    assert f"dump={tmp_path}/dump: 00-traced.txt cannot be written: No space left" in line
