@@ -31,7 +31,8 @@ from ..passes import (
     check_required,
     run_passes,
 )
-from ..passes.subgraph import compute_fake
+from ..passes.canonicalize import cast_source
+from ..passes.subgraph import compute_fake, fake_value
 from .lower import lower
 
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
@@ -325,9 +326,21 @@ def _compile_aten(
     report.seconds = time.perf_counter() - start
     if options.rest == "eager":
         return _run_eagerly(gm)
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+    # Inductor computes 16 bits in float32, and leaves out casts that a value has to pass.
+    with config.patch(emulate_precision_casts=any(map(_narrows, gm.graph.nodes))):
+        return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+
+
+def _narrows(node: fx.Node) -> bool:
+    """Whether the model rounds a tensor to 16 bits here in so many words."""
+    source = cast_source(node)
+    if source is node:
+        return False
+    made, read = fake_value(node).dtype, fake_value(source).dtype
+    return made in (torch.bfloat16, torch.float16) and made != read
 
 
 def _of_function(report: GraphReport) -> list[PassReport]:

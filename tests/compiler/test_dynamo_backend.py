@@ -91,6 +91,17 @@ def test_inductor_compiles_the_rest() -> None:
     assert list(only_report().choices) == ["rms_norm -> native (triton: not for cpu)"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_rounds_where_the_model_casts(dtype: torch.dtype) -> None:
+    def overflows(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return F.silu(g) * (u * 7e4).half(), F.silu(g).bfloat16().float() * u
+
+    g, u = torch.randn(2, 4, 64).to(dtype)
+    want, got = overflows(g, u), compiled(overflows)(g, u)
+    assert want[0].isinf().any() and torch.equal(want[0].isinf(), got[0].isinf())
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+
+
 def test_inductor_has_random_numbers_for_random_ops() -> None:
     def random(x: Tensor, q: Tensor) -> tuple[Tensor, ...]:
         attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)

@@ -177,8 +177,9 @@ def test_dynamo_and_dynamic_sizes_change_nothing() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-INDUCTORS = ("rand", "dropout", "bernoulli", "float16")
-"""Words of what Inductor does in its own way: random numbers, and casts that it may leave out."""
+INDUCTORS = ("rand", "dropout", "bernoulli", "float64")
+"""Words of what Inductor does in its own way: random numbers, and sums of float32 in another order,
+which are far apart as float64."""
 
 
 def test_inductor_runs_what_is_fused_and_what_is_left() -> None:

@@ -250,7 +250,7 @@ def test_a_norm_of_doubles_stays_in_doubles(fn: Any) -> None:
 def test_a_norm_of_one_number_is_left_alone() -> None:
     gm = aten(llama, x=torch.tensor(3.0), w=torch.tensor(2.0))
     (miss,) = raised(gm).missed
-    assert miss.reason == "x_1 has no dimension, expected one or more"
+    assert miss.reason.endswith("has no dimension, expected one or more")
 
 
 def test_a_norm_in_bfloat16_is_left_alone() -> None:
