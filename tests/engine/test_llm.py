@@ -149,6 +149,21 @@ def test_a_bad_prompt_among_good_ones_generates_nothing() -> None:
     assert llm.generate("a", use_tqdm=False)[0].finished
 
 
+@pytest.mark.parametrize(
+    ("priority", "error"),
+    [
+        ([1], "priority=1: requests run by arrival; start with scheduling_policy='priority'"),
+        ("a", "priority='a': expected an integer"),
+        ([True], "priority=True: expected an integer"),
+        ([1, 2], "2 priorities for 1 prompts"),
+    ],
+)
+def test_a_priority_that_says_nothing_is_refused(priority: Any, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        toy_llm().generate("a", LONG, use_tqdm=False, priority=priority)
+    assert len(toy_llm().generate("a", LONG, use_tqdm=False, priority=[0])) == 1
+
+
 def test_chat_uses_the_template() -> None:
     llm = toy_llm()
     message = {"role": "user", "content": "1+2"}
@@ -172,6 +187,7 @@ def test_chat_uses_the_template() -> None:
         ([[]], {}, "messages is empty"),
         ([], {"continue_final_message": True}, "continue_final_message is not supported"),
         ([], {"chat_template": "x"}, "chat_template is not supported"),
+        ([], {"chat_template_kwargs": 5}, "chat_template_kwargs=5: expected a mapping"),
     ],
 )
 def test_what_is_no_conversation_is_one_error(
