@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -306,31 +305,25 @@ def test_no_full_collection_walks_over_the_heap_while_requests_run(enabled: bool
 
 
 def test_tokens_flow_while_10_000_prompts_are_queued() -> None:
-    """Nothing waits for the queue: a stream goes on while prompts are checked, and the first of
-    them finish before the last is queued.  Nine of ten pauses between steps are below 2 ms, and the
-    longest below ten times that: other work shares this machine."""
+    """Nothing waits for the queue: a stream goes on while prompts are checked, a step runs for
+    every few that are queued, and the first of them finish before the last is queued."""
     setup = Setup(num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=400)
     engine = setup.engine()
     llm = LLM.from_engine(engine)
     stream = llm.stream("abc", SamplingParams(max_tokens=390, ignore_eos=True))
     next(stream)
-    left: list[tuple[float, int]] = []
-    pauses: list[float] = []
+    waiting: list[int] = []
     run = engine.step
 
     def step() -> list[RequestOutput]:
-        if left:
-            pauses.append(time.perf_counter() - left[-1][0])
-        outputs = run()
-        left.append((time.perf_counter(), engine.scheduler.num_unfinished))
-        return outputs
+        waiting.append(engine.scheduler.num_unfinished)
+        return run()
 
     engine.step = step  # type: ignore[method-assign]
     prompts = [[i % 256, i // 256] for i in range(10_000)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
-    worst = sorted(pauses)
     assert [o.prompt_token_ids for o in outputs] == prompts
     assert len(list(stream)) == 389
-    assert max(waiting for _, waiting in left) < 10_000, "all were queued before the first ended"
-    assert left[0][1] == 1, "the stream waited for the prompts to be checked"
-    assert worst[-1] < 0.020 and worst[len(worst) * 9 // 10] < 0.002
+    assert max(waiting) < 10_000, "all were queued before the first ended"
+    assert waiting[0] == 1, "the stream waited for the prompts to be checked"
+    assert max(new - old for old, new in pairwise(waiting)) <= 64, "many were queued between steps"
