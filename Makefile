@@ -64,4 +64,4 @@ gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test
 
 bench: install
-	@$(PKGROOT); $(PY) -m fusewright.serve.cli bench kernels --json bench/results/kernels.jsonl
+	@$(PKGROOT); $(PY) -m fusewright.serve.cli bench kernels --output bench/results/kernels.jsonl

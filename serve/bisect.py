@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import EngineOptions, UserError
+from ..config import EngineOptions
 from .flags import engine_flags
-from .options import merge
+from .options import check_number, merge
 
 
 @engine_flags
@@ -30,8 +30,8 @@ def bisect(
 ) -> None:
     """Find the pass and site at which outputs leave those of -O0; exit code 1 if there is one."""
     options = EngineOptions(**merge(engine, model=model_argument))
-    if tolerance is not None and not tolerance > 0:
-        raise UserError(f"tolerance={tolerance}: expected more than 0")
+    if tolerance is not None:
+        check_number(tolerance=tolerance)
     from ..engine.bisect import bisect_model
 
     culprit, limit = bisect_model(

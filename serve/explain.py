@@ -12,7 +12,7 @@ import typer
 from ..config import LEVELS, EngineOptions, UserError
 from .explain_text import difference_text, explanation
 from .flags import engine_flags
-from .options import merge
+from .options import check_counts, merge
 from .table import table
 
 if TYPE_CHECKING:
@@ -53,17 +53,15 @@ def explain(
     if levels:
         typer.echo(levels_table())
         return
-    if not options:
-        raise UserError(
-            "explain: nothing to explain; name a model, or use `fusewright explain --levels`"
-        )
+    check_counts(1, batch=batch, context=context)
+    others = _other(options, against)
     from ..compiler.explain_diff import differences
     from ..engine.explain import explain_model
     from .explain_html import page
 
     told = [
         explain_model(EngineOptions(**asked), target_sm=target_sm, num_seqs=batch, context=context)
-        for asked in (options, *_other(options, against))
+        for asked in (options, *others)
     ]
     label, facts = told[0]
     found = differences(*map(_by_level, told)) if len(told) > 1 else None

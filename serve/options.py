@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineDeadError, UserError
+import typer
+
+from ..config import EngineDeadError, MachineError, UserError
+
+MOST_COUNT = 10**7
+"""Of tokens, requests or repeats in a measurement: a larger number is a slip."""
 
 if TYPE_CHECKING:
     from ..engine.inputs import Prompt
@@ -41,8 +48,37 @@ def writable(option: str, path: Path | None) -> None:
     Raises:
         UserError: names the option.
     """
-    if path is not None and not os.access(path.parent, os.W_OK):
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option}={path}: is a folder; give a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{option}={path}: cannot be written; give a file in another folder")
+
+
+def check_counts(least: int, most: int = MOST_COUNT, **given: int) -> None:
+    """Refuse counts that measure nothing or never end.
+
+    Raises:
+        UserError: names the option.
+    """
+    for name, value in given.items():
+        if value < least:
+            raise UserError(f"{name}={value}: expected at least {least}")
+        if value > most:
+            raise UserError(f"{name}={value}: expected at most {most}")
+
+
+def check_number(*, zero: bool = False, **given: float) -> None:
+    """Refuse a share or a rate that is not a finite number above 0 (or 0).
+
+    Raises:
+        UserError: names the option.
+    """
+    for name, value in given.items():
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            least = "of at least" if zero else "above"
+            raise UserError(f"{name}={value}: expected a number {least} 0")
 
 
 @contextmanager
@@ -58,6 +94,25 @@ def at(where: str) -> Iterator[None]:
         if not where or isinstance(error, EngineDeadError):
             raise
         raise UserError(f"{where}: {error}") from error
+
+
+def write_result(
+    path: Path | None, record: Mapping[str, Any], *, json_output: bool = False
+) -> None:
+    """A result as JSON: ``--output`` writes it to a file, ``--json`` prints it.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    if path is not None:
+        try:
+            path.write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise MachineError(
+                f"output={path}: cannot be written: {error.strerror}; --json prints the result"
+            ) from error
+    if json_output:
+        typer.echo(json.dumps(record))
 
 
 def load(options: dict[str, Any]) -> LLM:

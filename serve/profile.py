@@ -10,7 +10,7 @@ import typer
 
 from ..config import UserError
 from .flags import engine_flags
-from .options import load, merge
+from .options import check_counts, load, merge
 from .table import table
 
 _ROWS_SHOWN = 24
@@ -56,6 +56,10 @@ def profile(
 
     if phase not in (*PHASES, "both"):
         raise UserError(f"phase={phase!r}: expected prefill, decode or both")
+    check_counts(1, 100_000, batch_size=batch_size)
+    check_counts(1, input_len=input_len, max_iterations=max_iterations)
+    check_counts(2, output_len=output_len)
+    check_counts(0, delay_iterations=delay_iterations)
     plans = [
         Plan(
             name,
