@@ -2,8 +2,10 @@
 # PYTHON= names, where nothing is installed and the package runs from the checkout.
 #
 #   make demo                               solved problems, fusions, times, with the bundled model
-#   make test | check                       CPU tests | format, lint, types, layout
-#   make gpu-test | bench  PYTHON=python3   on a GPU machine
+#   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
+#   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
+#
+# Nothing else here builds csrc, also where nvcc is there: tools/build_csrc.sh does.
 #
 # A CPU-only machine without a local mirror saves gigabytes of CUDA libraries with
 #   make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -36,12 +38,13 @@ PY := $(CURDIR)/.venv/bin/python
 install: .venv/.installed
 endif
 
-.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(CSRC)
+.venv/.installed: pyproject.toml constraints.txt
 	@echo '== environment: .venv (2 GB, a minute or more on a first run)'
 	test -x .venv/bin/python || $(BOOTSTRAP_PYTHON) -m venv .venv
 	$(PY) -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
-	$(PY) -m pip install -c constraints.txt scikit-build-core cmake ninja
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PY) -m pip install -c constraints.txt scikit-build-core
+	$(PY) -m pip install -c constraints.txt --no-build-isolation -C kernels=off \
+	  -e '.[dev]'
 	touch $@
 
 demo: install
@@ -58,10 +61,12 @@ check: install
 	  | sed 's|^build/pkgroot/fusewright/||'
 	PATH="$(dir $(PY)):$$PATH" clang-format --dry-run -Werror $(CSRC)
 	$(PKGROOT); $(PY) -m pytest -q tests/test_layout.py -m 'not slow'
+	@PATH="$(dir $(PY)):$$PATH" PYTHONPATH=tools $(PY) tools/check_bindings.py
 	@$(PY) tools/gpu_stamp.py check
 
 gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test
 
 bench: install
-	@$(PKGROOT); $(PY) -m fusewright.serve.cli bench kernels --output bench/results/kernels.jsonl
+	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.serve.cli bench kernels \
+	  --output bench/results/kernels.jsonl

@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": ".engine.llm",
+    "AsyncLLM": ".engine.async_llm",
     "SamplingParams": ".engine.sampling_params",
     "RequestOutput": ".engine.outputs",
     "EngineOptions": ".config",

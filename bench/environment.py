@@ -23,7 +23,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
         "command": _command(),
     }
 
@@ -37,7 +37,7 @@ def _command() -> str:
     return shlex.join([*command, *names])
 
 
-def _commit() -> str:
+def commit() -> str:
     """The checkout's commit, or "unknown" where there is no git."""
     try:
         found = subprocess.run(

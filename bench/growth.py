@@ -18,7 +18,8 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..graph_capture import GraphKind
 from ..model_executor.kv_cache import kv_cache_bytes_per_block
-from .profiling import Plan, drive
+from .profile_plan import Plan
+from .profiling import drive
 from .serving import check_length, run, warm_up
 from .workloads import Work, equal
 

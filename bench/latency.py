@@ -9,10 +9,7 @@ from typing import Any
 
 from ..engine.llm import LLM
 from .serving import check_length, run, warm_up
-from .workloads import equal
-
-INPUT_LEN = 128
-OUTPUT_LEN = 129
+from .workloads import INPUT_LEN, OUTPUT_LEN, equal, tpot_ms
 
 
 def measure_latency(
@@ -38,7 +35,7 @@ def measure_latency(
         "batch": batch,
         "input_len": input_len,
         "output_len": output_len,
-        "tpot_ms": round((best.seconds - first_s) / (output_len - 1) * 1e3, 4),
+        "tpot_ms": tpot_ms(best.seconds, first_s, output_len),
         "ttft_ms": round(first_s * 1e3, 3),
         "run": best.to_json(),
     }

@@ -172,9 +172,14 @@ def _serve(engine: EngineLoop, due: Mapping[str, tuple[float, Work]]) -> None:
             time.sleep(max(0.0, due[waiting[-1]][0] - time.perf_counter()))
 
 
-def warm_up(engine: EngineLoop, works: Sequence[Work]) -> None:
-    """Capture every graph and run some requests, so that neither is measured."""
+def capture_graphs(engine: EngineLoop) -> None:
+    """Capture every graph now instead of beside the first requests."""
     capture_next = getattr(engine, "capture_next", lambda: False)
     while capture_next():
         pass
+
+
+def warm_up(engine: EngineLoop, works: Sequence[Work]) -> None:
+    """Capture every graph and run some requests, so that neither is measured."""
+    capture_graphs(engine)
     run(engine, works)

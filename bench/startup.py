@@ -52,7 +52,7 @@ def measure_startup(
     for _ in range(iterations):
         with tempfile.TemporaryDirectory(prefix="fusewright-bench-") as folder:
             for kind in ("cold", "warm"):
-                run = _start(options, Path(folder) / "store", Path(folder) / kind)
+                run = start(options, _fresh(Path(folder) / "store", Path(folder) / kind))
                 runs[kind].append(run)
                 on_run(kind, run)
                 _check(kind, run, runs["cold"][0])
@@ -68,18 +68,27 @@ def _check(kind: str, run: Mapping[str, Any], first: Mapping[str, Any]) -> None:
         )
 
 
-def _start(options: Mapping[str, Any], store: Path, scratch: Path) -> dict[str, Any]:
+def _fresh(store: Path, scratch: Path) -> dict[str, str]:
+    """The environment of a start that finds nothing but what is in ``store``."""
     temporary = scratch / "tmp"  # where Inductor keeps C++ headers, whatever it is told
     temporary.mkdir(parents=True)
-    env = dict(os.environ)
-    env |= {
+    return {
         "TMPDIR": str(temporary),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "FUSEWRIGHT_BAKED_DIR": str(scratch / "baked"),
         "FUSEWRIGHT_CACHE_DIR": str(store),
     }
+
+
+def start(options: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+    """What ``one_start`` says in a process of its own, with ``env`` added to the environment.
+
+    Raises:
+        UserError: the start failed.
+    """
     command = [sys.executable, "-m", f"{__package__}.startup", json.dumps(dict(options))]
+    env = {**os.environ, **env}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -1,4 +1,4 @@
-"""The request mixes that vLLM was measured with: lengths and tokens by fixed seeds."""
+"""The requests that vLLM was measured with: lengths and tokens by fixed seeds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ MIXES: dict[str, tuple[int, int]] = {
     "decode-heavy": (462, 256),
 }
 """Nominal mean lengths of inputs and outputs."""
+INPUT_LEN = 128
+OUTPUT_LEN = 129
+"""Of equal requests, whose time per output token is measured."""
 _SPREAD, _SCALE = 0.9, 0.667
 _MOST_INPUT, _MOST_OUTPUT, _LEAST = 2000, 1000, 4
 
@@ -72,3 +75,8 @@ def equal(
         Work([rng.randrange(vocab_size) for _ in range(input_len)], output_len)
         for _ in range(batch)
     ]
+
+
+def tpot_ms(whole_s: float, first_s: float, output_len: int) -> float:
+    """Time per output token: of a batch without the time of the same batch for one token."""
+    return round((whole_s - first_s) / (output_len - 1) * 1e3, 4)

@@ -26,11 +26,22 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 SIGNATURE = "signature.json"
 DIGEST = re.compile(r"[0-9a-f]{32}")
-MAX_MANIFEST_BYTES = 64 * 2**20
-_MAX_SIGNATURE_BYTES = 2**16
+MAX_MANIFEST_BYTES = 8 * 2**20
+MAX_ARTIFACT_BYTES = 2**30
+MAX_SIGNATURE_BYTES = 2**16
+_MAX_JSON_DEPTH = 32
+_MAX_LABEL_CHARACTERS = 1000
+_MAX_REASON_CHARACTERS = 300
 # Printable ASCII without the backslash; no hidden files, which includes "." and "..".
 _NAME_PART = re.compile(r"(?!\.)[!-\[\]-~]{1,200}")
-_REMEDY = "delete the artifact, so that it is compiled anew, or import it again"
+REMEDY = "delete the artifact, so that it is compiled anew, or import it again"
+_REPORT_TYPES = {
+    "passes": list,
+    "choices": dict,
+    "pieces": dict,
+    "tuned_us": dict,
+    "seconds": dict,
+}
 _TYPES = {
     "created": str,
     "factors": dict,
@@ -45,9 +56,42 @@ _TYPES = {
 class Refusal(UserError):
     """An artifact, or a file of one, that is not used."""
 
-    def __init__(self, path: Path, reason: str, remedy: str = _REMEDY) -> None:
-        super().__init__(f"{path}: {reason}; {remedy}")
-        self.path, self.reason, self.remedy = path, reason, remedy
+    def __init__(self, path: Path, reason: str, remedy: str = REMEDY) -> None:
+        self.path, self.remedy = path, remedy
+        self.reason = printable(reason)[:_MAX_REASON_CHARACTERS]
+        super().__init__(f"{printable(str(path))}: {self.reason}; {remedy}")
+
+
+def printable(text: str) -> str:
+    """Text with control characters, and others that a terminal does not show, as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def parse_json(data: bytes) -> Any:
+    """A JSON document.
+
+    Raises:
+        ValueError: it is none, or is nested too deeply to be handled safely.
+    """
+    try:
+        document = json.loads(data.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 at byte {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    level = [document]
+    for _ in range(_MAX_JSON_DEPTH):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return document
+    raise ValueError(f"is nested too deeply, expected at most {_MAX_JSON_DEPTH} levels")
 
 
 @dataclass(frozen=True)
@@ -90,10 +134,10 @@ class Manifest:
         """The manifest of new files.
 
         Raises:
-            ValueError: a file's name is not a plain relative path, or the report is not JSON.
+            ValueError: a file's name is not a plain relative path, the report is not JSON, or there
+                is more of something than ``decode()`` accepts.
         """
-        check_names(files)
-        return cls(
+        manifest = cls(
             key=key.digest,
             factors=dict(key.factors),
             label=label,
@@ -102,6 +146,8 @@ class Manifest:
             files={name: FileDigest.of(data) for name, data in files.items()},
             report=json.loads(json.dumps(report, allow_nan=False)),
         )
+        manifest._check()
+        return manifest
 
     def encode(self) -> bytes:
         """The one spelling of this manifest: sorted JSON that ends in its own digest."""
@@ -120,17 +166,38 @@ class Manifest:
         Raises:
             ValueError: with the reason; any changed byte is one.
         """
-        try:
-            manifest = cls._read(json.loads(data.decode()))
-            unchanged = manifest.encode() == data
-        except RecursionError as error:
-            raise ValueError("is nested too deeply") from error
-        if not unchanged:
+        manifest = cls._read(parse_json(data))
+        if manifest.encode() != data:
             raise ValueError("is not what was written: its own digest differs")
         if Key(manifest.factors).digest != manifest.key:
             raise ValueError(f"key {manifest.key} is not the digest of its factors")
-        check_names(manifest.files)
+        manifest._check()
         return manifest
+
+    def _check(self) -> None:
+        """Refuse what a store, a terminal or a reader of the report could stumble over.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        check_names(self.files)
+        if (num_bytes := sum(file.num_bytes for file in self.files.values())) > MAX_ARTIFACT_BYTES:
+            raise ValueError(f"lists {num_bytes} bytes, expected at most {MAX_ARTIFACT_BYTES}")
+        for name in ("label", "created", "producer"):
+            text = getattr(self, name)
+            if len(text) > _MAX_LABEL_CHARACTERS or not text.isprintable():
+                raise ValueError(
+                    f"{name} {text[:80]!r}: expected at most {_MAX_LABEL_CHARACTERS} printable "
+                    "characters"
+                )
+        for name, value in self.factors.items():
+            if not (name.isprintable() and value.isprintable()):
+                raise ValueError(f"factor {name!r} is {value[:80]!r}, expected printable text")
+        for name, expected in _REPORT_TYPES.items():
+            if not isinstance(self.report.get(name, expected()), expected):
+                raise ValueError(f"{name!r} of its report is no {expected.__name__}")
+        if not all(isinstance(entry, dict) for entry in self.report.get("passes", ())):
+            raise ValueError("'passes' of its report has an entry that is no dict")
 
     @classmethod
     def _read(cls, document: Any) -> Manifest:
@@ -148,9 +215,10 @@ class Manifest:
 
 
 def _file_digest(name: str, entry: Any) -> FileDigest:
-    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or entry["bytes"] < 0:
         raise ValueError(f"has no size of {name!r}")
-    if not re.fullmatch("[0-9a-f]{64}", str(entry.get("sha256"))):
+    sha256 = entry.get("sha256")
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(f"has no digest of {name!r}")
     return FileDigest(entry["sha256"], entry["bytes"])
 
@@ -162,20 +230,24 @@ def canonical_json(document: Mapping[str, Any]) -> bytes:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names of files that are not plain relative paths or collide.
+    """Refuse names of files that are not plain relative paths or collide, by case alone too.
 
     Raises:
         ValueError: names the file.
     """
     known = {MANIFEST, SIGNATURE}
     folders: set[str] = set()
-    for name in names:
+    for count, name in enumerate(names, 1):
+        if count > disk.MAX_FILES:
+            raise ValueError(f"more than {disk.MAX_FILES} files")
+        if name.count("/") > disk.MAX_DEPTH:
+            raise ValueError(f"file name {name[:80]!r} is more than {disk.MAX_DEPTH} folders deep")
         if not all(_NAME_PART.fullmatch(part) for part in name.split("/")):
-            raise ValueError(f"file name {name!r} is not a plain relative path")
-        if name in known:
+            raise ValueError(f"file name {name[:200]!r} is not a plain relative path")
+        if (folded := name.lower()) in known:
             raise ValueError(f"file name {name!r} is taken")
-        known.add(name)
-        folders |= _parents(name)
+        known.add(folded)
+        folders |= _parents(folded)
     if both := known & folders:
         raise ValueError(f"{min(both)!r} is both a file and a folder")
 
@@ -238,7 +310,7 @@ class Artifact:
         """
         path = self.path / SIGNATURE
         try:
-            return disk.read_file(path, _MAX_SIGNATURE_BYTES)
+            return disk.read_file(path, MAX_SIGNATURE_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -261,50 +333,3 @@ class Artifact:
             raise Refusal(where, f"cannot be read: {error.strerror}") from error
         for name in self.manifest.files:
             self.read(name)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """All of an artifact in memory, on its way between stores and archives."""
-
-    manifest: Manifest
-    files: Mapping[str, bytes]
-    signature: bytes | None = None
-
-    @classmethod
-    def of(cls, artifact: Artifact) -> Packed:
-        """Raises Refusal when a file is not what the manifest says."""
-        artifact.verify()
-        files = {name: artifact.read(name) for name in artifact.manifest.files}
-        return cls(artifact.manifest, files, artifact.signature())
-
-    @property
-    def contents(self) -> dict[str, bytes]:
-        """Every file by name, manifest and signature among them."""
-        signature = {} if self.signature is None else {SIGNATURE: self.signature}
-        return {MANIFEST: self.manifest.encode(), **signature, **self.files}
-
-    @classmethod
-    def checked(cls, path: Path, contents: Mapping[str, bytes]) -> Packed:
-        """An artifact of untrusted ``contents``, which were found at ``path``.
-
-        Raises:
-            Refusal: they are not exactly what their manifest says.
-        """
-        files = dict(contents)
-        remedy = "make the archive again"
-        try:
-            manifest = Manifest.decode(files.pop(MANIFEST))
-        except KeyError as error:
-            raise Refusal(path / MANIFEST, "is missing", remedy) from error
-        except ValueError as error:
-            raise Refusal(path / MANIFEST, str(error), remedy) from error
-        signature = files.pop(SIGNATURE, None)
-        if path.name != manifest.key:
-            raise Refusal(path, f"holds the artifact of key {manifest.key}", remedy)
-        for name in sorted({*files, *manifest.files}):
-            if name not in files:
-                raise Refusal(path / name, "is missing", remedy)
-            if FileDigest.of(files[name]) != manifest.files.get(name):
-                raise Refusal(path / name, "is not what the manifest says", remedy)
-        return cls(manifest, files, signature)

@@ -15,7 +15,15 @@ import torch
 
 from .. import ops
 from ..config import CompileConfig, UserError
-from ..passes import PassReport, Subgraph, build_passes, check_required, digest, run_passes
+from ..passes import (
+    PassReport,
+    Subgraph,
+    build_passes,
+    check_references,
+    check_required,
+    digest,
+    run_passes,
+)
 from .check_kernels import called, check_used
 from .dump import Dump
 from .emit import choose_emitter, emit
@@ -75,6 +83,9 @@ def lower_model(
         traced = unroll(traced, source.repeat) if source.repeat else traced
     record.graph("traced", traced)
     graph = digest(traced.gm)
+    if config.verify:
+        with timer.phase("references"):
+            check_references(traced.gm, source.outside(1, 1))
     with timer.phase("passes"):
         reports = run_passes(
             traced.gm,

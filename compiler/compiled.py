@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import ops
 from ..config import CompileConfig
-from .artifact import Artifact
+from .artifact import Artifact, Refusal, printable
 from .check_kernels import called, check_used
 from .key import Key
 from .load import load
@@ -20,6 +20,8 @@ from .source import Source
 from .store import Store
 from .timer import Timer
 
+LOOKUPS = ("find artifact", "load")
+"""The phases of a start that compiles nothing."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,16 +80,17 @@ def compile(
     """
     timer = Timer(on_phase)
     built = False
-    with timer.phase("find artifact"):
-        artifact = store.find(key, *as_good) if dump is None else None
-    if artifact is None:
+    found = _find(store, (key, *as_good), require, timer) if dump is None else None
+    if found is None:
         if require:
             raise store.missing(key, *as_good)
         with store.lock(key, on_wait=lambda: on_phase("another process compiles this")):
-            artifact = store.find(key, *as_good) if dump is None else None
-            if artifact is None:
+            found = _find(store, (key, *as_good), require, timer) if dump is None else None
+            if found is None:
                 for refusal in store.refusals:
-                    _log.warning("%s: %s; compiling anew", refusal.path, refusal.reason)
+                    _log.warning(
+                        "%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason
+                    )
                 from .cpp_compiler import compiler_files
 
                 with compiler_files():
@@ -101,9 +104,8 @@ def compile(
                 built = True
                 with timer.phase("publish"):
                     artifact = store.publish(key, files, report, label)
-    with timer.phase("load"):
-        ops.KERNELS.sealed = require
-        plan, program = load(artifact)
+                found = artifact, *_load(artifact, require, timer)
+    artifact, plan, program = found
     compiled = Compiled(program, plan, artifact, built, timer.seconds)
     said = compiled.report
     if config.named_kernels:
@@ -113,3 +115,25 @@ def compile(
 
         check_required(map(PassReport.from_json, said["passes"]), config.required)
     return compiled
+
+
+def _find(
+    store: Store, keys: Sequence[Key], require: bool, timer: Timer
+) -> tuple[Artifact, Plan, Program] | None:
+    """The first artifact that can be used, and its program; what cannot be loaded is refused as
+    what is broken is."""
+    while True:
+        with timer.phase("find artifact"):
+            artifact = store.find(*keys)
+        if artifact is None:
+            return None
+        try:
+            return artifact, *_load(artifact, require, timer)
+        except Refusal as refusal:
+            store.refuse(artifact, refusal)
+
+
+def _load(artifact: Artifact, require: bool, timer: Timer) -> tuple[Plan, Program]:
+    with timer.phase("load"):
+        ops.KERNELS.sealed = require
+        return load(artifact)

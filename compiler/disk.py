@@ -8,11 +8,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
+
+MAX_DEPTH = 8
+"""Most folders in one another below an artifact or a store's folder of objects."""
+MAX_FILES = 4096
+"""Most files and folders of an artifact."""
 
 _FILE_MODE = 0o644
 _FOLDER_MODE = 0o755
@@ -33,18 +39,29 @@ def distrust(info: os.stat_result) -> str | None:
     return None
 
 
-def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Everything below a folder, in order: name with ``/`` and its ``lstat``.
+def walk(folder: Path, max_entries: int = 2 * MAX_FILES) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below a folder, each folder's entries in order: name with ``/`` and ``lstat``.
 
     Raises:
-        OSError: the folder cannot be listed.
+        OSError: a folder cannot be listed, is nested too deeply, or there are more entries.
     """
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
+    pending, left = [""], max_entries
+    while pending:
+        prefix = pending.pop()
+        if prefix.count("/") > MAX_DEPTH:
+            raise OSError(errno.ELOOP, f"folders nested more than {MAX_DEPTH} deep", str(folder))
+        with os.scandir(folder / prefix) as entries:
+            found = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
+        left -= len(found)
+        if left < 0:
+            raise OSError(errno.E2BIG, f"more than {max_entries} files and folders", str(folder))
+        folders = []
+        for entry in found:
             info = entry.stat(follow_symlinks=False)
             yield prefix + entry.name, info
             if stat.S_ISDIR(info.st_mode):
-                yield from walk(folder / entry.name, f"{prefix}{entry.name}/")
+                folders.append(f"{prefix}{entry.name}/")
+        pending += reversed(folders)
 
 
 def read_file(path: Path, limit_bytes: int) -> bytes:
@@ -53,16 +70,30 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
     Raises:
         OSError: it is missing, unreadable, larger, a symbolic link or no regular file.
     """
-    # O_NONBLOCK: opening a FIFO that was put in a file's place must not wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if info.st_size > limit_bytes:
-            reason = f"{info.st_size} bytes, expected at most {limit_bytes}"
+    with open_file(path, os.O_NOFOLLOW) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > limit_bytes:
+            reason = f"{num_bytes} bytes, expected at most {limit_bytes}"
             raise OSError(errno.EFBIG, reason, str(path))
-        return file.read(limit_bytes + 1)
+        return file.read(num_bytes + 1)
+
+
+def open_file(path: Path, flags: int = 0) -> BinaryIO:
+    """A regular file, open for reading.
+
+    Raises:
+        OSError: it is missing, unreadable or no regular file.
+    """
+    # O_NONBLOCK: opening a FIFO that was put in a file's place must not wait for its writer.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    number, reason = errno.EINVAL, "not a regular file"
+    if stat.S_ISDIR(mode):
+        number, reason = errno.EISDIR, os.strerror(errno.EISDIR)
+    raise OSError(number, reason, str(path))
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -85,7 +116,7 @@ def replace_file(path: Path, data: bytes, partial: Path) -> None:
     try:
         write_file(partial, data)
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
@@ -113,12 +144,48 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a folder with all below it, as far as possible."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
+    """Remove a file, a link or a folder with all below it, as far as possible, at any depth."""
+    with suppress(OSError):
+        if not stat.S_ISDIR(path.lstat().st_mode):
             path.unlink()
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _remove_content(fd)
+        finally:
+            os.close(fd)
+        path.rmdir()
+
+
+def _remove_content(top: int) -> None:
+    """Empty the open folder ``top``.  A folder below it gives its own folders to ``top`` and goes:
+    neither the depth nor the length of a path has a limit."""
+    pending = _remove_files(top)
+    while pending:
+        name = pending.pop()
+        with suppress(OSError):
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                for below in _remove_files(fd):
+                    moved = os.urandom(12).hex()
+                    os.rename(below, moved, src_dir_fd=fd, dst_dir_fd=top)
+                    pending.append(moved)
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=top)
+
+
+def _remove_files(folder: int) -> list[str]:
+    """Remove the files of an open folder; returns the names of its folders."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            else:
+                with suppress(OSError):
+                    os.unlink(entry.name, dir_fd=folder)
+    return folders
 
 
 @contextmanager
@@ -141,10 +208,20 @@ def held(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[bool
             os.close(fd)
 
 
+def _open_lock(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, _FILE_MODE)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise
+    remove_tree(path)  # a folder, link or socket, which nobody can hold
+    return os.open(path, flags, _FILE_MODE)
+
+
 def _acquire(path: Path, on_wait: Callable[[], None] | None) -> int | None:
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(path, flags, _FILE_MODE)
+        fd = _open_lock(path)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,19 +23,30 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..config import LEVELS, UserError
-from ..passes import CANONICALIZE, PassReport, build_passes, check_required, run_passes
+from ..passes import (
+    CANONICALIZE,
+    PassReport,
+    build_passes,
+    check_any_expected,
+    check_required,
+    run_passes,
+)
 from ..passes.subgraph import compute_fake
 from .lower import lower
 
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
 """Of a level's passes those that find sites in unmodified models: the others are about FP8 and
 paged KV caches."""
+_NO_GRAPH = (
+    "no graph was compiled: the compiled module was not called, or a method of the module that it "
+    "wraps was, such as generate(); model.compile(backend='fusewright') compiles model itself"
+)
 _REPORTS: dict[str, GraphReport] = {}
 """By name: Dynamo may compile a graph again before it runs."""
 
 
 class UnfusedWarning(UserWarning):
-    """A graph runs through Inductor without fusions, or in parts."""
+    """A graph runs through Inductor without fusions, or in parts, or further ones in eager mode."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,10 @@ class BackendOptions:
             configurations too.
         require_fusion: "NAME" or "NAME:COUNT", one or a list: the pass must match that often in
             every graph and miss nowhere.
-        require_all_fusions: every expected site must match, in one graph without a break.
+        require_all_fusions: every expected site must match, in one graph without a break, and there
+            must be one: a model of which nothing can be fused is refused.  A graph that Dynamo
+            compiles again, such as for a branch that returns early, may have none if an earlier
+            one of the same function had some.
         verify: run every distinct rewrite, before against after, on random inputs.
         rest: "inductor" or "eager": how what the passes leave runs; the latter, op by op, is for
             debugging.
@@ -107,7 +121,7 @@ class GraphReport:
         passes: expected sites of each pass, matched or missed with the reason.
         choices: implementations chosen, counted.
         library_calls: attention calls that are left to PyTorch, counted.
-        notice: why the graph is not fused, or fused in part; "" if it is whole.
+        notice: why the graph is not fused, or fused in part, or the last one; "" if all is well.
         seconds: time of passes and lowering, without Dynamo and Inductor.
     """
 
@@ -129,9 +143,16 @@ class GraphReport:
         return "\n  ".join([*lines, *(f"{n} x {choice}" for choice, n in self.choices.items())])
 
 
-def reports() -> list[GraphReport]:
+class Reports(list[GraphReport]):
+    """Reports that can be printed, also if there are none."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or _NO_GRAPH
+
+
+def reports() -> Reports:
     """One for each graph that was compiled since ``clear_reports()``, oldest first."""
-    return list(_REPORTS.values())
+    return Reports(_REPORTS.values())
 
 
 def clear_reports() -> None:
@@ -155,11 +176,13 @@ def fusewright(
         UserError: an unknown option, or a fusion that is required and missed.
     """
     chosen = read_options(options or {})
-    name = str(torch._guards.CompileContext.current_compile_id())
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    name = str(compile_id)
     report = _REPORTS[name] = GraphReport(name)
     if chosen.level == 0:
         report.notice = "level 0 runs it eagerly"
         return _unchanged(gm)
+    _check_limit(report, getattr(compile_id, "frame_compile_id", None))
     from torch._functorch import config as functorch_config
     from torch._inductor import list_mode_options
 
@@ -221,6 +244,21 @@ def _why_unfused(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     return ""
 
 
+def _check_limit(report: GraphReport, frame_compile_id: int | None) -> None:
+    """Warn of the last graph that Dynamo compiles of a function: what differs from all of them runs
+    in eager mode, without a call of this backend."""
+    limit = torch._dynamo.config.recompile_limit
+    if frame_compile_id is None or frame_compile_id + 1 < limit:
+        return
+    report.notice = (
+        f"it is the last of {limit} that torch compiles of one function: with inputs that need "
+        "another, such as another shape, it will run in eager mode, unfused; pass dynamic=True to "
+        "torch.compile, mark sizes with torch._dynamo.mark_dynamic, or raise "
+        "torch._dynamo.config.recompile_limit"
+    )
+    warnings.warn(f"fusewright: graph {report.name}: {report.notice}", UnfusedWarning, stacklevel=3)
+
+
 def _broken(gm: fx.GraphModule) -> str:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
@@ -237,7 +275,7 @@ def _notice(report: GraphReport, options: BackendOptions, reason: str) -> None:
     if options.require_all_fusions or (options.require_fusion and not broken):
         raise UserError(f"fusions are required, but graph {report.name} is not fused: {reason}")
     what = "is compiled in parts" if broken else "runs through Inductor unfused"
-    report.notice = reason
+    report.notice = "; ".join(filter(None, (reason, report.notice)))
     warnings.warn(f"fusewright: a graph {what}: {reason}", UnfusedWarning, stacklevel=3)
 
 
@@ -277,6 +315,7 @@ def _compile_aten(
     required = options.required()
     if options.require_all_fusions:
         required = [(one.name, 0) for one in report.passes]
+        check_any_expected(_of_function(report), f"graph {report.name}")
     check_required(report.passes, required)
     report.choices = lower(
         gm, hand_kernels=LEVELS[options.level].hand_kernels, kernels={}, sm=_sm(gm)
@@ -287,6 +326,15 @@ def _compile_aten(
     from torch._inductor.compile_fx import compile_fx_inner
 
     return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+
+
+def _of_function(report: GraphReport) -> list[PassReport]:
+    """The passes over this graph and, before it, over others that Dynamo compiled of the same
+    function: "0/2" is the third of the first."""
+    function, _, number = report.name.rpartition("/")
+    earlier = (f"{function}/{n}" for n in range(int(number) if number.isdigit() else 0))
+    before = [_REPORTS[name].passes for name in earlier if name in _REPORTS]
+    return [*report.passes, *(one for passes in before for one in passes)]
 
 
 def _sm(gm: fx.GraphModule) -> int:

@@ -18,7 +18,7 @@ from ..passes.products import Product, products
 from .build import Lowered
 from .emit import choose_emitter
 from .emit_direct import is_plain
-from .explain_graph import Drawn, draw
+from .explain_graph import draw
 from .explain_sites import SiteFacts, Where
 from .kernels import launches_of, on_meta, step_sizes
 from .piece_code import op_name
@@ -63,8 +63,8 @@ class LayerFacts:
     layers: tuple[int, ...]
     calls: list[OpFacts]
     ranges: list[TokenRange]
-    before: Drawn
-    after: Drawn
+    before: list[str]
+    after: list[str]
 
     @property
     def launches(self) -> int | None:
@@ -98,7 +98,6 @@ class Explanation:
         layers: each kind of layer, then what lies outside of them.
         launches, bytes, flops: of the whole step, on one rank; launches are None where those of a
             call are.
-        greedy: what steps without logits call in place of the last op, if the plan can.
         notes: what these figures cannot know.
     """
 
@@ -113,7 +112,6 @@ class Explanation:
     launches: int | None
     bytes: int
     flops: int
-    greedy: str | None
     notes: list[str]
 
     @property
@@ -153,8 +151,6 @@ def explain(
     Raises:
         UserError: it reduces over ranks, and ``world_size`` is 1.
     """
-    output = next(iter(lowered.traced.gm.graph.find_nodes(op="output")))
-    greedy = output.args[0][1] if lowered.plan.greedy else None
     nodes = [node for region in lowered.regions for node in region.nodes]
     sums = [semantic_name(node) for node in nodes if _is_collective(node)]
     if sums and world_size < 2:
@@ -165,7 +161,7 @@ def explain(
     figures = {"query_context_pairs": num_seqs * context, "context_tokens": num_seqs * context}
     figures["world_size"] = world_size
     costs = {node: _facts(node, lowered.traced, num_seqs, figures) for node in nodes}
-    step = [call for node, call in costs.items() if node is not greedy and call]
+    step = [call for call in costs.values() if call]
     uses = Counter(s.piece for s in lowered.plan.steps if isinstance(s, PieceStep))
     pieces = []
     for piece, subgraph in lowered.pieces.items():
@@ -179,11 +175,10 @@ def explain(
         products=_products(nodes),
         choices=dict(lowered.choices),
         pieces=pieces,
-        layers=_layers(lowered.traced, before, where, costs, greedy),
+        layers=_layers(lowered.traced, before, where, costs),
         launches=total_launches(step),
         bytes=sum(call.bytes for call in step),
         flops=sum(call.flops for call in step),
-        greedy=op_name(greedy) if greedy else None,
         notes=list(notes),
     )
 
@@ -227,7 +222,6 @@ def _layers(
     before: Traced,
     where: Where,
     costs: Mapping[fx.Node, OpFacts | None],
-    greedy: fx.Node | None,
 ) -> list[LayerFacts]:
     """Each kind of layer by the most common of its layers, and what lies outside."""
     new, old = where.by_layer(after.gm.graph), where.by_layer(before.gm.graph)
@@ -246,7 +240,7 @@ def _layers(
                 draw(new.get(one, []), after.dims),
             )
         )
-    outside = [node for node in new.get(None, []) if node is not greedy]
+    outside = new.get(None, [])
     calls_outside = [call for node in outside if (call := costs[node])]
     drawn = draw(old.get(None, []), before.dims), draw(outside, after.dims)
     found.append(LayerFacts("outside of layers", (), calls_outside, [], *drawn))

@@ -11,13 +11,13 @@ import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch import fx
 
 from ..config import UserError
 from ..ops import flashinfer
 from ..passes import fake_value
+from .scratch import scratch_folder
 
 _INCLUDES = (
     "cccl/cub",
@@ -77,8 +77,8 @@ def compile_source(source: Path, defines: dict[str, int]) -> bytes:
     data = _package_data()
     command = [str(_nvcc()), *_FLAGS, *(f"-D{name}={value}" for name, value in defines.items())]
     command += [f"-I{data / folder}" for folder in _INCLUDES]
-    with TemporaryDirectory(prefix="fusewright-") as folder:
-        out = Path(folder) / "module.so"
+    with scratch_folder() as folder:
+        out = folder / "module.so"
         command += [str(source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

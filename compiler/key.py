@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,3 +44,24 @@ def differences(left: Mapping[str, str], right: Mapping[str, str]) -> list[Diffe
         for name in sorted({*left, *right})
         if left.get(name) != right.get(name)
     ]
+
+
+def tell_apart(keys: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Of each of these factors, the few that tell it from the others; digests of sources as one,
+    ``sources``.  Chosen one by one, each the one that separates most; equal keys stay equal."""
+    facts = [_readable(factors) for factors in keys]
+    names = sorted({name for fact in facts for name in fact}, key=lambda n: (n == "sources", n))
+    chosen: list[str] = []
+
+    def classes(*more: str) -> int:
+        return len({tuple(fact.get(name) for name in (*chosen, *more)) for fact in facts})
+
+    while classes() < classes(*names):
+        chosen.append(max(names, key=classes))
+    return [{name: fact.get(name, "(none)") for name in sorted(chosen)} for fact in facts]
+
+
+def _readable(factors: Mapping[str, str]) -> dict[str, str]:
+    sources = {name: value for name, value in factors.items() if name.startswith("source.")}
+    others = {name: value for name, value in factors.items() if name not in sources}
+    return others | {"sources": Key(sources).digest[:8]}

@@ -5,16 +5,17 @@ Imports neither Dynamo nor Inductor nor Triton.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
 from .. import ops
+from ..config import UserError
 from ..ops import flashinfer
-from .artifact import Artifact
+from .artifact import Artifact, Refusal, parse_json
 from .plan import PieceStep, Plan
 from .program import Program, link
 from .runtime import load_piece
@@ -51,15 +52,14 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
     """The plan and the program of an artifact, whose Triton kernels are made known to ``ops``.
 
     Raises:
-        UserError: a file is missing or not what the manifest says.
+        Refusal: a file is missing, not what the manifest says, or not what ``build()`` writes.
     """
-    plan = Plan.from_json(json.loads(artifact.read(PLAN)))
+    with _refusing(artifact, PLAN):
+        plan = Plan.from_json(parse_json(artifact.read(PLAN)))
+    with _refusing(artifact, KERNELS):
+        kernels = _kernels(artifact, parse_json(artifact.read(KERNELS)))
     if any(spec.device == "cuda" for spec in plan.inputs.values()):
         ops.load_cuda_library()
-    for entry in json.loads(artifact.read(KERNELS)):
-        variant = ops.Variant.from_json(entry["variant"])
-        cubin = artifact.read(kernel_file(variant))
-        ops.KERNELS.add(variant, ops.Binary(**entry["binary"], cubin=cubin))
     for head_dim in flashinfer.TILES:
         if (name := flashinfer_file(head_dim)) in artifact.manifest.files:
             artifact.read(name)
@@ -73,7 +73,31 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
         )
         for piece in pieces
     }
-    return plan, link(plan, callables)
+    with _refusing(artifact, PLAN):
+        program = link(plan, callables)
+    for variant, binary in kernels:
+        ops.KERNELS.add(variant, binary)
+    return plan, program
+
+
+@contextmanager
+def _refusing(artifact: Artifact, name: str) -> Iterator[None]:
+    """Errors of whoever reads a file of other content than ``build()`` writes become a Refusal."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"is not what fusewright writes: {type(error).__name__}: {error}"
+        raise Refusal(artifact.path / name, reason) from error
+
+
+def _kernels(artifact: Artifact, entries: Any) -> list[tuple[ops.Variant, ops.Binary]]:
+    variants = [ops.Variant.from_json(entry["variant"]) for entry in entries]
+    return [
+        (variant, ops.Binary(**entry["binary"], cubin=artifact.read(kernel_file(variant))))
+        for variant, entry in zip(variants, entries, strict=True)
+    ]
 
 
 def _read_beside(artifact: Artifact, piece: str, name: str) -> bytes:

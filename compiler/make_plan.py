@@ -13,7 +13,7 @@ from ..passes import Subgraph, digest, fake_value
 from .emit_inductor import MAX_SIZE
 from .partition import Region, free_symbols
 from .piece_code import PieceCode
-from .plan import Dtype, OpStep, PieceStep, Plan, TensorInput, Value, reads
+from .plan import Dtype, OpStep, PieceStep, Plan, TensorInput, Value
 from .trace import GraphInput, Traced
 
 PER_SEQUENCE = ("num_seqs", "num_seqs_plus_1")
@@ -54,30 +54,14 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
         pieces.setdefault(piece, subgraph)
         inputs = tuple(names[node] for node in region.inputs)
         steps.append(PieceStep(piece, inputs, outputs, per_token))
-    result, *tokens = next(iter(traced.gm.graph.find_nodes(op="output"))).args[0]
-    greedy = _take_greedy(steps, names[tokens[0]]) if tokens else None
+    (result,) = next(iter(traced.gm.graph.find_nodes(op="output"))).args[0]
     tensors = {
         names[node]: _tensor_input(fake_value(node), traced)
         for node, source in zip(placeholders, traced.inputs, strict=True)
         if source.dim is None
     }
-    plan = Plan(tuple(steps), tensors, sizes, _ranges(traced), names[result], greedy)
+    plan = Plan(tuple(steps), tensors, sizes, _ranges(traced), names[result])
     return plan, pieces
-
-
-def _take_greedy(steps: list[PieceStep | OpStep], tokens: str) -> OpStep:
-    """Remove from ``steps`` the call that makes the second result, which comes last.
-
-    Raises:
-        ValueError: it is no single call, or the step before it cannot be left out in its favour.
-    """
-    *_, last, greedy = steps
-    if not isinstance(greedy, OpStep) or greedy.outputs != (tokens,):
-        raise ValueError(f"{tokens} does not come from the last step, a single call: {greedy}")
-    if last.per_token or set(last.outputs) & set(reads(greedy)):
-        raise ValueError(f"{greedy} cannot take the place of {last}")
-    del steps[-1]
-    return greedy
 
 
 def _tensor_input(fake: torch.Tensor, traced: Traced) -> TensorInput:

@@ -17,11 +17,9 @@ from ..passes import Subgraph, extract, fake_value
 SPLIT_OPS: tuple[Any, ...] = (
     torch.ops.fw.paged_attention.default,
     torch.ops.fw.gather_last_token.default,
-    torch.ops.fw.lm_head_argmax.default,
 )
 """Attention reads lengths on the device and is kept out of piecewise graphs; the gather leaves
-the token dimension for the sequence dimension; a step runs either the argmax or the product
-before it."""
+the token dimension for the sequence dimension."""
 
 
 @dataclass(frozen=True)

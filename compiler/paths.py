@@ -37,7 +37,7 @@ def search_paths(given: Iterable[str] = ()) -> tuple[tuple[Path, ...], Path | No
 
     Args:
         given: folders, or lists of folders with colons, in place of the user's store; new artifacts
-            go to the first.
+            go to the first.  Commas are the command line's, for this list as for all others.
     """
     folders = [Path(name).expanduser() for item in given for name in item.split(":") if name]
     if folders:

@@ -69,8 +69,6 @@ class Plan:
         sizes: size value -> (name, dimension) of the input that carries it.
         ranges: what a dynamic dimension counts -> least and largest size that the code is for.
         output: name of the result.
-        greedy: the call that a step makes in place of the last one when it needs no logits; its
-            output is the likeliest token of each sequence, [num_seqs] int32.
     """
 
     steps: tuple[PieceStep | OpStep, ...]
@@ -78,7 +76,6 @@ class Plan:
     sizes: Mapping[str, tuple[str, int]]
     ranges: Mapping[str, tuple[int, int]]
     output: str
-    greedy: OpStep | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; a step has either ``piece`` or ``op``, a named value is ``{"name": …}``, a
@@ -97,7 +94,6 @@ class Plan:
             sizes={name: (source, dim) for name, (source, dim) in data["sizes"].items()},
             ranges={name: (low, high) for name, (low, high) in data["ranges"].items()},
             output=data["output"],
-            greedy=_op_step(data["greedy"]) if data["greedy"] else None,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +47,6 @@ class Program:
         sizes: size value -> (name, dimension) of the tensor that carries it.
         ranges: what a dynamic dimension counts -> its least and largest size.
         output: slot of the result.
-        greedy: the step that takes the place of the last one, which is not per token, when no
-            logits are needed; its one output is token ids.
-
-    Attributes:
-        greedy: this program with that step: the same environment, bound at the same time; None
-            when there is no such step.
     """
 
     def __init__(
@@ -64,7 +57,6 @@ class Program:
         output: int,
         sizes: Mapping[str, tuple[str, int]] | None = None,
         ranges: Mapping[str, tuple[int, int]] | None = None,
-        greedy: Step | None = None,
     ) -> None:
         self.steps = tuple(steps)
         self.output = output
@@ -73,23 +65,6 @@ class Program:
         self._sizes = dict(sizes or {})
         self._ranges = dict(ranges or {})
         self._template: Environment = [None] * (max(slots.values(), default=-1) + 1)
-        self.greedy: Program | None = None
-        if greedy is not None:
-            other = copy.copy(self)
-            other.steps, (other.output,) = (*self.steps[:-1], greedy), greedy.outputs
-            self.greedy = other
-
-    def ending(self, *, greedy: bool) -> Program:
-        """This program, or the one that gives tokens instead of logits.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if not greedy:
-            return self
-        if self.greedy is None:
-            raise ValueError("greedy=True: this program has no greedy step, expected greedy=False")
-        return self.greedy
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
         """Fix values for every later step; names that the program does not read are ignored.
@@ -196,13 +171,9 @@ def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
         return Step(name, call, outputs, release, planned.per_token)
 
     steps = list(map(step, range(len(plan.steps)), plan.steps))
-    greedy = None
-    if plan.greedy is not None:
-        slots[plan.greedy.outputs[0]] = len(slots)
-        greedy = step(len(plan.steps) - 1, plan.greedy)
     inputs: dict[str, TensorInput | None] = {**plan.inputs}
     output = slots[plan.output]
-    return Program(steps, slots, inputs, output, plan.sizes, plan.ranges, greedy)
+    return Program(steps, slots, inputs, output, plan.sizes, plan.ranges)
 
 
 def _check_tensor(name: str, value: Tensor, spec: TensorInput) -> None:
@@ -231,8 +202,6 @@ def _last_uses(plan: Plan) -> dict[str, int]:
     for index, step in enumerate(plan.steps):
         for name in (*reads(step), *step.outputs):
             last[name] = index
-    if plan.greedy is not None:
-        last |= dict.fromkeys(reads(plan.greedy), len(plan.steps) - 1)
     keep = {plan.output, *plan.inputs, *plan.sizes}
     return {name: index for name, index in last.items() if name not in keep}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ TrustedKeys: TypeAlias = "Mapping[str, Ed25519PublicKey]"
 
 _DOMAIN = b"fusewright artifact manifest, format 1\n"
 _MAX_PEM_BYTES = 2**16
+_KEY_ID = re.compile(r"[0-9a-f]{64}")
 
 
 def sign(artifact: Artifact, private_key: Path) -> str:
@@ -170,7 +172,7 @@ def _decode(data: bytes) -> tuple[str, bytes]:
     try:
         document = json.loads(data.decode())
         name, signature = str(document["key_id"]), base64.b64decode(document["signature"])
-        unchanged = _encode(name, signature) == data
+        unchanged = bool(_KEY_ID.fullmatch(name)) and _encode(name, signature) == data
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError("it has no key_id and signature") from error
     if not unchanged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,12 +15,14 @@ from typing import Any
 from ..config import UserError
 from . import archive, disk, signing, store_folder
 from .archive import ARTIFACTS
-from .artifact import Artifact, Manifest, Packed, Refusal
+from .artifact import REMEDY, Artifact, Manifest, Refusal
 from .key import Key, differences
+from .packed import Packed
 from .paths import search_paths
 from .store_folder import LOCKS, TRUST_REMEDY, StoreError
 
 _CHANGES = "changes.lock"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Store:
         write_to: the store for new artifacts, searched too; None to publish nothing.
         trusted_keys: PEM files or folders; when given, only what these keys signed is found.
         size_limit_bytes: what a publish prunes ``write_to`` to.
+        spare: makes the folder that takes ``write_to``'s place, after a warning, when that cannot
+            be written; without it that is an error.
 
     Attributes:
         refusals: what the last ``find()`` would not use.
@@ -64,6 +70,7 @@ class Store:
         write_to: Path | None = None,
         trusted_keys: Sequence[Path] = (),
         size_limit_bytes: int | None = None,
+        spare: Callable[[], Path] | None = None,
     ) -> None:
         self.write_to = Path(os.path.realpath(write_to)) if write_to else None
         paths = [Path(os.path.realpath(path)) for path in search_paths]
@@ -73,6 +80,8 @@ class Store:
         self.size_limit_bytes = size_limit_bytes
         self.refusals: list[Refusal] = []
         self._trusted = signing.trusted_keys(trusted_keys)
+        self._spare = spare
+        self._unusable: dict[Path, Refusal] = {}
 
     # Reading
 
@@ -91,6 +100,10 @@ class Store:
                 return artifact
         return None
 
+    def refuse(self, artifact: Artifact, refusal: Refusal) -> None:
+        """Have an artifact that is whole, but cannot be used, count as broken from now on."""
+        self._unusable[artifact.path] = refusal
+
     def load(self, root: Path, digest: str) -> Artifact | None:
         """The artifact of one store; None when it has none.
 
@@ -99,6 +112,8 @@ class Store:
                 signed it.
         """
         path = root / ARTIFACTS / digest
+        if path in self._unusable:
+            raise self._unusable[path]
         try:
             path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -142,8 +157,14 @@ class Store:
         found = [path for root in self.search_paths for path in store_folder.folders(root)]
         found = [path for path in found if path.name.startswith(prefix)]
         keys = sorted({path.name for path in found})
-        if len(keys) == 1:
-            return Artifact.open(found[0])
+        refusals = []
+        for path in found if len(keys) == 1 else ():
+            try:
+                return Artifact.open(path)
+            except Refusal as refusal:
+                refusals.append(refusal)
+        if refusals:
+            raise refusals[0]
         if keys:
             raise UserError(f"{prefix!r} begins several keys: {', '.join(keys)}; give more digits")
         raise UserError(
@@ -192,14 +213,15 @@ class Store:
         Raises:
             StoreError: the store cannot be written.
         """
-        if self.write_to is None:
-            yield
-            return
-        root = self._prepared()
         with ExitStack() as stack:
-            with store_folder.writing(root):
-                path = store_folder.lock_path(root, key.digest)
-                stack.enter_context(disk.held(path, on_wait))
+            try:
+                if self.write_to is not None:
+                    root = self._prepared()
+                    with store_folder.writing(root):
+                        path = store_folder.lock_path(root, key.digest)
+                        stack.enter_context(disk.held(path, on_wait))
+            except StoreError as error:
+                self._fall_back(error)
             yield
 
     def publish(
@@ -216,7 +238,12 @@ class Store:
             StoreError: the store cannot be written; nothing of the artifact is left behind.
             ValueError: a name is not a plain relative path, or the report is not JSON.
         """
-        return self._publish(Packed(Manifest.of(key, files, report, label), files))
+        packed = Packed(Manifest.of(key, files, report, label), files)
+        try:
+            return self._publish(packed)
+        except StoreError as error:
+            self._fall_back(error)
+        return self._publish(packed)
 
     def import_(self, source: Path) -> list[Artifact]:
         """Publish every artifact of an exported folder or tar file, all verified first.
@@ -261,6 +288,19 @@ class Store:
         store_folder.collect_garbage(root)
         return removed
 
+    def _fall_back(self, error: StoreError) -> None:
+        """Write to the spare folder from now on; raises ``error`` if there is none."""
+        if self._spare is None:
+            raise error
+        _log.warning(
+            "%s cannot be written: what is compiled now will be compiled again at the next start; "
+            "%s",
+            self.write_to or "the home directory",
+            error,
+        )
+        self.write_to, self._spare = Path(os.path.realpath(self._spare())), None
+        self.search_paths = (*self.search_paths, self.write_to)
+
     def _publish(self, packed: Packed) -> Artifact:
         root, digest = self._prepared(), packed.manifest.key
         try:
@@ -288,6 +328,7 @@ class Store:
             except Refusal:
                 final.rename(staging / "refused")
             built.rename(final)
+            self._unusable.pop(final, None)
             disk.sync_folder(final.parent)
         return Artifact(final, manifest)
 
@@ -307,18 +348,16 @@ def open_store(
     *,
     trusted_keys: Iterable[str] = (),
     size_limit_bytes: int | None = None,
-    write_to: Path | None = None,
+    spare: Callable[[], Path] | None = None,
 ) -> Store:
-    """The store of ``--compile-cache-dir``: see ``paths.search_paths()`` and ``Store``.
-
-    ``write_to`` takes new artifacts in place of the folder that the search paths name.
-    """
-    paths, default = search_paths(given)
+    """The store of ``--compile-cache-dir``: see ``paths.search_paths()`` and ``Store``."""
+    paths, write_to = search_paths(given)
     return Store(
         paths,
-        write_to=write_to or default,
+        write_to=write_to,
         trusted_keys=[Path(name).expanduser() for name in trusted_keys],
         size_limit_bytes=size_limit_bytes,
+        spare=spare,
     )
 
 
@@ -329,7 +368,8 @@ def _check_trust(path: Path, info: os.stat_result) -> None:
 
 def _unreadable(path: Path, error: OSError) -> Refusal:
     where = Path(os.fsdecode(error.filename or path))
-    return Refusal(where, f"cannot be read: {error.strerror}", TRUST_REMEDY)
+    remedy = TRUST_REMEDY if error.errno in (errno.EACCES, errno.EPERM) else REMEDY
+    return Refusal(where, f"cannot be read: {error.strerror}", remedy)
 
 
 def _listed(root: Path) -> Iterator[Listed]:

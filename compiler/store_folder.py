@@ -24,7 +24,7 @@ from .artifact import DIGEST
 
 OBJECTS, LOCKS, USED, TMP = "objects", "locks", "used", "tmp"
 TRUST_REMEDY = "if you trust its content, chown it to yourself and chmod go-w; else delete it"
-_NO_HARD_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
+_MAX_OBJECTS = 10**9
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -42,8 +42,10 @@ def prepare(root: Path) -> None:
         root.parent.mkdir(parents=True, exist_ok=True)
         for folder in (root, *(root / n for n in (ARTIFACTS, OBJECTS, LOCKS, USED, TMP))):
             disk.make_folder(folder)
-            if reason := disk.distrust(folder.lstat()):
+            if reason := disk.distrust(info := folder.lstat()):
                 raise StoreError(f"{folder}: {reason}; {TRUST_REMEDY}")
+            if not stat.S_ISDIR(info.st_mode):
+                raise StoreError(f"{folder}: is a file, expected a folder; delete it")
 
 
 def lock_path(root: Path, digest: str) -> Path:
@@ -120,7 +122,7 @@ def remove_stale(root: Path) -> None:
 
 def place(root: Path, path: Path, data: bytes, spare: Path) -> None:
     """Make ``path`` a link to the object of ``data``; if there is none, or it is not sound, write
-    the file and make it the object.  Where hard links fail, only the file is written."""
+    the file and make it the object.  Where that fails, only the file is written."""
     digest = hashlib.sha256(data).hexdigest()
     thing = root / OBJECTS / digest[:2] / digest
     try:
@@ -131,30 +133,29 @@ def place(root: Path, path: Path, data: bytes, spare: Path) -> None:
     except OSError:
         path.unlink(missing_ok=True)
     disk.write_file(path, data)
-    try:
+    with suppress(OSError):
         disk.make_folder(thing.parent)
         os.link(path, spare)
         spare.replace(thing)
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
 
 
 def collect_garbage(root: Path) -> None:
     """Remove objects that no artifact links to."""
     with suppress(OSError):
-        for name, info in disk.walk(root / OBJECTS):
+        for name, info in disk.walk(root / OBJECTS, _MAX_OBJECTS):
             if info.st_nlink == 1:
                 with suppress(OSError):
                     (root / OBJECTS / name).unlink()
 
 
 def inodes(path: Path) -> dict[tuple[int, int], int]:
-    """Size of each distinct file of an artifact; none when it cannot be listed."""
+    """Size of each distinct file of an artifact, as far as it can be listed."""
+    sizes = {}
     with suppress(OSError):
-        infos = [info for _, info in disk.walk(path) if stat.S_ISREG(info.st_mode)]
-        return {(info.st_dev, info.st_ino): info.st_size for info in infos}
-    return {}
+        for _, info in disk.walk(path):
+            if stat.S_ISREG(info.st_mode):
+                sizes[info.st_dev, info.st_ino] = info.st_size
+    return sizes
 
 
 def prune(

@@ -4,10 +4,11 @@
 ``levels`` is the ``-O`` table, ``resolve()`` combines both with hardware and model limits.
 """
 
-from .errors import EngineDeadError, MachineError, UserError
+from .errors import EngineDeadError, MachineError, UserError, VerificationError
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import FLASHINFER, LEVELS, OPT_IN, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
+from .ports import engine_options
 from .resolve import capture_sizes, resolve
 from .resolved import (
     CacheConfig,
@@ -42,7 +43,9 @@ __all__ = [
     "SchedulerConfig",
     "StoreConfig",
     "UserError",
+    "VerificationError",
     "capture_sizes",
+    "engine_options",
     "key_factors",
     "option_specs",
     "outside_fields",

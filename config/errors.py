@@ -6,6 +6,11 @@ class UserError(ValueError):
     the command line prints it alone and exits with code 2."""
 
 
+class VerificationError(RuntimeError):
+    """A pass broke the graph, a rewrite changed values beyond its tier, or the reference of an op
+    is not what the op says: a bug of this program, or of a pass that was added to it."""
+
+
 class EngineDeadError(UserError):
     """The device is lost; a new process is needed."""
 

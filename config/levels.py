@@ -43,15 +43,14 @@ PASSES: tuple[str, ...] = (
     "fuse_act_quant",
     "fuse_attn_quant",
     "fuse_rope_store",
-    "fuse_lm_head_argmax",
 )
 """Every pass, in the order in which they run."""
 
-OPT_IN = ("fuse_gated_linear_fp8", "fuse_all_reduce_norm", "fuse_lm_head_argmax")
+OPT_IN = ("fuse_gated_linear_fp8", "fuse_all_reduce_norm")
 """Passes that a level runs where the gates say that they gain, and ``--passes`` anywhere.  In a
-whole Llama-3-8B on an H200 ``fuse_lm_head_argmax`` gains nothing that can be told from noise;
-``fuse_gated_linear_fp8`` gains 2.6 % at one sequence, and measured 1.1 % slower at a prompt of
-2048 tokens, with noise of 4.5 %, which its gate counts as a loss (docs/passes.md).  What
+whole Llama-3-8B on an H200 ``fuse_gated_linear_fp8`` gains 2.6 % at one sequence, and measured
+1.1 % slower at a prompt of 2048 tokens, with noise of 4.5 %, which its gate counts as a loss
+(docs/passes.md).  What
 ``fuse_all_reduce_norm`` makes runs the all-reduce of torch.distributed and then the norm's
 reference, slower than the norm's kernel, until one kernel does both."""
 
@@ -75,7 +74,6 @@ JOINS_PRODUCTS = (
     "fuse_gated_linear",
     "fuse_gated_linear_fp8",
     "fuse_norm_linear",
-    "fuse_lm_head_argmax",
 )
 """Passes that make a product part of another op, whose kernels follow the number of rows:
 ``batch_invariant`` leaves them out."""

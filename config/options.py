@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .levels import PASSES, CudagraphMode
+from .option_types import typed
 
 
 def _option(
@@ -37,7 +38,7 @@ class EngineOptions:
     quantization: str | None = _option(
         None,
         "model",
-        "FP8 weights and activations: a scale a channel and token (fp8), a 128 x 128 block "
+        "FP8 weights and activations; a scale a channel and token (fp8), a 128 x 128 block "
         "(fp8_block) or a matrix (fp8_static); as the checkpoint is if unset",
         ("fp8", "fp8_block", "fp8_static"),
     )
@@ -87,7 +88,8 @@ class EngineOptions:
     compile_cache_dir: tuple[str, ...] = _option(
         (),
         "artifact",
-        "folders of artifacts, searched in order after the baked one; new ones go to the first",
+        "folders of artifacts, searched in order after the baked one; new ones go to the first; "
+        "separated by commas or colons",
     )
     compile_cache_limit_gb: float = _option(
         20.0, "artifact", "prune the least recently used artifacts beyond this size"
@@ -128,7 +130,8 @@ class EngineOptions:
     kv_cache_dtype: str = _option(
         "auto",
         "cache",
-        "fp8 is fp8_e4m3, by the checkpoint's k_scale and v_scale if it has them; auto: as dtype",
+        "of the KV cache; fp8 is fp8_e4m3, by the checkpoint's k_scale and v_scale if it has "
+        "them; auto: as dtype",
         ("auto", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = _option(
@@ -139,6 +142,13 @@ class EngineOptions:
     )
     kv_cache_memory_bytes: int | None = _option(None, "cache", "bytes for the KV cache")
     num_gpu_blocks_override: int | None = _option(None, "cache", "number of KV blocks")
+
+    def __post_init__(self) -> None:
+        """Raises ``UserError`` for a value of the wrong type."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not f.default:
+                object.__setattr__(self, f.name, typed(f.name, str(f.type), value))
 
 
 @dataclass(frozen=True)

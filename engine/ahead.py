@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..compiler.compiled import Compiled
+from ..compiler.compiled import LOOKUPS, Compiled
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
 from .attention_backend import say_where_flashinfer_does_not_fit
 from .hardware import detect_hardware
@@ -51,7 +51,7 @@ def compile_ahead(
     with (
         show_progress() as progress,
         startup.phase("compile"),
-        progress.status("Compiling") as say,
+        progress.status("Compiling", quiet=LOOKUPS) as say,
     ):
         compiled = find_or_compile(spec, config, store, on_phase=say, dump=dump)
     say_where_flashinfer_does_not_fit(config, compiled.report.get("choices", ()))

@@ -15,6 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..config import UserError
 
 Message = Mapping[str, Any]
+_MESSAGE = "{'role': …, 'content': …}"
+_PART = "{'type': 'text', 'text': …}"
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class _Generation(Extension):
@@ -46,7 +49,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._origin = origin
+        self._origin, self._source = origin, source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
@@ -59,21 +62,52 @@ class ChatTemplate:
         """The prompt text of a conversation, special tokens included.
 
         Raises:
-            UserError: no messages, a message without role, or the template refuses them.
+            UserError: no messages, one without role or content, a role that is unknown, content
+                that is no text, or the template refuses them.
         """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise UserError(f"messages {messages!r}: expected a list of {_MESSAGE}")
         if not messages:
-            raise UserError("messages is empty: expected at least one {'role': …, 'content': …}")
-        for message in messages:
-            if not isinstance(message, Mapping) or "role" not in message:
-                raise UserError(f"message {message!r}: expected {{'role': …, 'content': …}}")
+            raise UserError(f"messages is empty: expected at least one {_MESSAGE}")
+        checked = [self._checked(number, message) for number, message in enumerate(messages)]
         try:
             return self._template.render(
-                messages=messages,
+                messages=checked,
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **variables},
             )
         except Exception as error:  # a template is foreign code: it may raise anything
             raise UserError(f"{self._origin}: chat template fails: {error}") from error
+
+    def _checked(self, number: int, message: Message) -> Message:
+        """A message whose content is text, made of its parts if need be."""
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise UserError(f"message {message!r}: expected {_MESSAGE}")
+        role, content = message["role"], message.get("content")
+        # Some templates have roles of their own, such as 'ipython'.
+        if role not in _ROLES and not any(f"{q}{role}{q}" in self._source for q in "'\""):
+            raise UserError(f"message {number}: role {role!r}: expected {', '.join(_ROLES)}")
+        if isinstance(content, str):
+            return message
+        if content is None and role == "assistant" and message.get("tool_calls"):
+            return message
+        if isinstance(content, Sequence) and content:
+            return {**message, "content": "\n".join(_part_text(number, part) for part in content)}
+        given = "no content" if content is None else f"content={content!r}"
+        raise UserError(
+            f"message {number} ({role}) has {given}: expected text, or a list of {_PART}"
+        )
+
+
+def _part_text(number: int, part: Any) -> str:
+    """The text of one of OpenAI's content parts."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    what = f"a part of type {kind!r}" if kind not in (None, "text") else f"the part {part!r}"
+    raise UserError(f"message {number} has {what}: models here read text alone, as {_PART}")
 
 
 def _refuse(message: str) -> NoReturn:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import AbstractContextManager
 from functools import partial
+from threading import local
 from typing import Any
 
 import torch
 
-from ..config import EngineOptions, Hardware
+from ..config import EngineDeadError, EngineOptions, Hardware
 from ..graph_capture import Dispatcher, MemoryReport
 from .capture_mode import capturable
 from .hardware import detect_hardware
@@ -60,7 +63,6 @@ class Engine(EngineLoop):
                 dispatcher = Dispatcher(
                     capturable(config.capture, compiled.program, hardware),
                     config.scheduler.max_num_seqs,
-                    greedy=compiled.program.greedy is not None,
                 )
                 buffers = step_buffers(config, dispatcher)
                 table = OpTable(config.compile, hardware.sm)
@@ -105,6 +107,8 @@ class Engine(EngineLoop):
         self.dispatcher = dispatcher
         self.startup = startup
         self.graphs = graphs
+        self._stream = torch.cuda.current_stream() if hardware.device == "cuda" else None
+        self._prepared = local()
 
     def report(self) -> dict[str, Any]:
         """What this engine is, as plain data: level, passes, kernel choices, times in seconds,
@@ -149,3 +153,27 @@ class Engine(EngineLoop):
         """Capture one graph that no step has needed yet; False when all are captured.  For when
         the engine is at rest."""
         return self.graphs.capture_next()
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """All steps run on the GPU and the stream that were current when the engine was made: a
+        thread has a current GPU and stream, and a cuBLAS handle, of its own."""
+        if self._stream is None:
+            return super().on_device()
+        if not hasattr(self._prepared, "handle"):
+            # Made now, since CUDA forbids it while a graph is captured.
+            with torch.cuda.stream(self._stream):
+                self._prepared.handle = torch.cuda.current_blas_handle()
+        if torch.cuda.current_stream() == self._stream:
+            return super().on_device()
+        return torch.cuda.stream(self._stream)
+
+    def close(self) -> Exception:
+        """Free weights, KV caches and graphs; nothing but errors comes from here afterwards."""
+        closed = super().close()
+        if not isinstance(closed, EngineDeadError) and hasattr(self, "graphs"):
+            del self.graphs, self.compiled, self.weights, self.kv_caches, self.buffers
+            del self._account, self._table, self.dispatcher
+            gc.collect()
+            if self._stream is not None:
+                torch.cuda.empty_cache()
+        return closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,6 +12,8 @@ from ..config import UserError
 from .chat_template import Message
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer, missing_tokenizer
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with ``prompt_token_ids`` and/or ``prompt`` (the text of the ids), and
@@ -44,7 +47,8 @@ class InputProcessor:
             raise UserError("prompt is empty: expected at least one token")
         for token_id in token_ids:
             if type(token_id) is not int:
-                raise UserError(f"prompt token id {token_id!r}: expected an integer")
+                token_ids = [_integer(each) for each in token_ids]
+                break
         # min and max beat a comparison of every id by far on long prompts.
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.vocab_size:
@@ -103,18 +107,37 @@ class InputProcessor:
         if isinstance(prompt, str):
             return (self.require_tokenizer().encode(prompt) if prompt else []), prompt
         if isinstance(prompt, Mapping):
+            unknown = [str(key) for key in prompt if key not in _KEYS and prompt[key] is not None]
             ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-            if isinstance(ids, Sequence) and not isinstance(ids, str):
-                return [*ids], text
-            if ids is None and isinstance(text, str):
+            if not unknown and ids is not None and (text is None or isinstance(text, str)):
+                return _id_list(ids, "prompt_token_ids (a list of integers)"), text
+            if not unknown and ids is None and isinstance(text, str):
                 return self._token_ids(text)
+            refused = f"{', '.join(unknown)} is not served; " if unknown else ""
             raise UserError(
-                f"prompt has keys {sorted(prompt)}: expected prompt (text) or prompt_token_ids "
-                "(a list of integers)"
+                f"prompt has keys {sorted(map(str, prompt))}: {refused}expected prompt (text) "
+                "or prompt_token_ids (a list of integers), and perhaps cache_salt"
             )
-        if isinstance(prompt, Sequence):
-            return [*prompt], None
-        raise UserError(
-            f"prompt of type {type(prompt).__name__}: expected text, token ids or "
-            "{'prompt_token_ids': […]}"
-        )
+        return _id_list(prompt, "text, token ids or {'prompt_token_ids': […]}"), None
+
+
+def plain(value: Any) -> Any:
+    """Arrays and tensors as lists; anything else as it is."""
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
+        return value.tolist()
+    return value
+
+
+def _id_list(ids: Any, expected: str) -> list[int]:
+    if isinstance(ids, bytes | bytearray | memoryview):
+        raise UserError(f"prompt of type {type(ids).__name__}: expected {expected}; use .decode()")
+    ids = plain(ids)
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise UserError(f"prompt of type {type(ids).__name__}: expected {expected}")
+    return [*ids]
+
+
+def _integer(token_id: object) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+        raise UserError(f"prompt token id {token_id!r}: expected an integer")
+    return int(token_id)

@@ -102,6 +102,13 @@ class BlockPool:
                 del self._free[block_id]
             self._holders[block_id] += 1
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Nothing is found by these keys any more."""
+        for key in keys:
+            block_id = self._kept.get(key)
+            if block_id is not None:
+                self._forget(block_id)
+
     def forget_all(self) -> None:
         """Nothing is found by key any more: for when blocks may not hold what they should."""
         for block_id in list(self._kept.values()):

@@ -2,60 +2,84 @@
 
 from __future__ import annotations
 
-import difflib
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from ..config import EngineOptions, UserError
+from ..config import UserError, engine_options
 from .chat_template import Message
+from .check import check_start
 from .collector import collector_at_rest
-from .inputs import Prompt
+from .driver import Inbox, driver_of
+from .inputs import Prompt, plain
 from .loop import CheckedRequest, EngineLoop
 from .outputs import RequestOutput
 from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
 
 _LONGEST_PAUSE_S = 0.001
 """Of checking requests between two steps."""
 _QUEUED_AT_ONCE = 32
 """Requests between two steps: about a millisecond."""
+_REFUSED_BY_CHAT = ("chat_template", "continue_final_message", "lora_request")
 
 
 class LLM:
     """A loaded model that generates.
 
-    ``LLM("abacus").generate("12+34=")``.  Options are those of ``EngineOptions``.
+    ``LLM("abacus").generate("12+34=")``.  Options are those of ``EngineOptions``, and those of
+    vLLM that mean nothing here (``config/ports.py``).  Any number of threads may call one ``LLM``:
+    their requests are batched together.  ``close``, or leaving a ``with`` block, frees its memory.
+
+    Args:
+        disable_log_stats: no line of throughput and KV cache use in the log (``fusewright``, INFO)
+            every ten seconds of generating.
 
     Raises:
         UserError: an option is unknown or bad, or the model cannot be loaded.
     """
 
-    def __init__(self, model: str = "abacus", **options: Any) -> None:
-        checked = _engine_options(model, options)
-        # Only now: this imports torch, which takes seconds.
-        from .engine import Engine
-
-        self._attach(Engine(checked))
+    def __init__(
+        self, model: str = "abacus", *, disable_log_stats: bool = False, **options: Any
+    ) -> None:
+        self._attach(start_engine(model, options, disable_log_stats))
 
     @classmethod
     def from_engine(cls, engine: EngineLoop) -> LLM:
-        """Wrap an engine that exists."""
+        """Wrap an engine that exists; others may be wrapped around it too."""
         llm = cls.__new__(cls)
         llm._attach(engine)
         return llm
 
     def _attach(self, engine: EngineLoop) -> None:
         self.engine = engine
-        # One engine may serve a generate() while streams are read in turn.
-        self._inbox: dict[str, deque[RequestOutput]] = {}
-        self._stepped_s = 0.0
+        self._driver = driver_of(engine)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free what the model holds on the device.  Requests that run in other threads end with a
+        ``UserError``, and so does every later call."""
+        self._driver.close()
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
@@ -71,6 +95,7 @@ class LLM:
         Raises:
             UserError: a prompt or its parameters are bad; nothing is generated then.
         """
+        self.engine.check_open("LLM.generate")
         batch = _prompt_list(prompts)
         every = zip(
             batch,
@@ -78,31 +103,32 @@ class LLM:
             _priority_list(priority, len(batch)),
             strict=True,
         )
+        driver, inbox = self._driver, Inbox()
         checked: list[CheckedRequest] = []
-        inbox: deque[RequestOutput] = deque()
         finished: dict[str, RequestOutput] = {}
         with collector_at_rest() as added:
             for prompt, params, rank in every:
                 checked.append(
                     self.engine.check_request(prompt, params, final_only=True, priority=rank)
                 )
-                if time.perf_counter() - self._stepped_s > _LONGEST_PAUSE_S:
-                    self._keep_running()
+                if time.perf_counter() - self.engine.stepped_s > _LONGEST_PAUSE_S:
+                    driver.keep_running(inbox)
             try:
                 with _Progress(len(checked), enabled=use_tqdm) as bar:
-                    for number, request in enumerate(checked, start=1):
-                        self._queue(request, inbox)
-                        # By number, not by time: the same prompts are batched alike every time.
-                        if number % _QUEUED_AT_ONCE == 0:
-                            self._keep_running()
-                            _take_all(inbox, finished, bar)
+                    # By number, not by time: the same prompts are batched alike every time.
+                    for first in range(0, len(checked), _QUEUED_AT_ONCE):
+                        driver.submit(checked[first : first + _QUEUED_AT_ONCE], inbox)
+                        if first + _QUEUED_AT_ONCE <= len(checked):
+                            driver.keep_running(inbox)
                     added()
                     while len(finished) < len(checked):
-                        self._pump()
-                        _take_all(inbox, finished, bar)
+                        output = driver.wait(inbox)
+                        finished[output.request_id] = output
+                        bar.advance(sum(len(c.token_ids) for c in output.outputs))
             finally:
-                for request in checked:
-                    self._drop(request.request_id)
+                if len(finished) < len(checked):
+                    ids = [request.request_id for request in checked]
+                    driver.drop((name for name in ids if name not in finished), inbox)
         return [finished[request.request_id] for request in checked]
 
     def stream(
@@ -113,80 +139,94 @@ class LLM:
         The first item asked for queues the prompt (and raises ``UserError`` when it is bad);
         closing the iterator aborts the request.
         """
+        self.engine.check_open("LLM.stream")
         request = self.engine.check_request(prompt, sampling_params)
-        inbox: deque[RequestOutput] = deque()
-        self._queue(request, inbox)
+        driver, inbox, finished = self._driver, Inbox(), False
         try:
-            while True:
-                while not inbox:
-                    self._pump()
-                output = inbox.popleft()
+            driver.submit([request], inbox)
+            while not finished:
+                output = driver.wait(inbox)
+                finished = output.finished
                 yield output
-                if output.finished:
-                    return
         finally:
-            self._drop(request.request_id)
+            if not finished:
+                driver.drop([request.request_id], inbox)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Iterable[Message] | Iterable[Sequence[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """``generate`` for one conversation or several, through the model's chat template.
 
+        Args:
+            chat_template_kwargs: variables of the template, as others by keyword.
+
         Raises:
             UserError: the model has no chat template, or the template refuses the messages.
         """
-        one = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
+        self.engine.check_open("LLM.chat")
+        for name in _REFUSED_BY_CHAT:
+            if template_variables.pop(name, None):
+                raise UserError(f"LLM.chat: {name} is not supported; leave it out")
         prompts = [
             self.engine.inputs.chat_prompt(
-                c, add_generation_prompt=add_generation_prompt, **template_variables
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                **{**template_variables, **(chat_template_kwargs or {})},
             )
-            for c in conversations
+            for conversation in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: ``encode``, ``decode``, ``render_chat``.
+
+        Raises:
+            UserError: the model's folder has none.
+        """
+        return self.engine.inputs.require_tokenizer()
+
     def report(self) -> dict[str, Any]:
         """The engine's account of itself, see ``Engine.report``; plain data."""
-        return self.engine.report()
+        self.engine.check_open("LLM.report")
+        return self._driver.call(self.engine.report)
 
-    def _queue(self, request: CheckedRequest, inbox: deque[RequestOutput]) -> None:
-        self.engine.queue(request)
-        self._inbox[request.request_id] = inbox
 
-    def _drop(self, request_id: str) -> None:
-        """Forget a request; one that is unfinished is aborted."""
-        if self._inbox.pop(request_id, None) is not None:
-            self.engine.abort(request_id)
+def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -> EngineLoop:
+    """An engine from an ``LLM``'s arguments.
 
-    def _keep_running(self) -> None:
-        """While requests are added: run the next step, so that those before them need not wait.
-        An engine at rest starts once all its seats are taken."""
-        scheduler = self.engine.scheduler
-        if scheduler.running or scheduler.num_unfinished >= scheduler.max_num_seqs:
-            self._pump()
+    Raises:
+        UserError: an option is unknown or bad, or the model cannot be loaded.
+    """
+    checked = engine_options(model, options)
+    check_start(checked)
+    # Only now: this imports torch, which takes seconds.
+    from .engine import Engine
 
-    def _pump(self) -> None:
-        """Run one step and hand its outputs to those who wait for them."""
-        for output in self.engine.step():
-            if output.request_id in self._inbox:
-                self._inbox[output.request_id].append(output)
-        self._stepped_s = time.perf_counter()
+    engine = Engine(checked)
+    if disable_log_stats:
+        engine.stats = None
+    return engine
+
+
+_one_display = Lock()
 
 
 class _Progress:
     """Finished requests and tokens a second, on stderr.  Importing what draws it takes 15 ms, in
-    which no step would run: without a bar nothing is imported."""
+    which no step would run: without a bar nothing is imported.  A terminal has room for one: of
+    calls at once, the first shows its own."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
         self._num_tokens = 0
         self._progress: Any = None
-        if not enabled:
+        if not enabled or not _one_display.acquire(blocking=False):
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -210,6 +250,7 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+            _one_display.release()
 
     def advance(self, num_tokens: int) -> None:
         if self._progress is None:
@@ -220,47 +261,53 @@ class _Progress:
         self._progress.update(self._task, advance=1, rate=rate)
 
 
-def _take_all(
-    inbox: deque[RequestOutput], finished: dict[str, RequestOutput], bar: _Progress
-) -> None:
-    while inbox:
-        output = inbox.popleft()
-        finished[output.request_id] = output
-        bar.advance(sum(len(c.token_ids) for c in output.outputs))
-
-
-def _engine_options(model: str, options: dict[str, Any]) -> EngineOptions:
-    known = [f.name for f in fields(EngineOptions)]
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else "see EngineOptions"
-            raise UserError(f"unknown option {name!r}: {hint}")
-    return EngineOptions(model=model, **options)
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Several prompts, whether one or more were given: a list of ints is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    prompts = plain(prompts)
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping):
+        return [prompts]  # bytes are refused with the others
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts={prompts!r}: expected text, token ids, or several of them")
+    batch: list[Any] = list(prompts)
+    return [batch] if batch and all(map(_is_integer, batch)) else batch
+
+
+def _is_integer(item: object) -> bool:
+    return isinstance(item, int) or isinstance(item, Integral)  # noqa: SIM101  # faster
 
 
 def _params_list(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise UserError(f"{len(params)} sampling_params for {count} prompts: expected one for each")
-    return list(params)
+    params: SamplingParams | Iterable[SamplingParams] | None, count: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams | Mapping | str):
+        return [params] * count  # type: ignore[list-item]  # others are refused with the request
+    each = _list_of("sampling_params", params)
+    if len(each) != count:
+        raise UserError(f"{len(each)} sampling_params for {count} prompts: expected one for each")
+    return each
 
 
 def _priority_list(priority: Sequence[int] | None, count: int) -> list[int]:
     if priority is None:
         return [0] * count
-    if len(priority) != count:
-        raise UserError(f"{len(priority)} priorities for {count} prompts: expected one for each")
-    return list(priority)
+    each = _list_of("priority", priority)
+    if len(each) != count:
+        raise UserError(f"{len(each)} priorities for {count} prompts: expected one for each")
+    return each
+
+
+def _list_of(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, Iterable):
+        raise UserError(f"{name}={value!r}: expected one for each prompt")
+    return list(value)
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """Several conversations, whether one or more were given."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise UserError(
+            f"messages is of type {type(messages).__name__}: expected a list of "
+            "{'role': …, 'content': …}, or a list of such lists"
+        )
+    batch = list(messages)
+    return [batch] if not batch or isinstance(batch[0], Mapping) else batch

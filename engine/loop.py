@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
+from time import perf_counter
 from typing import Any, TypeAlias
 
 from ..config import EngineDeadError, UserError
@@ -14,6 +17,7 @@ from .outputs import RequestOutput
 from .request import Request, RequestStatus
 from .sampling_params import SamplingParams
 from .scheduler import NewToken, Scheduler
+from .stats import StatsLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,11 @@ class CheckedRequest:
 
 _Launched: TypeAlias = tuple[Batch, PendingStep]
 _Failed: TypeAlias = tuple[Batch, BaseException]
+_ANY_THREAD = nullcontext()
 
 
 class EngineLoop:
-    """Requests in, outputs out, one step a call; not thread-safe.
+    """Requests in, outputs out, one step a call; one thread at a time, see ``driver.py``.
 
     Args:
         scheduler, runner, inputs: the parts it drives.
@@ -54,8 +59,14 @@ class EngineLoop:
         self.async_scheduling = async_scheduling
         self._outputs = OutputProcessor(inputs.tokenizer)
         self._in_flight: list[_Launched] = []
-        self._dead: EngineDeadError | None = None
-        self._num_added = 0
+        self._dead: Exception | None = None
+        self._numbers = count()
+        self.stepped_s = 0.0
+        """When the last step ended, by ``perf_counter``."""
+        self.stats: StatsLog | None = StatsLog(scheduler, self._outputs)
+        """Logs throughput and the use of the KV cache; None logs nothing."""
+        self.driver: Callable[[], object] = lambda: None
+        """What callers share, see ``driver_of``; weak, since it holds the engine."""
         self.on_tokens: Callable[[list[NewToken]], None] | None = None
         """Told of the tokens of every step, as soon as the host knows them."""
 
@@ -96,11 +107,14 @@ class EngineLoop:
         Raises:
             UserError: the prompt is bad, or the KV cache is too small for it.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UserError(_not_params(params))
+        if request_id is not None and not isinstance(request_id, str):
+            raise UserError(f"request_id={request_id!r}: expected text")
         made_up = request_id is None
         while request_id is None or (made_up and request_id in self._outputs):
-            request_id = f"request-{self._num_added}"
-            self._num_added += 1
+            request_id = f"request-{next(self._numbers)}"
         token_ids, text = self.inputs.prepare(prompt, params)
         salt = self.inputs.cache_salt(prompt)
         requests = [
@@ -145,6 +159,7 @@ class EngineLoop:
         """
         if self._dead is not None:
             raise self._dead
+        start = perf_counter()
         # An interrupt while the last step was waited for has left two in flight: no third then.
         batch = self.scheduler.schedule() if len(self._in_flight) < 2 else None
         if batch is None and not self._in_flight and self.has_unfinished():
@@ -162,7 +177,11 @@ class EngineLoop:
         failed = self._read(ahead) + failed
         if failed:
             self._recover(failed)
-        return self._outputs.collect()
+        outputs = self._outputs.collect()
+        self.stepped_s = perf_counter()
+        if self.stats is not None:
+            self.stats.add_step(self.stepped_s - start)
+        return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request at once; returns what it has, or None when no such request is there."""
@@ -187,6 +206,35 @@ class EngineLoop:
     def has_unfinished(self) -> bool:
         return self.scheduler.num_unfinished > 0
 
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a caller's request is unfinished."""
+        return request_id in self._outputs
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """What a thread must be in while it steps."""
+        return _ANY_THREAD
+
+    def close(self) -> Exception:
+        """Abort all requests and let go of the runner; returns what every call raises from then
+        on.  A lost device stays as it is."""
+        if isinstance(self._dead, EngineDeadError):
+            return self._dead
+        closed = UserError("the engine is closed, and serves no request any more; make a new LLM")
+        if self._dead is None:
+            with suppress(Exception):
+                self.runner.check()
+            self._in_flight.clear()
+            for request_id in self._outputs.open_ids():
+                self.abort(request_id)
+            del self.runner
+            self._dead = closed
+        return self._dead
+
+    def check_open(self, call: str) -> None:
+        """Raises ``UserError``, which names the call, when the engine is closed."""
+        if self._dead is not None and not isinstance(self._dead, EngineDeadError):
+            raise UserError(f"{call}: {self._dead}")
+
     def _read(self, ahead: int) -> list[_Failed]:
         """Wait for all steps but the last ``ahead``, and accept them up to one that failed.  A step
         stays in flight until it has been waited for, whatever interrupts that."""
@@ -202,7 +250,10 @@ class EngineLoop:
         return []
 
     def _accept(self, batch: Batch, result: StepResult) -> None:
-        tokens = self.scheduler.update(batch, result)
+        tokens, failed = self.scheduler.update(batch, result)
+        self._outputs.num_output_tokens += len(tokens)
+        if failed:
+            self._outputs.touch(failed)
         if self.on_tokens is not None:
             self.on_tokens(tokens)
         for token in tokens:
@@ -230,3 +281,9 @@ class EngineLoop:
 
 def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _not_params(params: object) -> str:
+    if isinstance(params, Mapping):
+        return "sampling_params is a dict: expected SamplingParams; write SamplingParams(**params)"
+    return f"sampling_params={params!r}: expected SamplingParams"

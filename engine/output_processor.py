@@ -80,9 +80,16 @@ class OutputProcessor:
         self._of_request: dict[str, tuple[_Group, _Completion]] = {}
         # Of the current step, in the order of the batch.
         self._touched: dict[str, _Group] = {}
+        self.num_prompt_tokens = 0
+        """Of all requests whose first token has come."""
+        self.num_output_tokens = 0
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._groups
+
+    def open_ids(self) -> list[str]:
+        """Ids of all that are followed."""
+        return list(self._groups)
 
     def add(self, request_id: str, requests: list[Request], *, final_only: bool) -> None:
         """Follow the requests that generate the outputs of ``request_id``."""
@@ -115,6 +122,7 @@ class OutputProcessor:
         group, completion = self._of_request[token.request.request_id]
         if group.metrics.first_token_s is None:
             group.metrics.first_token_s = time.monotonic()
+            self.num_prompt_tokens += len(group.prompt_token_ids)
         if completion.silent and not token.request.is_finished:
             return None
         self._touched[group.request_id] = group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,13 +29,22 @@ class Progress:
         self._display.remove_task(task)
 
     @contextmanager
-    def status(self, label: str) -> Iterator[Callable[[str], None]]:
-        """A spinner for work of unknown length; yields what names the phase it is in."""
+    def status(self, label: str, quiet: Collection[str] = ()) -> Iterator[Callable[[str], None]]:
+        """A spinner for work of unknown length; yields what names the phase it is in.
+
+        Args:
+            quiet: phases that alone do not show it.
+        """
         if self._display is None:
             yield lambda phase: None
             return
-        task = self._display.add_task(label, total=None)
-        yield lambda phase: self._display.update(task, description=f"{label}: {phase}")
+        task = self._display.add_task(label, total=None, visible=False)
+
+        def say(phase: str) -> None:
+            text = f"{label}: {phase}"
+            self._display.update(task, description=text, visible=phase not in quiet or None)
+
+        yield say
         self._display.remove_task(task)
 
 

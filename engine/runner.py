@@ -17,7 +17,7 @@ from torch import Tensor
 from ..compiler.program import Program
 from ..graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
-from .sampler import OpTable, Sampled, Sampler, needs_logits
+from .sampler import OpTable, Sampled, Sampler
 
 _NO_SLOT = -1
 
@@ -116,18 +116,13 @@ class Runner:
             num_tokens,
             num_seqs,
             uniform_decode=batch.is_uniform_decode,
-            greedy=self._dispatcher.greedy and not needs_logits(batch),
         )
         self.graphs.ensure(dispatch)
         self._write_inputs(batch, dispatch)
-        output = self._run(dispatch, num_seqs)
-        slots = self._buffers.device["slots"][:num_seqs]
-        if dispatch.greedy:
-            sampled = self._sampler.keep(output, slots)
-        else:
-            seq_lens = self._buffers.device["seq_lens"][:num_seqs]
-            sampled = self._sampler.sample(output, batch, slots, seq_lens)
-        return self._start_readback(batch, sampled)
+        logits = self._run(dispatch, num_seqs)
+        device = self._buffers.device
+        slots, seq_lens = device["slots"][:num_seqs], device["seq_lens"][:num_seqs]
+        return self._start_readback(batch, self._sampler.sample(logits, batch, slots, seq_lens))
 
     def check(self) -> None:
         """Wait for the device; raises when it can run nothing any more."""
@@ -135,14 +130,14 @@ class Runner:
             torch.cuda.synchronize()
 
     def _run(self, dispatch: Dispatch, num_seqs: int) -> Tensor:
-        """The step's logits, or in a greedy one its tokens; a row a sequence."""
-        padded, greedy = dispatch.num_tokens, dispatch.greedy
+        """The step's logits, a row a sequence."""
+        padded = dispatch.num_tokens
         if dispatch.kind is GraphKind.FULL:
-            return self.graphs.replay_full(padded, dispatch.num_seqs, greedy=greedy)[:num_seqs]
+            return self.graphs.replay_full(padded, dispatch.num_seqs)[:num_seqs]
         views = self._buffers.views(num_tokens=padded, num_seqs=num_seqs)
         if dispatch.kind is GraphKind.PIECEWISE:
-            return self.graphs.replay_piecewise(padded, views, greedy=greedy)
-        return self._program.ending(greedy=greedy).run(views)
+            return self.graphs.replay_piecewise(padded, views)
+        return self._program.run(views)
 
     def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
         """Write the static inputs, padded to the dispatched sizes: padding tokens are stored

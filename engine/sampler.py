@@ -129,7 +129,7 @@ class Sampler:
         """Compile what a greedy step runs, so that the first request does not wait for it."""
         logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
         slots = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self.keep(self._ops("argmax", logits), slots)
+        self._keep(self._ops("argmax", logits), slots)
 
     def admit(self, request: Request, slot: int) -> None:
         """Set up the device state of a request that starts in ``slot``."""
@@ -170,11 +170,6 @@ class Sampler:
         if num_logprobs is not None:
             logprobs = self._ops("token_logprobs", logits, token_ids, num_logprobs)
         return Sampled(self._keep(token_ids, slots), logprobs)
-
-    def keep(self, token_ids: Tensor, slots: Tensor) -> Sampled:
-        """In place of ``sample`` where no logits are needed: token_ids [num_seqs] int32, those
-        that the program gives in a greedy step."""
-        return Sampled(self._keep(token_ids, slots), None)
 
     def _keep(self, token_ids: Tensor, slots: Tensor) -> Tensor:
         """The tokens stay on the device, by slot; returns where the host will find them."""
@@ -258,15 +253,6 @@ class Sampler:
         """The request's seed, or one of its own: the same again after a preemption."""
         seed = request.sampling_params.seed
         return seed if seed is not None else (self._seed << 32) + request.arrival
-
-
-def needs_logits(batch: Batch) -> bool:
-    """Whether more than the likeliest token of each sequence is asked for."""
-    return not all(
-        _is_plain_greedy(entry)
-        and not (entry.samples and entry.request.sampling_params.logprobs is not None)
-        for entry in batch.scheduled
-    )
 
 
 def _below_min_tokens(entry: ScheduledRequest) -> bool:

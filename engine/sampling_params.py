@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,10 +44,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        normalized = {"stop": tuple(stop), "stop_token_ids": tuple(self.stop_token_ids or ())}
-        for name, value in normalized.items():
-            object.__setattr__(self, name, value)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(_is_list(stop), self, "stop", "text or a list of texts")
+        _require(_is_list(self.stop_token_ids), self, "stop_token_ids", "a list of token ids")
+        for name, value in {"stop": stop, "stop_token_ids": self.stop_token_ids}.items():
+            object.__setattr__(self, name, () if value is None else tuple(value))
         self._check_types()
         self._check_ranges()
         # Only after the checks: -1 means "off" for these two and nothing for any other field.
@@ -127,6 +128,10 @@ class SamplingParams:
 def _require(ok: bool, params: SamplingParams, name: str, expected: str) -> None:
     if not ok:
         raise UserError(f"SamplingParams: {name}={getattr(params, name)!r}: expected {expected}")
+
+
+def _is_list(value: object) -> bool:
+    return value is None or isinstance(value, Iterable)
 
 
 def _is_int(value: object) -> bool:

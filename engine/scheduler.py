@@ -16,6 +16,14 @@ from .kv_blocks import BlockPool
 from .prefix_cache import extend_keys
 from .request import Request, RequestStatus
 
+_WHY_NO_TOKEN = {
+    -1: "logits are NaN or infinite at output token {}: check the weights (a damaged checkpoint "
+    "has NaN) and dtype (float16 overflows where bfloat16 does not)",
+    -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
+    "or ban fewer stop_token_ids, else check the weights",
+}
+"""By what a sampling op gives in place of a token id, see ``ops.argmax``."""
+
 
 @dataclass(slots=True)
 class NewToken:
@@ -173,11 +181,15 @@ class Scheduler:
         released, self._released_slots = self._released_slots, []
         return Batch(decodes + prefills, released)
 
-    def update(self, batch: Batch, result: StepResult) -> list[NewToken]:
+    def update(self, batch: Batch, result: StepResult) -> tuple[list[NewToken], list[Request]]:
         """Apply the sampled tokens of a step and finish the requests that they end.
 
         Tokens of requests that finished while the step was in flight are dropped; those of
-        preempted requests are kept, they were sampled before.
+        preempted requests are kept, they were sampled before.  A request whose logits give no
+        token ends with an error.
+
+        Returns:
+            The tokens, and the requests that ended without one.
 
         Raises:
             RuntimeError: the result has not one token per entry of the batch.
@@ -187,6 +199,7 @@ class Scheduler:
                 f"step result has {len(result.token_ids)} tokens for {batch.num_seqs} requests"
             )
         new_tokens: list[NewToken] = []
+        failed: list[Request] = []
         for i, entry in enumerate(batch.scheduled):
             if not entry.samples:
                 continue
@@ -195,6 +208,10 @@ class Scheduler:
             if request.is_finished:
                 continue
             token_id = result.token_ids[i]
+            if token_id < 0:
+                self._fail_without_token(request, token_id)
+                failed.append(request)
+                continue
             request.output_token_ids.append(token_id)
             logprobs = None if result.logprobs is None else result.logprobs[i]
             new_tokens.append(NewToken(request, token_id, logprobs))
@@ -203,7 +220,7 @@ class Scheduler:
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
-        return new_tokens
+        return new_tokens, failed
 
     def drop(self, batch: Batch) -> None:
         """Forget a step: none of its tokens count."""
@@ -228,6 +245,13 @@ class Scheduler:
             self._preempt(request)
         self.pool.forget_all()
         return failed
+
+    def _fail_without_token(self, request: Request, token_id: int) -> None:
+        """Finish a request whose logits gave no token.  What it stored may be NaN: none of its
+        blocks, shared ones too, is found by its content any more."""
+        request.error = _WHY_NO_TOKEN[token_id].format(len(request.output_token_ids) + 1)
+        self.finish(request, RequestStatus.FINISHED_ERROR)
+        self.pool.forget(request.block_keys)
 
     def _take(self, request: Request, end: int, budget: int) -> ScheduledRequest:
         """Schedule as many of the request's ``end`` tokens as fit; it has their blocks already."""

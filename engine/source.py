@@ -5,14 +5,11 @@ The model that is traced has one layer of each kind, on fake tensors: no memory,
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from torch import Tensor
 from ..compiler.compiled import Compiled, compile
 from ..compiler.factors import source_factors, toolchain_factors
 from ..compiler.key import Key
+from ..compiler.scratch import scratch_folder
 from ..compiler.source import Example, Repeat, Source
 from ..compiler.store import Store, open_store
 from ..config import ResolvedConfig, StoreConfig, key_factors
@@ -30,8 +28,6 @@ from ..model_executor.loader import fake_model
 from ..model_executor.models.decoder import distinct_layers
 from ..model_executor.spec import ModelSpec
 from .sampler import outside_calls
-
-_log = logging.getLogger(__name__)
 
 STEP_INPUTS = ("input_ids", "positions", "slot_mapping")
 ATTENTION_INPUTS = AttentionInputs._fields
@@ -77,36 +73,25 @@ def keys_as_good(spec: ModelSpec, config: ResolvedConfig) -> list[Key]:
     return [artifact_key(spec, verified)]
 
 
-def configured_store(config: StoreConfig, write_to: Path | None = None) -> Store:
-    """The store that the options name; ``write_to`` takes new artifacts in its stead."""
+def configured_store(config: StoreConfig, spare: Callable[[], Path] | None = None) -> Store:
+    """The store that the options name; ``spare``: see ``Store``."""
     return open_store(
         config.search,
         trusted_keys=config.trusted_keys,
         size_limit_bytes=config.size_limit_bytes,
-        write_to=write_to,
+        spare=spare,
     )
 
 
 @contextmanager
 def artifact_store(config: StoreConfig) -> Iterator[Store]:
     """The store of a start: the configured one, with a temporary folder for what it cannot keep."""
-    if config.require:
-        yield configured_store(config)
-        return
-    with TemporaryDirectory(prefix="fusewright-") as folder:
-        if not config.enabled:
-            yield Store((), write_to=Path(folder))
-            return
-        store = configured_store(config)
-        if _can_write(store.write_to):
-            yield store
-            return
-        _log.warning(
-            "%s cannot be written: what is compiled now will be compiled again at the next start; "
-            "give another --compile-cache-dir",
-            store.write_to or "the home directory",
-        )
-        yield configured_store(config, Path(folder))
+    with ExitStack() as stack:
+
+        def scratch() -> Path:
+            return stack.enter_context(scratch_folder())
+
+        yield configured_store(config, scratch) if config.enabled else Store((), write_to=scratch())
 
 
 def find_or_compile(
@@ -137,12 +122,6 @@ def find_or_compile(
         on_phase=on_phase,
         dump=dump,
     )
-
-
-def _can_write(folder: Path | None) -> bool:
-    while folder is not None and not folder.exists():
-        folder = folder.parent
-    return folder is not None and os.access(folder, os.W_OK)
 
 
 def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..compiler.check_kernels import check_kernels
-from ..compiler.compiled import Compiled
+from ..compiler.compiled import LOOKUPS, Compiled
 from ..compiler.program import Program, eager_program
 from ..compiler.source import WEIGHTS
 from ..config import (
     EngineOptions,
     Hardware,
-    ModelLimits,
     ResolvedConfig,
     UserError,
     resolve,
@@ -34,13 +33,15 @@ from ..graph_capture import (
 )
 from ..model_executor.hf_config import read_spec
 from ..model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
-from ..model_executor.loader import load_model
+from ..model_executor.loader import load_model, out_of_memory
 from ..model_executor.models.decoder import DecoderModel
 from ..model_executor.quant.scheme import KINDS
 from ..model_executor.spec import ModelSpec, quantize_online
 from .attention_backend import say_where_flashinfer_does_not_fit, with_compiled_attention
+from .check import model_folder, model_limits
 from .inputs import InputProcessor
 from .kv_blocks import BlockPool
+from .missing_kernels import say_where_csrc_is_missing
 from .progress import Progress
 from .scheduler import Scheduler
 from .source import (
@@ -57,15 +58,6 @@ from .tokenizer import load_tokenizer
 _CPU_CACHE_BYTES = 2**30
 
 
-def model_folder(model: str) -> Path:
-    """The folder of ``model``: "abacus" is the bundled one."""
-    if model == "abacus" and not Path(model).is_dir():
-        from ..model_executor.abacus import FOLDER
-
-        return Path(FOLDER)
-    return Path(model)
-
-
 def read_model(
     options: EngineOptions, hardware: Hardware
 ) -> tuple[Path, ModelSpec, ResolvedConfig]:
@@ -76,12 +68,7 @@ def read_model(
     """
     folder = model_folder(options.model)
     spec = read_spec(folder)
-    limits = ModelLimits(
-        spec.max_position_embeddings,
-        str(spec.dtype).removeprefix("torch."),
-        spec.quant.kind if spec.quant else "none",
-    )
-    config = resolve(options, hardware, limits)
+    config = resolve(options, hardware, model_limits(spec))
     check_kernels(dict(config.compile.kernels))
     return folder, with_options(spec, config), config
 
@@ -90,7 +77,7 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
     """A checkpoint's spec as it shall run."""
     spec = replace(
         spec,
-        dtype=getattr(torch, config.model.dtype),
+        dtype_name=config.model.dtype,
         fp8_kv_cache=config.cache.dtype == "fp8_e4m3",
     )
     for kind in KINDS:
@@ -178,7 +165,7 @@ def compile_model(
     with (
         startup.phase("compile"),
         artifact_store(config.store) as store,
-        progress.status("Compiling") as say,
+        progress.status("Compiling", quiet=LOOKUPS) as say,
     ):
         # -O3 measures kernels, and wants the device for itself.
         before_build = weights.result if config.compile.tune else lambda: None
@@ -186,6 +173,7 @@ def compile_model(
         compiled = find_or_compile(
             spec, chosen, store, before_build=before_build, on_phase=on_phase
         )
+    say_where_csrc_is_missing(config.hardware)
     say_where_flashinfer_does_not_fit(chosen, compiled.report.get("choices", ()))
     with startup.phase("wait for weights"):
         model = weights.result()
@@ -235,12 +223,14 @@ def bind_kv_caches(
     device = torch.device(config.hardware.device)
     try:
         caches = allocate_kv_caches(spec, num_blocks, size, spec.kv_cache_dtype, device)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
         raise UserError(
             f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
-            "the GPU has left; lower num_gpu_blocks_override, kv_cache_memory_bytes or "
-            "gpu_memory_utilization"
+            f"{config.hardware.device} has left; lower num_gpu_blocks_override, "
+            "kv_cache_memory_bytes or gpu_memory_utilization"
         ) from error
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
     return caches

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from ..config import UserError
-from ..model_executor.hf_json import HfConfig, read_json
+from ..model_executor.hf_json import HfConfig, read_json_if_there
 from .chat_template import ChatTemplate, Message
 
 
@@ -32,11 +32,11 @@ class Tokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{path}: not a tokenizer: {error}") from error
+            raise UserError(f"{path}: not a tokenizer: {error}; download it again") from error
         # Both may be stored in the file and would silently change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = _read(folder / "tokenizer_config.json")
+        self._config = read_json_if_there(folder / "tokenizer_config.json")
         self._token_texts: dict[int, str] = {}
         self._chat_template: ChatTemplate | None = None
 
@@ -103,7 +103,8 @@ class Tokenizer:
             return path.read_text(encoding="utf-8"), str(path)
         stored = self._config.get("chat_template")
         if isinstance(stored, list):  # several, by name
-            stored = {entry["name"]: entry["template"] for entry in stored}.get("default")
+            named = [e for e in stored if isinstance(e, dict) and e.get("name") == "default"]
+            stored = named[0].get("template") if named else None
         if not isinstance(stored, str):
             raise UserError(
                 f"{self.folder}: no chat template (chat_template.jinja, or chat_template in "
@@ -132,13 +133,10 @@ def find_eos_token_ids(model_folder: Path, tokenizer: Tokenizer | None) -> froze
         UserError: a file cannot be read, or holds something else than token ids.
     """
     paths = [model_folder / name for name in ("generation_config.json", "config.json")]
-    declared = (HfConfig(path, _read(path)).token_ids("eos_token_id") for path in paths)
+    declared = (
+        HfConfig(path, read_json_if_there(path)).token_ids("eos_token_id") for path in paths
+    )
     ids = set(next(filter(None, declared), ()))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is missing."""
-    return read_json(path) if path.is_file() else {}

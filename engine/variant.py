@@ -49,7 +49,6 @@ def make_variant(engine: Engine, passes: Sequence[str], progress: Progress) -> V
     dispatcher = Dispatcher(
         capturable(config.capture, program, config.hardware),
         config.scheduler.max_num_seqs,
-        greedy=program.greedy is not None,
     )
     runner = engine.runner
     assert isinstance(runner, Runner)

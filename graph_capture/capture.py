@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -37,14 +37,12 @@ class _PiecewiseGraph:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """What one graph serves.  A FULL graph has a number of sequences, and gives logits or, if
-    ``greedy``, tokens; a piecewise one serves any number and both, since the program's last step
-    runs outside of it."""
+    """What one graph serves.  A FULL graph has a number of sequences; a piecewise one serves any
+    number, since the steps that count sequences run outside of it."""
 
     kind: GraphKind
     num_tokens: int
     num_seqs: int
-    greedy: bool
 
 
 class Graphs:
@@ -129,9 +127,8 @@ class Graphs:
     def ensure(self, dispatch: Dispatch) -> None:
         """Capture the graph that ``dispatch`` replays, if it is missing.  Overwrites the static
         inputs."""
-        size = GraphSize(dispatch.kind, dispatch.num_tokens, dispatch.num_seqs, dispatch.greedy)
-        if dispatch.kind is not GraphKind.FULL:
-            size = replace(size, num_seqs=0, greedy=False)
+        num_seqs = dispatch.num_seqs if dispatch.kind is GraphKind.FULL else 0
+        size = GraphSize(dispatch.kind, dispatch.num_tokens, num_seqs)
         if size in self._pending:
             self._capture(size)
 
@@ -156,7 +153,7 @@ class Graphs:
         assert self._backend is not None
         num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
         inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
-        program = self._program.ending(greedy=size.greedy)
+        program = self._program
         if size.kind is GraphKind.FULL or size.num_tokens not in self._warm:
             _warm_up(program, inputs)
             self._warm.add(size.num_tokens)
@@ -166,28 +163,26 @@ class Graphs:
             pieces = _capture_piecewise(program, inputs, self._backend)
             self._piecewise[size.num_tokens] = pieces
 
-    def replay_full(self, num_tokens: int, num_seqs: int, *, greedy: bool = False) -> Tensor:
+    def replay_full(self, num_tokens: int, num_seqs: int) -> Tensor:
         """Replay the whole step of captured sizes; its output, valid until the next replay."""
-        graph = self._full[GraphSize(GraphKind.FULL, num_tokens, num_seqs, greedy)]
+        graph = self._full[GraphSize(GraphKind.FULL, num_tokens, num_seqs)]
         graph.replay()
         return graph.output
 
-    def replay_piecewise(
-        self, num_tokens: int, inputs: Mapping[str, Tensor], *, greedy: bool = False
-    ) -> Tensor:
+    def replay_piecewise(self, num_tokens: int, inputs: Mapping[str, Tensor]) -> Tensor:
         """Replay the captured parts, running the others on this step's ``inputs``."""
-        graph, program = self._piecewise[num_tokens], self._program.ending(greedy=greedy)
+        graph = self._piecewise[num_tokens]
         env = graph.env
-        program.rebind(env, inputs)
+        self._program.rebind(env, inputs)
         computed: list[int] = []
-        for part in (*graph.parts[:-1], program.steps[-1]) if greedy else graph.parts:
+        for part in graph.parts:
             if callable(part):
                 part()
                 continue
             for slot, value in zip(part.outputs, part.call(env), strict=True):
                 env[slot] = value
             computed.extend(part.outputs)
-        output: Tensor = env[program.output]
+        output: Tensor = env[self._program.output]
         # What ran between the graphs is memory of its own, which must not live until the next
         # replay of this size.
         for slot in computed:
@@ -200,12 +195,11 @@ def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
 
     def full(sizes: Sequence[tuple[int, int]]) -> Iterator[GraphSize]:
         for num_tokens, num_seqs in sorted(sizes, reverse=True):
-            for greedy in (False, True)[: 1 + dispatcher.greedy]:
-                yield GraphSize(GraphKind.FULL, num_tokens, num_seqs, greedy)
+            yield GraphSize(GraphKind.FULL, num_tokens, num_seqs)
 
     yield from full(dispatcher.full_sizes)
     for size in sorted(dispatcher.piecewise_sizes, reverse=True):
-        yield GraphSize(GraphKind.PIECEWISE, size, 0, False)
+        yield GraphSize(GraphKind.PIECEWISE, size, 0)
     yield from full(dispatcher.prompt_sizes)
 
 

@@ -23,13 +23,11 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The choice for one step: the sizes it runs at, with padding up to what was captured, and
-    whether it gives tokens instead of logits."""
+    """The choice for one step: the sizes it runs at, with padding up to what was captured."""
 
     kind: GraphKind
     num_tokens: int
     num_seqs: int
-    greedy: bool = False
 
 
 _MOST_PROMPT_TOKENS = 256
@@ -45,8 +43,7 @@ class Outside:
 
 
 class Dispatcher:
-    """Chooses by batch shape, and by whether logits are needed; ``counters[(step kind, graph
-    kind)]`` says what happened, and ``counters["greedy", graph kind]`` how often without logits.
+    """Chooses by batch shape; ``counters[(step kind, graph kind)]`` says what happened.
 
     FULL graphs of uniform decode have one token a sequence.  Those of mixed steps (mode FULL) have
     a fixed number of sequences, the surplus empty; it never equals the number of tokens, because
@@ -56,13 +53,10 @@ class Dispatcher:
 
     A step beyond the captured sizes runs without a graph; ``outside`` counts those by step kind,
     and the first of a kind is logged.
-
-    Args:
-        greedy: the program can end without logits: each FULL graph is captured either way.
     """
 
-    def __init__(self, config: CaptureConfig, max_num_seqs: int, *, greedy: bool = False) -> None:
-        mode, self.greedy = config.mode, greedy
+    def __init__(self, config: CaptureConfig, max_num_seqs: int) -> None:
+        mode = config.mode
         self._decode_sizes: tuple[int, ...] = ()
         self._mixed_sizes: tuple[int, ...] = ()
         self._prompt_sizes: tuple[int, ...] = ()
@@ -92,18 +86,15 @@ class Dispatcher:
     @property
     def num_graphs(self) -> int:
         """How many graphs are to be captured; a piecewise one counts once."""
-        full = len(self.full_sizes) + len(self.prompt_sizes)
-        return full * (1 + self.greedy) + len(self.piecewise_sizes)
+        return len(self.full_sizes) + len(self.prompt_sizes) + len(self.piecewise_sizes)
 
     @property
     def max_seqs(self) -> int:
         """Rows that the static buffers need."""
         return max([self._max_num_seqs, *(seqs for _, seqs in self.full_sizes)])
 
-    def choose(
-        self, num_tokens: int, num_seqs: int, *, uniform_decode: bool, greedy: bool = False
-    ) -> Dispatch:
-        """Pick the graph of a step, and count it; ``greedy``: the step needs no logits."""
+    def choose(self, num_tokens: int, num_seqs: int, *, uniform_decode: bool) -> Dispatch:
+        """Pick the graph of a step, and count it."""
         kind, step = GraphKind.NONE, "decode" if uniform_decode else "mixed"
         single = num_seqs == 1 and not uniform_decode
         if uniform_decode and (size := _round_up(num_tokens, self._decode_sizes)):
@@ -116,11 +107,8 @@ class Dispatcher:
             kind, num_tokens = GraphKind.PIECEWISE, size
         if kind is GraphKind.NONE:
             self._count_outside(step, num_tokens)
-        dispatch = Dispatch(kind, num_tokens, num_seqs, greedy and self.greedy)
         self.counters[step, kind.value] += 1
-        if dispatch.greedy:
-            self.counters["greedy", kind.value] += 1
-        return dispatch
+        return Dispatch(kind, num_tokens, num_seqs)
 
     def _count_outside(self, step: str, num_tokens: int) -> None:
         own = self._decode_sizes if step == "decode" else ()

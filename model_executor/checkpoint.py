@@ -64,7 +64,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
             is of none of the known types.
     """
     found: dict[str, TensorInfo] = {}
-    for file in _files(folder):
+    for file in checkpoint_files(folder):
         with open_shard(file) as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
                 view = shard.get_slice(name)
@@ -78,7 +78,12 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     return found
 
 
-def _files(folder: Path) -> list[Path]:
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files, in order.
+
+    Raises:
+        UserError: there are none, or one that the index names is missing.
+    """
     index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def read_spec(folder: Path | str) -> ModelSpec:
     folder = Path(folder)
     path = folder / "config.json"
     try:
-        exists, is_folder, has_config = folder.exists(), folder.is_dir(), path.is_file()
+        exists, is_folder, has_config = folder.exists(), folder.is_dir(), os.path.lexists(path)
     except OSError as error:
         raise UserError(f"cannot read {folder}: {error.strerror}; check its permissions") from error
     if not has_config:
@@ -54,8 +55,10 @@ def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> Non
 def _architecture(config: HfConfig) -> str:
     supported = ", ".join(ARCHITECTURES)
     names = config.values.get("architectures")
-    if not isinstance(names, list) or not names:
+    if names is None or names == []:
         raise UserError(f"{config.path} names no architectures; supported: {supported}")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise config.error("architectures", names, f"a list of one of {supported}")
     for name in names:
         if name in ARCHITECTURES:
             return str(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,18 @@ from typing import Any
 from ..config.errors import UserError
 
 _MISSING: Any = object()
+_MOST_BYTES = 2**27
+"""The index of the largest checkpoints has a few million."""
+_MOST_INT = 2**31 - 1
+_MOST_NUMBER = 3.4e38
+"""Of float32, in which they are used."""
+_KINDS = {
+    list: "a list",
+    str: "a string",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -20,14 +34,34 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read or holds no JSON object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        # A FIFO would be waited for.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise UserError(f"{path} is no regular file; put the model's own there")
+            if found.st_size > _MOST_BYTES:
+                raise UserError(
+                    f"{path} has {found.st_size} bytes, expected at most {_MOST_BYTES}; download "
+                    "it again"
+                )
+            data = json.load(file)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply; download it again") from None
     except ValueError as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(data, dict):
-        raise UserError(f"{path} holds a {type(data).__name__}, expected a JSON object")
+        kind = _KINDS.get(type(data), "null")
+        raise UserError(f"{path} holds {kind}, expected a JSON object; download it again")
     return data
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """``read_json``, or an empty object where nothing has that name."""
+    return read_json(path) if os.path.lexists(path) else {}
 
 
 @dataclass(frozen=True)
@@ -38,18 +72,31 @@ class HfConfig:
     values: Mapping[str, Any]
     prefix: str = ""
 
-    def integer(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
+    def integer(
+        self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = _MOST_INT
+    ) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(name, value, "an integer")
         if value < least:
             raise self.error(name, value, f"at least {least}")
+        if value > most:
+            raise self.error(name, value, f"at most {most}")
         return value
 
-    def number(self, name: str, default: Any = _MISSING) -> float:
+    def number(
+        self,
+        name: str,
+        default: Any = _MISSING,
+        *,
+        least: float = -_MOST_NUMBER,
+        most: float = _MOST_NUMBER,
+    ) -> float:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, value, "a number")
+        if not least <= value <= most:  # NaN is not either
+            raise self.error(name, value, f"a number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:

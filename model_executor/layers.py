@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .quant.scheme import BLOCK, FP8, QuantKind, weight_scale_shape
+from ..ops._float8 import E4M3
+from .quant.scheme import BLOCK, QuantKind, weight_scale_shape
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.quant = quant
-        self.weight = _parameter(out_features, in_features, dtype=FP8 if quant else None)
+        self.weight = _parameter(out_features, in_features, dtype=E4M3 if quant else None)
         self.bias = _parameter(out_features) if bias else None
         # The bias of a row-split layer is added once, after the sum over ranks.
         whole = ShardRule(0, (Part("", out_features, 1),), split=False)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.errors import UserError
+from ..ops._float8 import E4M3
 from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_shard, read_headers
 from .layers import Linear, Placement, RMSNorm, ShardRule
 from .models import ARCHITECTURES
@@ -24,7 +25,6 @@ from .models.decoder import DecoderModel
 from .models.weight_names import Target, checkpoint_names
 from .quant.quantize import DUMMY_INPUT_SCALE, Staging, quantize_into, rescale
 from .quant.scales import find_scales, read_scales, scale_slots
-from .quant.scheme import FP8
 from .spec import ModelSpec
 
 # Old Llama checkpoints carry rope's tables, which are computed here; scales of an FP8 KV cache are
@@ -94,7 +94,15 @@ def load_model(
         UserError: a shard is missing or damaged, its tensors are not those of the model, or the
             device has no room for them.
     """
-    model = DecoderModel(spec)
+    try:
+        model = DecoderModel(spec)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(
+            f"no room for the cosines and sines of max_position_embeddings = "
+            f"{spec.max_position_embeddings}; lower it in {Path(folder) / 'config.json'}"
+        ) from error
     if load_format == "dummy":
         materialize(model, spec.dtype, device)
         fill_dummy(model, seed)
@@ -166,7 +174,9 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str
             lambda param: _empty_like(param, dtype, device),
             lambda buffer: buffer.to(device),
         )
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         needed = sum(p.numel() * _dtype(p, dtype).itemsize for p in model.parameters())
         raise UserError(
             f"{device} has no room for {needed / 1e9:.1f} GB of weights; free memory there, or use "
@@ -174,9 +184,16 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str
         ) from error
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; that of the CPU has no class of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return "can't allocate memory" in str(error)
+
+
 def _dtype(param: Tensor, dtype: torch.dtype) -> torch.dtype:
     """FP8 weights stay FP8, others are of the model's dtype."""
-    return FP8 if param.dtype == FP8 else dtype
+    return E4M3 if param.dtype == E4M3 else dtype
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -238,7 +255,7 @@ def slots(model: DecoderModel, shard: Shard) -> dict[str, Slot]:
         for kind, rule in rules.items():
             param = params.get(f"{target.module}.{kind}")
             if param is not None:
-                dtypes = (F8_E4M3,) if quantized and param.dtype == FP8 else FLOATS
+                dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
                 slot = _slot(f"{target.module}.{kind}", param, rule, dtypes, target, shard)
                 found[f"{name}.{kind}"] = slot
     return found

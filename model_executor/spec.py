@@ -1,18 +1,21 @@
 """``ModelSpec``: everything that tells one dense decoder from another, checked and frozen.
 
-``hf_config`` makes it from a Hugging Face folder, options then set ``dtype``, ``quant`` and
-``fp8_kv_cache``; modules, loader and KV cache read nothing else.
+``hf_config`` makes it from a Hugging Face folder, options then set ``dtype_name``, ``quant``
+and ``fp8_kv_cache``; modules, loader and KV cache read nothing else.  It is made without torch, so
+that a bad config is refused before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..config import UserError
-from ..ops.rotary_cache import RopeParameters
-from .quant.scheme import BLOCK, FP8, LINEARS, QuantKind, QuantScheme
+from ..config.rope import RopeParameters
+from .quant.scheme import BLOCK, LINEARS, QuantKind, QuantScheme
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,8 @@ class ModelSpec:
 
     ``max_position_embeddings`` counts the positions that rope scaling reaches;
     ``sliding_windows`` has one entry a layer, tokens including the current one, 0 for none;
-    ``dtype`` is that of activations and of weights that ``quant`` leaves as they are.
+    ``dtype_name`` is the ``dtype`` of activations and of weights that ``quant`` leaves as they
+    are.
     """
 
     architecture: str
@@ -42,13 +46,17 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int, ...]
-    dtype: torch.dtype
+    dtype_name: str
     quant: QuantScheme | None = None
     fp8_kv_cache: bool = False
 
     @property
+    def dtype(self) -> torch.dtype:
+        return _torch_dtype(self.dtype_name)
+
+    @property
     def kv_cache_dtype(self) -> torch.dtype:
-        return FP8 if self.fp8_kv_cache else self.dtype
+        return _torch_dtype("float8_e4m3fn") if self.fp8_kv_cache else self.dtype
 
     def quant_of(self, layer: int, linear: str) -> QuantKind | None:
         """How one of ``quant.scheme.LINEARS`` is quantized; None: not at all."""
@@ -68,10 +76,31 @@ def quantize_online(spec: ModelSpec, kind: QuantKind) -> ModelSpec:
     Raises:
         UserError: there are none.
     """
-    left = tuple(n for n in LINEARS if kind == "fp8_block" and spec.in_features(n) % BLOCK)
-    if left == LINEARS:
+    check_online_kind(spec, kind)
+    left = _left_by_blocks(spec, kind)
+    return replace(spec, quant=QuantScheme(kind, (left,) * spec.num_layers, online=True))
+
+
+def check_online_kind(spec: ModelSpec, kind: str) -> None:
+    """Refuse a kind of quantization that fits none of the ``LINEARS``.
+
+    Raises:
+        UserError: names another kind.
+    """
+    if _left_by_blocks(spec, kind) == LINEARS:
         raise UserError(
             f"quantization={kind}: no linear layer of the model reads a multiple of {BLOCK} "
             "features; use fp8"
         )
-    return replace(spec, quant=QuantScheme(kind, (left,) * spec.num_layers, online=True))
+
+
+def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
+    """The ``LINEARS`` that no whole blocks read."""
+    return tuple(n for n in LINEARS if kind == "fp8_block" and spec.in_features(n) % BLOCK)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -4,7 +4,7 @@ One file an op.  ``ALL_OPS`` is the visible list; conformance tests, benchmarks,
 lowering all run over it.
 """
 
-from ._cuda import find_cuda_library, load_cuda_library
+from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
 from ._kernel_table import KERNELS, KernelMissingError, KernelTable
 from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
@@ -52,8 +52,6 @@ from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
 from .linear_add_norm_linear import linear_add_norm_linear
 from .linear_fp8 import OP as LINEAR_FP8
 from .linear_fp8 import linear_fp8
-from .lm_head_argmax import OP as LM_HEAD_ARGMAX
-from .lm_head_argmax import lm_head_argmax
 from .paged_attention import OP as PAGED_ATTENTION
 from .paged_attention import paged_attention
 from .quant_act import GELU_TANH_DYNAMIC as GELU_TANH_MUL_QUANT_DYNAMIC
@@ -115,7 +113,6 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     GATED_LINEAR,
     GATED_LINEAR_FP8,
     LINEAR_ADD_NORM_LINEAR,
-    LM_HEAD_ARGMAX,
     EMBEDDING,
     GATHER_LAST_TOKEN,
     QUANT_FP8_STATIC,
@@ -172,7 +169,6 @@ __all__ = [
     "linear",
     "linear_add_norm_linear",
     "linear_fp8",
-    "lm_head_argmax",
     "load_cuda_library",
     "paged_attention",
     "quant_fp8_dynamic",
@@ -190,5 +186,6 @@ __all__ = [
     "silu_mul_quant_static",
     "token_logprobs",
     "variants_of",
+    "why_csrc_is_not_built",
     "write_inputs",
 ]

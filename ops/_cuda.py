@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from ._op import OpDesc
 
 LIBRARY_NAME = "_fw_cuda.so"
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_cuda_library() -> Path | None:
@@ -22,6 +24,20 @@ def find_cuda_library() -> Path | None:
     folders = sys.modules[__package__].__path__
     built = [path for folder in folders if (path := Path(folder) / LIBRARY_NAME).is_file()]
     return max(built, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def why_csrc_is_not_built() -> str:
+    """What stood in the way when this package was installed, and what to do.
+
+    pip shows nothing of what a build prints, so tools/build_backend.py leaves it in the metadata.
+    """
+    if (_ROOT / "tools" / "build_csrc.sh").is_file():
+        return "this is a checkout; run tools/build_csrc.sh"
+    try:
+        recorded = metadata.distribution("fusewright").read_text("no_kernels.txt")
+    except metadata.PackageNotFoundError:
+        recorded = None
+    return (recorded or f"{LIBRARY_NAME} is missing; install fusewright again").strip()
 
 
 def why_no_csrc(desc: OpDesc) -> str:

@@ -1,4 +1,5 @@
-"""What the sampling ops share: cleaned logits, their total order, and stateless Gumbel noise.
+"""What the sampling ops share: cleaned logits, their order, rows that have no token, and stateless
+Gumbel noise.
 
 The noise is a pure function of (seed, position, vocabulary index), written with integer operations
 that PyTorch (int64, masked to 32 bits) and Triton (uint32) carry out identically; only the two
@@ -13,6 +14,9 @@ from torch import Tensor
 # Below this, temperature means greedy: 1 / temperature would overflow on ordinary logits.
 GREEDY_TEMPERATURE = 1e-5
 FLOAT32_MAX = 3.4028234663852886e38
+# In place of a token id: the row has none.
+NOT_A_NUMBER = -1  # a logit is NaN or, where a token is drawn, +inf
+NOTHING_LEFT = -2  # no logit is above -inf
 _MASK = 0xFFFFFFFF
 
 
@@ -20,6 +24,14 @@ def clean_logits(logits: Tensor) -> Tensor:
     """Logits as float32 in which NaN is -inf (it never wins) and +inf the largest finite value."""
     values = logits.float()
     return torch.where(values.isnan(), -torch.inf, values).clamp(max=FLOAT32_MAX)
+
+
+def largest_of_rows(values: Tensor) -> Tensor:
+    """Index of each row's largest value, the lowest of equals, as int32; ``NOT_A_NUMBER`` where one
+    is NaN, ``NOTHING_LEFT`` where all are -inf."""
+    best, index = values.max(dim=-1)  # NaN is its maximum
+    token_ids = torch.where(best == -torch.inf, NOTHING_LEFT, index)
+    return torch.where(best.isnan(), NOT_A_NUMBER, token_ids).int()
 
 
 def ordered_bits(values: Tensor) -> Tensor:

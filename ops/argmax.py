@@ -9,24 +9,25 @@ from torch import Tensor
 
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
-from ._sampling import clean_logits
+from ._sampling import FLOAT32_MAX, largest_of_rows
 from .launches import sampling
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Index of the largest logit of each row; the lowest index wins ties, NaN never wins.
+    """Index of the largest logit of each row; the lowest index wins ties.
 
     Args:
         logits: [num_seqs, vocab], floating point, last dimension contiguous.
 
     Returns:
-        [num_seqs] int32; 0 for a row of only -inf or NaN.
+        [num_seqs] int32; -1 for a row with a NaN, -2 for a row of only -inf: such a row has no
+        token.  +inf is the largest finite float32.
     """
     return torch.ops.fw.argmax.default(logits)  # type: ignore[no-any-return]
 
 
 def _reference(logits: Tensor) -> Tensor:
-    return torch.argmax(clean_logits(logits), dim=-1).int()
+    return largest_of_rows(logits.float().clamp(max=FLOAT32_MAX))
 
 
 def _fake(logits: Tensor) -> Tensor:
@@ -44,11 +45,15 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     # Half-precision rounding makes ties common: few distinct values, and padded rows.
     coarse = torch.randint(0, 4, (5, 9000), generator=gen, device=device).to(dtype)
     yield Case("ties", (coarse[:, :8190],))
-    special = torch.randn((4, 5000), generator=gen, device=device, dtype=torch.float32).to(dtype)
+    special = torch.randn((8, 5000), generator=gen, device=device, dtype=torch.float32).to(dtype)
     special[0] = torch.nan
     special[1] = -torch.inf
-    special[2, 4321] = torch.inf
+    special[2, 4321] = special[2, 4400] = torch.inf
     special[3, ::3] = torch.nan
+    special[4, 4999] = -torch.nan
+    special[5, 17], special[5, 3000] = torch.inf, torch.nan
+    special[6], special[6, 2500] = -torch.inf, -3.0
+    special[7], special[7, 0] = -torch.inf, torch.nan
     yield Case("nan and inf", (special,))
 
 

@@ -13,7 +13,10 @@ from .launches import tokens
 
 
 def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
-    """Set ``last_tokens[slots[i]] = token_ids[i]`` and ``read[i] = token_ids[i]``.
+    """Set ``last_tokens[slots[i]] = max(token_ids[i], 0)`` and ``read[i] = token_ids[i]``.
+
+    The next step reads ``last_tokens`` as input ids before the host knows that a row has no token
+    (a negative id, see ``argmax``).
 
     Args:
         last_tokens: [max_num_seqs] int32, written.
@@ -25,7 +28,7 @@ def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Ten
 
 
 def _reference(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
-    last_tokens[slots] = token_ids
+    last_tokens[slots] = token_ids.clamp(min=0)
     read.copy_(token_ids)
 
 
@@ -42,7 +45,8 @@ def _launches(
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
     for num_seqs, max_num_seqs in [(1, 1), (5, 8), (257, 300)]:
         last = torch.randint(0, 1000, (max_num_seqs,), generator=gen, device=device).to(dtype)
-        ids = torch.randint(0, 1000, (num_seqs,), generator=gen, device=device).to(dtype)
+        ids = torch.randint(-2, 1000, (num_seqs,), generator=gen, device=device).to(dtype)
+        ids[num_seqs // 2] = -1
         slots = torch.randperm(max_num_seqs, generator=gen, device=device)[:num_seqs]
         yield Case(f"{num_seqs} of {max_num_seqs}", (last, ids, slots.to(torch.int32), ids + 1))
 

@@ -40,7 +40,8 @@ def paged_attention(
     """Softmax attention of each query over its sequence's cached positions up to its own.
 
     Paging as in PagedAttention (Kwon et al., 2023, section 4.1); soft cap as in Gemma 2 (2024,
-    section 2).  Query i of sequence s stands at position seq_lens[s] - query_len[s] + i.
+    section 2).  Query i of sequence s stands at position seq_lens[s] - query_len[s] + i.  A NaN in
+    a query, or in a key or value that it sees, is in its result.
 
     On a GPU the kernel launched right before may still be writing q and the slots of this step's
     queries, but nothing else of what this op reads: csrc reads that before it waits.
@@ -212,6 +213,10 @@ def _native(*args: Any) -> None:
             scale=scale,
             enable_gqa=gqa,
         )
+        if result.device.type == "cpu" and (result[..., 0] == 0).any():
+            # PyTorch's kernel gives zeros, not NaN, where all logits of a query are NaN.
+            _reference(*args)
+            return
         result = result[0].transpose(0, 1)
         out[span] = result if out_scale is None else to_e4m3(result, out_scale)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,27 +11,39 @@ from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
 from .launches import rotary
 
+LAYOUTS: Mapping[str, tuple[bool, bool]] = {
+    "halves": (False, False),
+    "pairs": (True, True),
+    "pairs_to_halves": (True, False),
+    "halves_to_pairs": (False, True),
+}
+"""Whether the two columns that rotate together are neighbours, in q and k and in the results; else
+they are rotary_dim / 2 apart."""
+
 
 def rotary_embedding(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (Su et al., 2021, eq. 34) in the neox layout: halves, not pairs.
+    """Rotary position embedding (Su et al., 2021, eq. 34).
 
     Args:
         positions: [num_tokens] int32.  Out-of-range ones, as padding rows may have, are clamped.
         q: [num_tokens, num_heads, head_dim], any strides; often a slice of packed qkv.
         k: [num_tokens, num_kv_heads, head_dim], q's dtype.
         cos_sin_cache: [max_position, rotary_dim] float32, contiguous: rotary_dim / 2 cosines, then
-            as many sines.  With rotary_dim < head_dim the columns behind it pass unchanged.
+            as many sines, whatever the layout.  With rotary_dim < head_dim the columns behind it
+            pass unchanged.
+        layout: of ``LAYOUTS``: "halves" as GPT-NeoX and Llama, "pairs" of neighbours as GPT-J and
+            the paper, "pairs_to_halves" as DeepSeek V3.
 
     Returns:
         (q, k) rotated, contiguous, in their dtype; computed in float32 and rounded once.
 
     Raises:
-        ValueError: rotary_dim is odd or more than head_dim.
+        ValueError: rotary_dim is odd or more than head_dim, or the layout is another.
     """
     return torch.ops.fw.rotary_embedding.default(  # type: ignore[no-any-return]
-        positions, q, k, cos_sin_cache
+        positions, q, k, cos_sin_cache, layout
     )
 
 
@@ -43,33 +55,47 @@ def check_rotary(head_dim: int, rotary_dim: int) -> None:
         )
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def _layout(name: str) -> tuple[bool, bool]:
+    if name not in LAYOUTS:
+        raise ValueError(f"layout is {name!r}, expected one of: {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    half, (pairs_in, pairs_out) = cos.shape[-1], _layout(layout)
+    turning = x[..., : 2 * half].float()
+    if pairs_in:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., :half], turning[..., half:]
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(parts, dim=-1).flatten(-2) if pairs_out else torch.cat(parts, dim=-1)
     return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
 def _reference(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
 ) -> tuple[Tensor, Tensor]:
     max_position, rotary_dim = cos_sin_cache.shape
     check_rotary(q.shape[-1], rotary_dim)
     table = cos_sin_cache[positions.clamp(0, max_position - 1)]
     cos, sin = table[:, None, :].chunk(2, dim=-1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return _rotate(q, cos, sin, layout), _rotate(k, cos, sin, layout)
 
 
-def _fake(positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+def _fake(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
+) -> tuple[Tensor, Tensor]:
     check_rotary(q.shape[-1], cos_sin_cache.shape[1])
+    _layout(layout)
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _launches(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     check_rotary(q.shape[-1], cos_sin_cache.shape[1])
-    return rotary.rotary_embedding(positions, q, k, cos_sin_cache)
+    return rotary.rotary_embedding(positions, q, k, cos_sin_cache, *_layout(layout))
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -97,6 +123,13 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     far = torch.tensor([0, 8, 9, 2**31 - 1, -1, -(2**31)], dtype=torch.int32, device=device)
     yield Case("padding rows out of range", (far, q, k, cache))
     yield Case("contiguous", (positions, q.contiguous(), k.contiguous(), cache))
+    for layout in [*LAYOUTS][1:]:
+        for case in (
+            call("GQA, head 128", 9, 8, 2, 128, 128),
+            call("partial 20 of 72, many tokens", 66, 5, 1, 72, 20),
+            call("no tokens", 0, 2, 2, 16, 16),
+        ):
+            yield Case(f"{layout}, {case.label}", (*case.args, layout))
 
 
 def _cost(desc: OpDesc) -> Cost:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
-from ._sampling import GREEDY_TEMPERATURE, clean_logits, gumbel_noise
+from ._sampling import (
+    FLOAT32_MAX,
+    GREEDY_TEMPERATURE,
+    clean_logits,
+    gumbel_noise,
+    largest_of_rows,
+)
 from .launches import sampling
 from .sample_cuda import BY_CUDA
 
@@ -31,7 +37,7 @@ def sample(
     min-p keeps tokens at least ``min_p`` as probable as the best; top-k keeps logits not below the
     k-th largest (so all that tie with it); top-p keeps logits not below the largest t for which
     tokens with a logit of t or more hold at least ``top_p`` of the mass left by the other two.
-    The best token always stays.  NaN never wins.
+    The best token always stays.
 
     Args:
         logits: [num_seqs, vocab], floating point, last dimension contiguous.
@@ -43,7 +49,8 @@ def sample(
         positions: [num_seqs] int32, absolute position of the token being sampled.
 
     Returns:
-        [num_seqs] int32 token ids; 0 for a row of only -inf or NaN.
+        [num_seqs] int32 token ids; -1 for a row with a NaN, or with +inf where it is not greedy
+        (its probabilities are NaN), -2 for a row of only -inf: such a row has no token.
     """
     return torch.ops.fw.sample.default(  # type: ignore[no-any-return]
         logits, temperature, top_k, top_p, min_p, seeds, positions
@@ -111,7 +118,9 @@ def _reference(
     if top_k is not None or top_p is not None or min_p is not None:
         threshold = keep_threshold(values, temperature, top_k, top_p, min_p)
         noisy = torch.where(values >= threshold, noisy, -torch.inf)
-    return torch.where(greedy, values, noisy).argmax(-1).int()
+    chosen = torch.where(greedy, values, noisy)
+    most = torch.where(greedy, torch.inf, FLOAT32_MAX)
+    return largest_of_rows(torch.where(logits.float() <= most, chosen, torch.nan))
 
 
 def _fake(
@@ -166,14 +175,19 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("top-k", 13, 517, "k")
     yield call("top-p", 13, 517, "p")
     yield call("all", 31, 1003, "kpm")
-    special = call("nan and inf", 5, 3001, "kpm")
-    special.args[0][0] = torch.nan
-    special.args[0][1] = -torch.inf
-    special.args[0][2] = -torch.inf
-    special.args[0][2, 2222] = -7.0
-    special.args[0][3, 77] = torch.inf
-    special.args[0][4, ::2] = torch.nan
-    yield special
+    for filters in ("", "kpm"):
+        special = call(f"nan and inf{filters and ', filtered'}", 16, 3001, filters)
+        # The temperatures of four rows in turn are 0, 0.7, 1 and 1.6.
+        logits = special.args[0]
+        logits[0:2] = torch.nan
+        logits[2:5] = -torch.inf
+        logits[3, 2222] = -7.0
+        logits[5:9, 77] = torch.inf
+        logits[9:11, ::2] = torch.nan
+        logits[11, 3000], logits[12, 0] = -torch.nan, -torch.nan
+        logits[13, 5], logits[13, 50] = torch.inf, torch.nan
+        logits[14], logits[14, 9] = -torch.inf, torch.nan
+        yield special
 
 
 def _cost(desc: OpDesc) -> Cost:

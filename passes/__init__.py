@@ -5,11 +5,19 @@ matched, and why the others were missed.  Every replacement goes through ``Conte
 keeps both sides, so that ``verify`` can run one against the other.
 """
 
+from ..config import VerificationError
+from .check_references import check_references
 from .pipeline import CANONICALIZE, build_passes, run_passes
-from .report import PassReport, RequiredFusionError, Site, check_required
+from .report import (
+    PassReport,
+    RequiredFusionError,
+    Site,
+    check_any_expected,
+    check_required,
+)
 from .rule import Context, Rewrite, Rule
 from .subgraph import Subgraph, digest, extract, fake_value
-from .verify import VerificationError, check_graph, check_rewrite, random_value
+from .verify import check_graph, check_rewrite, random_value
 
 __all__ = [
     "CANONICALIZE",
@@ -22,7 +30,9 @@ __all__ = [
     "Subgraph",
     "VerificationError",
     "build_passes",
+    "check_any_expected",
     "check_graph",
+    "check_references",
     "check_required",
     "check_rewrite",
     "digest",

@@ -22,6 +22,7 @@ from .subgraph import fake_value
 _ATEN = torch.ops.aten
 _TARGETS: dict[str, tuple[Any, ...]] = {
     "add": (operator.add, operator.iadd, torch.add, "add", _ATEN.add.Tensor, _ATEN.add.Scalar),
+    "sub": (operator.sub, operator.isub, torch.sub, "sub", _ATEN.sub.Tensor),
     "mul": (operator.mul, operator.imul, torch.mul, "mul", _ATEN.mul.Tensor, _ATEN.mul.Scalar),
     "div": (operator.truediv, torch.div, "div", _ATEN.div.Tensor, _ATEN.div.Scalar),
     "pow": (operator.pow, torch.pow, "pow", _ATEN.pow.Tensor_Scalar),
@@ -44,6 +45,18 @@ _TARGETS: dict[str, tuple[Any, ...]] = {
         torch.ops.prims.convert_element_type.default,
     ),
     "cat": (torch.cat, _ATEN.cat.default),
+    "stack": (torch.stack, _ATEN.stack.default),
+    "view": (
+        *("view", "reshape", "flatten", torch.reshape, torch.flatten),
+        *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default),
+    ),
+    "expand": ("expand", _ATEN.expand.default),
+    "clone": ("clone", "contiguous", torch.clone, _ATEN.clone.default),
+    "as_complex": (torch.view_as_complex, _ATEN.view_as_complex.default),
+    "as_real": (torch.view_as_real, _ATEN.view_as_real.default),
+    "polar": (torch.polar, _ATEN.polar.default),
+    "ones": (torch.ones_like, _ATEN.ones_like.default),
+    "clamp": (torch.clamp, "clamp", _ATEN.clamp.default),
     "unsqueeze": (torch.unsqueeze, "unsqueeze", _ATEN.unsqueeze.default),
     "split": (
         *(torch.chunk, "chunk", torch.split, "split", torch.tensor_split, "tensor_split"),

@@ -53,7 +53,8 @@ class _Norm:
 
 
 class CanonicalizeNorm:
-    """Expected sites: every mean, or sum, of squares, and every ``torch.rms_norm``.
+    """Expected sites: every mean, or sum, of squares, and every ``torch.rms_norm``; but no layer
+    norm, which squares what its mean has been subtracted from.
 
     Exact where root and mean are computed as the op does; else, as with a division by the square
     root, statistics differ in the last bit of float32, and both roundings may fall another way.
@@ -68,7 +69,8 @@ class CanonicalizeNorm:
             try:
                 norm, result = _read(site, squared)
             except Miss as miss:
-                report.miss(site.name, str(miss))
+                if not _is_centered(squared):
+                    report.miss(site.name, str(miss))
                 continue
             args: tuple[Any, ...] = (norm.x, norm.weight, norm.eps)
             if norm.weight_offset is not None:
@@ -105,6 +107,14 @@ def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
             yield node, None
         elif kind(node) in ("mean", "sum") and (squared := _squared(node.args[0])) is not None:
             yield node, squared
+
+
+def _is_centered(squared: Any) -> bool:
+    """Whether it is ``x - mean(x)``, which layer norms square: their scale is of another tensor."""
+    if kind(squared) != "sub" or len(squared.args) != 2:
+        return False
+    x, mean = squared.args
+    return kind(mean) == "mean" and is_same(mean.args[0], x)
 
 
 def _squared(node: Any) -> Any:

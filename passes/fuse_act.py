@@ -31,6 +31,7 @@ from .canonicalize import (
 )
 from .report import PassReport
 from .rule import Context, Tier, writes_shared
+from .spellings_act import clamped_gate, read_clamped
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class _Act:
 
 
 class FuseAct:
-    """Expected sites: every SiLU or tanh-GELU.
+    """Expected sites: every SiLU or tanh-GELU, and every gate that ``spellings_act`` reads.
 
     Tolerant: unfused, the activation is rounded to the tensors' dtype before the product, and with
     ``x * sigmoid(x)`` once more; fused, only the product is.
@@ -56,7 +57,9 @@ class FuseAct:
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
         for node in list(gm.graph.nodes):
-            act = _activation(node)
+            act, glu = _activation(node), clamped_gate(node)
+            if glu is not None and self._fuse_clamped(node, glu, context, report, last=act is None):
+                continue
             if act is None:
                 continue
             name = act.node.name
@@ -73,6 +76,26 @@ class FuseAct:
             context.replace(self, result, old=old, outputs=[result], build=build, tier=tier)
             report.match(name)
         return report
+
+    def _fuse_clamped(
+        self, logistic: fx.Node, glu: fx.Node, context: Context, report: PassReport, *, last: bool
+    ) -> bool:
+        """Whether the site is done with; a miss is said if this is the last way to read it."""
+        name = glu.name
+        try:
+            found = read_clamped(logistic, glu)
+        except Miss as miss:
+            if last:
+                report.miss(name, str(miss))
+            return last
+
+        def build(graph: fx.Graph) -> list[fx.Node]:
+            return [graph.call_function(torch.ops.fw.silu_mul.default, found.args)]
+
+        outputs, site = [found.result], found.result
+        context.replace(self, site, old=found.nodes, outputs=outputs, build=build, tier=found.tier)
+        report.match(name)
+        return True
 
 
 def _activation(node: fx.Node) -> _Act | None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ._quant import fused_op, quantizations, unpacked, why_not_alone, why_not_before
+from .fuse_gated_linear import why_not_packed
 from .report import PassReport
 from .rule import EXACT, Context, is_call
 
@@ -35,9 +36,8 @@ class FuseActQuant:
             if not raised:
                 continue
             name = quant.node.name
-            reason = why_not_alone(act, quant) or why_not_before(quant, act)
-            if any(up is not None for up in act.args[1:]):
-                reason = "gate and up are two tensors, for which there is no fused kernel"
+            reason = why_not_packed(act, "tensors, for which there is no fused kernel")
+            reason = reason or why_not_alone(act, quant) or why_not_before(quant, act)
             if reason:
                 report.miss(name, reason)
                 continue

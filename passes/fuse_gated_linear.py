@@ -8,11 +8,13 @@ product did and writes a half of what it wrote; with many it runs as before.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..ops._gated import PLAIN, Gate
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
 
@@ -58,9 +60,18 @@ def gated_activations(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
                 yield node, activation
 
 
+def why_not_packed(act: fx.Node, sources: str) -> str:
+    """The fused kernels know halves of one tensor, without attributes."""
+    if any(up is not None for up in act.args[1:2]):
+        return f"gate and up are two {sources}"
+    if act.args[2:] not in ((), astuple(PLAIN)):
+        return f"it is {Gate(*act.args[2:])}, for which there is no fused kernel"  # type: ignore[arg-type]
+    return ""
+
+
 def _why_not(product: Any, act: fx.Node) -> str:
-    if any(up is not None for up in act.args[1:]):
-        return "gate and up are two products"
+    if reason := why_not_packed(act, "products"):
+        return reason
     if not is_call(product, torch.ops.fw.linear.default):
         return f"its input comes from {product.name}, not from a linear layer"
     if len(product.args) > 2 and product.args[2] is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fuse_gated_linear import gated_activations, why_not_alone_between
+from .fuse_gated_linear import gated_activations, why_not_alone_between, why_not_packed
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
 from .subgraph import fake_value
@@ -51,8 +51,8 @@ class FuseGatedLinearFp8:
 
 
 def _why_not(product: fx.Node, act: fx.Node) -> str:
-    if any(up is not None for up in act.args[1:]):
-        return "gate and up are two products"
+    if reason := why_not_packed(act, "products"):
+        return reason
     quant, *others = act.users
     if others or not is_call(quant, torch.ops.fw.quant_fp8_static.default):
         return "the result is not quantized by a static scale alone: no launch would be saved"

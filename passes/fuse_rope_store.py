@@ -34,6 +34,8 @@ class FuseRopeStore:
         for rotary in gm.graph.find_nodes(op="call_function", target=target):
             name, norms = rotary.name, _norms(rotary)
             store, reason = _store(rotary)
+            if rotary.args[4:] not in ((), ("halves",)):
+                reason = f"it rotates {rotary.args[4]}, for which there is no fused kernel"
             reason = reason or _why_no_norms(norms) or _why_not_at(store, rotary, norms)
             if reason:
                 report.miss(name, reason)
@@ -106,7 +108,7 @@ def _why_not_at(store: fx.Node, rotary: fx.Node, norms: list[fx.Node]) -> str:
 
 
 def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[Any, ...]:
-    positions, q, k, table = rotary.args
+    positions, q, k, table = rotary.args[:4]
     _, v, kv_cache, slots, *kv_scale = store.args
     weights: list[Any] = [None, None, 0.0]
     if norms:

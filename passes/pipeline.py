@@ -19,7 +19,6 @@ from .fuse_all_reduce_norm import FuseAllReduceNorm
 from .fuse_attn_quant import FuseAttnQuant
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_gated_linear_fp8 import FuseGatedLinearFp8
-from .fuse_lm_head_argmax import FuseLMHeadArgmax
 from .fuse_norm_linear import FuseNormLinear
 from .fuse_norm_quant import FuseNormQuant
 from .fuse_rope_store import FuseRopeStore
@@ -40,7 +39,6 @@ PIPELINE: tuple[Rule, ...] = (
     FuseActQuant(),
     FuseAttnQuant(),
     FuseRopeStore(),
-    FuseLMHeadArgmax(),
 )
 
 

@@ -73,4 +73,3 @@ def _named() -> Iterator[Product]:
         reason = _ROWS.format("token" if kind == "token" else "group")
         yield Product(("linear", f"FP8 {kind}"), reason=reason)
     yield Product(("linear", "FP8 static"), "linear_quant_static")
-    yield Product(("lm_head", "argmax"), "lm_head_argmax")

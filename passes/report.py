@@ -115,3 +115,18 @@ def check_required(reports: Iterable[PassReport], required: Iterable[tuple[str, 
             raise RequiredFusionError(
                 f"require_fusion={name}:{count}: only {report.matched} sites matched"
             )
+
+
+def check_any_expected(reports: Iterable[PassReport], graph: str) -> None:
+    """Refuse a graph in which no pass found a site: that none was missed would say nothing.
+
+    Raises:
+        RequiredFusionError: names the graph and the passes.
+    """
+    fusions = [report for report in reports if report.name != "cleanup"]
+    if not any(report.sites for report in fusions):
+        names = ", ".join(report.name for report in fusions) or "none"
+        raise RequiredFusionError(
+            f"require_all_fusions: no fusion is expected in {graph}, so there is nothing to "
+            f"require (passes that looked for sites: {names}); drop require_all_fusions"
+        )

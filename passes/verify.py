@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..config import VerificationError
 from .check_effects import Snapshot, why_not_the_same
 from .ranks import RankInterpreter, group_names, num_ranks, run_ranks
 from .report import Check
@@ -25,10 +26,6 @@ _DYNAMIC_SIZE = 5
 _SEED = 20_240_229
 _SEEDS_A_RANK = 1000
 _MOST_AT_ONCE = 1 << 24
-
-
-class VerificationError(RuntimeError):
-    """A pass broke the graph, or a rewrite changed values beyond its tier."""
 
 
 def check_graph(gm: fx.GraphModule, *, after: str) -> None:
@@ -191,6 +188,8 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     shape = [d if isinstance(d, int) else _size(d, size) for d in value.shape]
     device = here(value.device)
     gen = torch.Generator(device=device).manual_seed(seed)
+    if value.dtype.is_complex:
+        return torch.randn(shape, generator=gen, device=device, dtype=value.dtype)
     if not value.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=gen, device=device).to(value.dtype)
     if math.prod(shape) > _MOST_AT_ONCE:

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from ..config import UserError
-from .bench_engine import Json, Output, growth, latency, prefix, throughput
+from ..config.numbers import check_counts, check_number
+from .bench_engine import growth, latency, prefix, throughput
 from .bench_passes import passes
-from .flags import engine_flags
+from .flags import Json, Model, Output, engine_flags
 from .help import GroupedHelp
-from .options import check_counts, check_number, merge, writable, write_result
+from .options import to_measure, writable, write_result
 from .table import table
 
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
@@ -27,15 +28,13 @@ for _command in (latency, throughput, growth, prefix, passes):
 @engine_flags
 def startup(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     iterations: Annotated[int, typer.Option(help="Cold starts, and warm starts.")] = 3,
     output: Output = None,
     json_output: Json = False,
 ) -> None:
     """Seconds from process start to first token, cold and warm, by phase."""
-    options = merge(engine, model=model_argument)
+    options = to_measure(engine, model_argument)
     check_counts(1, 1000, iterations=iterations)
     writable("output", output)
     from ..bench.environment import environment

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import UserError
-from .flags import engine_flags
-from .options import MOST_COUNT, check_counts, check_number, merge, writable, write_result
+from ..config import EngineOptions, UserError
+from ..config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts, check_number
+from .flags import Json, Model, Output, engine_flags
+from .options import (
+    load,
+    to_measure,
+    writable,
+    write_result,
+)
 from .table import table
 
-Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")]
-Output = Annotated[Path | None, typer.Option("--output", help="Write the result to this file.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object; the rest goes to stderr.")
-]
+if TYPE_CHECKING:
+    from ..bench.workloads import Work
+    from ..engine.llm import LLM
+
 Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
 ]
 Threshold = Annotated[float, typer.Option(help="Slower by this share is a regression.")]
 
-
 _PREFIX_LEN = 2000
-_MOST_REQUESTS = 100_000
-"""Of one measurement: more is a slip, and their prompts alone would take minutes to make."""
-
-
-def _options(engine: dict[str, Any], model: str | None) -> dict[str, Any]:
-    if model is not None and model.endswith((".json", ".jsonl")):
-        raise UserError(
-            f"model={model}: expected a model; --output FILE writes the result, --json prints it"
-        )
-    return merge(engine, model=model)
 
 
 def _engine(options: dict[str, Any]) -> Any:
-    """The engine to measure: prompts are repeated, so prefixes are not cached unless asked for."""
-    from ..engine.llm import LLM
-
-    return LLM(**{"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
+    """The ``LLM`` to measure: prompts are repeated, so prefixes are not cached unless asked for."""
+    return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
 
 def _outputs(output: Path | None, picture: Path | None = None) -> None:
@@ -72,7 +64,7 @@ def _write(
     if picture is not None:
         from ..bench.plots import plot
 
-        plot({str(options.get("model", "abacus")): found}, picture)
+        plot({str(options.get("model", EngineOptions().model)): found}, picture)
 
 
 def _compare(old: Path, new: Path, threshold: float) -> int:
@@ -113,11 +105,11 @@ def latency(
     """Time per output token and to the first token, for batches of equal requests."""
     if compare is not None:
         raise typer.Exit(_compare(*compare, threshold))
-    options = _options(engine, model_argument)
+    options = to_measure(engine, model_argument)
     check_counts(1, input_len=input_len, repeats=repeats)
     check_counts(2, output_len=output_len)  # the first is TTFT
     for batch in batch_size or ():
-        check_counts(1, _MOST_REQUESTS, batch_size=batch)
+        check_counts(1, MOST_REQUESTS, batch_size=batch)
     _outputs(output, plot)
     from ..bench.latency import measure_latency
 
@@ -156,45 +148,69 @@ def throughput(
     plot: Annotated[
         Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
     ] = None,
+    frontends: Annotated[
+        bool, typer.Option("--async", help="Compare AsyncLLM with one batch of LLM.generate.")
+    ] = False,
     compare: Compare = None,
     threshold: Threshold = 0.05,
 ) -> None:
     """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
     if compare is not None:
         raise typer.Exit(_compare(*compare, threshold))
-    options = _options(engine, model_argument)
-    check_counts(1, _MOST_REQUESTS, num_prompts=num_prompts)
+    options = to_measure(engine, model_argument)
+    check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
     for rate in request_rate or ():
         if not rate > 0:
             raise UserError(f"request_rate={rate}: expected more than 0, or inf for all at once")
+    if frontends and (request_rate or goodput or plot):
+        given = "request-rate" if request_rate else "goodput" if goodput else "plot"
+        raise UserError(f"--{given} says nothing of --async, which has all requests at once")
     _outputs(output, plot)
-    from ..bench.account import account, recorded
-    from ..bench.serving import parse_limits, run, warm_up
     from ..bench.workloads import equal, fitting, mix
 
-    limits, names = parse_limits(goodput or []), workload or ["chat"]
+    names = workload or ["chat"]
     for name in names:
-        mix(name, 1, 8)  # an unknown one is found before the model is loaded
+        mix(name, 1, 8)  # an unknown one is found before torch is imported
+    from ..bench.account import account, recorded
+    from ..bench.serving import parse_limits, run, warm_up
+
+    limits = parse_limits(goodput or [])
     llm = _engine(options)
     vocab_size = llm.engine.inputs.vocab_size
-    warm_up(llm.engine, equal(8, 64, 8, vocab_size))
-    rows = []
-    for name, rate in product(names, request_rate or [inf]):
-        works, scale = fitting(mix(name, num_prompts, vocab_size), llm.engine.inputs.max_model_len)
+    max_model_len = llm.engine.inputs.max_model_len
+    warm_up(llm.engine, fitting(equal(8, 64, 8, vocab_size), max_model_len)[0])
+    rows, found = [], {}
+    for name in names:
+        works, scale = fitting(mix(name, num_prompts, vocab_size), max_model_len)
         if scale < 1:
             name = f"{name} x {scale:.3f}"
             typer.echo(
                 f"{name}: all lengths are scaled, so that the longest request fits into "
-                f"max_model_len={llm.engine.inputs.max_model_len}",
+                f"{max_model_len=}",
                 err=json_output,
             )
-        with recorded(llm.engine) as steps:
-            found = run(llm.engine, works, rate).to_json(limits)
-        offered = None if rate == inf else rate
-        about = {"workload": name, "request_rate": offered}
-        rows.append({**about, **found, "account": account(steps)})
-        _show_throughput(rows[-1], err=json_output)
-    _write(output, json_output, llm, options, picture=plot, rows=rows)
+        if frontends:
+            typer.echo(f"{name}, {num_prompts} requests", err=json_output)
+            found[name] = _frontends(llm, works, err=json_output)
+            continue
+        for rate in request_rate or [inf]:
+            with recorded(llm.engine) as steps:
+                measured = run(llm.engine, works, rate).to_json(limits)
+            offered = None if rate == inf else rate
+            about = {"workload": name, "request_rate": offered}
+            rows.append({**about, **measured, "account": account(steps)})
+            _show_throughput(rows[-1], err=json_output)
+    results: dict[str, Any] = {"frontends": found} if frontends else {"rows": rows}
+    _write(output, json_output, llm, options, picture=plot, **results)
+
+
+def _frontends(llm: LLM, works: Sequence[Work], *, err: bool) -> list[dict[str, Any]]:
+    from ..bench.frontends import measure_frontends
+
+    rows = measure_frontends(llm, works)
+    cells = [[str(value) for value in row.values()] for row in rows]
+    typer.echo(table([list(rows[0]), *cells]), err=err)
+    return rows
 
 
 def _show_throughput(row: dict[str, Any], *, err: bool) -> None:
@@ -233,13 +249,13 @@ def growth(
     plot: Annotated[Path | None, typer.Option(help="Plot both to this PNG.")] = None,
 ) -> None:
     """TPOT over context, against the bytes to read; step and its overhead over requests."""
-    options = _options(engine, model_argument)
+    options = to_measure(engine, model_argument)
     check_counts(2, 10_000, steps=steps)
     batches, counts = batch_size or [1, 64], requests or [1 << n for n in range(10)]
     contexts = context or [128 << n for n in range(9)]
     for name, values in (("batch_size", batches), ("context", contexts), ("requests", counts)):
         for value in values:
-            check_counts(1, _MOST_REQUESTS if name != "context" else MOST_COUNT, **{name: value})
+            check_counts(1, MOST_REQUESTS if name != "context" else MOST_COUNT, **{name: value})
     _outputs(output, plot)
     from ..bench.growth import measure_growth
 
@@ -273,8 +289,8 @@ def prefix(
     json_output: Json = False,
 ) -> None:
     """First-token time of requests with one prefix, with and without prefix caching."""
-    options = _options(engine, model_argument)
-    check_counts(1, _MOST_REQUESTS, num_prompts=num_prompts)
+    options = to_measure(engine, model_argument)
+    check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
     check_counts(1, input_len=input_len, output_len=output_len)
     if prefix_len is not None:
         check_counts(1, prefix_len=prefix_len)

@@ -11,17 +11,16 @@ import typer
 
 from ..bench.result_file import read_result
 from ..config import OPT_IN, UserError, gates
-from .flags import engine_flags
-from .options import check_counts, merge, writable, write_result
+from ..config.numbers import MOST_REQUESTS, check_counts
+from .flags import Json, Model, Output, engine_flags
+from .options import to_measure, writable, write_result
 from .table import table
 
 
 @engine_flags
 def passes(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     names: Annotated[
         list[str] | None, typer.Option("--pass", help="Only this pass; repeatable.")
     ] = None,
@@ -31,12 +30,8 @@ def passes(
     prefill: Annotated[
         int | None, typer.Option(help="Tokens of the prompt; 2048 if unset and they fit.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="Write the result to this file.")
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; the rest goes to stderr.")
-    ] = False,
+    output: Output = None,
+    json_output: Json = False,
     update_gates: Annotated[
         bool, typer.Option("--update-gates", help="Put the figures into config/gates.json.")
     ] = False,
@@ -48,7 +43,7 @@ def passes(
     ] = None,
 ) -> None:
     """What each pass gains in the whole model: a step with it against one without."""
-    options = merge(engine, model=model_argument)
+    options = to_measure(engine, model_argument)
     if read is not None:
         measured = written(read)
         typer.echo(passes_table(measured))
@@ -56,7 +51,7 @@ def passes(
             gates.update(measured)
         return
     for value in batch_size or ():
-        check_counts(1, 100_000, batch_size=value)
+        check_counts(1, MOST_REQUESTS, batch_size=value)
     if prefill is not None:
         check_counts(1, prefill=prefill)
     writable("output", output)

@@ -6,6 +6,7 @@ Imports no torch: a store can be managed on any machine.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import UserError
+from .flags import Json, strings
 from .report import checks_table
 from .table import table
 
@@ -31,19 +33,18 @@ _Folders = Annotated[
     list[str] | None,
     typer.Option(
         "--compile-cache-dir",
-        metavar="DIRS",
-        help="Stores, searched in order after the baked one; the first is written. Repeat it, "
-        "or separate by colons.",
+        metavar="A,B,…",
+        help="Stores, searched in order after the baked one; the first is written. Separated by "
+        "commas or colons; repeatable.",
         show_default=False,
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Key = Annotated[str, typer.Argument(metavar="KEY", help="Key, or how it begins.")]
 _Trusted = Annotated[
     list[str] | None,
     typer.Option(
         "--trusted-keys",
-        metavar="PATH",
+        metavar="A,B,…",
         help="Accept only what these public keys signed: PEM files or folders. Repeatable.",
         show_default=False,
     ),
@@ -61,12 +62,13 @@ def _options(context: typer.Context) -> None:
 
 
 @app.command("ls")
-def ls(folders: _Folders = None, json_output: _Json = False) -> None:
-    """List artifacts; files are not read (see verify)."""
+def ls(folders: _Folders = None, json_output: Json = False) -> None:
+    """List artifacts, with what tells equal labels apart; files are not read (see verify)."""
     store = _store(folders)
     entries = store.ls()
+    apart = _apart(entries)
     if json_output:
-        _print_json([_listed(entry) for entry in entries])
+        _print_json([_listed(entry) | {"apart": apart[entry.path]} for entry in entries])
         return
     if not entries:
         typer.echo(f"no artifacts in {', '.join(map(str, store.search_paths))}")
@@ -74,6 +76,8 @@ def ls(folders: _Folders = None, json_output: _Json = False) -> None:
     rows = [["key", "label", "size", "used", "signer", "store"]]
     for entry in entries:
         label = entry.manifest.label if entry.manifest else f"unusable: {entry.problem}"
+        if facts := apart[entry.path]:
+            label += f" ({', '.join(f'{n}={_short(v)}' for n, v in facts.items())})"
         key, root = entry.path.name[:12], str(entry.path.parent.parent)
         signer = (entry.signer or "-")[:12]
         rows.append([key, label, _size(entry.num_bytes), _ago(entry.used), signer, root])
@@ -81,7 +85,7 @@ def ls(folders: _Folders = None, json_output: _Json = False) -> None:
 
 
 @app.command("show")
-def show(key: _Key, folders: _Folders = None, json_output: _Json = False) -> None:
+def show(key: _Key, folders: _Folders = None, json_output: Json = False) -> None:
     """Print all that an artifact says of itself."""
     from ..compiler.signing import signer
 
@@ -98,7 +102,7 @@ def show(key: _Key, folders: _Folders = None, json_output: _Json = False) -> Non
     typer.echo("\n" + table([["file", "bytes", "SHA-256"], *files]))
     factors = [[name, value] for name, value in _sorted(artifact.manifest.factors)]
     typer.echo("\n" + table([["factor", "value"], *factors]))
-    if checks := checks_table(facts["report"].get("passes", ())):
+    if checks := _checks(facts["report"]):
         typer.echo("\n" + checks)
     typer.echo("\nreport: " + json.dumps(facts["report"], indent=1, sort_keys=True))
 
@@ -110,7 +114,7 @@ def verify(
     ] = None,
     folders: _Folders = None,
     trusted_keys: _Trusted = None,
-    json_output: _Json = False,
+    json_output: Json = False,
 ) -> None:
     """Read every file as a start would; exit code 2 if one artifact would be refused."""
     from ..compiler.artifact import Refusal
@@ -143,7 +147,7 @@ def diff(
     left: Annotated[str, typer.Argument(metavar="A", help="Key, or how it begins.")],
     right: Annotated[str, typer.Argument(metavar="B", help="Key, or how it begins.")],
     folders: _Folders = None,
-    json_output: _Json = False,
+    json_output: Json = False,
 ) -> None:
     """Print the factors and files in which two artifacts differ."""
     from ..compiler.key import differences
@@ -199,11 +203,17 @@ def prune(
         float | None, typer.Option(metavar="DAYS", help="Remove what was not used for so long.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all artifacts.")] = False,
-    json_output: _Json = False,
+    json_output: Json = False,
 ) -> None:
     """Remove artifacts from the store that is written, least recently used first."""
     if max_size is None and older_than is None and not everything:
         raise UserError("cache prune: nothing to prune by; give --max-size, --older-than or --all")
+    if older_than is not None and not 0 <= older_than < math.inf:
+        raise UserError(
+            f"--older-than {older_than}: expected a number of days, 0 or more; --all removes all"
+        )
+    if everything and (max_size is not None or older_than is not None):
+        raise UserError("--all removes what --max-size or --older-than would keep: give one")
     removed = _store(folders).prune(
         max_bytes=0 if everything else None if max_size is None else parse_size(max_size),
         unused_since=None if older_than is None else time.time() - older_than * _DAY_S,
@@ -232,7 +242,12 @@ def sign(
 def _store(folders: list[str] | None, trusted_keys: list[str] | None = None) -> Store:
     from ..compiler.store import open_store
 
-    return open_store(folders or (), trusted_keys=trusted_keys or ())
+    return open_store(_items(folders), trusted_keys=_items(trusted_keys))
+
+
+def _items(given: list[str] | None) -> list[str]:
+    """The items of a repeatable list, as the engine's flags read it."""
+    return [item for text in given or () for item in strings(text)]
 
 
 def parse_size(text: str) -> int:
@@ -241,10 +256,29 @@ def parse_size(text: str) -> int:
     Raises:
         UserError: it is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)", text.strip().lower())
     if match is None or (unit := match[2].upper()) not in _UNITS:
         raise UserError(f"--max-size {text}: expected a size such as 10GB, 512MiB or 4096")
     return int(float(match[1]) * _UNITS[unit])
+
+
+def _apart(entries: list[Listed]) -> dict[Path, dict[str, str]]:
+    """For each artifact, the factors that tell it from others of the same label."""
+    from ..compiler.key import tell_apart
+
+    found: dict[Path, dict[str, str]] = {entry.path: {} for entry in entries}
+    labels: dict[str, list[Listed]] = {}
+    for entry in entries:
+        if entry.manifest is not None:
+            labels.setdefault(entry.manifest.label, []).append(entry)
+    for same in labels.values():
+        factors = tell_apart([entry.manifest.factors for entry in same if entry.manifest])
+        found |= zip((entry.path for entry in same), factors, strict=True)
+    return found
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 def _listed(entry: Listed) -> dict[str, Any]:
@@ -259,6 +293,17 @@ def _listed(entry: Listed) -> dict[str, Any]:
         "signer": entry.signer,
         "problem": entry.problem,
     }
+
+
+def _checks(report: dict[str, Any]) -> str:
+    """The table of verified rewrites; "" for a report that this version did not write."""
+    from ..compiler.artifact import printable
+
+    try:
+        lines = checks_table(report.get("passes", ())).split("\n")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return ""
+    return "\n".join(map(printable, lines))
 
 
 def _sorted(mapping: Any) -> list[tuple[str, Any]]:

@@ -1,98 +1,68 @@
 """``fusewright``: the list of commands and what becomes of their errors.
 
 Exit codes: 0 done; 1 the machine or this program failed; 2 a mistake the user can mend; 130
-interrupted.  An error is one line on stderr; ``--debug`` prints its traceback too.
+interrupted; 143 terminated.  An error is one line on stderr; ``--debug`` prints its traceback too.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import typer
 import typer.main
 
 from .. import __version__
 from ..config import EngineDeadError, UserError
-from . import bench
-from .bisect import bisect
-from .cache import app as cache
-from .compile import compile
-from .demo import demo
-from .env import env
-from .evaluate import evaluate
-from .explain import explain
 from .failure import flush, leave_dead_engine, open_missing_streams, report
-from .help import GroupedHelp
-from .profile import profile
-from .run import run
+from .help import Command, LazyGroup, UsageError
+from .signals import unwinding_on_sigterm
 
-# typer raises its parser's errors (unknown flag, missing value) under a class that it does not
-# export, and that moved from click to typer itself: the grandparent of the one it does export.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+class _Commands(LazyGroup):
+    table: ClassVar[Mapping[str, Command]] = {
+        "run": Command("run", "run", "Generate text for prompts."),
+        "demo": Command("demo", "demo", "Solve problems with the bundled model; show what ran."),
+        "eval": Command("evaluate", "evaluate", "Exact-match accuracy on problems never seen."),
+        "compile": Command("compile", "compile", "Compile ahead of time and keep the artifact."),
+        "explain": Command("explain", "explain", "What compilation does with a model, and why."),
+        "bisect": Command("bisect", "bisect", "Find the pass and site that moves the outputs."),
+        "profile": Command("profile", "profile", "Kernels and a time line of steady steps."),
+        "bench": Command("bench", "app", "Measure latency, throughput, start-up, passes, kernels."),
+        "cache": Command("cache", "app", "List, check, compare, carry, prune and sign artifacts."),
+        "env": Command("env", "env", "Print what a bug report needs."),
+    }
+    answers: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "--version": ("Print the version.", f"fusewright {__version__}")
+    }
+    switches: ClassVar[Mapping[str, str]] = {
+        "--debug": "Print the traceback of an error too (also behind any command)."
+    }
+
 
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     rich_markup_mode=None,  # importing rich would double the time of --help
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="A kernel-centric compiler stack for LLM inference.",
 )
-app.command("run", cls=GroupedHelp)(run)
-app.command("eval", cls=GroupedHelp)(evaluate)
-app.command("demo", cls=GroupedHelp)(demo)
-app.command("compile", cls=GroupedHelp)(compile)
-app.add_typer(bench.app, name="bench")
-app.command("explain", cls=GroupedHelp)(explain)
-app.command("bisect", cls=GroupedHelp)(bisect)
-app.command("profile", cls=GroupedHelp)(profile)
-app.command("env", cls=GroupedHelp)(env)
-app.add_typer(cache, name="cache")
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"fusewright {__version__}")
-        raise typer.Exit
-
-
-def _ask_traceback(context: typer.Context, asked: bool) -> None:
-    if asked:
-        context.obj["debug"] = True
 
 
 @app.callback(invoke_without_command=True)
-def _options(
-    context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            callback=_ask_traceback,
-            is_eager=True,
-            help="Print the traceback of an error too (also behind any command).",
-        ),
-    ] = False,
-) -> None:
+def _options(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)
 
 
+@unwinding_on_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
     open_missing_streams()
     command = typer.main.get_command(app)
-    (debug,) = (option for option in command.params if option.name == "debug")
-    _accept(debug, command)
     asked = {"debug": False}
     try:
         # Not `app()`: it would end the process at a broken pipe, without a word.
@@ -104,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except typer.Exit as error:
         return error.exit_code
-    except _UsageError as error:
+    except UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         return report(UserError(f"{message} (see `{_where(error)} --help`)"), debug=False)
     except EngineDeadError as error:
@@ -112,16 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_dead_engine()
     except (Exception, KeyboardInterrupt) as error:
         return report(error, debug=asked["debug"])
-
-
-def _accept(option: Any, group: Any) -> None:
-    """Let every command of ``group`` take the group's ``option``, without a line in its help."""
-    hidden = copy.copy(option)
-    hidden.hidden, hidden.expose_value = True, False
-    for command in group.commands.values():
-        command.params.append(hidden)
-        if hasattr(command, "commands"):
-            _accept(option, command)
 
 
 def _where(error: Exception) -> str:

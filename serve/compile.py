@@ -8,18 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import EngineOptions
-from .flags import engine_flags
-from .options import merge
+from .flags import Json, Model, engine_flags
+from .options import checked, merge
 from .report import checks_line, startup_table
 
 
 @engine_flags
 def compile(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     target_sm: Annotated[
         int | None,
         typer.Option("--target-sm", help="Compile for this compute capability, such as 90."),
@@ -28,15 +25,16 @@ def compile(
         Path | None,
         typer.Option("--dump", help="Write graphs, pieces and code of each phase to this folder."),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Compile a model ahead of time, verify every rewrite, and keep the artifact."""
     options = merge(engine, model=model_argument)
     if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
         options.setdefault("verify", True)
+    asked = checked(options)
     from ..engine.ahead import compile_ahead
 
-    ahead = compile_ahead(EngineOptions(**options), target_sm=target_sm, dump=dump)
+    ahead = compile_ahead(asked, target_sm=target_sm, dump=dump)
     artifact = ahead.compiled.artifact
     assert artifact is not None
     if json_output:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import UserError
 from .evaluate import greedy, solved
 from .flags import engine_flags
-from .options import check_finished, load
-from .report import summary
+from .options import check_finished, checked, load
+from .report import level_line, passes_table, ready_s, startup_line
+
+if TYPE_CHECKING:
+    from ..engine.llm import LLM
+    from ..engine.sampling_params import SamplingParams
+    from ..model_executor.abacus.problems import Problem
 
 
 @engine_flags
@@ -29,30 +36,67 @@ def demo(
 
     seed = secrets.randbelow(10**6) if problem_seed is None else problem_seed
     problems = sorted(held_out(per_task * len(TASKS), seed), key=lambda p: TASKS.index(p.task))
-    started_s = time.perf_counter()
-    llm = load(engine)
-    ready_s = time.perf_counter()
+    checked(engine, weights=True)
+    model = engine.get("model", "abacus, the bundled Llama of 3.8M parameters,")
+    title = f"fusewright demo: {model} solves problems that it was not trained on"
+    typer.echo(_styled(title, bold=True) + "\n")
+    llm = load(engine, text=True)
+    begun_s = time.perf_counter()
     params = greedy(problems)
     right = tokens = 0
     for problem in problems:
-        typer.echo(f"  {problem.prompt:>28} ", nl=False)
-        output = None
-        shown = 0
-        for output in llm.stream(problem.prompt, params):
-            text = output.outputs[0].text
-            typer.echo(text[shown:], nl=False)
-            sys.stdout.flush()
-            shown = len(text)
-        assert output is not None, "a stream ends with a finished request"
-        check_finished([output])
-        tokens += len(output.outputs[0].token_ids)
-        correct = solved(problem, output)
-        right += correct
-        typer.echo("  ✓" if correct else f"  ✗ expected {problem.answer}")
-    done_s = time.perf_counter()
-    typer.echo(f"\n{right} of {len(problems)} solved (problem seed {seed})\n")
-    typer.echo(summary(llm.report()))
-    typer.echo(
-        f"ready in {ready_s - started_s:.2f} s; {tokens} tokens generated in "
-        f"{done_s - ready_s:.2f} s, one request at a time"
-    )
+        correct, num_tokens = _solve(llm, problem, params)
+        right, tokens = right + correct, tokens + num_tokens
+    took_s = time.perf_counter() - begun_s
+    done = _styled(f"{right} of {len(problems)} solved", fg="green" if right else "red", bold=True)
+    typer.echo(f"\n{done}, {tokens} tokens in {took_s:.2f} s, one request at a time")
+    typer.echo(f"The same problems again: --problem-seed {seed}\n")
+    facts = llm.report()
+    typer.echo(level_line(facts))
+    typer.echo(passes_table(facts["passes"]))
+    typer.echo(f"\nready after {startup_line(facts['startup'])}")
+    if facts["artifact"]["key"] and not facts["artifact"]["built"]:
+        typer.echo("nothing was compiled: the artifact of an earlier start was found")
+    elif facts["artifact"]["key"] and engine.get("compile_cache", True):
+        _say_next_start(engine)
+
+
+def _solve(llm: LLM, problem: Problem, params: SamplingParams) -> tuple[bool, int]:
+    """Print a problem and its answer as it comes; whether that is right, and its tokens."""
+    typer.echo(f"  {problem.prompt:>28} ", nl=False)
+    output = None
+    shown = 0
+    for output in llm.stream(problem.prompt, params):
+        text = output.outputs[0].text
+        typer.echo(_styled(text[shown:], bold=True), nl=False)
+        sys.stdout.flush()
+        shown = len(text)
+    assert output is not None, "a stream ends with a finished request"
+    check_finished([output])
+    correct = solved(problem, output)
+    if correct:
+        typer.echo(_styled("  ✓", fg="green"))
+    else:
+        typer.echo(_styled(f"  ✗ expected {problem.answer}", fg="red"))
+    return correct, len(output.outputs[0].token_ids)
+
+
+def _say_next_start(engine: dict[str, Any]) -> None:
+    """Start once more, in a process that finds the artifact which this one has made."""
+    from ..bench.startup import start
+
+    typer.echo("the next start, which finds the artifact, takes ", nl=False)
+    sys.stdout.flush()
+    try:
+        again = start(engine, {})
+    except UserError as error:
+        typer.echo(f"a time that was not found: {error}")
+        return
+    typer.echo(f"{ready_s(again['startup']):.1f} s (measured just now in a second process)")
+
+
+def _styled(text: str, **style: Any) -> str:
+    """``text`` in a style, on a terminal, unless NO_COLOR is set (no-color.org)."""
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        return typer.style(text, **style)
+    return text

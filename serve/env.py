@@ -11,11 +11,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from .. import __version__
+from .flags import Json
+from .table import table
 
 _FOLDER = Path(__file__).resolve().parent.parent
 _ENVIRONMENT = (
@@ -34,16 +35,14 @@ _TIMEOUT_S = 20
 
 
 def env(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Print what a bug report needs."""
     facts = collect()
     if json_output:
         typer.echo(json.dumps(facts))
         return
-    width = max(map(len, facts))
-    for name, value in facts.items():
-        typer.echo(f"{name.ljust(width)}  {value}")
+    typer.echo(table([list(fact) for fact in facts.items()], heading=False))
 
 
 def collect() -> dict[str, str]:
@@ -143,7 +142,14 @@ def _torch() -> dict[str, str]:
         gpu = torch.cuda.get_device_properties(index)
         name = "GPU" if index == 0 else f"GPU {index}"
         facts[name] = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-    return facts
+    return facts | {"kernels of csrc": _csrc()}
+
+
+def _csrc() -> str:
+    from .. import ops
+
+    library = ops.find_cuda_library()
+    return str(library) if library else f"not built: {ops.why_csrc_is_not_built()}"
 
 
 def _dependencies() -> dict[str, str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import LEVELS, EngineOptions, UserError
+from ..config import LEVELS, OPT_IN, PASSES, Level, UserError
+from ..config.numbers import check_counts
 from .explain_text import difference_text, explanation
-from .flags import engine_flags
-from .options import check_counts, merge
+from .flags import Json, Model, engine_flags
+from .options import checked, merge, writable
 from .table import table
 
 if TYPE_CHECKING:
@@ -22,9 +24,7 @@ if TYPE_CHECKING:
 @engine_flags
 def explain(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     levels: Annotated[bool, typer.Option("--levels", help="Print the -O table.")] = False,
     target_sm: Annotated[
         int | None,
@@ -34,7 +34,10 @@ def explain(
     context: Annotated[int, typer.Option("--context", help="KV positions of each.")] = 128,
     require_all: Annotated[
         bool,
-        typer.Option("--require-all-fusions", help="Exit with code 2 when a pass missed a site."),
+        typer.Option(
+            "--require-all-fusions",
+            help="Exit with code 2 when a pass missed a site, or none has one.",
+        ),
     ] = False,
     against: Annotated[
         str | None,
@@ -46,7 +49,7 @@ def explain(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write all of it to this HTML file.")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Explain what a model's compilation does, and what the levels turn on."""
     options = merge(engine, model=model_argument)
@@ -54,14 +57,15 @@ def explain(
         typer.echo(levels_table())
         return
     check_counts(1, batch=batch, context=context)
-    others = _other(options, against)
+    writable("html", html)
+    every = [checked(asked) for asked in (options, *_other(options, against))]
     from ..compiler.explain_diff import differences
     from ..engine.explain import explain_model
     from .explain_html import page
 
     told = [
-        explain_model(EngineOptions(**asked), target_sm=target_sm, num_seqs=batch, context=context)
-        for asked in (options, *others)
+        explain_model(asked, target_sm=target_sm, num_seqs=batch, context=context)
+        for asked in every
     ]
     label, facts = told[0]
     found = differences(*map(_by_level, told)) if len(told) > 1 else None
@@ -81,6 +85,10 @@ def explain(
     ]
     if require_all and missed:
         raise UserError(f"require_all_fusions: {len(missed)} missed: {'; '.join(missed)}")
+    if require_all:
+        from ..passes import PassReport, check_any_expected
+
+        check_any_expected(map(PassReport.from_json, facts.passes), label)
 
 
 def _other(options: dict[str, Any], against: str | None) -> list[dict[str, Any]]:
@@ -108,18 +116,30 @@ def _write(path: Path, text: str) -> None:
 
 
 def levels_table() -> str:
-    """The ``-O`` table, a line a level."""
-    rows = [["level", "trace", "passes", "hand kernels", "tuned", "CUDA graphs", "summary"]]
-    for number, level in LEVELS.items():
-        rows.append(
-            [
-                f"-O{number}",
-                "yes" if level.trace else "no",
-                ",".join(level.passes) or "-",
-                "yes" if level.hand_kernels else "no",
-                "yes" if level.tune else "no",
-                level.cudagraph_mode.value,
-                level.summary,
-            ]
-        )
-    return table(rows)
+    """What each level is, and the ``-O`` table: a column a level, a line a switch or pass."""
+    summaries = [[f"-O{number}", level.summary] for number, level in LEVELS.items()]
+    rows = [["", *(f"-O{number}" for number in LEVELS)]]
+    switches: dict[str, Callable[[Level], str]] = {
+        "CUDA graphs": lambda level: level.cudagraph_mode.value,
+        "trace": lambda level: _yes(level.trace),
+        "hand kernels": lambda level: _yes(level.hand_kernels),
+        "tuned": lambda level: _yes(level.tune),
+    }
+    for name, value in switches.items():
+        rows.append([name, *map(value, LEVELS.values())])
+    for name in PASSES:
+        on = [
+            _opt_in(level) if name in OPT_IN else _yes(name in level.passes)
+            for level in LEVELS.values()
+        ]
+        rows.append([name, *on])
+    return f"{table(summaries, heading=False)}\n\n{table(rows)}"
+
+
+def _yes(on: bool) -> str:
+    return "yes" if on else "-"
+
+
+def _opt_in(level: Level) -> str:
+    """Of a pass that a level runs only where it is measured to gain."""
+    return "where it gains" if level.hand_kernels else "-"

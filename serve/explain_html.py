@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .explain_svg import picture
 from .explain_text import (
     choice_rows,
     layer_rows,
@@ -24,20 +23,17 @@ _TEMPLATE = Path(__file__).with_name("explain.html.jinja")
 
 
 def page(label: str, facts: Explanation, against: Differences | None = None) -> str:
-    """The file's content: tables, and graphs of a layer of each kind before and after the passes,
-    as pictures and text."""
+    """The file's content: tables, and the graph of a layer of each kind before and after the
+    passes as text."""
     from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
 
     layers: list[dict[str, Any]] = [
         {
             "title": layer.title,
             "rows": layer_rows(layer),
             "ranges": list(range_lines(layer)),
-            "before": Markup(picture(layer.before.boxes)),
-            "after": Markup(picture(layer.after.boxes)),
-            "before_text": "\n".join(layer.before.lines),
-            "after_text": "\n".join(layer.after.lines),
+            "before": "\n".join(layer.before),
+            "after": "\n".join(layer.after),
         }
         for layer in facts.layers
     ]

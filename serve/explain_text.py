@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .report import checks_table
-from .table import table
+from .table import line_width, table, wrap
 
 if TYPE_CHECKING:
     from ..compiler.explain import Explanation, LayerFacts, OpFacts
@@ -23,20 +23,24 @@ def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:
         parts += [layer_table(layer), *range_lines(layer)]
         if graphs:
             for when, drawn in (("before", layer.before), ("after", layer.after)):
-                parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn.lines]))
-    return "\n\n".join([*parts, "\n".join([step_line(facts), *facts.notes])])
+                parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn]))
+    parts.append("\n".join([step_line(facts), *facts.notes]))
+    return "\n\n".join(_fitting(part) for part in parts)
+
+
+def _fitting(text: str) -> str:
+    """``text`` with its long lines wrapped at the width of the terminal.  Tables fit already."""
+    width = line_width()
+    return "\n".join(line for long in text.split("\n") for line in wrap(long, width, "    "))
 
 
 def step_line(facts: Explanation) -> str:
     """What a whole step takes."""
-    step = (
+    return (
         f"a decode step of {facts.num_seqs} x {facts.context} tokens of context: "
         f"{count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
         f"{facts.flops / 1e12:.3f} TFLOP"
     )
-    if facts.greedy:
-        step += f"; without logits its last call is {facts.greedy}"
-    return step
 
 
 def piece_rows(facts: Explanation) -> list[list[str]]:

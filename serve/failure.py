@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TextIO
 
 import typer
 
-from ..config import MachineError, UserError
+from ..config import MachineError, UserError, VerificationError
 
 MISTAKE, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -73,6 +73,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return FAILED, str(error)
     if isinstance(error, UserError):
         return MISTAKE, str(error)
+    if isinstance(error, VerificationError):
+        return FAILED, f"verification failed: {error}"
     if isinstance(error, OSError) and _was_printing(error):
         return FAILED, f"standard output {_words(error)}; what was left to print is lost"
     if isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,5 @@
-"""Command-line flags made from option lists: ``EngineOptions`` is one, ``SAMPLING`` the other.
+"""Command-line flags made from option lists: ``EngineOptions`` is one, ``SAMPLING`` the other; and
+those that several commands declare.
 
 A flag that is not given stays ``None`` and is left out of what the command receives, so that
 defaults live in one place and an explicit flag can win over its level.
@@ -9,13 +10,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from ..config import OptionSpec, option_specs
+from .help import HELP_ALL
 
 Command = Callable[..., Any]
+
+Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the result to FILE as JSON.")
+]
 
 
 def _sampling(name: str, kind: str, text: str, default: Any = None, flag: str = "") -> OptionSpec:
@@ -48,6 +57,22 @@ SAMPLING: tuple[OptionSpec, ...] = (
 )
 
 _SHORT = {"optimization_level": "-O"}
+_METAVARS = {
+    "model": "DIR|abacus",
+    "tokenizer": "DIR",
+    "passes": "PASS,…",
+    "disable_passes": "PASS,…",
+    "require_fusion": "PASS[:N],…",
+    "kernels": "OP=IMPL,…",
+    "compile_cache_dir": "DIR,…",
+    "trusted_keys": "PEM,…",
+}
+_HELP_ALL = inspect.Parameter(
+    HELP_ALL,
+    inspect.Parameter.KEYWORD_ONLY,
+    default=typer.Option(False, f"--{HELP_ALL.replace('_', '-')}", help="Show every option."),
+    annotation=bool,
+)
 
 
 def takes_flags(**lists: Iterable[OptionSpec]) -> Callable[[Command], Command]:
@@ -61,13 +86,15 @@ def takes_flags(**lists: Iterable[OptionSpec]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> Any:
+            del arguments[HELP_ALL]  # GroupedHelp has answered it
             for parameter, specs in flags.items():
-                values = {s.name: arguments.pop(_dest(s)) for s in specs}
+                values = {s.name: _joined(s, arguments.pop(_dest(s))) for s in specs}
                 arguments[parameter] = {k: v for k, v in values.items() if v not in (None, [])}
             return command(**arguments)
 
         own = inspect.signature(command, eval_str=True).parameters.values()
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in flags]
+        parameters.append(_HELP_ALL)
         parameters += [_parameter(s) for specs in flags.values() for s in specs]
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -85,19 +112,26 @@ def _dest(spec: OptionSpec) -> str:
     return spec.flag.removeprefix("--").replace("-", "_")
 
 
+def _joined(spec: OptionSpec, value: Any) -> Any:
+    """A flag's value; of a list that is repeated, all items."""
+    if value and spec.type.startswith("tuple"):
+        return tuple(item for items in value for item in items)
+    return value
+
+
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
     """The typer declaration of one flag."""
     kind, parser, metavar = _TYPES[spec.type.removesuffix(" | None")]
     if spec.choices:
         parser, metavar = functools.partial(_choice, spec.choices), "|".join(spec.choices)
+    metavar = _METAVARS.get(spec.name, metavar)
     names = [f"{spec.flag}/--no-{spec.flag.removeprefix('--')}" if kind is bool else spec.flag]
     if spec.alias:
         names.append(spec.alias)
     if spec.name in _SHORT:
         names.insert(0, _SHORT[spec.name])
-    default = (
-        "" if spec.default in (None, ()) or spec.default is False else f" [default: {spec.default}]"
-    )
+    shown = "on" if spec.default is True else spec.default
+    default = f" [default: {shown}]" if shown is not False and shown not in (None, ()) else ""
     option = typer.Option(
         None,
         *names,
@@ -117,13 +151,13 @@ def _choice(choices: tuple[str, ...], text: str) -> str:
     return text
 
 
-def _strings(text: str) -> tuple[str, ...]:
+def strings(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def _integers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(item) for item in _strings(text))
+        return tuple(int(item) for item in strings(text))
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of integers such as 1,2,4.") from None
 
@@ -134,7 +168,7 @@ _TYPES: dict[str, tuple[Any, Callable[[str], Any] | None, str | None]] = {
     "float": (float, None, "FLOAT"),
     "bool": (bool, None, None),
     "list[str]": (list[str], None, "TEXT"),
-    # Parsed tuples are one value to typer, which would read `tuple[...]` as several arguments.
-    "tuple[str, ...]": (str, _strings, "A,B,…"),
-    "tuple[int, ...]": (str, _integers, "1,2,…"),
+    # Repeatable lists, each of which is parsed to a tuple: see `_joined`.
+    "tuple[str, ...]": (list[str], strings, "A,B,…"),
+    "tuple[int, ...]": (list[str], _integers, "1,2,…"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..config import EngineDeadError, MachineError, UserError
-
-MOST_COUNT = 10**7
-"""Of tokens, requests or repeats in a measurement: a larger number is a slip."""
+from ..config import EngineDeadError, EngineOptions, MachineError, UserError
 
 if TYPE_CHECKING:
     from ..engine.inputs import Prompt
@@ -56,29 +52,32 @@ def writable(option: str, path: Path | None) -> None:
         raise UserError(f"{option}={path}: cannot be written; give a file in another folder")
 
 
-def check_counts(least: int, most: int = MOST_COUNT, **given: int) -> None:
-    """Refuse counts that measure nothing or never end.
+def checked(options: dict[str, Any], *, weights: bool = False) -> EngineOptions:
+    """``EngineOptions``, checked before torch is imported; ``weights``: they will be read.
 
     Raises:
-        UserError: names the option.
+        UserError: an option or the model's folder is bad.
     """
-    for name, value in given.items():
-        if value < least:
-            raise UserError(f"{name}={value}: expected at least {least}")
-        if value > most:
-            raise UserError(f"{name}={value}: expected at most {most}")
+    from ..engine.check import check_start
+
+    asked = EngineOptions(**options)
+    check_start(asked, weights=weights)
+    return asked
 
 
-def check_number(*, zero: bool = False, **given: float) -> None:
-    """Refuse a share or a rate that is not a finite number above 0 (or 0).
+def to_measure(engine: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """The options of a command that measures: ``merge``, and ``checked`` before torch is imported.
 
     Raises:
-        UserError: names the option.
+        UserError: an option or the model's folder is bad.
     """
-    for name, value in given.items():
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            least = "of at least" if zero else "above"
-            raise UserError(f"{name}={value}: expected a number {least} 0")
+    if model is not None and model.endswith((".json", ".jsonl")):
+        raise UserError(
+            f"model={model}: expected a model; --output FILE writes the result, --json prints it"
+        )
+    options = merge(engine, model=model)
+    checked(options, weights=True)
+    return options
 
 
 @contextmanager
@@ -115,8 +114,20 @@ def write_result(
         typer.echo(json.dumps(record))
 
 
-def load(options: dict[str, Any]) -> LLM:
-    """An ``LLM``; imports torch."""
+def load(options: dict[str, Any], *, text: bool = False) -> LLM:
+    """An ``LLM``, which checks the options and then imports torch.
+
+    Args:
+        options: of the engine.
+        text: prompts are text, for which there must be a tokenizer.
+
+    Raises:
+        UserError: an option or the model's folder is bad.
+    """
+    if text:
+        from ..engine.check import check_tokenizer
+
+        check_tokenizer(checked(options, weights=True))
     from ..engine.llm import LLM
 
     return LLM(**options)

@@ -3,36 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
-from .table import table
+from .table import line_width, table, wrap
+
+_SHORTEST_S = 0.005
+"""Shorter phases would be listed as 0.00 s."""
+_SHORTEST_SAID_S = 0.05
 
 
-def summary(facts: dict[str, Any]) -> str:
-    """What ``LLM.report()`` says about level, fusions, start-up and steps, for reading."""
-    lines = [f"level -O{facts['level']} on {facts['hardware']}"]
-    lines.append(passes_table(facts["passes"]))
-    lines.append(startup_table(facts["startup"], facts["compile"]))
-    for kind, modes in facts["dispatch"].items():
-        counts = ", ".join(f"{count} in graph mode {mode}" for mode, count in modes.items())
-        outside = facts["graphs"]["outside"].get(kind)
-        if outside:
-            counts += f"; {outside['steps']} beyond the captured sizes, up to "
-            counts += f"{outside['most_tokens']} tokens"
-        lines.append(f"{kind} steps: {counts or 'none'}")
+def summary(facts: dict[str, Any], stream: TextIO | None = None) -> str:
+    """What ``LLM.report()`` says about level, fusions, start-up and steps, for reading on
+    ``stream``, standard output if None."""
+    lines = [level_line(facts), passes_table(facts["passes"], stream)]
+    lines.append(startup_table(facts["startup"], facts["compile"], stream))
+    lines += step_lines(facts)
     if facts["memory"]["driver"]:
         lines.append(_memory(facts["memory"]))
     return "\n".join(lines)
 
 
-def passes_table(passes: Iterable[Mapping[str, Any]]) -> str:
-    """Sites of each pass, with the reasons of the missed ones."""
+def level_line(facts: Mapping[str, Any]) -> str:
+    """The level and what it runs on."""
+    note = " (CPU: no CUDA graphs)" if _without_graphs(facts) else ""
+    return f"level -O{facts['level']} on {facts['hardware']}{note}"
+
+
+def step_lines(facts: Mapping[str, Any]) -> list[str]:
+    """How many steps there were of each kind, and which graphs they replayed."""
+    lines = []
+    for kind, modes in facts["dispatch"].items():
+        counts = ", ".join(
+            f"{count} without a graph" if mode == "NONE" else f"{count} in graph mode {mode}"
+            for mode, count in modes.items()
+        )
+        if _without_graphs(facts):
+            counts = str(sum(modes.values()))
+        outside = facts["graphs"]["outside"].get(kind)
+        if outside:
+            counts += f"; {outside['steps']} beyond the captured sizes, up to "
+            counts += f"{outside['most_tokens']} tokens"
+        lines.append(f"{kind} steps: {counts or 'none'}")
+    return lines
+
+
+def _without_graphs(facts: Mapping[str, Any]) -> bool:
+    """Whether this is a CPU, whose steps no graph could hold."""
+    return not facts["memory"]["driver"] and facts["graphs"]["mode"] == "NONE"
+
+
+def passes_table(passes: Iterable[Mapping[str, Any]], stream: TextIO | None = None) -> str:
+    """Sites of each pass that has any, with the reasons of the missed ones; and the others."""
     rows = [["pass", "sites", "matched", "missed"]]
+    without = []
     for entry in passes:
+        if not entry["sites"]:
+            without.append(entry["name"])
+            continue
         reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
         missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
         rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
-    return table(rows) if len(rows) > 1 else "no passes at this level"
+    parts = [table(rows, stream=stream)] if len(rows) > 1 else []
+    if without:
+        parts += wrap(f"no sites in this model: {', '.join(without)}", line_width(stream), "  ")
+    return "\n".join(parts) or "no passes at this level"
 
 
 def checks_table(passes: Iterable[Mapping[str, Any]]) -> str:
@@ -59,18 +93,40 @@ def checks_line(passes: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def startup_table(startup: dict[str, Any], compile_s: dict[str, float]) -> str:
-    """Every phase of a start: when it began, counted from the process's birth, and how long it
-    took."""
+def startup_table(
+    startup: dict[str, Any], compile_s: dict[str, float], stream: TextIO | None = None
+) -> str:
+    """Every phase of a start that took time: when it began, counted from the process's birth, and
+    how long it took."""
     rows = [["start-up", "began", "took"]]
-    rows.append(["python and imports", "0.00 s", f"{startup['imports_s']:.2f} s"])
+    rows.append(["python and imports", "0.00 s", _seconds(startup["imports_s"])])
     for phase in startup["phases"]:
         beside = " (beside)" if phase["beside"] else ""
-        began, took = f"{phase['begin_s']:.2f} s", f"{phase['seconds']:.2f} s"
-        rows.append([phase["name"] + beside, began, took])
+        if phase["seconds"] >= _SHORTEST_S:
+            began, took = _seconds(phase["begin_s"]), _seconds(phase["seconds"])
+            rows.append([phase["name"] + beside, began, took])
         if phase["name"] == "compile":
-            rows += [[f"  {name}", "", f"{took:.2f} s"] for name, took in compile_s.items()]
-    return table(rows)
+            parts = [(name, took) for name, took in compile_s.items() if took >= _SHORTEST_S]
+            rows += [[f"  {name}", "", _seconds(took)] for name, took in parts]
+    return table(rows, stream=stream)
+
+
+def ready_s(startup: Mapping[str, Any]) -> float:
+    """When the engine was ready, in seconds from the process's birth."""
+    ends = (phase["begin_s"] + phase["seconds"] for phase in startup["phases"])
+    return max(ends, default=float(startup["imports_s"]))
+
+
+def startup_line(startup: Mapping[str, Any]) -> str:
+    """What a start took in all, and its longest phases."""
+    phases = [("python and imports", startup["imports_s"])]
+    phases += [(p["name"], p["seconds"]) for p in startup["phases"] if not p["beside"]]
+    longest = [f"{name} {took:.1f}" for name, took in phases if took >= _SHORTEST_SAID_S]
+    return f"{ready_s(startup):.1f} s ({', '.join(longest)})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s"
 
 
 def _memory(memory: dict[str, int]) -> str:

@@ -75,7 +75,7 @@ def run(
         )
     options = merge(engine, model=model_argument)
     params = [_params(p, sampling) for p in given]
-    llm = load(options)
+    llm = load(options, text=any(isinstance(p.prompt, str) or p.messages for p in given))
     requests = [
         _Request(_prompt(llm, p, chat), q, p.where, plain=not chat and p.messages is None)
         for p, q in zip(given, params, strict=True)
@@ -87,7 +87,7 @@ def run(
     else:
         outputs = _print_in_order(llm, requests)
     if show_report:
-        typer.echo(summary(llm.report()), err=True)
+        typer.echo(summary(llm.report(), sys.stderr), err=True)
     check_finished(outputs)
 
 

@@ -2,8 +2,10 @@
 # Runs this checkout on a GPU machine where fusewright is not installed and nothing can be fetched.
 #   tools/gpu.sh test [pytest arguments]   the GPU tests; stamp to bench/results and to $OUT
 #   tools/gpu.sh run COMMAND...            any command with the package importable
-# Wheels in .whl/ are installed into /tmp/site first; csrc/ is built unless ops/ holds a library
-# newer than its sources. PYTHON names the interpreter (default python3, the one that holds torch).
+# Wheels in .whl/ are installed into /tmp/site first. `test` builds csrc/ from source here, where the
+# build folder of an earlier call spares what has not changed; `run` takes a library that is newer
+# than its sources, also one that was carried here. PYTHON names the interpreter (default python3, the
+# one that holds torch).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -17,14 +19,13 @@ fi
 source tools/pkgroot.sh
 export PYTHONPATH="$PKGROOT:$site${PYTHONPATH:+:$PYTHONPATH}"
 
-if [ ! -f ops/_fw_cuda.so ] || [ -n "$(find csrc CMakeLists.txt -newer ops/_fw_cuda.so -type f)" ]; then
-  PYTHON=$(command -v "$PYTHON") tools/build_csrc.sh
-fi
+build() { PYTHON=$(command -v "$PYTHON") tools/build_csrc.sh; }
 
 command=${1:?usage: tools/gpu.sh test [pytest arguments] | run COMMAND...}
 shift
 case "$command" in
   test)
+    build
     code=0
     # PYTHONSAFEPATH: the root holds folders called config and ops, not for sys.path
     PYTHONSAFEPATH=1 "$PYTHON" tools/gpu_stamp.py run "$@" || code=$?
@@ -33,6 +34,12 @@ case "$command" in
     fi
     exit "$code"
     ;;
-  run) exec "$@" ;;
+  run)
+    library=ops/_fw_cuda.so
+    if [ ! -f $library ] || [ -n "$(find csrc CMakeLists.txt -newer $library -type f)" ]; then
+      build
+    fi
+    exec "$@"
+    ;;
   *) echo "tools/gpu.sh: unknown command '$command', expected test or run" >&2; exit 2 ;;
 esac

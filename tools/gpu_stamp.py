@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ROOT / "bench" / "results" / "gpu-tests.json"
+LIBRARY = ROOT / "ops" / "_fw_cuda.so"
+BUILT = ROOT / "build" / "csrc" / "built.json"  # left by tools/build_csrc.sh
 
 # What the GPU tests exercise: the package below serve/ and bench/, its kernels and their tests.
 COVERED_FOLDERS = (
@@ -40,7 +42,7 @@ ROUNDS = (
     ("gpu and not whole_gpu", ["-n", "16", "--dist", "worksteal"]),
 )
 
-NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/test_layout.py")
+NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/tools/", "tests/test_layout.py")
 
 
 def covered_files(root: Path = ROOT) -> list[str]:
@@ -115,9 +117,21 @@ def machine() -> dict[str, str | None]:
     }
 
 
+def library_built_here(library: Path = LIBRARY, built: Path = BUILT) -> dict[str, object]:
+    """With what the library of csrc/ was built from source on this machine, and in what time."""
+    record: dict[str, object] = json.loads(built.read_text()) if built.is_file() else {}
+    there = library.is_file() and hashlib.sha256(library.read_bytes()).hexdigest()
+    if not there or record.get("sha256") != there:
+        raise SystemExit(
+            f"gpu-test: {library} was not built here from source; run tools/gpu.sh test"
+        )
+    return record
+
+
 def run(pytest_arguments: list[str]) -> int:
     """Run the GPU tests, write the stamp, return the larger of pytest's exit codes."""
     versions = machine()
+    built = library_built_here()
     digests = source_digests()
     with tempfile.TemporaryDirectory() as folder:
         counts: Counter[str] = Counter()
@@ -134,6 +148,7 @@ def run(pytest_arguments: list[str]) -> int:
     record = {
         **counts,
         **versions,
+        "csrc_built_from_source": built,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "arguments": pytest_arguments,
         "digest": combined_digest(digests),

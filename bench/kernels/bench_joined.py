@@ -30,10 +30,6 @@ def make_gated(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]
     return x, weight(2 * model.intermediate, model.hidden, device), "silu"
 
 
-def make_argmax(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
-    return randn(rows, model.hidden, device=device), weight(model.vocab, model.hidden, device)
-
-
 def make_o_to_mlp(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
     width = model.heads * model.head_dim
     return (
@@ -65,7 +61,6 @@ KINDS = (
     ("gated_linear", "gate_up", make_gated, DENSE, (0,)),
     ("linear_add_norm_linear", "o to gate_up", make_o_to_mlp, DENSE, (0, 2)),
     ("linear_add_norm_linear", "down to qkv", make_down_to_qkv, DENSE, (0, 2)),
-    ("lm_head_argmax", "lm_head", make_argmax, MODELS, (0,)),
 )
 
 

@@ -1,11 +1,11 @@
 """Times of linear layers at few rows: the chain of all of a Llama-3-8B token, each shape.
 
-``python -m fusewright.bench.ops.bench_linear [--json FILE] [--rows N ...] [--formats F ...]``.
+``python -m fusewright.bench.ops.bench_linear [--output FILE] [--rows N ...] [--formats F ...]``.
 Formats: bfloat16, and FP8 with scales by tensor, token and block; of these chains one has lm_head
 in FP8 too, one in bfloat16.  Every product of a round has its own weight, 15 GB and 7.5 GB, so that
 all come from memory and none from L2.  "skinny" is what a program calls, its choice between the
 streaming kernel and the library included; "native" is cuBLAS and cuBLASLt.  Beside them the fused
-ops ``gated_linear`` and ``lm_head_argmax``; their "native" is cuBLAS and the second op's kernel.
+op ``gated_linear``, whose "native" is cuBLAS and the activation's kernel.
 """
 
 from __future__ import annotations
@@ -101,8 +101,6 @@ def works(
         yield from (("bf16", name, calls) for name, calls in bf16.items())
         gated = [("gated_linear", (x, weight, "silu")) for _, (x, weight, _) in bf16["gate_up"]]
         yield "bf16", "gated_linear", gated
-        x, head, _ = bf16["lm_head"][0][1]
-        yield "bf16", "lm_head_argmax", [("lm_head_argmax", (x, head))]
     for scheme in formats:
         if scheme == "bf16":
             continue
@@ -113,9 +111,8 @@ def works(
 
 
 def of(op: str, name: str) -> str:
-    """The op's own name of an implementation: two kernels in turn for the fused ops' "native"."""
-    fused = op in ("gated_linear", "lm_head_argmax")
-    return "triton" if fused and name == "native" else name
+    """The op's own name of an implementation: two kernels in turn for the fused op's "native"."""
+    return "triton" if op == "gated_linear" and name == "native" else name
 
 
 def measure(
@@ -150,7 +147,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--output", type=Path, help="write the figures there")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     options = parser.parse_args()
@@ -168,9 +165,9 @@ def main() -> None:
             for figure in measure(rows, weights, fp8, options.formats):
                 figures.append(figure)
                 print(*figure.values(), flush=True)
-    if options.json:
+    if options.output:
         report = {**environment(), "rounds": ROUNDS, "figures": figures}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

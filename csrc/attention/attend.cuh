@@ -8,30 +8,11 @@
 
 #include <type_traits>
 
+#include "decode.h"
 #include "primitives.cuh"
 
 namespace fusewright::attention {
 
-struct DecodeArgs {
-  const void* q;           // [num_tokens, kv_heads * group, head_dim], rows q_stride apart
-  const void* kv;          // [num_blocks, 2, block_size, kv_heads, head_dim], contiguous
-  const int* block_table;  // [num_seqs, max_blocks], rows table_stride apart
-  const int* seq_lens;     // [num_seqs]
-  const int* query_start;  // [num_seqs + 1]; sequences that have not one query are left out
-  void* out;               // [num_tokens, kv_heads * group, head_dim], contiguous
-  const float* kv_scale;   // [2, kv_heads], or nullptr: 1
-  const float* out_scale;  // [1], then out is e4m3; or nullptr: out is of q's type
-  float4* partials;        // partial_float4s() of them
-  int num_seqs, max_blocks, kv_heads, group;
-  int page_shift;  // log2 of block_size, 3 to 8
-  bool one_slot;   // the kernel ahead stores but the last slot of each sequence that has a query
-  int64_t q_stride, table_stride;  // elements
-  float scale;
-  int window;      // 0: all
-  float soft_cap;  // 0: none
-};
-
-constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr float kNoMax = -1.0e30f;  // finite: a row without a token gives exp2(-inf - kNoMax) = 0
 constexpr float kLog2E = 1.4426950408889634f;

@@ -31,8 +31,6 @@
 
 namespace fusewright::attention {
 
-constexpr int kMaxSeqs = 4096;
-constexpr int kMaxGroup = 16;
 constexpr int kBlocksPerMultiprocessor = 2;
 
 // ---- shares
@@ -332,10 +330,6 @@ cudaError_t limits_of(const Limits*& limits) {
   return cudaSuccess;
 }
 
-struct Grid {
-  int blocks, cluster, parts;  // blocks: of one row; the others as decode_kernel takes them
-};
-
 constexpr int kLongTokens = 8192, kVeryLongTokens = 4 * kLongTokens;
 
 // max_tokens: the most that a row of the block table holds. What is good for long items alone is
@@ -375,9 +369,6 @@ int64_t partial_float4s(const Grid& grid, int kv_heads) {
   return 2 * shares * kv_heads * (T::kFragments + T::kHeadTiles) * kWarpSize;
 }
 
-// Requires 1 <= num_seqs <= kMaxSeqs, num_seqs * kv_heads <= kMaxItems, kv_heads <= grid.blocks *
-// kWarps; q rows, kv and partials on addresses that are multiples of 16. Nothing is read before
-// the kernel ahead has finished, so the launch is always programmatic.
 template <typename T>
 cudaError_t launch_decode(const DecodeArgs& args, const Grid& grid, cudaStream_t stream) {
   if (2 * grid.blocks * grid.parts * kWarps > kMaxPartials) return cudaErrorInvalidConfiguration;

@@ -7,8 +7,7 @@
 namespace fusewright::attention {
 
 constexpr int kMaxCluster = 8;
-constexpr int kMaxParts = 16;       // clusters an item
-constexpr int kMaxItems = 1 << 16;  // (sequence, KV head) pairs
+constexpr int kMaxParts = 16;  // clusters an item
 
 // Arrivals at sums that meet in memory; every launch leaves zeros. One stream a device may run this
 // at a time.

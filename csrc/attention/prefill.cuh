@@ -84,13 +84,6 @@ cudaError_t describe_lines(CUtensorMap* map, const void* data, const int64_t (&s
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// What of a call only the host needs.
-struct PrefillShape {
-  const void* q;   // [tokens, heads, head_dim], tokens q_stride elements apart
-  const void* kv;  // [blocks, 2, page, kv_heads, head_dim]
-  int64_t tokens, q_stride, blocks, kv_heads;
-};
-
 // Shared memory beyond 48 KB, once a device and kernel; the device's multiprocessors.
 template <typename T>
 cudaError_t prepare(int& multiprocessors) {

@@ -6,30 +6,13 @@
 
 #include <cstdint>
 
+#include "prefill.h"
 #include "primitives.cuh"
 
 namespace fusewright::attention {
 
-constexpr int kTileRowsShift = 7;
-constexpr int kTileRows = 1 << kTileRowsShift;  // queries x heads
 constexpr int kTileKeysShift = 7;
 constexpr int kTileKeys = 1 << kTileKeysShift;
-constexpr int kMostTileHeads = 4;
-
-struct PrefillArgs {
-  const int* block_table;  // [num_seqs, table_stride]
-  const int* seq_lens;     // [num_seqs]
-  const int* query_start;  // [num_seqs + 1]
-  void* out;               // [tokens, heads, head_dim]
-  const float* out_scale;  // [1] if out is FP8, else null
-  int num_seqs, fewest;    // sequences with fewer queries are left out
-  int heads, group, page_shift;
-  int box_shift;    // log2 of the tokens of one copy
-  int query_shift;  // log2 of the queries of a tile; with that many heads, the tile has 128 rows
-  int64_t table_stride;
-  float scale, soft_cap;
-  int window;  // 0: all
-};
 
 // A tile, as the warp that fills shared memory leaves it for those that compute.
 struct Item {
@@ -40,9 +23,6 @@ struct Item {
   int seq_len;
   int begin, end;  // tiles of keys; none: there are no more items
 };
-
-constexpr int kIndexBits = 12;
-constexpr int kMostSeqs = 1 << kIndexBits;
 
 // The sequences that have tiles. Tile i of a sequence with c tiles of earlier tokens has level
 // c + i + 1; items go from the highest level to the lowest, so that no block begins a long one

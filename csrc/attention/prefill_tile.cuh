@@ -9,7 +9,6 @@
 namespace fusewright::attention {
 
 constexpr int kComputeWarps = 8;
-constexpr int kHeadDim = 128;
 constexpr int kLineBytes = 128;
 constexpr int kHalves = 2;                         // lines that a row has
 constexpr int kGroupBytes = kHalves * kAtomBytes;  // of eight tokens of K or V

@@ -1,9 +1,10 @@
-// What every binding shares: checks that name the op, and the stream to launch on.
+// What every binding shares: checks that name the op, the stream to launch on, results. Bindings
+// are plain C++, compiled without nvcc: kernels are behind the functions of decode.h and its like.
 // Only torch's stable ABI is used (TORCH_TARGET_VERSION in CMakeLists.txt), so that one build
 // serves every torch from 2.11 on.
 #pragma once
 
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -36,22 +37,35 @@ inline std::string shape_of(const Tensor& t) {
   return text + "]";
 }
 
+// Throws where a call of torch's C ABI failed. Our own: torch's macro for it has another name in
+// 2.11 than in 2.13.
+inline void check_torch(AOTITorchError error, const char* call) {
+  if (error != 0) throw std::runtime_error(std::string("fusewright: torch's ") + call + " failed");
+}
+
 inline cudaStream_t current_stream(int32_t device_index) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  check_torch(aoti_torch_get_current_cuda_stream(device_index, &stream), "current stream");
   return static_cast<cudaStream_t>(stream);
 }
 
-// A contiguous, uninitialized [rows, cols] tensor of like's dtype on like's device.
-inline Tensor empty_matrix(int64_t rows, int64_t cols, const Tensor& like) {
-  const int64_t sizes[] = {rows, cols};
-  const int64_t strides[] = {cols, 1};
-  int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+// A contiguous, uninitialized tensor on like's device.
+template <int kDims>
+Tensor empty(const int64_t (&sizes)[kDims], int32_t dtype, const Tensor& like) {
+  int64_t strides[kDims];
+  strides[kDims - 1] = 1;
+  for (int d = kDims - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      2, sizes, strides, dtype, aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
+  check_torch(aoti_torch_empty_strided(kDims, sizes, strides, dtype, aoti_torch_device_type_cuda(),
+                                       like.get_device_index(), &handle),
+              "allocation");
   return Tensor(handle);
+}
+
+inline int32_t dtype_of(const Tensor& t) {
+  int32_t dtype = 0;
+  check_torch(aoti_torch_get_dtype(t.get(), &dtype), "dtype of a tensor");
+  return dtype;
 }
 
 }  // namespace fusewright

@@ -72,7 +72,7 @@ struct LaunchConfig {
 };
 
 template <typename T>
-cudaError_t launch(const SkinnyLinearArgs& args, int32_t* token_ids, int splits, bool programmatic,
+cudaError_t launch(const SkinnyLinearArgs& args, int splits, bool programmatic,
                    cudaStream_t stream) {
   CUtensorMap weight_map, x_map;
   const int halves = args.gated() ? 2 : 1;
@@ -89,24 +89,18 @@ cudaError_t launch(const SkinnyLinearArgs& args, int32_t* token_ids, int splits,
   const int outputs = T::kRows / halves;
   const int blocks = (args.out_features + outputs - 1) / outputs * splits;
   const LaunchConfig config(blocks, kThreads, T::kSharedBytes, splits, programmatic, stream);
-  error =
-      cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T>, weight_map, x_map, args, splits);
-  if (error != cudaSuccess || args.epilogue != Epilogue::kArgmax) return error;
-  const LaunchConfig find(args.num_tokens, kFindThreads, 0, 1, programmatic, stream);
-  return cudaLaunchKernelEx(&find.config, find_largest_kernel,
-                            static_cast<const uint32_t*>(args.largest), blocks, splits, T::kRows,
-                            token_ids);
+  return cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T>, weight_map, x_map, args,
+                            splits);
 }
 
 template <typename Format, typename B>
-cudaError_t launch_batch(const SkinnyLinearArgs& args, int32_t* token_ids, bool programmatic,
-                         cudaStream_t stream) {
+cudaError_t launch_batch(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
   using R = Rings<Format, B>;
   const int row_bytes = args.in_features * Format::kBytes;
   const Plan plan = make_plan<R>(args.out_features * (args.gated() ? 2 : 1),
                                  (row_bytes + kRowBytes - 1) / kRowBytes);
   const auto with = [&](auto tile) {
-    return launch<decltype(tile)>(args, token_ids, plan.splits, programmatic, stream);
+    return launch<decltype(tile)>(args, plan.splits, programmatic, stream);
   };
   switch (plan.ring) {
     case Ring::kDeep:
@@ -122,29 +116,19 @@ cudaError_t launch_batch(const SkinnyLinearArgs& args, int32_t* token_ids, bool 
   }
 }
 
-// Keys that the argmax needs room for a token: a block's each, and blocks of split tiles fit a
-// round.
-constexpr int64_t max_blocks(int out_features) {
-  constexpr int64_t kRound = kMultiprocessors * 8;
-  return out_features / 16 + 1 > kRound ? out_features / 16 + 1 : kRound;
-}
-
-// `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
-// read before that one's results are waited for: they must not be among them. `token_ids`:
-// [num_tokens], of the argmax.
 template <typename Format>
-cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, int32_t* token_ids,
-                                 bool programmatic, cudaStream_t stream) {
+cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, bool programmatic,
+                                 cudaStream_t stream) {
   if (args.num_tokens <= 2) {
-    return launch_batch<Format, Batch<8, 2>>(args, token_ids, programmatic, stream);
+    return launch_batch<Format, Batch<8, 2>>(args, programmatic, stream);
   }
   if (args.num_tokens <= 8) {
-    return launch_batch<Format, Batch<8, 8>>(args, token_ids, programmatic, stream);
+    return launch_batch<Format, Batch<8, 8>>(args, programmatic, stream);
   }
   if (args.num_tokens <= 16) {
-    return launch_batch<Format, Batch<16, 16>>(args, token_ids, programmatic, stream);
+    return launch_batch<Format, Batch<16, 16>>(args, programmatic, stream);
   }
-  return launch_batch<Format, Batch<32, 32>>(args, token_ids, programmatic, stream);
+  return launch_batch<Format, Batch<32, 32>>(args, programmatic, stream);
 }
 
 }  // namespace fusewright::gemm

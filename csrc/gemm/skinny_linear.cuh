@@ -1,7 +1,7 @@
 // A linear layer for few tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16 or
 // of FP8 with scales, with float accumulation, rounded once; or what is made of such sums on the
-// spot: a gated activation, that in FP8, the index of each token's largest; or, of two products in
-// a row, the residual add and the RMSNorm between them (see Epilogue).
+// spot: a gated activation, that in FP8; or, of two products in a row, the residual add and the
+// RMSNorm between them (see Epilogue).
 //
 // Limit: memory. A call streams the weight; x and y are small beside it. What it takes to stay near
 // that limit:
@@ -26,6 +26,7 @@
 #include <cuda_fp16.h>
 
 #include "async_copy.cuh"
+#include "skinny.h"
 #include "skinny_tile.cuh"
 
 namespace fusewright::gemm {
@@ -33,52 +34,6 @@ namespace fusewright::gemm {
 // With this many steps to go, a block lets the next kernel start; before its wait, if its whole
 // share is in its ring.
 constexpr int kStepsLeftAtTrigger = 4;
-
-// Outputs of the add that share a sum of squares: a half warp's, which no tile divides.
-constexpr int kNormGroup = 16;
-
-enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
-
-// What becomes of the sums.  Gated: the weight's rows are a gate half, then an up half, and y is
-// act(gate) * up, of gate and up rounded as element is; with an out_scale that product, rounded
-// again, becomes FP8.  Argmax: only largest is written.
-//
-// Add: y is the rounded sum plus the residual, rounded, and weighted is y times a norm's weight:
-// the norm of y but for a token's scale, which no block knows, as none has a whole row.  So groups
-// of kNormGroup outputs leave their sum of squares, and the next product, of weighted, multiplies
-// its sums by the scale that it makes of these.  Nothing is read twice, and y * weight is rounded
-// once, where a norm that scales first rounds twice.
-enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kArgmax, kAdd };
-
-struct SkinnyLinearArgs {
-  const void* x;              // [num_tokens, in_features] of the format's elements
-  const void* weight;         // [rows, in_features]; rows: out_features, gated twice that
-  const float* x_scale;       // FP8: one, or one a token; blocks: [in_features / 128, num_tokens]
-  const float* weight_scale;  // FP8: one, or one a row; blocks: [rows / 128, in_features / 128],
-                              // not with a gate
-  const void* bias;           // [rows] of element, or nullptr
-  const float* out_scale;     // of y, which is then FP8; or nullptr
-  const float* squares;       // of a weighted x: [num_tokens, in_features / kNormGroup]; or nullptr
-  float eps;                  // then: added to the mean square
-  const __nv_bfloat16* residual;     // add: [num_tokens, out_features], contiguous
-  const __nv_bfloat16* norm_weight;  // add: [out_features]
-  __nv_bfloat16* weighted;           // add: [num_tokens, out_features], contiguous
-  float* squares_out;                // add: [num_tokens, out_features / kNormGroup]
-  void* y;                           // [num_tokens, out_features], contiguous
-  uint32_t* largest;                 // argmax: [num_tokens, blocks], see largest_key
-  Element element;                   // of bias, and of y without an out_scale
-  Epilogue epilogue;
-  int num_tokens;  // 1 to kMaxSkinnyTokens
-  int out_features;
-  int in_features;                          // a multiple of 128 bytes; of 512 with block scales
-  int x_scale_stride, weight_scale_stride;  // 0 or 1: one for all, or one each
-  int64_t x_row_stride;       // elements; a multiple of 16 bytes, as the addresses are
-  int64_t weight_row_stride;  // likewise
-
-  __host__ __device__ bool gated() const {
-    return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluTanhMul;
-  }
-};
 
 __device__ __forceinline__ void multiply(Bf16, float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                          uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -312,14 +267,6 @@ __device__ __forceinline__ float activated(float gate, Epilogue epilogue) {
   return 0.5f * gate * (1.0f + tanhf(inner));
 }
 
-// A row's rank among those of a block: its value as a bfloat16 in an order of integers, then the
-// lower row.  NaN is -inf, the two zeros are one; 0 is less than any key.
-__device__ __forceinline__ uint32_t largest_key(float v, int row) {
-  const float value = isnan(v) ? -INFINITY : rounded(v, Element::kBFloat16) + 0.0f;
-  const uint32_t bits = __float_as_uint(value) >> 16;
-  return ((bits & 0x8000 ? ~bits : bits | 0x8000) << 16) | (0xffff - row);
-}
-
 // A row's sum over ranks and warps, in order.
 template <typename T>
 __device__ __forceinline__ float add_up(uint32_t sums, int splits, int token, int row) {
@@ -435,14 +382,14 @@ __device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int to
   if (n % kNormGroup == 0) args.squares_out[at / kNormGroup] = squares;
 }
 
-// This block's part of the tile: outputs to y, or into the tokens' largest keys.  `next` is of the
+// Writes this block's part of the tile to y.  `next` is of the
 // thread's first item, as next_scales are; norm_scales are of the tokens; out_scale is y's, if FP8
 // sums have one.
 template <typename T>
 __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_t sums,
-                                           uint32_t* keys, const float* norm_scales,
-                                           const Share& share, const Part& part, int splits,
-                                           Scales next_scales, Ahead next, float out_scale) {
+                                           const float* norm_scales, const Share& share,
+                                           const Part& part, int splits, Scales next_scales,
+                                           Ahead next, float out_scale) {
   for (int item = part.first + threadIdx.x; item < part.end; item += kThreads) {
     const int token = item / part.width, row = item % part.width, n = share.first_output + row;
     const Ahead ahead = next;
@@ -455,10 +402,6 @@ __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_
         finish_sum<T>(args, sums, splits, token, row, n, ahead.x_scale * scales.weight * norm);
     if (args.epilogue == Epilogue::kAdd) {
       write_added(args, token, n, value, ahead);
-      continue;
-    }
-    if (args.epilogue == Epilogue::kArgmax) {
-      atomicMax(keys + token, largest_key(value, row));
       continue;
     }
     if (args.gated()) {
@@ -521,55 +464,18 @@ __global__ void __launch_bounds__(kThreads)
     consume<T>(shared, share.num_steps, args.num_tokens, sums);
   }
   __syncthreads();  // no warp reads the stages any more
-  uint32_t* keys = reinterpret_cast<uint32_t*>(memory + T::kSumBytes);
-  float* norm_scales = reinterpret_cast<float*>(keys + kMaxSkinnyTokens);
+  float* norm_scales = reinterpret_cast<float*>(memory + T::kSumBytes);
   if (threadIdx.x < kConsumers) {
     store_sums<T>(reinterpret_cast<float*>(memory), sums);
     if (threadIdx.x % 8 == 0) norm_scales[threadIdx.x / 8] = scale;
-  } else {
-    keys[threadIdx.x - kConsumers] = 0;
   }
   if (splits > 1) {
     cluster_sync();
   } else {
     __syncthreads();
   }
-  write_part<T>(args, shared.base, keys, norm_scales, share, part, splits, scales, ahead,
-                out_scale);
-  if (args.epilogue == Epilogue::kArgmax) {
-    __syncthreads();
-    if (threadIdx.x < args.num_tokens) {
-      args.largest[threadIdx.x * gridDim.x + blockIdx.x] = keys[threadIdx.x];
-    }
-  }
+  write_part<T>(args, shared.base, norm_scales, share, part, splits, scales, ahead, out_scale);
   if (splits > 1) cluster_sync();  // no block leaves while others read it
-}
-
-constexpr int kFindThreads = 1024;
-
-// A block a token: the index of the largest of its blocks' keys, of tiles of `rows` rows, `splits`
-// blocks each.  Equal values: the lower row within a block, the lower tile among blocks.
-__global__ void __launch_bounds__(kFindThreads)
-    find_largest_kernel(const uint32_t* largest, int blocks, int splits, int rows,
-                        int32_t* token_ids) {
-  __shared__ uint64_t found[kFindThreads / kWarpSize];
-  wait_for_previous();
-  start_next();
-  uint64_t best = 0;
-  for (int block = threadIdx.x; block < blocks; block += kFindThreads) {
-    const uint32_t key = largest[static_cast<int64_t>(blockIdx.x) * blocks + block];
-    const uint32_t n = block / splits * rows + (0xffff - (key & 0xffff));
-    if (key) best = max(best, (static_cast<uint64_t>(key >> 16) << 32) | ~n);
-  }
-#pragma unroll
-  for (int other = kWarpSize / 2; other; other /= 2) {
-    best = max(best, __shfl_xor_sync(~0u, best, other));
-  }
-  if (threadIdx.x % kWarpSize == 0) found[threadIdx.x / kWarpSize] = best;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int warp = 0; warp < kFindThreads / kWarpSize; ++warp) best = max(best, found[warp]);
-  token_ids[blockIdx.x] = static_cast<int32_t>(~static_cast<uint32_t>(best));
 }
 
 }  // namespace fusewright::gemm

@@ -6,21 +6,12 @@
 
 #include <cstdint>
 
+#include "skinny.h"
+
 namespace fusewright::gemm {
 
-constexpr int kMaxSkinnyTokens = 32;
-constexpr int kMaxNormedTokens = 16;  // between products that share a norm
 constexpr int kWarpSize = 32;
-constexpr int kConsumerWarps = 4;
 constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
-
-// A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
-// swizzle; consumer warp w multiplies line w.
-constexpr int kLineBytes = 128;
-constexpr int kRowBytes = kLineBytes * kConsumerWarps;
-
-// A scale is for this many columns of a row of x, or rows and columns of the weight.
-constexpr int kScaleBlock = 128;
 
 // What weight and x are made of.
 struct Bf16 {
@@ -55,8 +46,7 @@ struct Tile {
   // A step's scales: x's, [kConsumerWarps][num_tokens], and the weight's, [kConsumerWarps].
   static constexpr int kScaleBytes = Format::kBlockScales ? 16 * (kXRows + 1) : 0;
   // The warps' sums, [kConsumerWarps][kXRows][kSumPitch] floats over the stages once these are
-  // read; the pad spreads the banks.  After them each token's largest, for the argmax, and its
-  // norm's scale.
+  // read; the pad spreads the banks.  After them each token's norm's scale.
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kWarpSums = kXRows * kSumPitch;
   static constexpr int kSumBytes = kConsumerWarps * kWarpSums * 4;
@@ -64,7 +54,7 @@ struct Tile {
   static constexpr int kBlocksPerMultiprocessor = 228 * 1024 / (kSharedBytes + 1024);
   static_assert(kBlocksPerMultiprocessor <= 8);
   static_assert(kStageBytes % 1024 == 0, "the swizzle's pattern repeats every 1024 bytes");
-  static_assert(kSumBytes + 4 * (kMaxSkinnyTokens + kMaxNormedTokens) <= kStages * kStageBytes);
+  static_assert(kSumBytes + 4 * kMaxNormedTokens <= kStages * kStageBytes);
 };
 
 // The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a
@@ -117,9 +107,6 @@ struct Plan {
   Ring ring;
   int splits;
 };
-
-// The multiprocessors that rounds are planned for.  A constant: results follow from shapes alone.
-constexpr int kMultiprocessors = 132;
 
 // Splits that bring `tiles` blocks close to `slots`, each with eight steps or more: what a cluster
 // costs, a block with fewer does not gain.

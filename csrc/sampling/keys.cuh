@@ -1,8 +1,8 @@
 // Logits as unsigned keys of the same order, and the noise that is added to them.
 //
-// A key is as wide as the element. NaN never wins: it has the lowest keys, or those above
-// kHighest until a row that has such is mended. What ops/_sampling.py takes as equal may have two
-// keys: 0 and -0, and of float +inf and the largest finite one; a threshold is the lower of both.
+// A key is as wide as the element. NaN has the keys above kHighest and, with its sign set, those
+// below kLowest. What ops/_sampling.py takes as equal may have two keys: 0 and -0, and of float
+// +inf and the largest finite one; a threshold is the lower of both.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,6 +14,10 @@
 namespace fusewright::sampling {
 
 constexpr float kFloatMax = 3.4028234663852886e38f;
+
+// In place of a token id, as in ops/_sampling.py.
+constexpr int kNotANumber = -1;
+constexpr int kNothingLeft = -2;
 
 template <typename RawT, uint32_t kInfinity>
 struct Keys {
@@ -32,6 +36,10 @@ struct Keys {
 
   __device__ static uint32_t max_of(uint32_t a, uint32_t b) {
     return kBits == 32 ? max(a, b) : __vmaxu2(a, b);
+  }
+
+  __device__ static uint32_t min_of(uint32_t a, uint32_t b) {
+    return kBits == 32 ? min(a, b) : __vminu2(a, b);
   }
 
   // The least key of the same value.

@@ -19,6 +19,7 @@
 
 #include "cluster.cuh"
 #include "keys.cuh"
+#include "sample.h"
 
 namespace fusewright::sampling {
 
@@ -30,27 +31,10 @@ constexpr int kBins = 1 << kDigitBits;
 constexpr int kCopies = 16;              // of a histogram
 constexpr int kTeam = kThreads / kBins;  // threads that add up a bin's copies
 constexpr int kCounters = 2 * kBins * kCopies;
-constexpr int kPartBits = 19;   // a weight has two parts of so many bits
-constexpr int kMaxBlocks = 16;  // a cluster has no more
+constexpr int kPartBits = 19;  // a weight has two parts of so many bits
 constexpr float kGreedyTemperature = 1e-5f;
 constexpr float kReach = 27.1f;     // temperatures: exp(-27.1) < 2^-39, noise spans 25.8
 constexpr float kRounding = 1e-6f;  // more than a quotient and a sum are rounded by
-
-struct SampleArgs {
-  const void* logits;  // [num_rows, vocab]
-  int64_t row_stride;  // elements
-  int vocab;
-  int num_rows;
-  const float* temperature;  // [num_rows], as all below
-  const int* top_k;          // nullptr: off; likewise the next two
-  const float* top_p;
-  const float* min_p;
-  const int64_t* seeds;
-  const int* positions;
-  int* token_ids;
-  float* thresholds;  // nullptr, or the smallest logit that each row that draws keeps
-  int slice;          // keys a block holds; a multiple of 16 bytes
-};
 
 using Sum = unsigned long long;
 
@@ -103,13 +87,14 @@ struct Row {
     }
   }
 
-  // Reads the slice; the largest key of the row.
+  // Reads the slice; the largest key of the row, above kHighest if the row has a NaN.
   __device__ uint32_t load(const Raw* logits) {
     constexpr int kAhead = 4;  // loads of a thread in flight
-    uint32_t best = 0;
+    uint32_t best = 0, least = 0xffffffffu;
     const auto take = [&](uint32_t word) {
       const uint32_t key = F::keys_of(word);
       best = F::max_of(best, key);
+      least = F::min_of(least, key);
       return key;
     };
     const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
@@ -128,34 +113,25 @@ struct Row {
         if (at < whole) keys[at] = make_uint4(take(p.x), take(p.y), take(p.z), take(p.w));
       }
     }
-    if (F::kBits == 16) best = max(best & 0xffffu, best >> 16);
+    if (F::kBits == 16) {
+      best = max(best & 0xffffu, best >> 16);
+      least = min(least & 0xffffu, least >> 16);
+    }
     auto* const single = reinterpret_cast<Raw*>(keys);
     const int end = (count + kVector - 1) / kVector * kVector;
     for (int i = whole * kVector + threadIdx.x; i < end; i += kThreads) {
-      single[i] = static_cast<Raw>(i < count ? F::keys_of(logits[i]) : 0);
-      best = max(best, uint32_t{single[i]});
+      const Raw key = static_cast<Raw>(i < count ? F::keys_of(logits[i]) : 0);
+      single[i] = key;
+      best = max(best, uint32_t{key});
+      if (i < count) least = min(least, uint32_t{key});
     }
-    if (__syncthreads_or(best > F::kHighest)) best = mend();
+    if (least < F::kLowest) best = F::kHighest + 1;  // a NaN whose sign is set
     best = static_cast<uint32_t>(largest_of_block(best));
     const int lane = threadIdx.x % kWarpSize;
     cluster_wait();
     if (threadIdx.x < blocks) state.bests.send(&state.best_of[rank], best, lane);
     state.bests.wait(0);
     return static_cast<uint32_t>(warp_max(lane < blocks ? state.best_of[lane] : 0));
-  }
-
-  // NaN above all numbers becomes the lowest key; the largest key of what a thread uses.
-  __device__ uint32_t mend() {
-    uint32_t best = 0;
-    auto* const single = reinterpret_cast<Raw*>(keys);
-    each_key([&](uint32_t key, int i) {
-      if (key > F::kHighest) {
-        single[i] = 0;
-      } else {
-        best = max(best, key);
-      }
-    });
-    return best;
   }
 
   // In the first warp.
@@ -406,13 +382,22 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SampleArgs args) {
   const float temperature = args.temperature[row];
   const uint32_t best_key =
       r.load(static_cast<const typename F::Raw*>(args.logits) + row * args.row_stride + first);
+  const bool greedy = temperature < kGreedyTemperature;
+  // All threads of the cluster have the same best key, and nobody sends to one that has it but has
+  // nothing more to do.
+  if (best_key <= F::kLowest || best_key >= F::kHighest + greedy) {
+    if (rank == 0 && threadIdx.x == 0) {
+      args.token_ids[row] = best_key <= F::kLowest ? kNothingLeft : kNotANumber;
+      if (args.thresholds) args.thresholds[row] = -INFINITY;
+    }
+    return;
+  }
   uint32_t threshold = F::kLowest;
   Sum winner;
-  if (temperature < kGreedyTemperature) {
-    winner = r.largest(max(F::kLowest, F::least_equal(best_key)));
+  if (greedy) {
+    winner = r.largest(F::least_equal(best_key));
   } else {
-    float best = F::value_of(best_key);
-    if (best_key <= F::kLowest) best = 0.0f;
+    const float best = F::value_of(best_key);
     // What is further below has a weight of less than half a unit, and no noise lifts it up to the
     // best token's.
     const uint32_t relevant = F::least_key(best - kReach * temperature - kRounding * fabsf(best));

@@ -5,17 +5,14 @@ Where a config leaves a field out, the default is that of the family's class in 
 
 from __future__ import annotations
 
-import torch
-
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
 from .rope import effective_positions, rope_parameters
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Far above any model, and small enough that a damaged config does not take all memory.
+_MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM = 10_000, 2**16, 2**13
 
 
 def llama(config: HfConfig, architecture: str) -> ModelSpec:
@@ -33,7 +30,7 @@ def llama(config: HfConfig, architecture: str) -> ModelSpec:
 
 def mistral(config: HfConfig, architecture: str) -> ModelSpec:
     """Mistral: one sliding window for every layer, or null."""
-    layers = config.integer("num_hidden_layers")
+    layers = _num_layers(config)
     windowed = config.values.get("sliding_window", 4096) is not None
     window = config.integer("sliding_window", 4096) if windowed else 0
     return _dense(config, architecture, sliding_windows=(window,) * layers)
@@ -53,7 +50,7 @@ def qwen3(config: HfConfig, architecture: str) -> ModelSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
-        head_dim=config.integer("head_dim", 128),
+        head_dim=config.integer("head_dim", 128, most=_MOST_HEAD_DIM),
         sliding_windows=_qwen_windows(config),
     )
 
@@ -72,27 +69,27 @@ def _dense(
     hidden_act = config.text("hidden_act", "silu")
     if hidden_act != "silu":
         raise config.error("hidden_act", hidden_act, "'silu', the only one supported")
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    num_heads = config.integer("num_attention_heads", most=_MOST_HEADS)
+    num_kv_heads = config.integer("num_key_value_heads", num_heads, most=_MOST_HEADS)
     if num_heads % num_kv_heads:
         raise config.error(
             "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}"
         )
     hidden_size = config.integer("hidden_size")
     if head_dim is None:
-        head_dim = config.integer("head_dim", hidden_size // num_heads)
+        head_dim = config.integer("head_dim", hidden_size // num_heads, most=_MOST_HEAD_DIM)
     rope = rope_parameters(config, head_dim)
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=_num_layers(config),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         max_position_embeddings=effective_positions(config, rope),
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6, least=0, most=1),
         rope=rope,
         hidden_act=hidden_act,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
@@ -101,17 +98,21 @@ def _dense(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         sliding_windows=sliding_windows,
-        dtype=_dtype(config),
+        dtype_name=_dtype(config),
     )
 
 
 def _no_windows(config: HfConfig) -> tuple[int, ...]:
-    return (0,) * config.integer("num_hidden_layers")
+    return (0,) * _num_layers(config)
+
+
+def _num_layers(config: HfConfig) -> int:
+    return config.integer("num_hidden_layers", most=_MOST_LAYERS)
 
 
 def _qwen_windows(config: HfConfig) -> tuple[int, ...]:
     """``layer_types`` decides when given, else ``max_window_layers``: full attention below it."""
-    layers = config.integer("num_hidden_layers")
+    layers = _num_layers(config)
     window = 0
     if (
         config.flag("use_sliding_window", False)
@@ -129,10 +130,10 @@ def _qwen_windows(config: HfConfig) -> tuple[int, ...]:
     return tuple(known[kind] for kind in types)
 
 
-def _dtype(config: HfConfig) -> torch.dtype:
+def _dtype(config: HfConfig) -> str:
     """``dtype`` (transformers 5) or ``torch_dtype`` (4); float32 when neither is there."""
     field = "dtype" if config.has("dtype") else "torch_dtype"
     name = config.text(field, "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise config.error(field, name, f"one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return name

@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
-import torch
-
 from ...config import outside_key
 
-FP8 = torch.float8_e4m3fn
 BLOCK = 128
 
 QuantKind: TypeAlias = Literal["fp8", "fp8_block", "fp8_static"]

@@ -17,9 +17,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def gated_activation(
-    gate_up: Tensor, up: Tensor | None, activation: str
+    gate_up: Tensor,
+    up: Tensor | None,
+    activation: str,
+    *,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    interleaved: bool = False,
 ) -> tuple[list[Launch], Tensor]:
-    """``gate_up`` is the gate alone where ``up`` is given."""
+    """``gate_up`` is the gate alone where ``up`` is given; the rest is what a ``Gate`` has."""
     intermediate = gate_up.shape[-1] // (2 if up is None else 1)
     out = torch.empty(
         (*gate_up.shape[:-1], intermediate), dtype=gate_up.dtype, device=gate_up.device
@@ -40,7 +47,15 @@ def gated_activation(
             "row_stride": rows.stride(0),
             "up_row_stride": None if up_rows is None else up_rows.stride(0),
         },
-        constexprs={"ACTIVATION": activation, "PARTS": parts, "BLOCK": block},
+        constexprs={
+            "ACTIVATION": activation,
+            "ALPHA": alpha,
+            "LIMIT": limit,
+            "UP_OFFSET": up_offset,
+            "INTERLEAVED": interleaved,
+            "PARTS": parts,
+            "BLOCK": block,
+        },
         num_warps=max(block // 256, 1),
         programmatic=True,
     )

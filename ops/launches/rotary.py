@@ -13,7 +13,12 @@ from .tiles import cdiv, next_power_of_2
 
 
 def rotary_embedding(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    pairs_in: bool,
+    pairs_out: bool,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     num_tokens, num_q_heads, head_dim = q.shape
     num_k_heads = k.shape[1]
@@ -47,6 +52,8 @@ def rotary_embedding(
             "HALF_BLOCK": half_block,
             "REST_BLOCK": rest_block,
             "HEADS": heads,
+            "PAIRS_IN": pairs_in,
+            "PAIRS_OUT": pairs_out,
         },
         num_warps=min(max(heads * half_block // 256, 1), 4),
         dynamic=("max_position",),

@@ -54,6 +54,10 @@ def _gated_activation_kernel(
     row_stride,
     up_row_stride,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -64,11 +68,26 @@ def _gated_activation_kernel(
     cols = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     mask = cols < intermediate
     gate_ptr = gate_up_ptr + row * row_stride
-    if up_ptr is None:
-        up_ptr = gate_ptr + intermediate
+    if INTERLEAVED:
+        # Loaded side by side and parted in registers, so that accesses stay whole vectors.
+        both = tl.program_id(0) % PARTS * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        packed = to_float32(tl.load(gate_ptr + both, mask=both < 2 * intermediate, other=0.0))
+        gate, up = tl.split(tl.reshape(packed, (BLOCK, 2)))
     else:
-        up_ptr += row * up_row_stride
-    gate = to_float32(tl.load(gate_ptr + cols, mask=mask, other=0.0))
-    up = to_float32(tl.load(up_ptr + cols, mask=mask, other=0.0))
-    out = gated(gate, up, ACTIVATION)
+        if up_ptr is None:
+            up_ptr = gate_ptr + intermediate
+        else:
+            up_ptr += row * up_row_stride
+        gate = to_float32(tl.load(gate_ptr + cols, mask=mask, other=0.0))
+        up = to_float32(tl.load(up_ptr + cols, mask=mask, other=0.0))
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if UP_OFFSET != 0:
+        up += UP_OFFSET
+    if ALPHA != 1:
+        out = gate * _logistic(ALPHA * gate) * up
+    else:
+        out = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * intermediate + cols, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -13,6 +13,36 @@ from .dependent import wait_for_previous
 
 
 @triton.jit
+def _load_parts(rows, mask, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """The columns that rotate together, in float32: [heads, HALF_BLOCK] each.  Neighbours are
+    loaded side by side and parted in registers, so that accesses stay whole vectors."""
+    if PAIRS:
+        col = tl.arange(0, 2 * HALF_BLOCK)[None, :]
+        both = tl.load(rows + col, mask=mask & (col < 2 * HALF), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (both.shape[0], HALF_BLOCK, 2)))
+    else:
+        col = tl.arange(0, HALF_BLOCK)[None, :]
+        first = tl.load(rows + col, mask=mask & (col < HALF), other=0.0).to(tl.float32)
+        second = tl.load(rows + HALF + col, mask=mask & (col < HALF), other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_parts(
+    rows, first, second, mask, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAIRS: tl.constexpr
+):
+    dtype = rows.dtype.element_ty
+    if PAIRS:
+        col = tl.arange(0, 2 * HALF_BLOCK)[None, :]
+        both = tl.reshape(tl.join(first, second), (first.shape[0], 2 * HALF_BLOCK))
+        tl.store(rows + col, both.to(dtype), mask=mask & (col < 2 * HALF))
+    else:
+        col = tl.arange(0, HALF_BLOCK)[None, :]
+        tl.store(rows + col, first.to(dtype), mask=mask & (col < HALF))
+        tl.store(rows + HALF + col, second.to(dtype), mask=mask & (col < HALF))
+
+
+@triton.jit
 def _rotate(
     in_ptr,
     out_ptr,
@@ -27,19 +57,18 @@ def _rotate(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
 ):
     in_rows = in_ptr + token * token_stride + head[:, None].to(tl.int64) * head_stride
     out_rows = out_ptr + (token * num_heads + head[:, None]) * HEAD_DIM
-    col = tl.arange(0, HALF_BLOCK)[None, :]
-    mask = (head < num_heads)[:, None] & (col < HALF)
-    first = tl.load(in_rows + col, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_rows + HALF + col, mask=mask, other=0.0).to(tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out_rows + col, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(out_rows + HALF + col, (second * cos + first * sin).to(dtype), mask=mask)
+    mask = (head < num_heads)[:, None]
+    first, second = _load_parts(in_rows, mask, HALF, HALF_BLOCK, PAIRS_IN)
+    rotated, turned = first * cos - second * sin, second * cos + first * sin
+    _store_parts(out_rows, rotated, turned, mask, HALF, HALF_BLOCK, PAIRS_OUT)
     if 2 * HALF < HEAD_DIM:
         rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-        rest_mask = (head < num_heads)[:, None] & (rest < HEAD_DIM)
+        rest_mask = mask & (rest < HEAD_DIM)
         value = tl.load(in_rows + rest, mask=rest_mask, other=0.0)
         tl.store(out_rows + rest, value, mask=rest_mask)
 
@@ -64,6 +93,8 @@ def _rotary_kernel(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     wait_for_previous(PROGRAMMATIC)
@@ -93,6 +124,8 @@ def _rotary_kernel(
             HALF,
             HALF_BLOCK,
             REST_BLOCK,
+            PAIRS_IN,
+            PAIRS_OUT,
         )
     else:
         head = (group - num_q_groups) * HEADS + tl.arange(0, HEADS)
@@ -110,4 +143,6 @@ def _rotary_kernel(
             HALF,
             HALF_BLOCK,
             REST_BLOCK,
+            PAIRS_IN,
+            PAIRS_OUT,
         )

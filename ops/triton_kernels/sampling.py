@@ -16,6 +16,8 @@ from .dependent import wait_for_previous
 FLOAT32_MAX = tl.constexpr(_sampling.FLOAT32_MAX)
 _GREEDY_TEMPERATURE = tl.constexpr(_sampling.GREEDY_TEMPERATURE)
 _NO_INDEX = tl.constexpr(2**31 - 1)
+_NOT_A_NUMBER = tl.constexpr(_sampling.NOT_A_NUMBER)
+_NOTHING_LEFT = tl.constexpr(_sampling.NOTHING_LEFT)
 
 
 @triton.jit
@@ -79,21 +81,28 @@ def _argmax_partial_kernel(
     row_ptr = logits_ptr + row * row_stride
     cols = split * num_blocks * BLOCK + tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    index = cols
+    index = tl.full((BLOCK,), _NOTHING_LEFT, tl.int32)
+    infinite = tl.full((), FLOAT32_MAX, tl.float32)  # what +inf is
     if SAMPLE:
         temperature = tl.load(temperature_ptr + row)
+        infinite = tl.where(temperature >= _GREEDY_TEMPERATURE, float("nan"), infinite)
         key0, key1 = _row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     for _ in range(num_blocks):
-        values = load_clean(row_ptr, cols, vocab)
+        values = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
+        values = tl.where(values > FLOAT32_MAX, infinite, values)
         if SAMPLE:  # noqa: SIM102 (a compile-time condition around a run-time one)
             if temperature >= _GREEDY_TEMPERATURE:
                 noisy = tl.div_rn(values, temperature) + _gumbel(cols, key0, key1)
                 if FILTER:
-                    noisy = tl.where(values >= tl.load(threshold_ptr + row), noisy, float("-inf"))
+                    noisy = tl.where(values < tl.load(threshold_ptr + row), float("-inf"), noisy)
                 values = noisy
         index = tl.where(values > best, cols, index)
-        best = tl.maximum(values, best)
+        best = tl.maximum(values, best, propagate_nan=tl.PropagateNan.ALL)
         cols += BLOCK
+    # NaN wins over all, in every reduction from here on, by its index.
+    broken = best != best
+    best = tl.where(broken, float("inf"), best)
+    index = tl.where(broken, _NOT_A_NUMBER, index)
     top = tl.max(best, axis=0)
     out = row * tl.num_programs(1) + split
     tl.store(best_ptr + out, top)

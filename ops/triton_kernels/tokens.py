@@ -69,5 +69,5 @@ def _keep_tokens_kernel(
     mask = rows < num_seqs
     slots = tl.load(slots_ptr + rows, mask=mask, other=0)
     ids = tl.load(ids_ptr + rows, mask=mask, other=0)
-    tl.store(last_ptr + slots, ids, mask=mask)
+    tl.store(last_ptr + slots, tl.maximum(ids, 0), mask=mask)  # an input id, whatever it is
     tl.store(read_ptr + rows, ids, mask=mask)

@@ -14,15 +14,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fusewright.compiler.artifact import Artifact, Refusal
+from fusewright.compiler.artifact import Artifact
 from fusewright.compiler.key import Key
 from fusewright.compiler.store import Store
 from fusewright.compiler.store_folder import StoreError
+from fusewright.config import UserError
 
 FILES: Mapping[str, bytes] = {
     "plan.json": b'{"steps": []}\n',
@@ -46,6 +47,21 @@ def publish(store: Store, number: int = 0, files: Mapping[str, bytes] = FILES) -
 def own(root: Path, **options: Any) -> Store:
     """A store that reads and writes one folder."""
     return Store([root], write_to=root, **options)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, kibibytes: int) -> Iterator[Path]:
+    """A file system of this size at ``path``; skips the test where none can be mounted."""
+    import pytest
+
+    path.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={kibibytes}k,mode=755", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def contents(artifact: Artifact) -> dict[str, bytes]:
@@ -179,7 +195,7 @@ def limited(root: Path, limit_bytes: int) -> Any:
 
 
 def as_nobody(root: Path) -> Any:
-    """Find, read, publish and lock as another user."""
+    """Find, read, publish, lock and export as another user."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(65534)
@@ -190,10 +206,16 @@ def as_nobody(root: Path) -> Any:
     if artifact is not None:
         found = [artifact.read(name).hex() for name in sorted(artifact.manifest.files)]
     errors = []
-    for write in (lambda: publish(store, 1), lambda: store.lock(key()).__enter__()):
+    writes: list[Callable[[], object]] = [
+        lambda: publish(store, 1),
+        lambda: store.lock(key()).__enter__(),
+        lambda: store.export(key().digest, root / "image"),
+        lambda: store.export(key().digest, root / "image.tar"),
+    ]
+    for write in writes:
         try:
             write()
-        except (StoreError, Refusal) as error:
+        except UserError as error:
             errors.append(str(error))
     return {"found": found, "errors": errors}
 

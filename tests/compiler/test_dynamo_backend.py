@@ -190,6 +190,29 @@ def test_required_fusions_refuse_what_is_not_fused() -> None:
         assert "gradients are required" in refusal(lambda: training(torch.randn(3, 32)))
 
 
+def test_a_model_of_which_nothing_is_expected_cannot_require_all_fusions() -> None:
+    layer = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    run = compiled(layer, require_all_fusions=True, **EAGER)
+    said = refusal(lambda: run(torch.randn(3, 32)))
+    assert "no fusion is expected in graph 0/0, so there is nothing to require" in said
+    assert "canonicalize_norm" in said and "drop require_all_fusions" in said
+    torch._dynamo.reset()
+    assert compiled(layer, **EAGER)(torch.randn(3, 32)) is not None
+
+
+def test_a_further_graph_of_a_function_may_have_nothing_to_fuse() -> None:
+    norm = Norm(32, gemma=False)
+
+    def model(x: Tensor, whole: bool) -> Tensor:
+        return norm(x) if whole else x * 2  # type: ignore[no-any-return]
+
+    run = compiled(model, require_all_fusions=True, **EAGER)
+    x = torch.randn(3, 32)
+    assert_close(run(x, True), norm(x))
+    assert torch.equal(run(x, False), x * 2)
+    assert [len(r.passes[0].sites) for r in reports()] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -205,6 +228,34 @@ def test_required_fusions_refuse_what_is_not_fused() -> None:
 def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
     run = torch.compile(lambda x: x + 1, backend=fusewright, options=options)
     assert message in refusal(lambda: run(torch.ones(2)))
+
+
+def test_the_last_graph_before_eager_mode_is_said() -> None:
+    """Dynamo compiles so many graphs of a function and then, unasked, none."""
+    norm = Norm(32, gemma=False)
+    run = compiled(norm, dynamic=False, **EAGER)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for tokens in (2, 3):
+            run(torch.randn(tokens, 32))
+        with pytest.warns(
+            UnfusedWarning, match="graph [0-9]+/2: it is the last of 3.*dynamic=True"
+        ):
+            run(torch.randn(4, 32))
+        run(torch.randn(5, 32))  # in eager mode
+    assert [bool(report.notice) for report in reports()] == [False, False, True]
+    assert "the last of 3" in str(reports())
+    torch._dynamo.reset()
+    clear_reports()
+    run = compiled(norm, dynamic=True, **EAGER)
+    for tokens in range(2, 15):
+        run(torch.randn(tokens, 32))
+    assert counts(only_report())["canonicalize_norm"] == 1 and not only_report().notice
+
+
+def test_no_report_says_why() -> None:
+    assert not reports() and str(reports()).startswith("no graph was compiled: ")
+    compiled(Norm(32, gemma=False), **EAGER)(torch.randn(3, 32))
+    assert str(reports()) == str(only_report())
 
 
 def test_lower_levels_fuse_less() -> None:

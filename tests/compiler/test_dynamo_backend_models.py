@@ -91,6 +91,18 @@ def test_a_model_of_transformers_is_fused(
     assert not [site for report in reports() for one in report.passes for site in one.missed]
 
 
+def test_generate_is_compiled_by_the_modules_own_compile() -> None:
+    """``torch.compile`` wraps a module, whose ``generate`` is that of the module inside."""
+    model = tiny("Llama", {})
+    prompt = torch.randint(3, 128, (2, 9))
+    wrapped = torch.compile(model, backend=fusewright, options={"rest": "eager"})
+    tokens = wrapped.generate(prompt, max_new_tokens=2, do_sample=False)
+    assert not reports() and "generate()" in str(reports())
+    model.compile(backend=fusewright, options={"rest": "eager", "require_all_fusions": True})
+    assert model.generate(prompt, max_new_tokens=2, do_sample=False).tolist() == tokens.tolist()
+    assert [one["canonicalize_rope"] for one in matched()] == [2, 2]  # prefill, decode
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Gemma", "Phi"])
 def test_it_runs_on_a_gpu_through_inductor(name: str) -> None:

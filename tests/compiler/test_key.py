@@ -168,7 +168,7 @@ def test_editing_a_line_of_any_source_changes_the_key(tmp_path: Path) -> None:
     for name in dict.fromkeys(part.split("/")[0] for part in SOURCES):
         shutil.copytree(PACKAGE / name, package / name, ignore=shutil.ignore_patterns("*.so"))
     before = source_factors(source._MODEL_SOURCES, package)
-    must = {"source.passes/fuse_act.py", "source.ops/rms_norm.py", "source.csrc/gemm/binding.cu"}
+    must = {"source.passes/fuse_act.py", "source.ops/rms_norm.py", "source.csrc/gemm/skinny.cu"}
     must |= {"source.ops/triton_kernels/paged_attention.py", "source.compiler/emit.py"}
     must |= {"source.model_executor/models/decoder.py", "source.ops/launches/norm.py"}
     assert must <= {*before}, must - {*before}

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,16 @@ import pytest
 from fusewright.compiler.artifact import Artifact
 from fusewright.compiler.store import Store
 from fusewright.compiler.store_folder import StoreError
-from tests.compiler.store_process import FILES, contents, key, names_below, own, publish, run
+from tests.compiler.store_process import (
+    FILES,
+    contents,
+    key,
+    names_below,
+    own,
+    publish,
+    run,
+    small_disk,
+)
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 
@@ -196,32 +204,41 @@ def test_symbolic_links_are_refused(place: str, tmp_path: Path) -> None:
 
 # Disks that cannot be written
 
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=256k,mode=755", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+LARGE = {f"kernels/{index}.cubin": bytes([index]) * 30_000 for index in range(10)}
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_behind(small_disk: Path) -> None:
-    root = small_disk / "store"
-    store = own(root)
-    publish(store)
-    before = names_below(root)
-    large = {f"kernels/{index}.cubin": bytes([index]) * 30_000 for index in range(10)}
-    with pytest.raises(StoreError) as caught:
-        publish(store, 1, large)
-    assert "No space left on device; free space (`fusewright cache prune`) or" in str(caught.value)
-    assert str(root) in str(caught.value)
-    assert names_below(root) == before
-    assert own(root).find(key()) is not None
-    assert contents(publish(store, 2)) == FILES
+def test_a_full_disk_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 256) as disk:
+        root = disk / "store"
+        store = own(root)
+        publish(store)
+        before = names_below(root)
+        with pytest.raises(StoreError) as caught:
+            publish(store, 1, LARGE)
+        message = str(caught.value)
+        assert "No space left on device; free space (`fusewright cache prune`) or" in message
+        assert str(root) in message
+        assert names_below(root) == before
+        assert own(root).find(key()) is not None
+        assert contents(publish(store, 2)) == FILES
+
+
+def test_with_a_spare_folder_a_full_disk_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", 256) as disk:
+        root = disk / "store"
+        store = own(root, spare=lambda: tmp_path / "spare")
+        with store.lock(key(1)):
+            artifact = publish(store, 1, LARGE)
+        assert artifact.path.is_relative_to(tmp_path / "spare")
+        assert contents(artifact) == LARGE
+        assert store.find(key(1)) == artifact
+        assert not list((root / "artifacts").iterdir()) + list((root / "tmp").iterdir())
+    told = capsys.readouterr().err
+    assert told.startswith(f"{root} cannot be written: what is compiled now will be compiled again")
+    assert "No space left on device; free space" in told
+    assert told.count("\n") == 1
 
 
 def test_a_file_that_may_not_grow_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -242,9 +259,9 @@ def test_a_read_only_store_is_found_by_another_user_and_not_written(fast: Path) 
     before = {path: path.stat().st_mtime_ns for path in (fast / "store").rglob("*")}
     result = run("as_nobody", fast / "store")
     assert result["found"] == [FILES[name].hex() for name in sorted(FILES)]
-    assert len(result["errors"]) == 2
+    assert len(result["errors"]) == 4
     for error in result["errors"]:
-        assert "cannot be written: Permission denied; give another --compile-cache-dir" in error
+        assert "cannot be written: Permission denied; give another " in error
     assert {path: path.stat().st_mtime_ns for path in (fast / "store").rglob("*")} == before
 
 

@@ -17,11 +17,11 @@ from fusewright.compiler.source import Repeat
 from fusewright.compiler.trace import Traced, TraceError, trace
 from fusewright.compiler.unroll import unroll
 from fusewright.config import PASSES
+from fusewright.config.rope import RopeParameters
 from fusewright.engine.source import KV_CACHE, example
 from fusewright.model_executor.loader import fake_model
 from fusewright.model_executor.models.decoder import distinct_layers
 from fusewright.model_executor.spec import ModelSpec
-from fusewright.ops.rotary_cache import RopeParameters
 from fusewright.passes import build_passes, run_passes
 
 SPEC = ModelSpec(
@@ -43,7 +43,7 @@ SPEC = ModelSpec(
     mlp_bias=False,
     qk_norm=False,
     sliding_windows=(0,) * 7,
-    dtype=torch.bfloat16,
+    dtype_name="bfloat16",
 )
 SPECS = {
     "equal layers": SPEC,

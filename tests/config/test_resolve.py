@@ -26,6 +26,7 @@ from fusewright.config import (
 
 CPU = Hardware(device="cpu", name="a CPU")
 GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
+NUMBERS = ("int", "int | None", "float", "float | None")
 LIMITS = ModelLimits(max_position_embeddings=4096, dtype="bfloat16")
 
 
@@ -226,6 +227,21 @@ REFUSALS: list[tuple[Hardware, dict[str, Any], str]] = [
     (GPU, {"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
     (GPU, {"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0: expected at least 1"),
     (GPU, {"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0: expected more than 0"),
+    *[
+        (
+            GPU,
+            {"compile_cache_limit_gb": value},
+            f"compile_cache_limit_gb={value}: expected a {end}",
+        )
+        for value, end in [
+            (0.0, "number of more than 0"),
+            (-5.0, "number of more than 0"),
+            (float("nan"), "number of more than 0"),
+            (float("-inf"), "number of more than 0"),
+            (float("inf"), "number up to 1000000000"),
+            (1e300, "number up to 1000000000"),
+        ]
+    ],
     (GPU, {"dtype": "int8"}, "dtype='int8': expected auto or bfloat16 or float16 or float32"),
     (GPU, {"load_format": "pt"}, "load_format='pt': expected auto or safetensors or dummy"),
     (GPU, {"device": "tpu"}, "device='tpu': expected auto or cpu or cuda"),
@@ -361,3 +377,12 @@ def test_every_option_is_described_and_its_default_is_allowed() -> None:
         own = "--cache" if spec.name == "compile_cache" else ""
         assert spec.flag == (own or "--" + spec.name.replace("_", "-"))
         assert not spec.choices or spec.default is None or spec.default in spec.choices
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), float("-inf"), 1e300, 2**70, -(2**70)]
+)
+@pytest.mark.parametrize("name", [s.name for s in option_specs() if s.type in NUMBERS])
+def test_no_option_takes_a_number_that_is_none_or_beyond_all_use(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"^{name}="):
+        resolved(**{name: value})

@@ -139,6 +139,7 @@ def test_the_build_gets_every_folder_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = set(project["tool"]["scikit-build"]["wheel"]["packages"].values())
     needed = packages | {"csrc", "CMakeLists.txt", "pyproject.toml", project["project"]["readme"]}
+    needed |= set(project["build-system"]["backend-path"])
     assert needed | set(project["project"]["license-files"]) <= set(sources)
     for copy in BUILD.all("COPY"):
         *copied, destination = copy.split()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fusewright import LLM, SamplingParams
-from fusewright.config import LEVELS as TABLE
 from fusewright.model_executor.abacus.problems import TASKS, held_out
 
 LEVELS = (0, 1, 2, 3)
@@ -101,18 +100,3 @@ def test_seeds_repeat_and_differ(llm: LLM) -> None:
     assert draw(12, 1)[0] != same[0]
     free = draw(None, 4)
     assert len({tuple(tokens) for tokens in free}) == 4
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_greedy_steps_without_logits_give_the_same_tokens(level: int, device: torch.device) -> None:
-    """Alone, and beside requests that are sampled."""
-    prompts = [p.prompt for p in PROBLEMS[:96]]
-    sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
-    mixed = [sampled if i % 8 == 0 else GREEDY for i in range(len(prompts))]
-    results = []
-    for extra in ((), ("fuse_lm_head_argmax",)):
-        llm = make(level, device, passes=(*TABLE[level].passes, *extra), max_num_seqs=24)
-        outputs = llm.generate(prompts, mixed, use_tqdm=False)
-        results.append((answers(llm, prompts), [o.outputs[0].token_ids for o in outputs]))
-        assert ("greedy" in llm.report()["dispatch"]) == bool(extra)
-    assert results[0] == results[1]

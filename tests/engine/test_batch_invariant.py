@@ -103,7 +103,7 @@ GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
         ({"attention_backend": "cuda"}, "which attention_backend=cuda contradicts: drop one"),
         ({"attention_backend": "flashinfer"}, "attention_backend=flashinfer contradicts"),
         ({"kernels": ("linear=native",)}, "kernels=linear=native contradicts"),
-        ({"passes": ("cleanup", "fuse_lm_head_argmax")}, "passes=fuse_lm_head_argmax contradicts"),
+        ({"passes": ("cleanup", "fuse_norm_linear")}, "passes=fuse_norm_linear contradicts"),
     ],
 )
 def test_what_cannot_be_invariant_is_refused(options: dict[str, Any], message: str) -> None:

@@ -3,13 +3,12 @@ real graph would: every mode gives what no graphs give."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 
 from fusewright import SamplingParams
-from fusewright.config import LEVELS, EngineOptions, Hardware
+from fusewright.config import EngineOptions, Hardware
 from fusewright.engine.engine import Engine
 from fusewright.engine.llm import LLM
 from fusewright.model_executor.abacus.problems import held_out
@@ -28,12 +27,6 @@ def make(mode: str, **options: Any) -> LLM:
 
 def make_level(mode: str, level: int, **options: Any) -> LLM:
     return make(mode, optimization_level=level, **options)
-
-
-def without_logits(mode: str, level: int, **options: Any) -> LLM:
-    """Steps of greedy requests alone end in tokens."""
-    passes = (*LEVELS[level].passes, "fuse_lm_head_argmax")
-    return make_level(mode, level, passes=passes, **options)
 
 
 def answers(llm: LLM) -> list[str]:
@@ -117,18 +110,6 @@ def test_graphs_captured_while_serving_answer_as_those_captured_before(mode: str
     assert max(captured) == 1 and lazy.report()["graphs"]["pending"] == 0
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize(
-    "mode", ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"]
-)
-def test_steps_without_logits_answer_the_same_in_every_mode(mode: str, level: int) -> None:
-    llm = without_logits(mode, level)
-    assert answers(llm) == [p.answer for p in PROBLEMS]
-    counters = llm.report()["dispatch"]
-    both = Counter(counters["decode"]) + Counter(counters["mixed"])
-    assert counters["greedy"] == both
-
-
 MIXED = [
     SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=24),
@@ -142,61 +123,17 @@ MIXED = [
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL"])
 def test_greedy_and_other_requests_share_an_engine(mode: str, level: int) -> None:
-    """Steps of both ends follow one another, one in flight; chunks and preemption in between."""
+    """Each request of a batch gets what it would get alone, through chunks and preemption."""
     params = [MIXED[i % len(MIXED)] for i in range(len(PROBLEMS))]
     settings = {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 6, "block_size": 8}
-    results = []
-    for make_one in (make_level, without_logits):
-        llm = make_one(mode, level, **settings)
-        outputs = llm.generate([p.prompt for p in PROBLEMS], params, use_tqdm=False)
-        results.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
-    assert results[0] == results[1]
-    wanted = [p.logprobs is not None for p in params]
-    assert [logprobs is not None for _, logprobs in results[1]] == wanted
-    counters = {kind: sum(graphs.values()) for kind, graphs in llm.report()["dispatch"].items()}
-    assert 0 < counters["greedy"] < counters["decode"] + counters["mixed"]
+    llm = make_level(mode, level, **settings)
+    prompts = [p.prompt for p in PROBLEMS]
+    together = llm.generate(prompts, params, use_tqdm=False)
     assert llm.engine.scheduler.num_preemptions > 0
-
-
-@pytest.mark.parametrize(
-    ("params", "greedy"),
-    [
-        ({}, True),
-        ({"logprobs": 0}, False),
-        ({"presence_penalty": 0.5}, False),
-        ({"min_tokens": 6}, False),
-        ({"temperature": 0.7}, False),
-    ],
-)
-def test_a_step_that_needs_logits_gets_them(params: dict[str, Any], greedy: bool) -> None:
-    llm = without_logits("FULL_AND_PIECEWISE", 2)
-    asked = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **params})
-    llm.generate([p.prompt for p in PROBLEMS[:3]], asked, use_tqdm=False)
-    counters = llm.report()["dispatch"]
-    assert ("greedy" in counters) == greedy and counters["decode"]["FULL"] == 5
-    if greedy:
-        assert counters["greedy"] == {"FULL": 5, "PIECEWISE": 1}
-
-
-def test_graphs_of_both_ends_are_predicted_and_captured() -> None:
-    plain, either = (
-        make_one("FULL_AND_PIECEWISE", 2, lazy_capture=False)
-        for make_one in (make_level, without_logits)
-    )
-    graphs = [llm.report()["graphs"]["captured"] for llm in (plain, either)]
-    dispatcher: Any = plain.engine.dispatcher  # type: ignore[attr-defined]
-    full = len(dispatcher.full_sizes) + len(dispatcher.prompt_sizes)
-    assert graphs[1] == graphs[0] + full and either.report()["graphs"]["pending"] == 0
-    predicted = [llm.report()["memory"]["graphs_predicted"] for llm in (plain, either)]
-    more = predicted[1] - predicted[0]
-    assert 0 < more < predicted[1] and more % full == 0
-    assert answers(either) == [p.answer for p in PROBLEMS]
-
-
-def test_level_0_always_makes_logits() -> None:
-    llm = make_level("NONE", 0)
-    assert answers(llm) == [p.answer for p in PROBLEMS]
-    assert "greedy" not in llm.report()["dispatch"]
+    for prompt, asked, output in zip(prompts, params, together, strict=True):
+        (alone,) = llm.generate(prompt, asked, use_tqdm=False)
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert (output.outputs[0].logprobs is None) == (asked.logprobs is None)
 
 
 def test_steps_beyond_the_sizes_are_in_the_report() -> None:

@@ -163,7 +163,7 @@ def calibrated(folder: Path) -> Path:
     """A static checkpoint of the bundled model: scales for the largest input of every layer over
     some problems that it learned."""
     shutil.copytree(ABACUS, folder, ignore=shutil.ignore_patterns("*.py"))
-    model = load_model(replace(read_spec(ABACUS), dtype=torch.float32), ABACUS, "cpu")
+    model = load_model(replace(read_spec(ABACUS), dtype_name="float32"), ABACUS, "cpu")
     largest: dict[str, float] = {}
 
     def watch(name: str) -> Any:

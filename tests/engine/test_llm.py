@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fusewright.config import UserError
 from fusewright.engine.llm import LLM
@@ -39,7 +42,7 @@ def test_outputs_are_in_the_order_of_the_prompts() -> None:
         assert output.prompt_token_ids == ids
         assert output.outputs[0].text == right(ids, param)
         assert output.finished and output.outputs[0].finish_reason in ("stop", "length")
-    assert not llm.engine.has_unfinished() and not llm._inbox
+    assert not llm.engine.has_unfinished()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,53 @@ def test_outputs_are_in_the_order_of_the_prompts() -> None:
 )
 def test_one_prompt_or_several(prompts: Any, count: int) -> None:
     assert len(toy_llm().generate(prompts, use_tqdm=False)) == count
+
+
+@pytest.mark.parametrize(
+    ("prompts", "right_ids"),
+    [
+        ((text for text in ("a", "b")), [[256, 97], [256, 98]]),
+        (iter([1, 2]), [[1, 2]]),
+        (np.array([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]], np.uint8), [[1, 2], [3, 4]]),
+        ([np.int64(1), 2], [[1, 2]]),
+        ([torch.tensor([1, 2]), "a"], [[1, 2], [256, 97]]),
+        ({"prompt_token_ids": np.array([1, 2])}, [[1, 2]]),
+    ],
+)
+def test_any_iterable_is_several_prompts_and_arrays_are_token_ids(
+    prompts: Any, right_ids: list[list[int]]
+) -> None:
+    params = (SamplingParams(max_tokens=1) for _ in right_ids)
+    outputs = toy_llm().generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == right_ids
+    assert {type(token) for output in outputs for token in output.prompt_token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "prompts=None: expected text, token ids, or several of them"),
+        ((5,), "prompts=5: expected text"),
+        ((b"1+1=",), r"prompt of type bytes: expected text.*; use \.decode\(\)"),
+        ((["a", b"1+1="],), r"prompt of type bytes: .*use \.decode\(\)"),
+        ((bytearray(b"1"),), r"prompt of type bytearray: .*use \.decode\(\)"),
+        (({"prompt_token_ids": b"12"},), r"prompt of type bytes: .*use \.decode\(\)"),
+        ((np.array([1.5]),), "prompt of type float: expected text"),
+        (([np.array([1.5])],), r"prompt token id 1\.5: expected an integer"),
+        (("a", {"max_tokens": 3}), r"sampling_params is a dict: .*SamplingParams\(\*\*params\)"),
+        (("a", [{"max_tokens": 3}]), "sampling_params is a dict"),
+        (("a", 5), "sampling_params=5: expected one for each prompt"),
+        (("a", [5]), "sampling_params=5: expected SamplingParams"),
+        (("a", "greedy"), "sampling_params='greedy': expected SamplingParams"),
+    ],
+)
+def test_what_is_no_prompt_or_no_parameter_is_one_error(
+    arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        toy_llm().generate(*arguments, use_tqdm=False)
+    assert "\n" not in str(error.value)
 
 
 def test_no_prompts_give_no_outputs() -> None:
@@ -95,7 +145,7 @@ def test_a_bad_prompt_among_good_ones_generates_nothing() -> None:
     llm = toy_llm()
     with pytest.raises(UserError, match="prompt is empty"):
         llm.generate(["a", "", "b"], use_tqdm=False)
-    assert not llm.engine.has_unfinished() and not llm._inbox
+    assert not llm.engine.has_unfinished()
     assert llm.generate("a", use_tqdm=False)[0].finished
 
 
@@ -108,6 +158,51 @@ def test_chat_uses_the_template() -> None:
     assert len(llm.chat([[message], [message]], LONG, use_tqdm=False)) == 2
     with pytest.raises(UserError, match="messages is empty"):
         llm.chat([], LONG, use_tqdm=False)
+    (one,) = llm.chat((m for m in [message]), LONG, chat_template_kwargs={"x": 1}, use_tqdm=False)
+    assert one.prompt_token_ids == [256, *b"1+2="]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "error"),
+    [
+        ("1+2", {}, "messages is of type str: expected a list of"),
+        ({"role": "user", "content": "1+2"}, {}, "messages is of type dict: expected a list of"),
+        (None, {}, "messages is of type NoneType: expected a list of"),
+        (["1+2"], {}, "messages '1\\+2': expected a list of"),
+        ([[]], {}, "messages is empty"),
+        ([], {"continue_final_message": True}, "continue_final_message is not supported"),
+        ([], {"chat_template": "x"}, "chat_template is not supported"),
+    ],
+)
+def test_what_is_no_conversation_is_one_error(
+    messages: Any, options: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(UserError, match=error):
+        toy_llm().chat(messages, LONG, use_tqdm=False, **options)
+
+
+def test_the_tokenizer_encodes_and_decodes() -> None:
+    tokenizer = toy_llm().get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
+    with pytest.raises(UserError, match="no such file"):
+        LLM.from_engine(Setup().engine(tokenizer=None)).get_tokenizer()
+
+
+def test_ten_seconds_of_steps_are_a_line_in_the_log(said: list[logging.LogRecord]) -> None:
+    llm = toy_llm(prefix_caching=True)
+    engine = llm.engine
+    llm.generate(["abcdefgh"] * 3, SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    stream = llm.stream("abcdefgh", LONG)
+    next(stream)
+    assert engine.stats is not None and not said
+    engine.stats.add_step(20.0)
+    (line,) = [record.getMessage() for record in said]
+    assert line.startswith("prompts 1.8 tokens/s, output 0.8 tokens/s; 1 requests running, 0 wait")
+    assert "KV cache 4.7 % in use" in line and said[0].name.startswith("fusewright.")
+    engine.stats.add_step(9.0)
+    assert len(said) == 1
+    engine.stats = None
+    assert len(list(stream)) == 19
 
 
 def test_params_for_each_prompt_must_match_them() -> None:

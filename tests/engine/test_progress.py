@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fusewright.compiler.compiled import LOOKUPS
 from fusewright.engine.progress import show_progress
 
 
@@ -34,3 +35,22 @@ def test_bars_and_spinners_show_on_a_terminal_only(
     assert ("Loading weights" in text) == stderr.isatty()
     assert ("50%" in text and "Compiling: trace" in text) == stderr.isatty()
     assert bool(text) == stderr.isatty()
+
+
+def test_a_spinner_shows_with_the_first_phase_that_is_not_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    told = []
+    for phases in (["find artifact", "load"], ["find artifact", "trace", "load"]):
+        stderr = Terminal()
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with show_progress() as progress, progress.status("Compiling", quiet=LOOKUPS) as say:
+            for phase in phases:
+                say(phase)
+                assert progress._display is not None
+                progress._display.refresh()
+        told.append(stderr.getvalue())
+    assert "Compiling" not in told[0]
+    assert "Compiling: trace" in told[1]
+    assert "Compiling: load" in told[1]

@@ -18,6 +18,7 @@ from fusewright.engine.tokenizer import Tokenizer, find_eos_token_ids, load_toke
 from .toy import TOKENIZER
 
 USER = {"role": "user", "content": "1+2"}
+TEXT = {"type": "text", "text": "1+2"}
 DEFAULT = SamplingParams()
 
 
@@ -130,10 +131,50 @@ def test_a_bad_template_is_one_error(source: str, message: str) -> None:
         ChatTemplate(source, {}, "chat.jinja").render([USER])
 
 
-@pytest.mark.parametrize("messages", [[], ["hi"], [{"content": "x"}]])
-def test_bad_messages_are_refused(messages: list[Any]) -> None:
-    with pytest.raises(UserError, match="message"):
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([], "messages is empty"),
+        (["hi"], "message 'hi': expected"),
+        ("hi", "messages 'hi': expected a list"),
+        ({"role": "user", "content": "x"}, "expected a list"),
+        ([{"content": "x"}], "expected {'role'"),
+        ([{"role": "user"}], r"message 0 \(user\) has no content: expected text"),
+        ([USER, {"role": "assistant", "content": None}], r"message 1 \(assistant\) has no content"),
+        ([{"role": "user", "content": 5}], r"message 0 \(user\) has content=5: expected text"),
+        ([{"role": "user", "content": []}], r"has content=\[\]: expected text"),
+        ([{"role": "usr", "content": "x"}], "message 0: role 'usr': expected system, developer"),
+        ([{"role": 5, "content": "x"}], "message 0: role 5: expected system"),
+        (
+            [{"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": "x"}}]}],
+            "message 0 has a part of type 'image_url': models here read text alone",
+        ),
+        ([{"role": "user", "content": [{"text": "x"}]}], "message 0 has the part {'text': 'x'}"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has the part"),
+    ],
+)
+def test_bad_messages_are_refused(messages: Any, error: str) -> None:
+    with pytest.raises(UserError, match=error):
         inputs().chat_prompt(messages)
+
+
+def test_content_parts_are_their_text() -> None:
+    one = inputs().chat_prompt([{"role": "user", "content": [TEXT]}])
+    assert one == inputs().chat_prompt([USER])
+    template = ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}", {}, "x")
+    parts = [TEXT, {"type": "text", "text": "more"}]
+    assert template.render([{"role": "user", "content": parts}, USER]) == "<1+2\nmore><1+2>"
+
+
+def test_tool_calls_and_the_roles_of_a_template_are_passed_on() -> None:
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content or m.tool_calls }};{% endfor %}"
+    messages = [{"role": "assistant", "tool_calls": [1]}, {"role": "tool", "content": "3"}]
+    assert ChatTemplate(source, {}, "x").render(messages) == "assistant:[1];tool:3;"
+    ipython = [{"role": "ipython", "content": "3"}]
+    named = source + "{# 'ipython' #}"
+    assert ChatTemplate(named, {}, "x").render(ipython) == "ipython:3;"
+    with pytest.raises(UserError, match="role 'ipython': expected"):
+        ChatTemplate(source, {}, "x").render(ipython)
 
 
 def test_a_model_without_template_says_so(tmp_path: Path) -> None:
@@ -168,6 +209,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"prompt_token_ids": [5]}, [5], None),
         ({"prompt_token_ids": [5], "prompt": "x"}, [5], "x"),
         ({"prompt": "a"}, [256, 97], "a"),
+        ({"prompt": "a", "multi_modal_data": None, "cache_salt": "x"}, [256, 97], "a"),
     ],
 )
 def test_forms_of_a_prompt(prompt: Any, ids: list[int], text: str | None) -> None:
@@ -187,6 +229,10 @@ def test_forms_of_a_prompt(prompt: Any, ids: list[int], text: str | None) -> Non
         ([True], "token id True: expected an integer"),
         (["a"], "token id 'a': expected an integer"),
         ({"text": "a"}, r"keys \['text'\]"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data is not served; exp"),
+        ({"prompt": "a", "max_tokens": 3, "n": 2}, "max_tokens, n is not served"),
+        ({"prompt_embeds": [1.0]}, "prompt_embeds is not served"),
+        ({"prompt_token_ids": [5], "prompt": 5}, r"prompt has keys .*: expected prompt \(text\)"),
         ({"prompt_token_ids": 5}, r"prompt_token_ids \(a list of integers\)"),
         ({"prompt_token_ids": "ab", "prompt": "ab"}, r"prompt_token_ids \(a list of integers\)"),
         (7, "prompt of type int"),

@@ -18,6 +18,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fusewright.compiler.artifact import Artifact
 from fusewright.compiler.key import Key
 from fusewright.compiler.store import Store
+from tests.compiler.hostile import nest, zeros
+from tests.compiler.store_process import small_disk
 from tests.engine.start_process import (
     Sandbox,
     begin,
@@ -255,6 +257,23 @@ def other_torch(path: Path) -> None:
     shutil.rmtree(path)
 
 
+def large_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    zeros(200 * 2**20)(path / "manifest.json")
+
+
+def other_plan(path: Path) -> None:
+    """Put an artifact there that is whole, and cannot be run."""
+    manifest = Artifact.open(path).manifest
+    files = {name: Artifact.open(path).read(name) for name in manifest.files}
+    root = path.parent.parent
+    shutil.rmtree(path)
+    changed = files | {"plan.json": b'{"steps": [{"op": 1}]}'}
+    Store([root], write_to=root).publish(
+        Key(manifest.factors), changed, manifest.report, manifest.label
+    )
+
+
 @dataclass(frozen=True)
 class Damage:
     """``reason`` is what ``--require-cache`` says after ``harm`` was done to an artifact."""
@@ -274,6 +293,9 @@ DAMAGES = {
     "foreign owner": Damage(
         "belongs to uid 12345", lambda a: shutil.chown(a / "plan.json", user=12345)
     ),
+    "nested folders": Damage("folders nested more than 8 deep", lambda a: nest(a / "pieces", 100)),
+    "a manifest of 200 MB": Damage("209715200 bytes, expected at most", large_manifest),
+    "a plan of other things": Damage("plan.json: is not what fusewright writes", other_plan),
     "unsigned": Damage("signature.json: is missing", lambda a: None, ("--trusted-keys",)),
     "other torch": Damage(f"toolchain.torch: 0.1 -> {torch.__version__}", other_torch),
 }
@@ -350,3 +372,15 @@ def test_a_cache_that_cannot_be_written_is_a_warning(made: Made) -> None:
     ((code, out, err),) = done["told"]
     assert (code, answer(out), err.count("\n")) == (0, SUM, 1)
     assert f"{folder}/store cannot be written: what is compiled now will be compiled again" in err
+
+
+def test_a_cache_whose_disk_is_full_is_a_warning(made: Made, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        argv = made.argv(store=disk / "store")
+        done = run("commands", env=environment(tmp_path), argvs=[argv])
+        left = [list((disk / "store" / name).iterdir()) for name in ("artifacts", "tmp")]
+    ((code, out, err),) = done["told"]
+    assert (code, answer(out), err.count("\n")) == (0, SUM, 1), err
+    assert f"{disk}/store cannot be written: what is compiled now will be compiled again" in err
+    assert "No space left on device; free space" in err
+    assert left == [[], []]

@@ -26,7 +26,7 @@ from fusewright.graph_capture import (
 from fusewright.graph_capture.capture import _BYTES_A_GRAPH, _BYTES_A_STEP
 
 MAX_TOKENS, MAX_SEQS = 8, 4
-NAMES = ("input_ids", "positions", "seq_lens", "hidden", "mixed", "tail", "output", "tokens")
+NAMES = ("input_ids", "positions", "seq_lens", "hidden", "mixed", "tail", "output")
 SLOT = {name: i for i, name in enumerate(NAMES)}
 
 
@@ -47,26 +47,20 @@ def program(log: list[str]) -> Program:
         step("head", "output", False, "tail", "mixed"),
     ]
     names = ("input_ids", "positions", "seq_lens")
-    greedy = step("argmax", "tokens", False, "tail")
-    return Program(steps, SLOT, dict.fromkeys(names), SLOT["output"], greedy=greedy)
+    return Program(steps, SLOT, dict.fromkeys(names), SLOT["output"])
 
 
 def buffers() -> StepBuffers:
     return StepBuffers(torch.device("cpu"), max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_blocks=2)
 
 
-def dispatcher(
-    mode: str, sizes: tuple[int, ...] = (2, 4, 8), *, greedy: bool = False
-) -> Dispatcher:
-    config = CaptureConfig(CudagraphMode(mode), sizes, lazy=True)
-    return Dispatcher(config, MAX_SEQS, greedy=greedy)
+def dispatcher(mode: str, sizes: tuple[int, ...] = (2, 4, 8)) -> Dispatcher:
+    return Dispatcher(CaptureConfig(CudagraphMode(mode), sizes, lazy=True), MAX_SEQS)
 
 
-def captured(
-    mode: str, log: list[str], *, greedy: bool = False
-) -> tuple[Graphs, StepBuffers, RecordingGraphs]:
+def captured(mode: str, log: list[str]) -> tuple[Graphs, StepBuffers, RecordingGraphs]:
     made, backend = buffers(), RecordingGraphs()
-    graphs = Graphs(program(log), made, dispatcher(mode, greedy=greedy), backend)
+    graphs = Graphs(program(log), made, dispatcher(mode), backend)
     while graphs.capture_next():
         pass
     log.clear()
@@ -111,47 +105,6 @@ def test_a_full_graph_is_the_whole_program() -> None:
         replays = backend.replays
         assert torch.equal(graphs.replay_full(num_tokens, num_seqs), want)
         assert backend.replays == replays + 1
-
-
-def test_a_full_graph_of_a_greedy_step_ends_in_tokens() -> None:
-    """One graph more a size, of the same steps but the last."""
-    log: list[str] = []
-    graphs, made, backend = captured("FULL_AND_PIECEWISE", log, greedy=True)
-    assert graphs.num_captured == 13 and backend.captures == 16
-    views = fill(made, 4, 4)
-    tokens = program([]).ending(greedy=True).run(views)
-    logits = program([]).run(views)
-    assert torch.equal(graphs.replay_full(4, 4, greedy=True), tokens)
-    assert log == ["first", "attention", "last", "argmax"]
-    assert torch.equal(graphs.replay_full(4, 4), logits) and not torch.equal(tokens, logits)
-
-
-def test_piecewise_graphs_serve_steps_of_either_end() -> None:
-    log: list[str] = []
-    graphs, made, backend = captured("PIECEWISE", log, greedy=True)
-    assert graphs.num_captured == 3 and backend.captures == 6
-    views = fill(made, 4, 3)
-    tokens = program([]).ending(greedy=True).run(views)
-    assert torch.equal(graphs.replay_piecewise(4, views, greedy=True), tokens)
-    assert log == ["first", "attention", "last", "argmax"]
-    assert graphs._piecewise[4].env[SLOT["tokens"]] is None
-    assert torch.equal(graphs.replay_piecewise(4, views), program([]).run(views))
-
-
-def test_a_program_with_one_end_refuses_the_other() -> None:
-    whole = program([])
-    names = ("input_ids", "positions", "seq_lens")
-    logits_only = Program(whole.steps, SLOT, dict.fromkeys(names), SLOT["output"])
-    assert logits_only.ending(greedy=False) is logits_only
-    with pytest.raises(ValueError, match="this program has no greedy step"):
-        logits_only.ending(greedy=True)
-
-
-def test_what_is_bound_is_bound_for_both_ends() -> None:
-    whole, views = program([]), fill(buffers(), 4, 3)
-    whole.bind({"positions": views.pop("positions")})
-    for greedy in (False, True):
-        assert whole.ending(greedy=greedy).run(views).shape == (2,)
 
 
 def test_each_distinct_step_warms_up_once_a_size() -> None:
@@ -255,22 +208,6 @@ def test_the_largest_are_captured_anew_over_other_tensors() -> None:
     assert graphs.num_pending == 6 and graphs.predict_bytes() == predicted
     # Five FULL graphs of four steps; three piecewise ones of two parts.
     assert predicted == 5 * (_BYTES_A_GRAPH + 4 * _BYTES_A_STEP) + 3 * 2 * _BYTES_A_GRAPH
-
-
-def test_graphs_of_both_ends_are_captured_size_by_size() -> None:
-    log: list[str] = []
-    wanted = dispatcher("FULL_AND_PIECEWISE", (2, 4), greedy=True)
-    graphs = Graphs(program(log), buffers(), wanted, RecordingGraphs())
-    assert graphs.num_pending == wanted.num_graphs == 10
-    graphs.capture_largest()
-    assert graphs.num_pending == 8 and "argmax" not in log
-    graphs.ensure(Dispatch(GraphKind.PIECEWISE, 4, 3, greedy=True))  # captured as it is
-    assert graphs.num_pending == 8
-    graphs.ensure(Dispatch(GraphKind.FULL, 2, 2, greedy=True))
-    assert graphs.num_pending == 7 and "argmax" in log
-    while graphs.capture_next():
-        pass
-    assert graphs.num_captured == 10
 
 
 def test_a_step_waits_for_its_own_graph_only() -> None:

@@ -87,19 +87,6 @@ def test_every_choice_is_counted() -> None:
     assert chooser.report() == {"decode": {"FULL": 2}, "mixed": mixed}
 
 
-def test_steps_without_logits_are_counted_where_the_program_can_end_so() -> None:
-    config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2), True)
-    plain, either = Dispatcher(config, 2), Dispatcher(config, 2, greedy=True)
-    assert plain.choose(2, 2, uniform_decode=True, greedy=True) == Dispatch(FULL, 2, 2)
-    assert either.choose(2, 2, uniform_decode=True, greedy=True) == Dispatch(FULL, 2, 2, True)
-    assert either.choose(2, 2, uniform_decode=True) == Dispatch(FULL, 2, 2)
-    assert either.choose(2, 1, uniform_decode=False, greedy=True) == Dispatch(FULL, 2, 1, True)
-    assert plain.report() == {"decode": {"FULL": 1}}
-    counted = {"decode": {"FULL": 2}, "mixed": {"FULL": 1}, "greedy": {"FULL": 2}}
-    assert either.report() == counted
-    assert (plain.num_graphs, either.num_graphs) == (5, 8)
-
-
 def test_steps_beyond_the_sizes_are_counted_and_said_once(said: list[logging.LogRecord]) -> None:
     config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 8), True)
     made = Dispatcher(config, 20)

@@ -83,7 +83,7 @@ def test_every_tensor_lands_in_its_place(
 
 def test_weights_are_cast_to_the_spec_s_dtype(folder: Path, device: torch.device) -> None:
     saved = load_file(folder / "model.safetensors")
-    spec = replace(read_spec(folder), dtype=torch.bfloat16)
+    spec = replace(read_spec(folder), dtype_name="bfloat16")
     model = load_model(spec, folder, device)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.norm.weight.cpu(), saved["model.norm.weight"].bfloat16())

@@ -124,7 +124,7 @@ def test_online_weights_are_those_of_the_checkpoint_quantized(
     kind: QuantKind, max_shard_size: str, tmp_path: Path, device: torch.device
 ) -> None:
     saved = TINY.save(tmp_path, max_shard_size=max_shard_size).state_dict()
-    spec = replace(read_spec(tmp_path), dtype=torch.bfloat16)
+    spec = replace(read_spec(tmp_path), dtype_name="bfloat16")
     model = load_model(quantize_online(spec, kind), tmp_path, device)
     for name in LINEARS:
         parts = [saved[f"model.layers.1.{p}.weight"] for p in FUSED[name]]
@@ -160,7 +160,7 @@ def test_dummy_weights_are_those_of_the_unquantized_model(
     kind: QuantKind, tmp_path: Path, device: torch.device
 ) -> None:
     TINY.config().save_pretrained(tmp_path)
-    spec = replace(read_spec(tmp_path), dtype=torch.bfloat16)
+    spec = replace(read_spec(tmp_path), dtype_name="bfloat16")
     plain = load_model(spec, tmp_path, device, load_format="dummy", seed=5)
     model = load_model(quantize_online(spec, kind), tmp_path, device, load_format="dummy", seed=5)
     assert torch.equal(model.lm_head.weight, plain.lm_head.weight)

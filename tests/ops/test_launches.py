@@ -95,8 +95,6 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield x, empty(m.intermediate, m.hidden, dtype=m.dtype), None
     elif op in ("gated_linear", "gated_linear_fp8", "linear_add_norm_linear"):
         yield from joined_calls(op, m, tokens)
-    elif op == "lm_head_argmax":
-        yield empty(seqs, m.hidden, dtype=m.dtype), empty(m.vocab, m.hidden, dtype=m.dtype)
     elif op == "linear_fp8":
         yield from linear_fp8_calls(m, tokens)
     elif "quant" in op:

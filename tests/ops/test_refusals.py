@@ -11,6 +11,7 @@ from fusewright.ops import BY_NAME
 
 SLOTS = torch.zeros(2, dtype=torch.int32)
 KEYS = torch.zeros(2, 1, 8)
+TABLE = torch.zeros(2, 8)
 # op, what is wrong, arguments, what the message must contain
 REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("silu_mul", "odd width", (torch.zeros(2, 5),), "last dimension 5"),
@@ -18,6 +19,7 @@ REFUSED: list[tuple[str, str, tuple[Any, ...], str]] = [
     ("linear", "features", (torch.zeros(2, 5), torch.zeros(3, 4), None), "in_features 4"),
     ("linear", "dtypes", (KEYS[0], KEYS[0].half(), None), "float32 by torch.float16"),
     ("linear", "integers", (SLOTS[None], SLOTS[None], None), "int32 by torch.int32"),
+    ("rotary_embedding", "layout", (SLOTS, KEYS, KEYS, TABLE, "gptj"), "layout is 'gptj'"),
     ("kv_store", "heads", (KEYS, KEYS, torch.zeros(3, 2, 4, 2, 8), SLOTS), "disagree"),
     ("kv_store", "slots", (KEYS, KEYS, torch.zeros(3, 2, 4, 1, 8), SLOTS[:1]), "disagree"),
     ("kv_store", "values", (KEYS, KEYS[:1], torch.zeros(3, 2, 4, 1, 8), SLOTS), "disagree"),

@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from fusewright.config.rope import RopeParameters
 from fusewright.ops import rotary_embedding
-from fusewright.ops.rotary_cache import RopeParameters, build_cos_sin_cache
+from fusewright.ops.rotary_cache import build_cos_sin_cache
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 # name -> (our parameters, Hugging Face's rope_parameters without theta)

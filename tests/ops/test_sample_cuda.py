@@ -135,23 +135,29 @@ def check_kept(values: Tensor, args: tuple[Any, ...], found: Tensor, place: str)
 
 
 def check(kernel: Callable[..., Tensor], logits: Tensor, gen: torch.Generator, where: str) -> None:
-    """What rows keep, what is drawn of it; a second run and a row by itself say the same."""
+    """What rows keep, what is drawn of it, and which have no token; a second run and a row by
+    itself say the same."""
     num_seqs, vocab = logits.shape
-    values = clean_logits(logits)
     for filters, args in calls(logits, gen):
         place = f"{where}, filters {filters!r}"
         found = torch.full((num_seqs,), 7.0, device="cuda")
         tokens = kernel(*args, found)
-        check_kept(values, args, found, place)
-        draws, temperature = (args[1] > 0)[:, None], args[1].clamp(min=0.1)[:, None]
-        noisy = values / temperature + gumbel_noise(*args[5:], vocab)
-        noisy = torch.where(values >= found[:, None], noisy, -torch.inf)
+        expected = SAMPLE.reference(*args)
+        good = expected >= 0
+        assert torch.equal(tokens[~good], expected[~good]), place
+        assert (found[~good] == -torch.inf).all(), place
+        rows = tuple(a[good] if isinstance(a, Tensor) else a for a in args)
+        values, kept = clean_logits(rows[0]), found[good]
+        check_kept(values, rows, kept, place)
+        draws, temperature = (rows[1] > 0)[:, None], rows[1].clamp(min=0.1)[:, None]
+        noisy = values / temperature + gumbel_noise(*rows[5:], vocab)
+        noisy = torch.where(values >= kept[:, None], noisy, -torch.inf)
         noisy = torch.where(draws, noisy, values)
         first, best = noisy.argmax(-1), noisy.amax(-1)
         # Noise may be off by a few roundings: of two that are as close either may win.
-        drawn = noisy.gather(-1, tokens[:, None].long())[:, 0]
+        drawn = noisy.gather(-1, tokens[good, None].long())[:, 0]
         near = best.isfinite() & (drawn >= best - 4e-7 * best.abs().clamp(min=1.0))
-        assert ((tokens == first) | near).all(), place
+        assert ((tokens[good] == first) | near).all(), place
         again = found.clone()
         assert torch.equal(kernel(*args, again), tokens) and torch.equal(again, found), place
         for row in (1, num_seqs - 1):
@@ -160,12 +166,16 @@ def check(kernel: Callable[..., Tensor], logits: Tensor, gen: torch.Generator, w
 
 
 def spoiled(normal: Tensor) -> Tensor:
-    """Rows with NaN, infinities, and nothing else."""
+    """Rows with NaN of both signs, infinities, and nothing else."""
     logits = 3 * normal
-    logits[:, ::3] = torch.nan
+    logits[::2, ::3] = -torch.inf
     logits[0], logits[2] = -torch.inf, torch.nan
     logits[1, normal.shape[1] // 2] = torch.inf
     logits[3, :-1], logits[3, -1] = -torch.inf, -5.0
+    logits[4, normal.shape[1] // 2] = torch.inf
+    logits[5, -1], logits[6, 0] = -torch.nan, -torch.nan
+    logits[7, normal.shape[1] // 2], logits[8, -1] = torch.nan, torch.nan
+    logits[9::6, ::3] = torch.nan
     return logits
 
 

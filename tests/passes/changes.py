@@ -169,15 +169,6 @@ def swapped_results(graph: fx.Graph) -> None:
     output.args = (tuple(reversed(output.args[0])),)
 
 
-def negated_result(graph: fx.Graph) -> None:
-    (output,) = graph.find_nodes(op="output")
-    with graph.inserting_before(output):
-        first, *rest = output.args[0]
-        wrong = graph.call_function(operator.neg, (first,))
-        wrong.meta["example_value"] = -first.meta["example_value"]
-    output.args = ((wrong, *rest),)
-
-
 def wrong_constant(graph: fx.Graph) -> None:
     node = next(n for n in graph.nodes if n.target is operator.truediv)
     node.args = (node.args[0], 3.01)

@@ -106,12 +106,6 @@ def reduced_static(x: Tensor, r: Tensor, w: Tensor, s: Tensor) -> Any:
     return ops.quant_fp8_static(ops.rms_norm(total, w, 1e-5), scale), total
 
 
-def head(x: Tensor, starts: Tensor, w: Tensor) -> Any:
-    w = w.view(SIZE, SIZE)
-    last = ops.gather_last_token(x, starts)
-    return ops.linear(last, w, None)
-
-
 def stores(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> Any:
     unchanged = k.view(k.shape)
     ops.kv_store(unchanged, v, kv, slots)
@@ -155,7 +149,7 @@ def _given(model: Callable[..., Any]) -> dict[str, Tensor]:
     given = {name: value for name, value in _inputs().items() if name in names}
     if model is attention:
         given["table"] = torch.randint(0, 3, (TOKENS, 3)).int()
-    if model in (gated, gated_fp8, between_products, head):
+    if model in (gated, gated_fp8, between_products):
         given["w"] = hidden(dtype=torch.bfloat16, size=SIZE, tokens=SIZE).flatten()
     if model is stores:
         given["kv"] = given["kv"].to(torch.bfloat16)

@@ -248,6 +248,21 @@ def test_layer_norm_by_hand_keeps_its_mean() -> None:
     assert targets(gm) == ["mean.dim", "sub.Tensor", "rms_norm.default"]
 
 
+def test_a_layer_norm_that_subtracts_its_mean_twice_is_no_site() -> None:
+    """As Cohere: what is squared and what is scaled are two nodes."""
+
+    def layer_norm(x: Tensor, w: Tensor) -> Tensor:
+        wide = x.float()
+        mean = wide.mean(-1, keepdim=True)
+        variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+        normed = (wide - mean) * torch.rsqrt(variance + 1e-6)
+        return (w.float() * normed).to(x.dtype)
+
+    for dtype in (torch.float32, BF16):
+        gm = aten(layer_norm, x=hidden(dtype=dtype), w=torch.randn(32).to(dtype))
+        assert raised(gm).sites == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(
     "change",

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright import ops
-from fusewright.passes import build_passes, run_passes
+from fusewright.passes import VerificationError, build_passes, run_passes
+from tests.passes.changes import Change, apply, put
 from tests.passes.graphs import aten, capture, hidden, targets
+from tests.passes.test_mutations import Mutation, Spoiled
 
 
 def silu(x: Tensor) -> Tensor:
@@ -76,6 +78,12 @@ PACKED = [
 ]  # fmt: skip
 
 
+def clamped_first(x: Tensor) -> Tensor:
+    """``silu_mul`` of the clamped gate: its limit is not up's."""
+    gate = x[..., : x.shape[-1] // 2].clamp(max=1.0)
+    return gate * torch.sigmoid(gate) * x[..., x.shape[-1] // 2 :]
+
+
 def swapped(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(up) * gate
@@ -95,7 +103,7 @@ def two_wide_products(x: Tensor) -> Tensor:
     return (up.float() * F.gelu(gate.float(), approximate="tanh")).to(x.dtype)
 
 
-APART = [swapped, first_of_three, two_products, two_wide_products]
+APART = [clamped_first, swapped, first_of_three, two_products, two_wide_products]
 
 
 def names(fn: Any) -> Any:
@@ -175,6 +183,117 @@ def transposed(x: Tensor) -> Tensor:
 def promoted(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up.double()
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss."""
+    gate, up = gate.clamp(min=None, max=7.0), up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def clamped_pairs(x: Tensor) -> Tensor:
+    return clamped(x[..., ::2], x[..., 1::2])
+
+
+def clamped_halves(x: Tensor) -> Tensor:
+    return clamped(*x.chunk(2, dim=-1))
+
+
+def clamped_apart(x: Tensor) -> Tensor:
+    return clamped(x + 1, x - 1)
+
+
+def swapped_pairs(x: Tensor) -> Tensor:
+    return clamped(x[..., 1::2], x[..., ::2])
+
+
+def only_limits(x: Tensor) -> Tensor:
+    gate, up = torch.clamp(x[:, ::2], max=2), torch.clamp(x[:, 1::2], -2, 2)
+    return gate * gate.sigmoid() * up
+
+
+CLAMPED: list[tuple[Callable[[Tensor], Tensor], tuple[Any, ...]]] = [
+    (clamped_pairs, (None, 1.702, 7.0, 1.0, True)),
+    (clamped_halves, (None, 1.702, 7.0, 1.0)),
+    (clamped_apart, (..., 1.702, 7.0, 1.0)),
+    (swapped_pairs, (..., 1.702, 7.0, 1.0)),
+    (only_limits, (None, 1.0, 2, 0.0, True)),
+]
+
+
+@pytest.mark.parametrize("graph", [capture, aten], ids=names)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("fn", "attributes"), CLAMPED, ids=names)
+def test_a_clamped_gate_becomes_one_op(
+    fn: Any, attributes: tuple[Any, ...], dtype: torch.dtype, graph: Any
+) -> None:
+    gm = graph(fn, x=hidden(dtype=dtype, size=64))
+    _, report = run_passes(gm, build_passes(["cleanup", "fuse_act"]), verify=True)
+    assert report.matched == 1 and not report.missed
+    (call,) = (node for node in gm.graph.nodes if "silu_mul" in str(node.target))
+    given = call.args[1:]
+    assert given[1:] == attributes[1:] and (given[0] is None) == (attributes[0] is None)
+    assert "sigmoid.default" not in targets(gm) and "clamp.default" not in targets(gm)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [put(2, 1.0), put(3, 5.0), put(3, None), put(4, 0.0), put(5, False), apply(0, "roll", 1, -1)],
+)
+def test_wrong_attributes_of_a_gate_are_caught(change: Change) -> None:
+    (rule,) = build_passes(["fuse_act"])
+    for dtype in (torch.float32, torch.bfloat16):
+        gm = aten(clamped_pairs, x=hidden(dtype=dtype, size=64, tokens=64))
+        spoiled = Spoiled(rule, Mutation("", "fuse_act", clamped_pairs, inside=change))
+        with pytest.raises(VerificationError):
+            run_passes(gm, [spoiled], verify=True)
+
+
+def two_limits(x: Tensor) -> Tensor:
+    gate = x[:, ::2].clamp(max=7.0)
+    return gate * torch.sigmoid(gate * 1.702) * x[:, 1::2].clamp(-6.0, 7.0)
+
+
+def gate_from_below(x: Tensor) -> Tensor:
+    gate = x[:, ::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(gate * 1.702) * x[:, 1::2].clamp(-7.0, 7.0)
+
+
+def cast_on_the_way(x: Tensor) -> Tensor:
+    gate = x[:, ::2].clamp(max=7.0)
+    glu = (gate * torch.sigmoid(gate * 1.702)).bfloat16()
+    return glu * x[:, 1::2].clamp(-7.0, 7.0)
+
+
+def double_gate(x: Tensor) -> Tensor:
+    return clamped_pairs(x.double())
+
+
+def clamped_then_added(x: Tensor) -> Tensor:
+    gate = x[:, ::2].clamp(max=7.0)
+    return gate * torch.sigmoid(gate * 1.702) + x[:, 1::2]
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (two_limits, "the gate is clamped to (None, 7.0), up to (-6.0, 7.0): no limit of both"),
+        (
+            gate_from_below,
+            "the gate is clamped to (-7.0, 7.0), up to (-7.0, 7.0): no limit of both",
+        ),
+        (cast_on_the_way, "the activation feeds _to_copy, not a product"),
+        (double_gate, "it is computed in torch.float64: expected one dtype, that the op takes"),
+        (clamped_then_added, "the activation feeds add, not a product"),
+    ],
+    ids=names,
+)
+def test_gates_that_are_near_are_left_and_explained(fn: Any, reason: str) -> None:
+    gm = aten(fn, x=hidden(size=48))
+    before = targets(gm)
+    (report,) = run_passes(gm, build_passes(["fuse_act"]), verify=True)
+    assert [site.reason for site in report.missed] == [reason]
+    assert targets(gm) == before
 
 
 @pytest.mark.parametrize(

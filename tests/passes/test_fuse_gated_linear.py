@@ -38,6 +38,10 @@ def no_product(x: Tensor, weight: Tensor) -> Tensor:
     return ops.silu_mul(x * weight[0, 0])
 
 
+def clamped(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.silu_mul(ops.linear(x, weight), None, 1.702, 7.0, 1.0, True)
+
+
 def inputs() -> tuple[Tensor, Tensor]:
     """x, and the weight flat: of two dimensions its first would be captured as dynamic."""
     return hidden(dtype=torch.bfloat16), torch.randn(48 * 32).bfloat16()
@@ -66,6 +70,7 @@ def test_they_become_one_op_and_no_bit_changes(model: Model) -> None:
         (with_bias, "the product has a bias"),
         (read_twice, "has 2 users, not the activation alone"),
         (no_product, "not from a linear layer"),
+        (clamped, "interleaved=True), for which there is no fused kernel"),
     ],
 )
 def test_a_miss_says_why(model: Model, reason: str) -> None:

@@ -209,6 +209,13 @@ def _two_eps(**t: Tensor) -> Tensor:
     return q
 
 
+def _pairs(**t: Tensor) -> Tensor:
+    q, k, v = heads(t["qkv"])
+    q, k = ops.rotary_embedding(t["positions"], q, k, t["table"], "pairs")
+    store(t, k, v)
+    return q
+
+
 def _norm_read_too(**t: Tensor) -> Tensor:
     q, k = normed(t)
     rotated_q, k = rotated(t, q, k)
@@ -233,6 +240,7 @@ def _norm_read_too(**t: Tensor) -> Tensor:
         ),
         (_one_norm, "of q and k, only one is normed, by rms_norm_default"),
         (_two_eps, "q is normed with eps 1e-06, k with 1e-05"),
+        (_pairs, "it rotates pairs, for which there is no fused kernel"),
         (_norm_read_too, "q_1 has 2 users, not the rotary embedding alone"),
     ],
 )

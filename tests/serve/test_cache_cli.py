@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -20,10 +21,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fusewright.compiler.artifact import Artifact
-from fusewright.compiler.store import Store
+from fusewright.compiler.key import Key
+from fusewright.compiler.store import Store, open_store
 from fusewright.serve.cache import parse_size
 from fusewright.serve.cli import main
-from tests.compiler.store_process import FILES, key, own, publish
+from fusewright.serve.flags import engine_flags
+from tests.compiler.store_process import FILES, key, own, publish, small_disk
 
 
 class Cli:
@@ -231,3 +234,101 @@ def test_the_cache_is_managed_without_torch(tmp_path: Path, store: Store) -> Non
 def test_cache_alone_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache"]) == 2
     assert "verify" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("age", ["-5", "-0.001", "nan", "inf", "-inf", "1e400"])
+def test_an_age_that_is_no_number_of_days_removes_nothing(age: str, store: Store, cli: Cli) -> None:
+    publish(store)
+    text = cli("prune", "--older-than", age, code=2)
+    assert f"--older-than {float(age)}: expected a number of days, 0 or more" in text
+    assert store.find(key()) is not None
+
+
+@pytest.mark.parametrize("size", ["-5", "nan", "inf", "1e400", "9" * 400, "1" * 5000, "²", ""])
+def test_a_size_that_is_none_removes_nothing(size: str, store: Store, cli: Cli) -> None:
+    publish(store)
+    assert "expected a size such as 10GB" in cli("prune", f"--max-size={size}", code=2)
+    assert store.find(key()) is not None
+
+
+def test_prune_takes_all_or_what_to_keep(store: Store, cli: Cli) -> None:
+    publish(store)
+    for flags in (["--max-size", "1GB"], ["--older-than", "3"]):
+        assert "--all removes what" in cli("prune", "--all", *flags, code=2)
+    assert store.find(key()) is not None
+
+
+def test_lists_of_folders_mean_the_same_to_the_cache_and_to_the_engine(
+    tmp_path: Path, cli: Cli
+) -> None:
+    for number in range(4):
+        publish(own(tmp_path / f"store{number}"), number)
+    names = [f"{tmp_path}/store{number}" for number in range(4)]
+    flags = [f"{names[0]},{names[1]}:{names[2]}", "--compile-cache-dir", names[3]]
+    listed = [entry["label"] for entry in cli.json("ls", "--compile-cache-dir", *flags)]
+    assert listed == [f"sample {number}" for number in range(4)]
+    seen: list[tuple[str, ...]] = []
+    engine = typer.Typer()
+
+    @engine.command()
+    @engine_flags
+    def command(engine: dict[str, Any]) -> None:
+        seen.append(engine["compile_cache_dir"])
+
+    engine(["--compile-cache-dir", *flags], standalone_mode=False)
+    paths = open_store(seen[0]).search_paths
+    assert paths == (tmp_path / "baked", *map(Path, names))
+
+
+def test_ls_tells_equal_labels_apart(tmp_path: Path, store: Store, cli: Cli) -> None:
+    factors = [
+        {"dtype": "bfloat16", "torch": "2.11", "source.a": "1", "source.b": "1"},
+        {"dtype": "float16", "torch": "2.11", "source.a": "1", "source.b": "1"},
+        {"dtype": "float16", "torch": "2.11", "source.a": "2", "source.b": "3"},
+    ]
+    for each in factors:
+        store.publish(Key(each), FILES, {}, "one label")
+    publish(store)
+    rows = {line.split()[0]: line for line in cli("ls").splitlines()[2:]}
+    texts = [rows[Key(each).digest[:12]] for each in factors]
+    assert [text.count("dtype=") for text in texts] == [1, 1, 1]
+    assert len({text.split("(")[1].split(")")[0] for text in texts}) == 3
+    assert not any("torch" in text or "source." in text for text in texts)
+    assert "(" not in rows[key().digest[:12]]
+    apart = {entry["key"]: entry["apart"] for entry in cli.json("ls")}
+    assert apart[Key(factors[0]).digest]["dtype"] == "bfloat16"
+    assert apart[key().digest] == {}
+
+
+def test_show_prints_a_report_of_another_shape(store: Store, cli: Cli) -> None:
+    report = {"passes": [{"checks": 1}, {"checks": [{"site": "\x1b[2J"}]}]}
+    store.publish(key(), FILES, report, "odd")
+    text = cli("show", key().digest)
+    assert "\x1b" not in text
+    assert '"checks": 1' in text
+
+
+# Exports that cannot be made
+
+
+@pytest.mark.parametrize("name", ["image.tar", "image"])
+def test_an_export_does_not_write_over_what_is_there(name: str, store: Store, cli: Cli) -> None:
+    publish(store)
+    place = cli.root.parent / name
+    taken = place if name.endswith(".tar") else place / "artifacts" / key().digest
+    taken.parent.mkdir(parents=True, exist_ok=True)
+    taken.write_bytes(b"mine")
+    text = cli("export", key().digest, place, code=2)
+    assert f"{taken}: exists; delete it or give another destination" in text
+    assert taken.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["image.tar", "image", "new/image"])
+def test_an_export_to_a_full_disk_leaves_nothing(
+    name: str, tmp_path: Path, store: Store, cli: Cli
+) -> None:
+    publish(store, files={f"{n}": os.urandom(30_000) for n in range(4)})
+    with small_disk(tmp_path / "disk", 64) as disk:
+        text = cli("export", key().digest, disk / name, code=2)
+        assert "cannot be written: No space left on device; give another destination" in text
+        assert list(disk.iterdir()) == []

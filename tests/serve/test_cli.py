@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import typer
 
 from fusewright import __version__
-from fusewright.config import LEVELS, EngineOptions, option_specs
+from fusewright.config import LEVELS, OPT_IN, PASSES, EngineOptions, option_specs
 from fusewright.engine.sampling_params import SamplingParams
 from fusewright.serve.cli import main
 from fusewright.serve.env import collect
@@ -76,7 +77,7 @@ def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str])
 def test_help_names_every_engine_flag_in_full(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "-h"]) == 0
+    assert main([command, "--help-all"]) == 0
     words = set(capsys.readouterr().out.replace(",", " ").split())
     assert {spec.flag for spec in option_specs()} <= words
     assert {spec.name for spec in option_specs()} == {f.name for f in fields(EngineOptions)}
@@ -297,12 +298,18 @@ def test_the_exit_code_reaches_the_shell(program: list[str]) -> None:
 
 def test_explain_levels_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--levels"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == [f"-O{n}" for n in LEVELS]
-    for line, level in zip(lines[2:], LEVELS.values(), strict=True):
-        assert level.cudagraph_mode.value in line.split()
-        assert line.endswith(level.summary)
-        assert (",".join(level.passes) or "-") in line.split()
+    summaries, switches = capsys.readouterr().out.split("\n\n")
+    for line, (number, level) in zip(summaries.splitlines(), LEVELS.items(), strict=True):
+        assert line == f"-O{number}  {level.summary}"
+    heading, _, *lines = switches.splitlines()
+    assert heading.split() == [f"-O{number}" for number in LEVELS]
+    cells = {line[:23].strip(): re.split(r"  +", line[23:]) for line in lines}
+    assert cells["CUDA graphs"] == [level.cudagraph_mode.value for level in LEVELS.values()]
+    assert cells["tuned"] == ["yes" if level.tune else "-" for level in LEVELS.values()]
+    for name in PASSES:
+        for cell, level in zip(cells[name], LEVELS.values(), strict=True):
+            assert (cell == "yes") == (name in level.passes)
+            assert (cell == "where it gains") == (name in OPT_IN and level.hand_kernels)
 
 
 def test_env_reports_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@ one with random weights; and what each kind of bad input is told."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -145,13 +147,47 @@ def test_eval_of_random_weights_finds_nothing(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_demo_prints_solutions_level_fusions_and_times() -> None:
-    code = "import sys; from fusewright.serve.cli import main; sys.exit(main(['demo']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+def test_demo_prints_solutions_level_fusions_and_times(tmp_path: Path) -> None:
+    code = "import sys; from fusewright.serve.cli import main; sys.exit(main(sys.argv[1:]))"
+    # A store of its own: the first start compiles, and the demo starts once more.
+    command = [sys.executable, "-c", code, "demo", "--compile-cache-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 32
+    assert lines[0].startswith("fusewright demo: abacus")
     assert done.stdout.count("✓") >= 11, done.stdout
-    for expected in ("level -O2", "fuse_add_norm", "fuse_act", "generated in"):
+    for expected in ("level -O2", "fuse_add_norm", "fuse_act", "12 solved"):
         assert expected in done.stdout
+    assert not re.search(r"^\w+ +0 +0 +0$", done.stdout, re.M)
+    first, again = (
+        re.search(words + r" ([\d.]+) s \(", done.stdout)
+        for words in ("ready after", "the next start, which finds the artifact, takes")
+    )
+    assert first and again, done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_demo_has_colours_on_a_terminal_unless_no_color_is_set() -> None:
+    code = (
+        "import os, sys; from fusewright.serve.cli import main\n"
+        f"argv = ['demo', '-O0', '--per-task', '1', *{CPU!r}]\n"
+        "main(argv); os.environ['NO_COLOR'] = '1'; print('plain'); main(argv)"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=theirs, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(ours, 4096):
+            said += part
+    assert process.wait(timeout=60) == 0
+    coloured, plain = said.decode().split("\nplain")
+    assert "\x1b[32m  ✓" in coloured
+    assert "\x1b" not in plain
+    assert plain.count("✓") == coloured.count("✓") >= 5
 
 
 # Bad input: one line that names the thing and the remedy

@@ -1,10 +1,11 @@
-// fw_cuda::skinny_*: argument checks and the outputs; the work is in the header.
+// fw_cuda::skinny_*: argument checks and the outputs.
+#include "../common/binding.h"
+
 #include <optional>
 #include <string>
 #include <tuple>
 
-#include "../common/binding.h"
-#include "skinny_launch.cuh"
+#include "skinny.h"
 
 namespace fusewright::gemm {
 namespace {
@@ -14,7 +15,6 @@ constexpr const char* kLinearFp8 = "fw_cuda::skinny_linear_fp8";
 constexpr const char* kGatedLinear = "fw_cuda::skinny_gated_linear";
 constexpr const char* kGatedLinearFp8 = "fw_cuda::skinny_gated_linear_fp8";
 constexpr const char* kAddNorm = "fw_cuda::skinny_linear_add_norm_linear";
-constexpr const char* kArgmax = "fw_cuda::skinny_argmax";
 
 bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
 
@@ -98,21 +98,11 @@ void add_bias(const char* op, SkinnyLinearArgs& args, const std::optional<Tensor
   args.bias = bias->data_ptr();
 }
 
-Tensor empty(int64_t dims, const int64_t* sizes, int32_t dtype, const Tensor& x) {
-  const int64_t strides[] = {dims == 2 ? sizes[1] : 1, 1};
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dims, sizes, strides, dtype, aoti_torch_device_type_cuda(), x.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
-template <typename Format>
-void run(const char* op, const SkinnyLinearArgs& args, int32_t* token_ids, const Tensor& x,
+void run(const char* op, const SkinnyLinearArgs& args, Operands operands, const Tensor& x,
          const Tensor& weight) {
   if (args.num_tokens == 0 || args.out_features == 0) return;
   const cudaStream_t stream = current_stream(x.get_device_index());
-  const cudaError_t error =
-      launch_skinny_linear<Format>(args, token_ids, is_capturing(op, stream), stream);
+  const cudaError_t error = launch_skinny_linear(args, operands, is_capturing(op, stream), stream);
   if (error != cudaSuccess) {
     fail(op, "launch on x ", shape_of(x), " and weight ", shape_of(weight),
          " failed: ", cudaGetErrorString(error));
@@ -127,9 +117,9 @@ Epilogue gated_epilogue(const char* op, const std::string& activation) {
 
 Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
+  const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
   args.y = y.data_ptr();
-  run<Bf16>(op, args, nullptr, x, weight);
+  run(op, args, Operands::kBf16, x, weight);
   return y;
 }
 
@@ -170,33 +160,19 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
   first.residual = added(residual, "residual", first, x, true);
   first.norm_weight = added(norm_weight, "norm_weight", first, x, false);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor weighted = empty_matrix(first.num_tokens, first.out_features, x);
+  const Tensor weighted = empty({first.num_tokens, first.out_features}, dtype_of(x), x);
   const Epilogue epilogue = activation ? gated_epilogue(kAddNorm, *activation) : Epilogue::kLinear;
   auto second = describe(kAddNorm, weighted, next_weight, ScalarType::BFloat16, epilogue);
   if (activation && next_bias) fail(kAddNorm, "next_bias with an activation, expected one of them");
   add_bias(kAddNorm, second, next_bias, ScalarType::BFloat16, x);
-  const int64_t sizes[] = {first.num_tokens, first.out_features / kNormGroup};
-  const Tensor squares = empty(2, sizes, aoti_torch_dtype_float32(), x);
+  const int64_t groups = first.out_features / kNormGroup;
+  const Tensor squares = empty({first.num_tokens, groups}, aoti_torch_dtype_float32(), x);
   first.weighted = static_cast<__nv_bfloat16*>(weighted.data_ptr());
   first.squares_out = static_cast<float*>(squares.data_ptr());
   const Tensor total = run_bf16(kAddNorm, first, x, weight);
   second.squares = first.squares_out;
   second.eps = static_cast<float>(eps);
   return {run_bf16(kAddNorm, second, weighted, next_weight), total};
-}
-
-Tensor skinny_argmax(const Tensor& x, const Tensor& weight) {
-  auto args = describe(kArgmax, x, weight, ScalarType::BFloat16, Epilogue::kArgmax);
-  if (args.out_features == 0) {
-    fail(kArgmax, "weight has shape ", shape_of(weight), ", expected at least one row");
-  }
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t num_tokens = args.num_tokens, keys = num_tokens * max_blocks(args.out_features);
-  const Tensor largest = empty(1, &keys, aoti_torch_dtype_int32(), x);
-  const Tensor token_ids = empty(1, &num_tokens, aoti_torch_dtype_int32(), x);
-  args.largest = static_cast<uint32_t*>(largest.data_ptr());
-  run<Bf16>(kArgmax, args, static_cast<int32_t*>(token_ids.data_ptr()), x, weight);
-  return token_ids;
 }
 
 void check_scale(const char* op, const Tensor& t, const char* name, const Tensor& x) {
@@ -258,14 +234,10 @@ Tensor skinny_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& w
   add_bias(kLinearFp8, args, bias, out_dtype, x);
   const bool blocks = add_scales(kLinearFp8, args, x, x_scale, weight, weight_scale);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t sizes[] = {args.num_tokens, args.out_features};
-  const Tensor y = empty(2, sizes, dtype, x);
+  const Tensor y = empty({args.num_tokens, args.out_features}, dtype, x);
   args.y = y.data_ptr();
-  if (blocks) {
-    run<Fp8Blocks>(kLinearFp8, args, nullptr, x, weight);
-  } else {
-    run<Fp8>(kLinearFp8, args, nullptr, x, weight);
-  }
+  const Operands operands = blocks ? Operands::kFp8Blocks : Operands::kFp8;
+  run(kLinearFp8, args, operands, x, weight);
   return y;
 }
 
@@ -283,9 +255,9 @@ Tensor skinny_gated_linear_fp8(const Tensor& x, const Tensor& x_scale, const Ten
   }
   args.out_scale = static_cast<const float*>(out_scale.data_ptr());
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor y = empty_matrix(args.num_tokens, args.out_features, x);
+  const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
   args.y = y.data_ptr();
-  run<Fp8>(kGatedLinearFp8, args, nullptr, x, weight);
+  run(kGatedLinearFp8, args, Operands::kFp8, x, weight);
   return y;
 }
 
@@ -298,7 +270,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, "
       "float eps, Tensor next_weight, Tensor? next_bias, str? activation) -> (Tensor, Tensor)");
-  m.def("skinny_argmax(Tensor x, Tensor weight) -> Tensor");
   m.def(
       "skinny_linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
       "Tensor? bias, ScalarType out_dtype) -> Tensor");
@@ -312,7 +283,6 @@ STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("skinny_gated_linear", TORCH_BOX(&fusewright::gemm::skinny_gated_linear));
   m.impl("skinny_linear_add_norm_linear",
          TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));
-  m.impl("skinny_argmax", TORCH_BOX(&fusewright::gemm::skinny_argmax));
   m.impl("skinny_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_linear_fp8));
   m.impl("skinny_gated_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_gated_linear_fp8));
 }

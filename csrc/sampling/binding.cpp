@@ -1,8 +1,9 @@
-// fw_cuda::draw_tokens: argument checks and the output; the work is in the header.
+// fw_cuda::draw_tokens: argument checks and the output.
+#include "../common/binding.h"
+
 #include <optional>
 
-#include "../common/binding.h"
-#include "sample_launch.cuh"
+#include "sample.h"
 
 namespace fusewright::sampling {
 namespace {
@@ -28,13 +29,27 @@ const float* floats(const std::optional<Tensor>& t, const char* name, const Tens
   return t ? column<const float>(*t, name, ScalarType::Float, "float32", logits) : nullptr;
 }
 
-template <typename F>
-void run(SampleArgs& args, const Tensor& logits) {
-  if (args.vocab > kMaxVocab<F>) {
-    fail(kOp, "logits ", shape_of(logits), " have ", args.vocab, " columns, expected ",
-         kMaxVocab<F>, " or fewer of ", logits.element_size(), " bytes");
+Element element_of(const Tensor& logits) {
+  switch (logits.scalar_type()) {
+    case ScalarType::BFloat16:
+      return Element::kBFloat16;
+    case ScalarType::Half:
+      return Element::kHalf;
+    case ScalarType::Float:
+      return Element::kFloat;
+    default:
+      fail(kOp, "logits ", shape_of(logits), " have elements of ", logits.element_size(),
+           " bytes, expected bfloat16, float16 or float32");
   }
-  const cudaError_t error = launch_sample<F>(args, current_stream(logits.get_device_index()));
+}
+
+void run(const SampleArgs& args, const Tensor& logits) {
+  const Element element = element_of(logits);
+  if (args.vocab > max_vocab(element)) {
+    fail(kOp, "logits ", shape_of(logits), " have ", args.vocab, " columns, expected ",
+         max_vocab(element), " or fewer of ", logits.element_size(), " bytes");
+  }
+  const cudaError_t error = launch_sample(args, element, current_stream(logits.get_device_index()));
   if (error != cudaSuccess) {
     fail(kOp, "launch on logits ", shape_of(logits), " failed: ", cudaGetErrorString(error));
   }
@@ -66,24 +81,9 @@ Tensor draw_tokens(const Tensor& logits, const Tensor& temperature,
   args.thresholds = const_cast<float*>(floats(thresholds, "thresholds", logits));
 
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  const int64_t size = logits.size(0), stride = 1;
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int32(),
-                               aoti_torch_device_type_cuda(), logits.get_device_index(), &handle));
-  const Tensor token_ids(handle);
+  const Tensor token_ids = empty({logits.size(0)}, aoti_torch_dtype_int32(), logits);
   args.token_ids = static_cast<int*>(token_ids.data_ptr());
-  if (args.num_rows == 0) return token_ids;
-  if (logits.scalar_type() == ScalarType::BFloat16) {
-    run<BFloat16>(args, logits);
-  } else if (logits.scalar_type() == ScalarType::Half) {
-    run<Half>(args, logits);
-  } else if (logits.scalar_type() == ScalarType::Float) {
-    run<Float>(args, logits);
-  } else {
-    fail(kOp, "logits ", shape_of(logits), " have elements of ", logits.element_size(),
-         " bytes, expected bfloat16, float16 or float32");
-  }
+  if (args.num_rows > 0) run(args, logits);
   return token_ids;
 }
 

@@ -1,8 +1,8 @@
-// fw_cuda::prefill_attention: argument checks and the choice of types; the work is in the headers.
+// fw_cuda::prefill_attention: argument checks.
 #include <optional>
 
 #include "checks.h"
-#include "prefill.cuh"
+#include "prefill.h"
 
 namespace fusewright::attention {
 namespace {
@@ -24,13 +24,6 @@ void check_sizes(const Tensor& q, const Tensor& kv_cache, const Tensor& seq_lens
     fail(kOp, "q ", shape_of(q), " and kv_cache ", shape_of(kv_cache),
          ": expected fewer than 2^33 slots, and fewer than 2^31 pairs of a head and of 32 queries");
   }
-}
-
-template <typename E>
-cudaError_t run(const PrefillArgs& args, const PrefillShape& shape, cudaStream_t stream) {
-  return args.window > 0 || args.soft_cap > 0
-             ? launch_prefill<PrefillTile<E, true>>(args, shape, stream)
-             : launch_prefill<PrefillTile<E, false>>(args, shape, stream);
 }
 
 void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
@@ -70,9 +63,9 @@ void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
   const PrefillShape shape{q.data_ptr(), kv_cache.data_ptr(), q.size(0),
                            q.stride(0),  kv_cache.size(0),    kv_cache.size(3)};
   const cudaStream_t stream = current_stream(q.get_device_index());
-  const cudaError_t error = q.scalar_type() == ScalarType::BFloat16
-                                ? run<__nv_bfloat16>(args, shape, stream)
-                                : run<__half>(args, shape, stream);
+  const Element element =
+      q.scalar_type() == ScalarType::BFloat16 ? Element::kBFloat16 : Element::kHalf;
+  const cudaError_t error = launch_prefill(args, shape, element, stream);
   if (error != cudaSuccess) {
     fail(kOp, "launch on q ", shape_of(q), " and kv_cache ", shape_of(kv_cache),
          " failed: ", cudaGetErrorString(error));

@@ -1,9 +1,8 @@
-// fw_cuda::decode_attention: argument checks, scratch and the choice of types; the work is in the
-// headers.
+// fw_cuda::decode_attention: argument checks and scratch.
 #include <optional>
 
 #include "checks.h"
-#include "decode.cuh"
+#include "decode.h"
 
 namespace fusewright::attention {
 namespace {
@@ -40,51 +39,25 @@ void check_scales(const Call& call) {
   check_out(kOp, call.out, q, call.out_scale ? &*call.out_scale : nullptr);
 }
 
-Tensor empty_floats(int64_t count, const Tensor& like) {
-  const int64_t stride = 1;
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(1, &count, &stride, aoti_torch_dtype_float32(),
-                               aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
-template <typename Q, typename Kv, int kHeadDim, int kHeadTiles>
 void run(const Call& call, DecodeArgs& args) {
-  using T = Tile<Q, Kv, kHeadDim, kHeadTiles>;
-  const Limits* limits = nullptr;
-  cudaError_t error = limits_of<T>(limits);
+  const DecodeTypes types{call.q.scalar_type() == ScalarType::BFloat16,
+                          call.kv_cache.scalar_type() == ScalarType::Float8_e4m3fn,
+                          static_cast<int>(call.q.size(2))};
+  DecodePlan plan;
+  cudaError_t error = plan_decode(args, types, plan);
   if (error != cudaSuccess) fail(kOp, "no limits of the device: ", cudaGetErrorString(error));
-  const int64_t max_tokens = static_cast<int64_t>(args.max_blocks) << args.page_shift;
-  const Grid grid = plan_grid<T>(*limits, args.num_seqs, args.kv_heads, max_tokens);
-  if (args.kv_heads > grid.blocks * kWarps) {
+  if (args.kv_heads > plan.grid.blocks * kWarps) {
     fail(kOp, "kv_cache ", shape_of(call.kv_cache), " has ", args.kv_heads, " KV heads, expected ",
-         grid.blocks * kWarps, " or fewer");
+         plan.grid.blocks * kWarps, " or fewer");
   }
   // Freed on return: what the allocator hands it to next runs on this stream, after this kernel.
-  const Tensor partials = empty_floats(4 * partial_float4s<T>(grid, args.kv_heads), call.q);
+  const Tensor partials = empty({4 * plan.partial_float4s}, aoti_torch_dtype_float32(), call.q);
   args.partials = static_cast<float4*>(partials.data_ptr());
-  error = launch_decode<T>(args, grid, current_stream(call.q.get_device_index()));
+  error = launch_decode(args, types, plan, current_stream(call.q.get_device_index()));
   if (error != cudaSuccess) {
     fail(kOp, "launch on q ", shape_of(call.q), " and kv_cache ", shape_of(call.kv_cache),
          " failed: ", cudaGetErrorString(error));
   }
-}
-
-template <typename Q, typename Kv>
-void run_tile(const Call& call, DecodeArgs& args) {
-  const bool one = args.group <= 8;
-  if (call.q.size(2) == 128) {
-    one ? run<Q, Kv, 128, 1>(call, args) : run<Q, Kv, 128, 2>(call, args);
-  } else {
-    one ? run<Q, Kv, 64, 1>(call, args) : run<Q, Kv, 64, 2>(call, args);
-  }
-}
-
-template <typename Q>
-void run_cache(const Call& call, DecodeArgs& args) {
-  const bool fp8 = call.kv_cache.scalar_type() == ScalarType::Float8_e4m3fn;
-  fp8 ? run_tile<Q, __nv_fp8_e4m3>(call, args) : run_tile<Q, Q>(call, args);
 }
 
 void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
@@ -129,8 +102,7 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
   args.scale = static_cast<float>(scale);
   args.window = static_cast<int>(sliding_window);
   args.soft_cap = static_cast<float>(soft_cap);
-  q.scalar_type() == ScalarType::BFloat16 ? run_cache<__nv_bfloat16>(call, args)
-                                          : run_cache<__half>(call, args);
+  run(call, args);
 }
 
 }  // namespace

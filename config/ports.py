@@ -1,0 +1,56 @@
+"""An ``LLM``'s keyword arguments as ``EngineOptions``, vLLM's dialect included: scripts that come
+from there give options that have nothing to decide here, and other names of dtypes."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+from .errors import UserError
+from .options import EngineOptions
+
+_FIXED: dict[str, tuple[Any, str]] = {
+    "tensor_parallel_size": (1, "a model runs on one GPU"),
+    "pipeline_parallel_size": (1, "a model runs on one GPU"),
+    "data_parallel_size": (1, "an engine runs on one GPU; start one for each"),
+    "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
+    "swap_space": (0, "KV blocks are not swapped to the CPU: what is preempted is computed anew"),
+    "cpu_offload_gb": (0, "weights stay on the device"),
+    "enable_lora": (False, "LoRA adapters are not served"),
+    "speculative_config": (None, "there is no speculative decoding"),
+    "tokenizer_mode": ("auto", "tokenizer.json is the only tokenizer"),
+    "revision": (None, "models are local folders, without revisions"),
+}
+"""Option of vLLM -> the only value it can have here, and why."""
+
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def engine_options(model: str, given: dict[str, Any]) -> EngineOptions:
+    """The options of ``LLM(model, **given)``.
+
+    Raises:
+        UserError: an option is unknown, of the wrong type, or asks for what is not there.
+    """
+    known = [f.name for f in fields(EngineOptions)]
+    options: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _FIXED:
+            _check_fixed(name, value)
+        elif name in known:
+            options[name] = value
+        else:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else "see EngineOptions"
+            raise UserError(f"unknown option {name!r}: {hint}")
+    if "dtype" in options:
+        dtype = str(options["dtype"]).removeprefix("torch.")
+        options["dtype"] = _DTYPES.get(dtype, dtype)
+    return EngineOptions(model=model, **options)
+
+
+def _check_fixed(name: str, value: Any) -> None:
+    only, why = _FIXED[name]
+    if value != only or isinstance(value, bool) != isinstance(only, bool):
+        raise UserError(f"{name}={value!r}: {why}; expected {only!r}, or leave it out")

@@ -1,0 +1,81 @@
+// What the ops fw_cuda::skinny_* and their kernels agree on. Plain C++: neither torch nor device
+// code.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+struct __nv_bfloat16;
+
+namespace fusewright::gemm {
+
+constexpr int kMaxSkinnyTokens = 32;
+constexpr int kMaxNormedTokens = 16;  // between products that share a norm
+constexpr int kConsumerWarps = 4;
+
+// A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
+// swizzle; consumer warp w multiplies line w.
+constexpr int kLineBytes = 128;
+constexpr int kRowBytes = kLineBytes * kConsumerWarps;
+
+// A scale is for this many columns of a row of x, or rows and columns of the weight.
+constexpr int kScaleBlock = 128;
+
+// The multiprocessors that rounds are planned for.  A constant: results follow from shapes alone.
+constexpr int kMultiprocessors = 132;
+
+// Outputs of the add that share a sum of squares: a half warp's, which no tile divides.
+constexpr int kNormGroup = 16;
+
+enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
+
+// What becomes of the sums.  Gated: the weight's rows are a gate half, then an up half, and y is
+// act(gate) * up, of gate and up rounded as element is; with an out_scale that product, rounded
+// again, becomes FP8.
+//
+// Add: y is the rounded sum plus the residual, rounded, and weighted is y times a norm's weight:
+// the norm of y but for a token's scale, which no block knows, as none has a whole row.  So groups
+// of kNormGroup outputs leave their sum of squares, and the next product, of weighted, multiplies
+// its sums by the scale that it makes of these.  Nothing is read twice, and y * weight is rounded
+// once, where a norm that scales first rounds twice.
+enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd };
+
+struct SkinnyLinearArgs {
+  const void* x;              // [num_tokens, in_features] of the format's elements
+  const void* weight;         // [rows, in_features]; rows: out_features, gated twice that
+  const float* x_scale;       // FP8: one, or one a token; blocks: [in_features / 128, num_tokens]
+  const float* weight_scale;  // FP8: one, or one a row; blocks: [rows / 128, in_features / 128],
+                              // not with a gate
+  const void* bias;           // [rows] of element, or nullptr
+  const float* out_scale;     // of y, which is then FP8; or nullptr
+  const float* squares;       // of a weighted x: [num_tokens, in_features / kNormGroup]; or nullptr
+  float eps;                  // then: added to the mean square
+  const __nv_bfloat16* residual;     // add: [num_tokens, out_features], contiguous
+  const __nv_bfloat16* norm_weight;  // add: [out_features]
+  __nv_bfloat16* weighted;           // add: [num_tokens, out_features], contiguous
+  float* squares_out;                // add: [num_tokens, out_features / kNormGroup]
+  void* y;                           // [num_tokens, out_features], contiguous
+  Element element;                   // of bias, and of y without an out_scale
+  Epilogue epilogue;
+  int num_tokens;  // 1 to kMaxSkinnyTokens
+  int out_features;
+  int in_features;                          // a multiple of 128 bytes; of 512 with block scales
+  int x_scale_stride, weight_scale_stride;  // 0 or 1: one for all, or one each
+  int64_t x_row_stride;       // elements; a multiple of 16 bytes, as the addresses are
+  int64_t weight_row_stride;  // likewise
+
+  __host__ __device__ bool gated() const {
+    return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluTanhMul;
+  }
+};
+
+// What weight and x are made of; FP8 with a scale a row, or one for all, or with scales of blocks.
+enum class Operands { kBf16, kFp8, kFp8Blocks };
+
+// `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
+// read before that one's results are waited for: they must not be among them.
+cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands, bool programmatic,
+                                 cudaStream_t stream);
+
+}  // namespace fusewright::gemm

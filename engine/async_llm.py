@@ -1,0 +1,266 @@
+"""``AsyncLLM``: the engine for asyncio programs, under vLLM's names.
+
+A thread drives the engine while requests are open and sleeps when there are none.  What a step
+brings goes to each event loop in one call, which wakes the coroutines that wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
+from threading import Thread, current_thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .collector import collector_at_rest
+from .driver import Driver, Inbox, driver_of
+from .inputs import Prompt
+from .llm import start_engine
+from .loop import CheckedRequest, EngineLoop
+from .outputs import RequestOutput
+from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """A loaded model that generates for coroutines, of any number of event loops.
+
+    ``async for output in AsyncLLM("abacus").generate("12+34=", params)``.  Its arguments are those
+    of ``LLM``.  ``close``, or leaving a ``with`` block, ends its thread and frees its memory.
+
+    Raises:
+        UserError: an option is unknown or bad, or the model cannot be loaded.
+    """
+
+    def __init__(
+        self, model: str = "abacus", *, disable_log_stats: bool = False, **options: Any
+    ) -> None:
+        self._attach(start_engine(model, options, disable_log_stats))
+
+    @classmethod
+    def from_engine(cls, engine: EngineLoop) -> AsyncLLM:
+        """Wrap an engine that exists; others may be wrapped around it too."""
+        llm = cls.__new__(cls)
+        llm._attach(engine)
+        return llm
+
+    def _attach(self, engine: EngineLoop) -> None:
+        self.engine = engine
+        self._driver = driver_of(engine)
+        self._stepper = _Stepper(self._driver)
+        self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
+        # Also when the program ends, while the thread can still end well.
+        self._stop = weakref.finalize(self, self._stepper.stop)
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        final_only: bool = False,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the output so far, whenever it has grown since the last was asked for.
+
+        Leaving the loop, or cancelling its task, aborts the request.
+
+        Args:
+            request_id: unique among those that run; made up when None.
+            priority: lower first; under ``scheduling_policy="priority"``.
+            final_only: yield the finished output alone; cheaper.
+
+        Raises:
+            UserError: the prompt or its parameters are bad, the id is in use, or the engine is
+                closed, before or while the request runs.
+            EngineDeadError: the device is lost.
+        """
+        self.engine.check_open("AsyncLLM.generate")
+        request = self.engine.check_request(
+            prompt, sampling_params, request_id, final_only=final_only, priority=priority
+        )
+        stream = _Stream(self._channel(), self._stepper)
+        finished = False
+        try:
+            self._stepper.submit(request, stream)
+            while not finished:
+                output = await stream.next()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._stepper.open.discard(stream)
+                self._driver.drop([request.request_id], stream)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; what they have is their last output.  Ids that do not run are ignored."""
+        self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: ``encode``, ``decode``, ``render_chat``.
+
+        Raises:
+            UserError: the model's folder has none.
+        """
+        return self.engine.inputs.require_tokenizer()
+
+    def report(self) -> dict[str, Any]:
+        """The engine's account of itself, see ``Engine.report``; plain data."""
+        self.engine.check_open("AsyncLLM.report")
+        return self._driver.call(self.engine.report)
+
+    def close(self) -> None:
+        """Free what the model holds on the device and end the thread.  Requests that run end with
+        a ``UserError``, and so does every later call."""
+        self._stepper.closing = True
+        self._driver.close()
+        self._stop()
+
+    shutdown = close
+    """As vLLM calls it."""
+
+    def _channel(self) -> _Channel:
+        """To the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        channel = self._channels.get(loop)
+        if channel is None:
+            for other in [other for other in self._channels if other.is_closed()]:
+                del self._channels[other]
+            channel = self._channels.setdefault(loop, _Channel(loop))
+        return channel
+
+
+class _Stepper:
+    """The thread that drives while requests are open."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.open: set[_Stream] = set()
+        self.closing = False
+        self._inbox = Inbox()
+        self._inbox.add_bell()
+        self._thread = Thread(target=self._run, name="fusewright-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: CheckedRequest, stream: _Stream) -> None:
+        self.open.add(stream)
+        self.driver.submit([request], stream)
+        self._inbox.ring()
+        if self.closing:
+            self.driver.take_in()  # nobody else would: the engine refuses it
+
+    def stop(self) -> None:
+        """End the thread after the step that runs."""
+        self.closing = True
+        self._inbox.ring()
+        if self._thread is not current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with collector_at_rest() as added:
+            added()
+            while not self.closing:
+                if not self.open:
+                    self._inbox.sleep()
+                    continue
+                try:
+                    self.driver.drive(self._inbox, self._is_idle)
+                except Exception as error:
+                    self._fail(error)
+
+    def _is_idle(self) -> bool:
+        return self.closing or not self.open
+
+    def _fail(self, error: Exception) -> None:
+        """A step that fails as a whole leaves nothing to wait for."""
+        for stream in list(self.open):
+            stream.fail(error)
+
+
+class NobodyWaits(Exception):
+    """The event loop was closed."""
+
+
+class _Channel:
+    """The way to an event loop from the thread that steps."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[_Stream, RequestOutput | Exception]] = deque()
+        self._is_called = False
+
+    def send(self, stream: _Stream, item: RequestOutput | Exception) -> None:
+        """Show ``item`` to the coroutine of ``stream``; one call of the loop takes all that has
+        come by then.
+
+        Raises:
+            NobodyWaits: the loop was closed.
+        """
+        self._items.append((stream, item))
+        if not self._is_called:
+            self._is_called = True
+            try:
+                self._loop.call_soon_threadsafe(self._show)
+            except RuntimeError as error:
+                self._is_called = False
+                self._items.clear()
+                raise NobodyWaits from error
+
+    def _show(self) -> None:
+        self._is_called = False
+        while self._items:
+            stream, item = self._items.popleft()
+            stream.show(item)
+
+
+class _Stream:
+    """The sink of one request, whose coroutine takes the newest output."""
+
+    def __init__(self, channel: _Channel, stepper: _Stepper) -> None:
+        self._channel, self._stepper = channel, stepper
+        self._newest: RequestOutput | Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        if output.finished:
+            self._stepper.open.discard(self)
+        try:
+            self._channel.send(self, output)
+        except NobodyWaits:
+            self._stepper.open.discard(self)
+            self._stepper.driver.drop([output.request_id], self)
+
+    def fail(self, error: Exception) -> None:
+        self._stepper.open.discard(self)
+        with suppress(NobodyWaits):
+            self._channel.send(self, error)
+
+    def show(self, item: RequestOutput | Exception) -> None:
+        self._newest = item
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> RequestOutput:
+        while self._newest is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item, self._newest = self._newest, None
+        if isinstance(item, Exception):
+            raise item
+        return item

@@ -1,0 +1,71 @@
+"""What a start refuses before torch is imported, which takes seconds: bad options and folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config import EngineOptions, ModelLimits, UserError
+from ..config.check import check_limits, check_options
+from ..model_executor.checkpoint import checkpoint_files
+from ..model_executor.hf_config import read_spec
+from ..model_executor.spec import ModelSpec, check_online_kind
+from .tokenizer import missing_tokenizer
+
+
+def model_folder(model: str) -> Path:
+    """The folder of ``model``: "abacus" is the bundled one."""
+    if model == "abacus" and not Path(model).is_dir():
+        from ..model_executor.abacus import FOLDER
+
+        return Path(FOLDER)
+    return Path(model)
+
+
+def model_limits(spec: ModelSpec) -> ModelLimits:
+    """What ``resolve`` has to know of a model."""
+    return ModelLimits(
+        spec.max_position_embeddings, spec.dtype_name, spec.quant.kind if spec.quant else "none"
+    )
+
+
+def check_start(options: EngineOptions, *, weights: bool = True) -> None:
+    """Check options and the model's folder, as far as no hardware decides.
+
+    Args:
+        options: as for a start.
+        weights: whether they will be read; their files must be there then.
+
+    Raises:
+        UserError: an option or a file is bad.
+    """
+    check_options(options)
+    if not options.model:
+        raise UserError("model='': expected a Hugging Face model folder, or abacus")
+    folder = model_folder(options.model)
+    spec = read_spec(folder)
+    check_limits(options, model_limits(spec))
+    if spec.quant is None and options.quantization is not None:
+        check_online_kind(spec, options.quantization)
+    if options.tokenizer is not None:
+        check_tokenizer(options)
+    if weights and options.load_format != "dummy":
+        checkpoint_files(folder)
+
+
+def check_tokenizer(options: EngineOptions) -> None:
+    """Refuse a folder without ``tokenizer.json``; the model's has been checked otherwise.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    if options.tokenizer is None:
+        folder = model_folder(options.model)
+        if not (folder / "tokenizer.json").is_file():
+            raise missing_tokenizer(folder)
+        return
+    folder = model_folder(options.tokenizer)
+    if not (folder / "tokenizer.json").is_file():
+        what = "no tokenizer.json in it" if folder.is_dir() else "not a folder"
+        raise UserError(
+            f"tokenizer={options.tokenizer!r}: {what}; name a folder that has tokenizer.json"
+        )

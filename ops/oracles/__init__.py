@@ -1,0 +1,137 @@
+"""What each op means, a second time: float64 in numpy, from the definition in a paper or docstring,
+by another route than the op's reference.
+
+A reference that is wrong is otherwise invisible: kernels and rewrites are compared with it, and a
+model that calls the op directly has nothing else.  ``--verify`` and the conformance tests compare
+every reference with its oracle here.  Nothing of it is imported before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._float8 import E4M3
+from .._op import Case, SemanticOp, Tolerance
+from ..conformance import ConformanceError
+from . import attention, norms, products, tokens
+from ._call import Array, Call, Oracle, decode
+
+ORACLES: dict[str, Oracle] = {
+    "rms_norm": norms.rms_norm,
+    "add_rms_norm": norms.add_rms_norm,
+    "silu_mul": norms.silu_mul,
+    "gelu_tanh_mul": norms.activation_mul("gelu_tanh"),
+    "quant_fp8_static": norms.quantize,
+    "quant_fp8_dynamic": norms.quantize,
+    "rms_norm_quant_static": norms.quantized_norm,
+    "rms_norm_quant_dynamic": norms.quantized_norm,
+    "add_rms_norm_quant_static": norms.quantized_norm,
+    "add_rms_norm_quant_dynamic": norms.quantized_norm,
+    "silu_mul_quant_static": norms.quantized_activation("silu"),
+    "silu_mul_quant_dynamic": norms.quantized_activation("silu"),
+    "gelu_tanh_mul_quant_static": norms.quantized_activation("gelu_tanh"),
+    "gelu_tanh_mul_quant_dynamic": norms.quantized_activation("gelu_tanh"),
+    "rotary_embedding": attention.rotary_embedding,
+    "kv_store": attention.kv_store,
+    "rope_kv_store": attention.rope_kv_store,
+    "paged_attention": attention.paged_attention,
+    "linear": products.linear,
+    "linear_fp8": products.linear_fp8,
+    "gated_linear": products.gated_linear,
+    "gated_linear_fp8": products.gated_linear_fp8,
+    "linear_add_norm_linear": products.linear_add_norm_linear,
+    "embedding": tokens.embedding,
+    "gather_last_token": tokens.gather_last_token,
+    "argmax": tokens.argmax,
+    "sample": tokens.sample,
+    "token_logprobs": tokens.token_logprobs,
+    "apply_penalties": tokens.apply_penalties,
+    "count_tokens": tokens.count_tokens,
+    "keep_tokens": tokens.keep_tokens,
+    "write_inputs": tokens.write_inputs,
+}
+
+_FEW = 1 << 18
+"""Elements of the arguments of a case that is checked at ``--verify``."""
+_FLIPPED, _MANY = 0.05, 64
+"""Of more FP8 values than that, the share that may be rounded to the neighbour: the roundings ahead
+of it are the definition's, so that float32 decides few otherwise."""
+
+
+def tolerance_of(op: SemanticOp, dtype: torch.dtype) -> Tolerance:
+    """That of the op's implementations; integers are exact."""
+    return op.tolerances[dtype] if dtype.is_floating_point else Tolerance(0.0, 0.0)
+
+
+def check_case(
+    op: SemanticOp, case: Case, tolerance: Tolerance, run: Callable[..., Any] | None = None
+) -> None:
+    """Compare the op's reference, or ``run`` in its place, with the oracle on one case.
+
+    Raises:
+        ConformanceError: names op, case, tensor and both values.
+    """
+    args = tuple(a.clone() if isinstance(a, Tensor) else a for a in case.args)
+    expected = ORACLES[op.name](Call.of(op, case.args))
+    results = (run or op.overload())(*args)
+    outputs = [results] if isinstance(results, Tensor) else [*(results or ())]
+    names = [argument.name for argument in op.overload()._schema.arguments]
+    found: dict[int | str, Tensor] = {**dict(enumerate(outputs))}
+    found |= {name: arg for name, arg in zip(names, args, strict=False) if name in op.mutates}
+    if found.keys() != expected.keys():
+        raise ConformanceError(f"{op.name} gives {[*found]}, its oracle {[*expected]}")
+    for name, want in expected.items():
+        got = found[name]
+        bound = tolerance
+        if got.dtype == E4M3:
+            bound = op.tolerances.get(E4M3, tolerance)
+        elif not got.dtype.is_floating_point:
+            bound = Tolerance(0.0, 0.0)
+        place = f"output {name}" if isinstance(name, int) else f"argument {name}"
+        where = f"{op.name}, case {case.label!r}, {place}"
+        _compare(decode(got), want, bound, where, fp8=got.dtype == E4M3)
+
+
+def _compare(got: Array, want: Array, bound: Tolerance, where: str, *, fp8: bool) -> None:
+    if got.shape != want.shape:
+        raise ConformanceError(f"{where} is {list(got.shape)}, by its oracle {list(want.shape)}")
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(got - want) <= bound.atol + bound.rtol * np.abs(want)
+    bad = ~((near & np.isfinite(want)) | (got == want) | np.isnan(want))
+    if not bad.any() and fp8 and want.size > _MANY:
+        differ = got != want
+        bad = differ if differ.mean() > _FLIPPED else bad
+    if bad.any():
+        index = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ConformanceError(
+            f"{where} differs in {int(bad.sum())} of {bad.size} elements from its oracle; first at "
+            f"{list(index)}: {got[index]!s}, by the definition {want[index]!s} "
+            f"(atol {bound.atol}, rtol {bound.rtol})"
+        )
+
+
+def few_cases(op: SemanticOp, dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    """The small ones of the op's cases, on a CPU."""
+    for case in op.cases(dtype, torch.device("cpu"), torch.Generator().manual_seed(seed)):
+        tensors = [arg for arg in case.args if isinstance(arg, Tensor)]
+        if sum(tensor.numel() for tensor in tensors) <= _FEW:
+            yield case
+
+
+def check_reference(op: SemanticOp, dtype: torch.dtype, seed: int) -> int:
+    """Compare the op's reference with its oracle on small cases; how many.
+
+    Raises:
+        ConformanceError: names op, case, tensor and both values.
+    """
+    count = 0
+    for case in few_cases(op, dtype, seed):
+        check_case(op, case, tolerance_of(op, dtype))
+        count += 1
+    return count

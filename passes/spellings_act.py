@@ -1,0 +1,129 @@
+"""Reads the gated activation that is clamped, scaled and offset, as gpt-oss has it.
+
+``gate.clamp(max=limit)``, ``up.clamp(-limit, limit)``;
+``(up + offset) * (gate * sigmoid(alpha * gate))``, in any order of factors, with or without alpha
+and offset.  Gate and up are halves of one tensor, its pairs of neighbours, or two tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ops._gated import Gate
+from .canonicalize import (
+    Miss,
+    argument,
+    check_dense,
+    in_order,
+    kind,
+    only_user,
+    other_operand,
+    same_shape,
+    tensor,
+    with_number,
+)
+from .cuts import cut, part_nodes
+from .rule import Tier, writes_shared
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Gated:
+    """One site: ``args`` of ``silu_mul``, the matched nodes, the node that has the result."""
+
+    args: tuple[Any, ...]
+    nodes: list[fx.Node]
+    result: fx.Node
+    tier: Tier
+
+
+def clamped_gate(node: fx.Node) -> fx.Node | None:
+    """The product ``gate * sigmoid(alpha * gate)`` of a clamped gate, of which ``node`` is the
+    logistic function; None for any other node."""
+    if kind(node) != "sigmoid":
+        return None
+    scaled = node.args[0]
+    gate = with_number(scaled)[0] if kind(scaled) == "mul" else scaled  # type: ignore[arg-type]
+    products = [user for user in node.users if kind(user) == "mul" and gate in user.args]
+    return products[0] if products and kind(gate) == "clamp" else None
+
+
+def read_clamped(logistic: fx.Node, glu: fx.Node) -> Gated:
+    """The site; ``Miss`` where the op computes something else."""
+    scaled, alpha = logistic.args[0], 1.0
+    gate: Any = other_operand(glu, logistic)
+    nodes: list[Any] = [logistic, glu, only_user(logistic)]
+    if gate is not scaled:
+        number = with_number(scaled)[1]  # type: ignore[arg-type]
+        if number is None:
+            raise Miss(f"{scaled} scales the gate by a tensor")
+        nodes.append(scaled)
+        alpha = number
+    if len(glu.users) != 1:
+        raise Miss(f"the activation has {len(glu.users)} users, not one product")
+    result = only_user(glu)
+    if kind(result) != "mul":
+        raise Miss(f"the activation feeds {result.name}, not a product")
+    up: Any = other_operand(result, glu)
+    offset: float | None = 0.0
+    if kind(up) == "add" and with_number(up)[1] is not None:
+        nodes.append(up)
+        up, offset = with_number(up)
+    limits = [_limits(one, nodes) for one in (gate, up)]
+    gate, up = (one.args[0] if kind(one) == "clamp" else one for one in (gate, up))
+    limit = limits[0][1]
+    expected = (None, None) if limit is None else (-limit, limit)
+    if limits[0][0] is not None or limits[1] != expected or (limit is not None and limit <= 0):
+        raise Miss(f"the gate is clamped to {limits[0]}, up to {limits[1]}: no limit of both")
+    for node in (*nodes, result):
+        if isinstance(node, fx.Node) and writes_shared(node):
+            raise Miss(f"{node.name} overwrites memory that others may read")
+    _check_dtypes([gate, up, *nodes, result])
+    check_dense(result)
+    args = _packed(gate, up, Gate(alpha, limit, offset or 0.0), nodes)
+    return Gated(args, in_order([*nodes, result]), result, _tier(tensor(result).dtype))
+
+
+def _limits(node: Any, nodes: list[Any]) -> tuple[Any, Any]:
+    """Least and greatest value of a clamped tensor; (None, None) of any other."""
+    if kind(node) != "clamp":
+        return None, None
+    nodes.append(node)
+    bounds = argument(node, 1, "min"), argument(node, 2, "max")
+    if any(not isinstance(bound, (int, float, type(None))) for bound in bounds):
+        raise Miss(f"{node.name} is clamped by a tensor")
+    return bounds
+
+
+def _check_dtypes(nodes: list[Any]) -> None:
+    """One dtype throughout: every step is rounded to it, in the op only the last."""
+    dtypes = {tensor(node).dtype for node in nodes}
+    if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise Miss(f"it is computed in {names}: expected one dtype, that the op takes")
+
+
+def _packed(gate: Any, up: Any, how: Gate, nodes: list[Any]) -> tuple[Any, ...]:
+    """The op's arguments: one tensor of both where there is one."""
+    if not same_shape(tensor(gate), tensor(up)):
+        raise Miss(f"gate is {[*tensor(gate).shape]}, up {[*tensor(up).shape]}")
+    attributes = (how.alpha, how.limit, how.up_offset)
+    found = cut(gate, up)
+    if found is None or tensor(found.source).dim() != tensor(gate).dim():
+        return (gate, up, *attributes)
+    nodes += [*part_nodes(gate), *part_nodes(up)]
+    interleaved = (True,) if found.layout == "pairs" else ()
+    return (found.source, None, *attributes, *interleaved)
+
+
+def _tier(dtype: torch.dtype) -> Tier:
+    """Six roundings.  That of ``alpha * gate`` moves the logistic function of a large gate by more,
+    but then it is next to 0, or to 1, which counts by what is large in a row."""
+    step = _ROUNDINGS.get(dtype)
+    return Tier(1e-6, 2.0**-18) if step is None else Tier(1e-6, 6 * step, 4 * step)

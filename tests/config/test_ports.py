@@ -1,0 +1,104 @@
+"""Options as scripts for vLLM give them, and values of the wrong type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusewright.config import EngineOptions, UserError, engine_options
+
+
+def test_options_that_mean_nothing_here_are_accepted() -> None:
+    given = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "trust_remote_code": False,
+        "swap_space": 0,
+        "cpu_offload_gb": 0.0,
+        "enable_lora": False,
+        "tokenizer_mode": "auto",
+        "revision": None,
+        "enforce_eager": True,
+    }
+    assert engine_options("abacus", given) == EngineOptions(enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tensor_parallel_size", 2, "=2: a model runs on one GPU; expected 1, or leave it out"),
+        ("tensor_parallel_size", True, "=True: a model runs on one GPU"),
+        ("trust_remote_code", True, "=True: code that comes with a checkpoint is never run"),
+        ("swap_space", 4, "=4: KV blocks are not swapped to the CPU"),
+        ("enable_lora", True, "=True: LoRA adapters are not served"),
+        ("revision", "main", "='main': models are local folders"),
+    ],
+)
+def test_another_value_says_what_is_missing(name: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{name}{message}") as error:
+        engine_options("abacus", {name: value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("half", "float16"),
+        ("float", "float32"),
+        (torch.bfloat16, "bfloat16"),
+        ("auto", "auto"),
+    ],
+)
+def test_dtypes_have_vllms_other_names(given: Any, dtype: str) -> None:
+    assert engine_options("abacus", {"dtype": given}).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_num_seqs", "64", "an integer or None"),
+        ("max_num_seqs", 1.5, "an integer or None"),
+        ("max_num_seqs", True, "an integer or None"),
+        ("block_size", None, "an integer"),
+        ("seed", "1", "an integer"),
+        ("enforce_eager", 1, "True or False"),
+        ("gpu_memory_utilization", "0.9", "a number"),
+        ("gpu_memory_utilization", True, "a number"),
+        ("model", 5, "text"),
+        ("tokenizer", ["x"], "text or None"),
+        ("kernels", 5, "a list of texts"),
+        ("passes", [1], "a list of texts or None"),
+        ("cudagraph_capture_sizes", "1,2", "a list of integers or None"),
+        ("cudagraph_capture_sizes", [1.5], "a list of integers or None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_one_error(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(UserError, match=f"^{name}=.*: expected {expected}$"):
+        EngineOptions(**{name: value})
+
+
+def test_what_stands_for_a_type_is_taken_as_it() -> None:
+    given: dict[str, Any] = {
+        "model": Path("/m"),
+        "max_num_seqs": np.int64(4),
+        "gpu_memory_utilization": 1,
+        "kernels": "silu_mul=native, rms_norm=triton",
+        "passes": ["cleanup"],
+        "compile_cache_dir": Path("/a"),
+        "cudagraph_capture_sizes": range(1, 3),
+    }
+    options = EngineOptions(**given)
+    assert options == EngineOptions(
+        model="/m",
+        max_num_seqs=4,
+        gpu_memory_utilization=1.0,
+        kernels=("silu_mul=native", "rms_norm=triton"),
+        passes=("cleanup",),
+        compile_cache_dir=("/a",),
+        cudagraph_capture_sizes=(1, 2),
+    )
+    assert type(options.max_num_seqs) is int

@@ -1,0 +1,296 @@
+"""Every op's reference agrees with its float64 oracle, and no oracle lets a small mistake pass."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.ops import ALL_OPS, BY_NAME, SemanticOp
+from fusewright.ops._float8 import E4M3
+from fusewright.ops.conformance import ConformanceError
+from fusewright.ops.oracles import ORACLES, check_case, few_cases, tolerance_of
+from fusewright.serve.cli import main
+
+# Those of ranks are sums and other ops of this list: test_all_reduce.py.
+LOCAL_OPS = [op for op in ALL_OPS if not op.collective]
+EVERY = pytest.mark.parametrize("op", LOCAL_OPS, ids=lambda op: op.name)
+Run = Callable[..., Any]
+
+
+def test_every_op_has_an_oracle() -> None:
+    assert ORACLES.keys() == {op.name for op in LOCAL_OPS}
+
+
+@EVERY
+def test_reference_agrees_with_its_oracle(op: SemanticOp, fw_seed: int) -> None:
+    for dtype in op.dtypes:
+        generator = torch.Generator().manual_seed(fw_seed)
+        for case in op.cases(dtype, torch.device("cpu"), generator):
+            try:
+                check_case(op, case, tolerance_of(op, dtype))
+            except ConformanceError as error:
+                pytest.fail(f"{error}\nreplay with --fw-seed={fw_seed}", pytrace=False)
+
+
+def caught(op: SemanticOp, run: Run) -> bool:
+    """Whether one of the cases of ``--verify`` shows that ``run`` is not ``op``."""
+    dtype = op.dtypes[0]
+    for case in few_cases(op, dtype, 11):
+        try:
+            check_case(op, case, tolerance_of(op, dtype), run)
+        except ConformanceError as error:
+            assert op.name in str(error) and repr(case.label) in str(error)
+            return True
+    return False
+
+
+def places(op: SemanticOp) -> list[int | str]:
+    case = next(case for case in few_cases(op, op.dtypes[0], 11))
+    results = op.overload()(*(a.clone() if isinstance(a, Tensor) else a for a in case.args))
+    count = 0 if results is None else 1 if isinstance(results, Tensor) else len(results)
+    return [*range(count), *op.mutates]
+
+
+def change_last(tensor: Tensor) -> None:
+    """Four tolerances to the last number of it, the next integer, or the next but one of FP8."""
+    if not tensor.numel():
+        return
+    last = tensor[tuple(size - 1 for size in tensor.shape)]
+    if tensor.dtype == E4M3:
+        last.copy_(torch.where(last.float().abs() < 100, last.float() * 1.5 + 1, 2.0).to(E4M3))
+    elif tensor.dtype.is_floating_point:
+        last.copy_(last * 1.2 + 0.1)
+    else:
+        last += 1
+
+
+@EVERY
+def test_a_change_of_any_one_result_is_caught(op: SemanticOp) -> None:
+    names = [argument.name for argument in op.overload()._schema.arguments]
+    for place in places(op):
+
+        def changed(*args: Any, place: int | str = place) -> Any:
+            results = op.reference(*args)
+            outputs = [results] if isinstance(results, Tensor) else results
+            change_last(outputs[place] if isinstance(place, int) else args[names.index(place)])
+            return results
+
+        assert caught(op, changed), f"{op.name}, {place}"
+    assert not caught(op, op.reference)
+
+
+def given(name: str, change: Callable[[Any], Any]) -> Callable[[SemanticOp], Run]:
+    """The op as if one of its arguments was read in another way."""
+
+    def mutant(op: SemanticOp) -> Run:
+        at = [argument.name for argument in op.overload()._schema.arguments].index(name)
+
+        def run(*args: Any) -> Any:
+            if len(args) <= at or args[at] is None:
+                return op.reference(*args)
+            return op.reference(*args[:at], change(args[at]), *args[at + 1 :])
+
+        return run
+
+    return mutant
+
+
+def swap_halves(x: Tensor) -> Tensor:
+    return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+
+
+def negate_sines(table: Tensor) -> Tensor:
+    cosines, sines = table.chunk(2, dim=-1)
+    return torch.cat((cosines, -sines), dim=-1)
+
+
+def off_by_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def percent(x: Any) -> Any:
+    return x * 1.01
+
+
+def more_eps(eps: float) -> float:
+    return eps + 1e-3
+
+
+def next_token(ids: Tensor) -> Tensor:
+    return torch.where(ids >= 0, ids + 1, ids)
+
+
+MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
+    "rms_norm": [("eps", more_eps), ("weight", percent), ("weight_offset", lambda w: w - 0.01)],
+    "add_rms_norm": [("eps", more_eps), ("residual", torch.neg), ("weight", percent)],
+    "silu_mul": [
+        ("gate_up", swap_halves),
+        ("up", torch.neg),
+        ("alpha", percent),
+        ("limit", percent),
+        ("up_offset", percent),
+    ],
+    "gelu_tanh_mul": [("gate_up", swap_halves), ("up", torch.neg)],
+    "rotary_embedding": [
+        ("cos_sin_cache", negate_sines),
+        ("positions", off_by_one),
+        ("layout", lambda name: {"pairs": "pairs_to_halves"}.get(name, name)),
+    ],
+    "kv_store": [
+        ("slot_mapping", lambda slots: slots.flip(0)),
+        ("kv_scale", lambda scale: scale.flip(0)),
+    ],
+    "rope_kv_store": [
+        ("cos_sin_cache", negate_sines),
+        ("positions", off_by_one),
+        ("q_weight", percent),
+        ("eps", lambda eps: eps + 1e-3),
+        ("kv_scale", lambda scale: scale.flip(0)),
+    ],
+    "paged_attention": [
+        ("scale", percent),
+        ("sliding_window", lambda window: window + 1 if window else 0),
+        ("soft_cap", percent),
+        ("kv_scale", lambda scale: scale.flip(0)),
+        ("kv_cache", lambda cache: cache.flip(1)),
+        ("out_scale", lambda scale: scale * 1.3),
+    ],
+    "linear": [("weight", lambda w: w.flip(0)), ("bias", torch.neg), ("x", percent)],
+    "linear_fp8": [
+        ("x_scale", percent),
+        ("weight_scale", lambda s: s.flip(0)),
+        ("bias", torch.neg),
+    ],
+    "gated_linear": [
+        ("weight", lambda w: w.roll(len(w) // 2, 0)),
+        ("activation", lambda name: "gelu_tanh"),
+    ],
+    "gated_linear_fp8": [("weight_scale", lambda s: s * 1.3), ("out_scale", lambda s: s * 1.3)],
+    "linear_add_norm_linear": [
+        ("residual", torch.neg),
+        ("eps", lambda eps: eps + 1e-3),
+        ("next_bias", torch.neg),
+        ("norm_weight", percent),
+    ],
+    "embedding": [("ids", off_by_one)],
+    "gather_last_token": [("query_start_loc", lambda starts: (starts - 1).clamp(min=0))],
+    "argmax": [
+        ("logits", torch.neg),
+        ("logits", lambda x: x.nan_to_num(0.0, torch.inf, -torch.inf)),
+    ],
+    "sample": [
+        ("temperature", lambda t: t * 1.5),
+        ("top_k", lambda k: (k - 3).clamp(min=1)),
+        ("top_p", lambda p: p * 0.5),
+        ("min_p", lambda p: p * 4),
+        ("seeds", off_by_one),
+        ("positions", off_by_one),
+    ],
+    "token_logprobs": [("logits", percent), ("token_ids", lambda ids: ids * 0)],
+    "apply_penalties": [
+        ("repetition_penalty", percent),
+        ("frequency_penalty", percent),
+        ("presence_penalty", torch.neg),
+        ("prompt_mask", torch.logical_not),
+        ("output_counts", lambda counts: counts.clamp(max=1)),
+    ],
+    "count_tokens": [
+        ("token_ids", lambda ids: ids.clamp(min=0)),
+        ("slots", lambda s: s.clamp(min=0)),
+    ],
+    "keep_tokens": [("slots", lambda slots: slots.flip(0)), ("token_ids", next_token)],
+    "write_inputs": [("last_tokens", off_by_one), ("packed", off_by_one)],
+    "quant_fp8_static": [("scale", lambda s: s * 1.3), ("x", torch.neg)],
+    "quant_fp8_dynamic": [("x", percent), ("x", torch.neg)],
+    **{
+        f"{norm}_quant_{kind}": [("eps", lambda eps: eps + 1e-1), ("weight", torch.neg)]
+        for norm in ("rms_norm", "add_rms_norm")
+        for kind in ("static", "dynamic")
+    },
+    **{
+        f"{act}_mul_quant_{kind}": [("x", swap_halves), ("x", torch.neg)]
+        for act in ("silu", "gelu_tanh")
+        for kind in ("static", "dynamic")
+    },
+}
+
+
+@EVERY
+def test_a_mistake_in_a_reference_is_caught(op: SemanticOp) -> None:
+    for name, change in MISTAKES[op.name]:
+        assert caught(op, given(name, change)(op)), f"{op.name}: {name}"
+
+
+FLIPPED = """
+import importlib, sys
+rotary = importlib.import_module("fusewright.ops.rotary_embedding")
+right = rotary._rotate
+rotary._rotate = lambda x, cos, sin, layout: right(x, cos, -sin, layout)
+from fusewright.serve.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_verify_refuses_a_rotary_embedding_of_the_wrong_sign() -> None:
+    """Without --verify the model calls it, answers wrong and nothing else can know."""
+
+    def run(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = ["run", "-p", "37+58=", "--device", "cpu", "--temperature", "0", "--no-cache"]
+        program = [sys.executable, "-c", FLIPPED, *command, *flags]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return subprocess.run(program, env=env, capture_output=True, text=True, check=False)
+
+    refused = run("--verify")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    (line,) = [line for line in refused.stderr.splitlines() if "error:" in line]
+    assert "Traceback" not in refused.stderr
+    assert line.startswith(
+        "error: verification failed: the reference of an op is wrong: rotary_embedding, case "
+    )
+    assert "output 0 differs in" in line and "by the definition" in line
+    unseen = run()
+    assert unseen.returncode == 0 and unseen.stdout.strip() != "37+58=95"
+
+
+def test_a_wrong_rewrite_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module("fusewright.ops.add_rms_norm")
+    right = module.rms_norm_native
+    monkeypatch.setattr(module, "rms_norm_native", lambda *args: 1.01 * right(*args))
+    command = ["run", "-p", "1+1=", "--device", "cpu", "-O2", "--no-cache", "--verify"]
+    assert main(command) == 1
+    said = capfd.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert "Traceback" not in said
+    assert line.startswith("error: verification failed: rewrite fuse_add_norm at ")
+
+
+def test_verify_checks_the_ops_of_the_model_and_of_sampling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fusewright import LLM
+    from fusewright.compiler import build
+    from fusewright.passes import check_references
+
+    found: dict[str, int] = {}
+
+    def recorded(*args: Any) -> dict[str, int]:
+        found.update(check_references(*args))
+        return found
+
+    monkeypatch.setattr(build, "check_references", recorded)
+    LLM("abacus", device="cpu", verify=True, compile_cache=False, max_model_len=64)
+    named = {key.partition(",")[0] for key in found}
+    assert named >= {"rotary_embedding", "paged_attention", "kv_store", "linear", "rms_norm"}
+    assert named >= {"embedding", "gather_last_token", "sample", "argmax", "keep_tokens"}
+    assert named <= set(BY_NAME) and min(found.values()) > 0
+    assert "sample, torch.bfloat16" in found and "sample, torch.float32" in found

@@ -1,0 +1,186 @@
+"""Rotations of queries and keys in the spellings of transformers' models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BF16 = torch.bfloat16
+BATCH, TOKENS, HEADS, KV_HEADS, DIM = 2, 5, 4, 2, 16
+
+
+def angles(f: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    emb = torch.cat((f, f), dim=-1)
+    return (emb.cos() * scale).to(dtype), (emb.sin() * scale).to(dtype)
+
+
+def half(x: Tensor) -> Tensor:
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-second, first), dim=-1)
+
+
+def llama(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    cos, sin = (t.unsqueeze(1) for t in angles(f, q.dtype))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return (q * cos) + (half(q) * sin), (k * cos) + (half(k) * sin)
+
+
+def other_orders(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    cos, sin = (t[:, None] for t in angles(f, q.dtype, 1.25))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return cos * q + sin * half(q), cos * k + sin * half(k)
+
+
+def chunked(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+    cos, sin = (t.unsqueeze(1) for t in angles(f, q.dtype))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def heads_last(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+def partial(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """Of heads of twice the width, the first half rotates."""
+    cos, sin = (t.unsqueeze(1) for t in angles(f, q.dtype))
+    q, k = torch.cat((q, q + 1), -1).transpose(1, 2), torch.cat((k, k), -1).transpose(1, 2)
+    first, rest = q[..., :DIM], q[..., DIM:]
+    second, tail = k[..., :DIM], k[..., DIM:]
+    first, second = first * cos + half(first) * sin, second * cos + half(second) * sin
+    return torch.cat((first, rest), -1), torch.cat((second, tail), -1)
+
+
+def partial_of_each(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As Phi-3: q is put together before k rotates."""
+    cos, sin = (t.unsqueeze(1) for t in angles(f[..., : DIM // 4], q.dtype))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    first, rest, second, tail = q[..., : DIM // 2], q[..., DIM // 2 :], *k.split(DIM // 2, -1)
+    q = torch.cat((first * cos + half(first) * sin, rest), dim=-1)
+    return q, torch.cat((second * cos + half(second) * sin, tail), dim=-1)
+
+
+def wide_angles(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As OLMo: float32 cosines make the products float32."""
+    cos, sin = (t.unsqueeze(1) for t in angles(f, torch.float32))
+    return tuple(
+        (x * cos + half(x) * sin).to(q.dtype) for x in (q.transpose(1, 2), k.transpose(1, 2))
+    )
+
+
+def wide_tensors(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As ModernBERT, which casts a tensor twice."""
+    cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))
+    return tuple(((x.float() * cos) + (half(x.float()) * sin)).to(q.dtype) for x in (q, k))
+
+
+def four_products(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As gpt-oss: no frequency twice.  The results are laid out by head."""
+    cos, sin = ((t * 1.25).to(q.dtype).unsqueeze(1) for t in (f.cos(), f.sin()))
+
+    def rotated(x: Tensor) -> Tensor:
+        a, b = x.transpose(1, 2).chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    return rotated(q), rotated(k)
+
+
+def laid_out_by_head(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """The concatenation, which is contiguous, gives the sum its strides."""
+    cos, sin = (t.unsqueeze(1) for t in angles(f, q.dtype))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return sin * half(q) + cos * q, sin * half(k) + cos * k
+
+
+def turned(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def pairs(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As Cohere."""
+    emb = torch.repeat_interleave(f, 2, dim=-1)
+    cos, sin = emb.cos().to(q.dtype).unsqueeze(1), emb.sin().to(q.dtype).unsqueeze(1)
+    made = []
+    for x in (q.transpose(1, 2).float(), k.transpose(1, 2).float()):
+        made.append((x * cos + turned(x) * sin).to(q.dtype))
+    return made
+
+
+def partial_pairs(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As GLM: the frequencies side by side, of which the first are repeated."""
+    f = f[..., : DIM // 4]
+    cos, sin = (t.unsqueeze(1) for t in angles(f, q.dtype))
+    width = cos.shape[-1] // 2
+    cos, sin = (t[..., :width].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    parts = [x.transpose(1, 2).split(DIM // 2, dim=-1) for x in (q, k)]
+    made = [first * cos + turned(first) * sin for first, _ in parts]
+    return [torch.cat((one, rest), dim=-1) for one, (_, rest) in zip(made, parts, strict=True)]
+
+
+def looked_up(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As GPT-J: a table of sines, then cosines, which are spread once for k and once for q."""
+    sin, cos = torch.cat((f, 1 - f), dim=-1).to(q.dtype).chunk(2, dim=-1)
+
+    def rotated(x: Tensor) -> Tensor:
+        by_sin = torch.repeat_interleave(sin[:, :, None, :], 2, 3)
+        return x * torch.repeat_interleave(cos[:, :, None, :], 2, 3) + turned(x) * by_sin
+
+    return rotated(k), rotated(q)
+
+
+def pairs_to_halves(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As DeepSeek V3."""
+    cos, sin = (t[..., : DIM // 2].unsqueeze(1) for t in angles(f, q.dtype))
+    made = []
+    for x in (q.transpose(1, 2), k.transpose(1, 2)):
+        a, b = x[..., ::2], x[..., 1::2]
+        made.append(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1))
+    return made
+
+
+def complex_numbers(q: Tensor, k: Tensor, f: Tensor, heads: int = 2, conj: bool = False) -> Any:
+    """As Llama 4."""
+    freqs_cis = torch.polar(torch.ones_like(f), f) * 1.25
+    return rotated_as_complex(q, k, (freqs_cis.conj() if conj else freqs_cis), heads)
+
+
+def rotated_as_complex(q: Tensor, k: Tensor, freqs_cis: Tensor, heads: int = 2) -> Any:
+    made = []
+    for x in (q, k):
+        number = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        turned = torch.view_as_real(number * freqs_cis.unsqueeze(heads)).flatten(3)
+        made.append(turned.type_as(x))
+    return made
+
+
+def complex_by_head(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As DeepSeek V2."""
+    return complex_numbers(q.transpose(1, 2), k.transpose(1, 2), f, heads=1)
+
+
+def complex_table(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """Numbers of which nothing is known."""
+    return rotated_as_complex(q, k, torch.complex(f, 1 - f))
+
+
+HALVES = [
+    llama, other_orders, chunked, heads_last, partial, partial_of_each, wide_angles, wide_tensors,
+    four_products, laid_out_by_head,
+]  # fmt: skip
+PAIRS = [pairs, partial_pairs, looked_up, complex_numbers, complex_by_head, complex_table]
+EXACT = [wide_angles, wide_tensors, pairs]
+
+
+def inputs(dtype: torch.dtype, batch: int = 1, tokens: int = TOKENS) -> dict[str, Tensor]:
+    return {
+        "q": torch.randn(BATCH, TOKENS, HEADS, DIM).to(dtype),
+        "k": torch.randn(BATCH, TOKENS, KV_HEADS, DIM).to(dtype),
+        "f": torch.randn(batch, tokens, DIM // 2),
+    }

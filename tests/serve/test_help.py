@@ -1,0 +1,111 @@
+"""Claims about help: short, without heavy imports, and a way to all of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from fusewright.config import option_specs
+from fusewright.serve.cli import main
+
+COMMANDS = [
+    ["run"],
+    ["eval"],
+    ["demo"],
+    ["compile"],
+    ["explain"],
+    ["bisect"],
+    ["profile"],
+    ["env"],
+    ["bench", "latency"],
+    ["bench", "throughput"],
+    ["bench", "startup"],
+    ["cache", "ls"],
+]
+ENGINE = [words for words in COMMANDS if words[0] not in ("env", "cache")]
+COMMON = ("--dtype", "--quantization", "--kv-cache-dtype", "--max-model-len", "--max-num-seqs")
+COMMON += ("-O", "--gpu-memory-utilization", "--seed", "--load-format", "--attention-backend")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_is_a_screen(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *command, "--help").splitlines()
+    assert len(lines) <= 48
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", ENGINE, ids=" ".join)
+def test_help_has_the_common_options_and_counts_the_others(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = shown(capsys, *command, "--help")
+    assert set(COMMON) <= set(short.replace(",", " ").split())
+    every = shown(capsys, *command, "--help-all")
+    assert {spec.flag for spec in option_specs()} <= set(every.replace(",", " ").split())
+    found = re.search(r"--help-all shows (\d+) more options", short)
+    assert found
+    flags = [len(re.findall(r"^  (?:-\w, )?--", text, re.M)) for text in (short, every)]
+    assert flags[1] - flags[0] == int(found[1]) + 1, "and --help-all itself"
+
+
+def test_values_of_flags_are_named_and_defaults_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    every = " ".join(shown(capsys, "run", "--help-all").split())
+    for words in (
+        "--kernels OP=IMPL,…",
+        "--passes PASS,…",
+        "--max-num-seqs INT",
+        "--gpu-memory-utilization FLOAT",
+        "--tokenizer DIR",
+        "--dtype auto|bfloat16|float16|float32 weights and activations [default: auto]",
+        "--prompt TEXT",
+        "[default: 0.9]",
+        "[default: on]",
+    ):
+        assert words in every
+    assert not re.search(r"<\w+(\[\w+\])?>", every)
+    assert "[[" not in every
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["help"], ["--help"]),
+        (["help", "run"], ["run", "--help"]),
+        (["help", "bench", "latency"], ["bench", "latency", "--help"]),
+        (["cache", "help", "ls"], ["cache", "ls", "--help"]),
+    ],
+    ids=" ".join,
+)
+def test_help_may_be_a_word(
+    argv: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(capsys, *argv) == shown(capsys, *expected)
+
+
+def test_a_prompt_may_be_a_flag_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-p", "--help", "-O7"]) == 2
+    assert "optimization_level=7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["bench", "-h"], ["--version"]])
+def test_help_imports_its_own_command_alone(argv: list[str]) -> None:
+    code = (
+        "import sys; from fusewright.serve.cli import main\n"
+        f"code = main({argv!r})\n"
+        "heavy = {'torch', 'triton', 'rich', 'numpy', 'pydantic', 'tokenizers'}\n"
+        "heavy |= {f'fusewright.serve.{n}' for n in ('cache', 'compile', 'profile', 'env')}\n"
+        "heavy &= set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
