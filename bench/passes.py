@@ -37,6 +37,8 @@ from .serving import run
 from .workloads import equal
 
 BATCHES = (1, 64, 256)
+CPU_BATCHES = (1, 8)
+"""Where more would take many minutes, for figures that decide nothing."""
 PREFILL = 2048
 INPUT_LEN = 128
 _BASES = ("as it is", "as it is, again")

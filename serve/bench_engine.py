@@ -31,6 +31,7 @@ Compare = Annotated[
 Threshold = Annotated[float, typer.Option(help="Slower by this share is a regression.")]
 
 _PREFIX_LEN = 2000
+_CONTEXTS = [128 << n for n in range(9)]
 
 
 def _engine(options: dict[str, Any]) -> Any:
@@ -238,7 +239,8 @@ def growth(
     model_argument: Model = None,
     batch_size: Annotated[list[int] | None, typer.Option(help="1 and 64 if unset.")] = None,
     context: Annotated[
-        list[int] | None, typer.Option(help="Tokens; 128 to 32768 by doubling if unset.")
+        list[int] | None,
+        typer.Option(help="Tokens; 128 to 32768 by doubling if unset and they fit."),
     ] = None,
     requests: Annotated[
         list[int] | None, typer.Option(help="1 to 512 by doubling if unset.")
@@ -252,15 +254,20 @@ def growth(
     options = to_measure(engine, model_argument)
     check_counts(2, 10_000, steps=steps)
     batches, counts = batch_size or [1, 64], requests or [1 << n for n in range(10)]
-    contexts = context or [128 << n for n in range(9)]
-    for name, values in (("batch_size", batches), ("context", contexts), ("requests", counts)):
-        for value in values:
+    for name, values in (("batch_size", batches), ("context", context), ("requests", counts)):
+        for value in values or ():
             check_counts(1, MOST_REQUESTS if name != "context" else MOST_COUNT, **{name: value})
     _outputs(output, plot)
     from ..bench.growth import measure_growth
 
     seqs = max(*batches, *counts)
     llm = _engine({"enable_prefix_caching": True, "max_num_seqs": seqs, **options})
+    contexts = context
+    if contexts is None:
+        longest = llm.engine.inputs.max_model_len - steps - 1
+        contexts = [n for n in _CONTEXTS if n <= longest]
+        if too_long := _CONTEXTS[len(contexts) :]:
+            typer.echo(f"contexts of {too_long[0]} tokens and more do not fit", err=json_output)
     found = measure_growth(llm.engine, batches, contexts, counts, steps)
     for name in ("context", "requests"):
         if found[name]:

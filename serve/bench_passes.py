@@ -25,7 +25,8 @@ def passes(
         list[str] | None, typer.Option("--pass", help="Only this pass; repeatable.")
     ] = None,
     batch_size: Annotated[
-        list[int] | None, typer.Option(help="Sequences of a decode step; 1, 64, 256 if unset.")
+        list[int] | None,
+        typer.Option(help="Sequences of a decode step; if unset 1, 64, 256, on a CPU 1, 8."),
     ] = None,
     prefill: Annotated[
         int | None, typer.Option(help="Tokens of the prompt; 2048 if unset and they fit.")
@@ -56,10 +57,11 @@ def passes(
         check_counts(1, prefill=prefill)
     writable("output", output)
     from ..bench.environment import environment
-    from ..bench.passes import BATCHES, Steps, fitting_prefill, measure_passes
+    from ..bench.passes import BATCHES, CPU_BATCHES, Steps, fitting_prefill, measure_passes
     from ..engine.hardware import detect_hardware
 
-    if update_gates and detect_hardware(options.get("device", "auto")).device == "cpu":
+    on_cpu = detect_hardware(options.get("device", "auto")).device == "cpu"
+    if update_gates and on_cpu:
         raise UserError(
             "--update-gates: figures of a CPU decide nothing; drop it, or measure a GPU"
         )
@@ -71,7 +73,8 @@ def passes(
         prefill = fitting_prefill(options)
         if prefill < Steps.prefill:
             say(f"a prompt of {prefill} tokens: more do not fit")
-    steps = Steps(batches=tuple(batch_size or BATCHES), prefill=prefill)
+    batches = tuple(batch_size or (CPU_BATCHES if on_cpu else BATCHES))
+    steps = Steps(batches=batches, prefill=prefill)
     found = measure_passes(options, names or (), steps=steps, say=say)
     measured = found["rows"]
     if measured:

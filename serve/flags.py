@@ -15,12 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import OptionSpec, option_specs
+from ..config import EngineOptions, OptionSpec, option_specs
 from .help import HELP_ALL
 
 Command = Callable[..., Any]
 
-Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help=f"Same as --model. [default: {EngineOptions().model}]"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
 Output = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write the result to FILE as JSON.")

@@ -20,6 +20,10 @@ Capture = pytest.CaptureFixture[str]
     ("line", "told"),
     [
         ("bench latency --batch-size 0", "batch_size=0: expected at least 1"),
+        (
+            "bench latency --batch-size nan",
+            "'--batch-size': 'nan': Input should be a valid integer",
+        ),
         ("bench latency --batch-size 1 --batch-size -2", "batch_size=-2: expected at least 1"),
         ("bench latency --batch-size 99999999", "batch_size=99999999: expected at most 100000"),
         ("bench latency --input-len 0", "input_len=0: expected at least 1"),
@@ -31,11 +35,15 @@ Capture = pytest.CaptureFixture[str]
         ("bench latency --output /nowhere/x", "output=/nowhere/x: cannot be written"),
         ("bench latency --output /tmp", "output=/tmp: is a folder"),
         ("bench latency --json x.json", "--output FILE writes the result, --json prints it"),
+        ("bench passes --json x.json", "--output FILE writes the result, --json prints it"),
+        ("bench startup /nope", "model '/nope': not there"),
+        ("bench growth -O7", "optimization_level=7: expected 0, 1, 2 or 3"),
         ("bench throughput --num-prompts 0", "num_prompts=0: expected at least 1"),
         ("bench throughput --request-rate nan", "request_rate=nan: expected more than 0"),
         ("bench throughput --request-rate -1", "request_rate=-1.0: expected more than 0"),
         ("bench throughput --goodput ttft:nan", "goodput='ttft:nan': expected a measure"),
         ("bench throughput --goodput ttft:-5", "goodput='ttft:-5': expected a measure"),
+        ("bench throughput --async --goodput ttft:5", "--goodput says nothing of --async"),
         ("bench growth --steps 1", "steps=1: expected at least 2"),
         ("bench growth --context 64 --context 0", "context=0: expected at least 1"),
         ("bench growth --requests -1", "requests=-1: expected at least 1"),
@@ -74,7 +82,7 @@ def test_lengths_are_scaled_until_the_longest_request_fits() -> None:
     assert fitting(works, 10_000) == (works, 1.0)
 
 
-def test_throughput_and_prefix_run_on_the_bundled_model_with_default_lengths(
+def test_benches_run_on_the_bundled_model_with_default_lengths(
     tmp_path: Path, capsys: Capture
 ) -> None:
     common = ["-O0", "--device", "cpu", "--max-model-len", "64", "--num-prompts", "3", "--json"]
@@ -89,6 +97,13 @@ def test_throughput_and_prefix_run_on_the_bundled_model_with_default_lengths(
     said = capsys.readouterr()
     assert json.loads(said.out)["prefix_len"] == 64 - 32 - 16
     assert "a prefix of 16 tokens: more do not fit" in said.err
+    small = ["--max-model-len", "256", "--batch-size", "1", "--requests", "1", "--steps", "2"]
+    assert main(["bench", "growth", *common[:3], *small, "--json"]) == 0
+    said = capsys.readouterr()
+    record = json.loads(said.out)
+    assert [row["context"] for row in record["context"]] == [128]
+    assert record["skipped"] == []
+    assert "contexts of 256 tokens and more do not fit" in said.err
 
 
 def test_a_cpu_gives_figures_and_no_verdict() -> None:
@@ -98,6 +113,13 @@ def test_a_cpu_gives_figures_and_no_verdict() -> None:
     cpu, gpu = passes_table(rows).splitlines()[2:]
     assert cpu.endswith("no verdict: a CPU")
     assert gpu.endswith("off")
+
+
+@pytest.mark.parametrize("command", ["run", "explain", "bench latency", "bench passes", "compile"])
+def test_help_names_the_default_model(command: str, capsys: Capture) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  MODEL "))
+    assert line.endswith("[default: abacus]")
 
 
 def test_explain_takes_the_model_that_its_help_names(capsys: Capture) -> None:
