@@ -31,7 +31,8 @@ from ..passes import (
     check_required,
     run_passes,
 )
-from ..passes.subgraph import compute_fake
+from ..passes.canonicalize import cast_source
+from ..passes.subgraph import compute_fake, fake_value
 from .lower import lower
 
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
@@ -189,6 +190,8 @@ def fusewright(
     patches = list_mode_options(mode) if mode else {}
     if LEVELS[chosen.level].tune:
         patches |= {"coordinate_descent_tuning": True}
+    if chosen.rest == "eager":
+        patches |= {"fallback_random": True}
     unfused = _why_unfused(gm, example_inputs)
     _notice(report, chosen, unfused or _broken(gm))
     if unfused and chosen.rest == "eager":
@@ -323,9 +326,21 @@ def _compile_aten(
     report.seconds = time.perf_counter() - start
     if options.rest == "eager":
         return _run_eagerly(gm)
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+    # Inductor computes 16 bits in float32, and leaves out casts that a value has to pass.
+    with config.patch(emulate_precision_casts=any(map(_narrows, gm.graph.nodes))):
+        return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+
+
+def _narrows(node: fx.Node) -> bool:
+    """Whether the model rounds a tensor to 16 bits here in so many words."""
+    source = cast_source(node)
+    if source is node:
+        return False
+    made, read = fake_value(node).dtype, fake_value(source).dtype
+    return made in (torch.bfloat16, torch.float16) and made != read
 
 
 def _of_function(report: GraphReport) -> list[PassReport]:
@@ -358,9 +373,13 @@ def _run_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 
 def _decompose(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph in the ops that Inductor lowers, native implementations opened."""
+    """The graph in the ops that Inductor lowers, native implementations opened.
+
+    Inductor replaces random ops by its own before it calls us, but finds only decomposed ones.
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -370,4 +389,7 @@ def _decompose(gm: fx.GraphModule) -> fx.GraphModule:
     (old,), (new,) = (graph.find_nodes(op="output") for graph in (gm.graph, made.graph))
     # Which results the caller sees, in which strides.
     new.meta.update(old.meta)
+    made.graph.eliminate_dead_code()  # items of higher-order ops that Inductor does not give
+    replace_random_passes(made)
+    made.recompile()
     return made

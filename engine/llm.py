@@ -174,6 +174,8 @@ class LLM:
         for name in _REFUSED_BY_CHAT:
             if template_variables.pop(name, None):
                 raise UserError(f"LLM.chat: {name} is not supported; leave it out")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise UserError(f"chat_template_kwargs={chat_template_kwargs!r}: expected a mapping")
         prompts = [
             self.engine.inputs.chat_prompt(
                 conversation,

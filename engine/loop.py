@@ -105,13 +105,15 @@ class EngineLoop:
         """The first half of ``add_request``: all but the queueing.
 
         Raises:
-            UserError: the prompt is bad, or the KV cache is too small for it.
+            UserError: the prompt is bad, the KV cache is too small for it, or it has a priority
+                where requests run by arrival.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UserError(_not_params(params))
         if request_id is not None and not isinstance(request_id, str):
             raise UserError(f"request_id={request_id!r}: expected text")
+        self._check_priority(priority)
         made_up = request_id is None
         while request_id is None or (made_up and request_id in self._outputs):
             request_id = f"request-{next(self._numbers)}"
@@ -132,6 +134,15 @@ class EngineLoop:
         ]
         self.scheduler.check_size(requests[0])
         return CheckedRequest(request_id, requests, final_only)
+
+    def _check_priority(self, priority: object) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UserError(f"priority={priority!r}: expected an integer")
+        if priority != 0 and not self.scheduler.heed_priority:
+            raise UserError(
+                f"priority={priority}: requests run by arrival; start with "
+                "scheduling_policy='priority'"
+            )
 
     def queue(self, checked: CheckedRequest) -> None:
         """The second half of ``add_request``.

@@ -9,6 +9,8 @@ from functools import cached_property
 
 from ..config import UserError
 
+MAX_OUTPUTS = 16384
+"""Of one prompt: vLLM's limit too."""
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
@@ -106,7 +108,7 @@ class SamplingParams:
         _require(texts_ok, self, "stop", "strings that are not empty")
 
     def _check_ranges(self) -> None:
-        _require(self.n >= 1, self, "n", "at least 1")
+        _require(1 <= self.n <= MAX_OUTPUTS, self, "n", f"in [1, {MAX_OUTPUTS}]")
         _require(self.temperature >= 0, self, "temperature", "at least 0 (0 is greedy)")
         _require(0 < self.top_p <= 1, self, "top_p", "in (0, 1]")
         _require(self.top_k >= -1, self, "top_k", "at least 1, or 0 or -1 for off")

@@ -28,7 +28,7 @@ def gelu_tanh_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
 
 def _reference(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
     gate, up = gate_and_up(gate_up, up)
-    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype).contiguous()
 
 
 OP = gated_op("gelu_tanh_mul", _reference, "gelu_tanh")

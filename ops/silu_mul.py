@@ -53,7 +53,7 @@ def _reference(
 ) -> Tensor:
     gate, up = gate_and_up(gate_up, up, Gate(alpha, limit, up_offset, interleaved))
     activated = F.silu(gate) if alpha == 1 else gate * torch.sigmoid(alpha * gate)
-    return (activated * up).to(gate_up.dtype)
+    return (activated * up).to(gate_up.dtype).contiguous()
 
 
 OP = gated_op(

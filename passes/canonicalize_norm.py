@@ -19,6 +19,7 @@ from .canonicalize import (
     Miss,
     argument,
     check_dense,
+    computed_dtype,
     in_order,
     is_dense,
     is_same,
@@ -129,6 +130,11 @@ def _squared(node: Any) -> Any:
     return None
 
 
+def _equal_operands(squares: fx.Node) -> list[Any]:
+    """Both operands of ``x * x``: two casts of one tensor are two nodes."""
+    return [*squares.args] if kind(squares) == "mul" else []
+
+
 def _read(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
     """The norm around ``site``, and its result."""
     if squared is None:
@@ -158,6 +164,8 @@ def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
     if weight is None or len(shape) != 1:
         raise Miss(f"no weight of one dimension: normalized_shape {list(shape)}")
     norm = _Norm(x, eps, weight, 0.0, exact=False)
+    if tensor(site).dtype != computed_dtype(x):
+        raise Miss(f"the result is {tensor(site).dtype}, x is {norm.dtype}")
     _check_weight(norm, weight, site)
     _check_layout(site)
     return norm, site
@@ -166,13 +174,15 @@ def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
 def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
     """``mean(x^2) + eps``: (the norm, the sum, whose root is to be taken)."""
     stats, source = tensor(site), tensor(squared)
+    computed_dtype(squared)
     dims = argument(site, 1, "dim", ())
     dims = [dims] if isinstance(dims, int) else list(dims or ())
     if dims not in ([-1], [source.dim() - 1]) or not argument(site, 2, "keepdim", False):
         raise Miss(f"the mean is over dimensions {dims}, expected the last alone, kept")
     if stats.dtype != torch.float32 or source.dtype != torch.float32:
         raise Miss(f"squares of {source.dtype} are averaged in {stats.dtype}, the op's in float32")
-    mean, nodes = site, [squared, site.args[0], site]
+    squares: Any = site.args[0]
+    mean, nodes = site, [squared, *_equal_operands(squares), squares, site]
     if kind(site) == "sum":
         mean, hidden = only_user(site), source.shape[-1]
         divisor = with_number(mean)[1] if kind(mean) in ("div", "mul") else None

@@ -55,7 +55,8 @@ class Contents:
         for target in written(node):
             for buffer in self._buffers[target].values():
                 self._writes[buffer] = self._writes.get(buffer, 0) + 1
-        same: Any = node.args[0] if changes_nothing(node) else None
+        named = node in self.given  # an output of a rewrite, be it a view of all of something
+        same: Any = node.args[0] if changes_nothing(node) and not named else None
         if same is not None and set(self._buffers[node]) == set(self._buffers[same]):
             self.numbers[node], self._made[node] = self.numbers[same], self._made[same]
             return

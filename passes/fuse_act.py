@@ -16,9 +16,10 @@ from torch import fx
 
 from .canonicalize import (
     Miss,
-    cast_source,
     check_dense,
+    check_rounding,
     columns,
+    computed_dtype,
     in_order,
     is_same,
     kind,
@@ -36,12 +37,17 @@ from .spellings_act import clamped_gate, read_clamped
 
 @dataclass(frozen=True)
 class _Act:
-    """An activation of a graph: ``op`` computes its product with another tensor."""
+    """An activation of a graph: ``op`` computes its product with another tensor.  ``gates`` are the
+    gate wherever it is read: the same values, though perhaps by two casts."""
 
     op: Any
     node: fx.Node
-    gate: Any
+    gates: tuple[Any, ...]
     inner: tuple[fx.Node, ...] = ()
+
+    @property
+    def gate(self) -> Any:
+        return self.gates[0]
 
 
 class FuseAct:
@@ -100,13 +106,15 @@ class FuseAct:
 
 def _activation(node: fx.Node) -> _Act | None:
     if kind(node) == "silu":
-        return _Act(torch.ops.fw.silu_mul.default, node, node.args[0])
+        return _Act(torch.ops.fw.silu_mul.default, node, (node.args[0],))
     if kind(node) == "gelu" and node.kwargs.get("approximate") == "tanh":
-        return _Act(torch.ops.fw.gelu_tanh_mul.default, node, node.args[0])
+        return _Act(torch.ops.fw.gelu_tanh_mul.default, node, (node.args[0],))
     if kind(node) == "sigmoid":
         for user in node.users:
-            if kind(user) == "mul" and any(is_same(a, node.args[0]) for a in user.args):
-                return _Act(torch.ops.fw.silu_mul.default, user, node.args[0], (node,))
+            same = tuple(a for a in user.args if is_same(a, node.args[0]))
+            if kind(user) == "mul" and same:
+                gates = (node.args[0], *same)
+                return _Act(torch.ops.fw.silu_mul.default, user, gates, (node,))
     return None
 
 
@@ -117,17 +125,17 @@ def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:
     if len(act.node.users) != 1:
         raise Miss(f"the activation has {len(act.node.users)} users, not one product")
     gate = widened(act.gate)
-    nodes: list[Any] = [*act.inner, act.node, act.gate if gate is not act.gate else None]
-    dtype, factor, mul = tensor(gate).dtype, act.node, only_user(act.node)
+    nodes: list[Any] = [*act.inner, act.node]
+    nodes += [cast for cast in act.gates if cast is not gate]
+    dtype, factor, mul = computed_dtype(gate), act.node, only_user(act.node)
     if kind(mul) == "cast" and len(mul.users) == 1:
         nodes.append(mul)
         factor, mul = mul, only_user(mul)
     if kind(mul) != "mul" or len(mul.args) != 2:
         raise Miss(f"the activation feeds {mul.name}, not a product")
+    check_rounding([*act.inner, act.node, factor], dtype)
     wide = other_operand(mul, factor)
-    up = widened(wide)
-    if tensor(up).dtype != dtype:
-        up = cast_source(wide)
+    up = wide if tensor(wide).dtype == dtype else widened(wide)
     nodes += [mul, wide if up is not wide else None]
     if writes_shared(mul):
         raise Miss(f"{mul.name} overwrites memory that others may read")

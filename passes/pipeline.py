@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -25,7 +25,7 @@ from .fuse_rope_store import FuseRopeStore
 from .place import module_of
 from .report import PassReport
 from .rule import Context, Rule
-from .verify import check_graph, check_nothing_else, check_rewrite
+from .verify import State, check_graph, check_nothing_else, check_rewrite
 
 PIPELINE: tuple[Rule, ...] = (
     Cleanup(),
@@ -65,6 +65,11 @@ def _num_ops(gm: fx.GraphModule) -> int:
     return sum(node.op in ("call_function", "call_method") for node in gm.graph.nodes)
 
 
+def _unchanged(gm: fx.GraphModule, states: Mapping[fx.Node, State]) -> bool:
+    nodes = list(gm.graph.nodes)
+    return nodes == list(states) and all(states[node].is_of(node) for node in nodes)
+
+
 def run_passes(
     gm: fx.GraphModule,
     passes: Iterable[Rule],
@@ -79,23 +84,25 @@ def run_passes(
     values.
     """
     reports: list[PassReport] = []
-    if verify:
-        check_graph(gm, after="(none yet)")
+    states = check_graph(gm, after="(none yet)") if verify else {}
+    snapshot: Snapshot | None = None
     proven: set[tuple[str, str]] = set()
     for rule in passes:
         context = Context(keep_rewrites=verify)
-        snapshot = Snapshot(gm) if verify else None
+        if verify and snapshot is None:
+            snapshot = Snapshot(gm)
         start, before = time.perf_counter(), _num_ops(gm)
         places = {node.name: module_of(node) for node in gm.graph.nodes}
         report = rule(gm, context)
         report.sites = [replace(site, module=places.get(site.name, "")) for site in report.sites]
         report.ops_before, report.ops_after = before, _num_ops(gm)
         report.seconds = time.perf_counter() - start
-        if snapshot:
-            check_graph(gm, after=rule.name)
+        if snapshot and not _unchanged(gm, states):
+            states = check_graph(gm, after=rule.name, known=states)
             found = [check_rewrite(rewrite, proven=proven) for rewrite in context.rewrites]
             report.checks = [check for check in found if check]
             check_nothing_else(snapshot, gm, context.rewrites, after=rule.name)
+            snapshot = None
         reports.append(report)
         on_pass(rule.name, gm)
     gm.recompile()

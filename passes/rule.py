@@ -102,6 +102,8 @@ class Context:
                 new_output.meta["stack_trace"] = old_output.meta["stack_trace"]
             _keep_memory(old_output, new_output)
         if self.keep_rewrites:
+            # What the new nodes read of the matched ones is computed on both sides.
+            new = [*_needed(new, old), *new]
             inputs = external_inputs(list(old))
             inputs += [n for n in external_inputs(new) if n not in inputs]
             self.rewrites.append(
@@ -130,6 +132,15 @@ class Context:
         if key in self._fakes:
             return tree_map_only(FakeTensor, partial(_afresh, spare), self._fakes[key])
         return self._fakes.setdefault(key, compute_fake(node))
+
+
+def _needed(new: Sequence[fx.Node], old: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of ``old`` that ``new`` reads, and what they are computed from, in order."""
+    needed: set[fx.Node] = set()
+    for node in reversed(old):
+        if any(user in needed or user in new for user in node.users):
+            needed.add(node)
+    return [node for node in old if node in needed]
 
 
 def _is_alone(node: fx.Node) -> bool:

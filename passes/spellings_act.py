@@ -18,6 +18,7 @@ from .canonicalize import (
     Miss,
     argument,
     check_dense,
+    computed_dtype,
     in_order,
     kind,
     only_user,
@@ -29,7 +30,6 @@ from .canonicalize import (
 from .cuts import cut, part_nodes
 from .rule import Tier, writes_shared
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -84,6 +84,7 @@ def read_clamped(logistic: fx.Node, glu: fx.Node) -> Gated:
     for node in (*nodes, result):
         if isinstance(node, fx.Node) and writes_shared(node):
             raise Miss(f"{node.name} overwrites memory that others may read")
+    computed_dtype(gate)
     _check_dtypes([gate, up, *nodes, result])
     check_dense(result)
     args = _packed(gate, up, Gate(alpha, limit, offset or 0.0), nodes)
@@ -104,9 +105,9 @@ def _limits(node: Any, nodes: list[Any]) -> tuple[Any, Any]:
 def _check_dtypes(nodes: list[Any]) -> None:
     """One dtype throughout: every step is rounded to it, in the op only the last."""
     dtypes = {tensor(node).dtype for node in nodes}
-    if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
+    if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
-        raise Miss(f"it is computed in {names}: expected one dtype, that the op takes")
+        raise Miss(f"it is computed in {names}: expected one dtype")
 
 
 def _packed(gate: Any, up: Any, how: Gate, nodes: list[Any]) -> tuple[Any, ...]:

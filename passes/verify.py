@@ -3,19 +3,23 @@ nothing else changes.
 
 Inputs are drawn from the placeholders' fake values with dynamic sizes made small; a few entries
 are outliers, some rows small and some large, because differences of rounding, of a norm's eps and
-of attention's soft cap hide among standard normals.
+of attention's soft cap hide among standard normals.  Where plain math became an op, both sides run
+on a second draw too, with rows that overflow any narrower dtype.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..config import VerificationError
+from ..ops import NAMESPACE
+from .canonicalize import kind
 from .check_effects import Snapshot, why_not_the_same
 from .ranks import RankInterpreter, group_names, num_ranks, run_ranks
 from .report import Check
@@ -26,10 +30,41 @@ _DYNAMIC_SIZE = 5
 _SEED = 20_240_229
 _SEEDS_A_RANK = 1000
 _MOST_AT_ONCE = 1 << 24
+_WIDE_SEEDS = 500
+_OF_ROWS = (1.0, 2.0**-20, 2.0**-10, 2.0**4)
+_LARGE = {torch.float16: 2.0**8, torch.float64: 2.0**130, torch.complex128: 2.0**130}
+"""Scales of large rows: of float16 beyond FP8, of doubles beyond float32, of others (2^17) beyond
+float16."""
+_RTOL = {torch.float64: 2.0**-40, torch.complex128: 2.0**-40}
+"""No rewrite may move these more: it would have computed in float32."""
 
 
-def check_graph(gm: fx.GraphModule, *, after: str) -> None:
-    """Lint ``gm`` and recompute every fake value: shapes, strides and dtypes must not have moved.
+@dataclass(frozen=True, eq=False)
+class State:
+    """All that a node's fake value depends on, and the value."""
+
+    call: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+    @staticmethod
+    def of(node: fx.Node) -> State:
+        call = (node.target, node.args, node.kwargs)
+        return State(call, tuple(fake_value(n) for n in (node, *node.all_input_nodes)))
+
+    def is_of(self, node: fx.Node) -> bool:
+        """Whether ``node`` is as it was: the same call of the same values."""
+        now = State.of(node)
+        pairs = zip(self.values, now.values, strict=True)
+        return self.call == now.call and all(old is new for old, new in pairs)
+
+
+def check_graph(
+    gm: fx.GraphModule, *, after: str, known: Mapping[fx.Node, State] | None = None
+) -> dict[fx.Node, State]:
+    """Lint ``gm`` and recompute fake values: shapes, strides and dtypes must not have moved.
+
+    Returns the state of every node, which is ``known`` to the next check: a node that is still the
+    same is not computed again.
 
     Raises:
         VerificationError: names the pass, the node and both values.
@@ -38,9 +73,16 @@ def check_graph(gm: fx.GraphModule, *, after: str) -> None:
         gm.graph.lint()
     except RuntimeError as error:
         raise VerificationError(f"pass {after} left a malformed graph: {error}") from error
+    known, states = known or {}, {}
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
+        if node not in known or not known[node].is_of(node):
+            _check_fake(node, after)
+        states[node] = State.of(node)
+    return states
+
+
+def _check_fake(node: fx.Node, after: str) -> None:
+    if node.op in ("call_function", "call_method"):
         expected, actual = fake_value(node), _recompute(node, after)
         if _summary(expected) != _summary(actual):
             raise VerificationError(
@@ -96,10 +138,29 @@ def check_rewrite(
     key = (digest(rewrite.before.module), digest(rewrite.after.module))
     if key in proven:
         return None
+    errors = _run_both(rewrite, seed, wide=False)
+    if _raises_plain_math(rewrite):
+        errors += _run_both(rewrite, seed + _WIDE_SEEDS, wide=True)
+    proven.add(key)
+    max_abs, max_rel = map(max, zip(*errors, strict=True))
+    tier = rewrite.tier
+    return Check(rewrite.site, max_abs, max_rel, tier.atol, tier.rtol, seed)
+
+
+def _raises_plain_math(rewrite: Rewrite) -> bool:
+    """Whether dtypes are new to a site, as semantic ops have checked theirs; not that of cosines,
+    which of large angles are not the same in a vector and at its end."""
+    nodes = rewrite.before.module.graph.nodes
+    semantic = any(getattr(node.target, "namespace", "") == NAMESPACE for node in nodes)
+    return not semantic and not any(kind(node) in ("cos", "sin", "polar") for node in nodes)
+
+
+def _run_both(rewrite: Rewrite, seed: int, *, wide: bool) -> list[tuple[float, float]]:
+    """The errors of each output; see ``check_rewrite``."""
     before, after = rewrite.before.module, rewrite.after.module
     groups = group_names([before.graph, after.graph])
     seeds = [seed + _SEEDS_A_RANK * rank for rank in range(num_ranks(groups))]
-    inputs = [_inputs(before, of_rank) for of_rank in seeds]
+    inputs = [_inputs(before, of_rank, wide=wide) for of_rank in seeds]
     wanted = run_ranks(groups, lambda rank, names: _run(before, inputs[rank], names))
     try:
         found = run_ranks(groups, lambda rank, names: _run(after, inputs[rank], names))
@@ -112,16 +173,17 @@ def check_rewrite(
             errors.append(_compare(rewrite, index, want, got, of_rank))
         for index in range(len(rewrite.before.outputs)):
             _compare_memory(rewrite, index, want_all, got_all)
-    proven.add(key)
-    max_abs, max_rel = map(max, zip(*errors, strict=True))
-    tier = rewrite.tier
-    return Check(rewrite.site, max_abs, max_rel, tier.atol, tier.rtol, seed)
+    return errors
 
 
-def _inputs(module: fx.GraphModule, seed: int) -> list[Any]:
+def _inputs(module: fx.GraphModule, seed: int, *, wide: bool) -> list[Any]:
     """Data for the placeholders of the side before, with which the side after runs too."""
     placeholders = list(module.graph.find_nodes(op="placeholder"))
-    values = {n: _input(fake_value(n), seed=seed + i) for i, n in enumerate(placeholders)}
+    values = {}
+    for i, node in enumerate(placeholders):
+        values[node] = _input(fake_value(node), seed=seed + i)
+        if wide:
+            values[node] = _spread(values[node], i)
     target = torch.ops.fw.paged_attention.default
     for attention in module.graph.find_nodes(op="call_function", target=target):
         nodes = attention.args[1:5]
@@ -179,22 +241,43 @@ def _attention_inputs(cache: Tensor, table: Tensor, seq_lens: Tensor, starts: Te
     return cache, table, lengths.to(seq_lens), torch.arange(num_seqs + 1).to(starts)
 
 
+def _spread(value: Any, first: int) -> Any:
+    """Rows of a tensor, of a vector its elements, scaled by turns, starting with scale ``first``;
+    what is large is so for its dtype: it overflows the next narrower one."""
+    floats = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    if not floats or value.dtype.itemsize == 1:
+        return value
+    scales = [*_OF_ROWS, _LARGE.get(value.dtype, 2.0**17)]
+    shape = value.shape[:-1] if value.dim() > 1 else value.shape
+    turns = torch.arange(first, first + math.prod(shape), device=value.device) % len(scales)
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    by_row = torch.tensor(scales, dtype=wide, device=value.device)[turns].view(shape)
+    scaled = value * (by_row[..., None] if value.dim() > 1 else by_row)
+    if value.dtype == torch.float16:
+        scaled = scaled.clamp(-512, 512)
+    return scaled.to(value.dtype)
+
+
 def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     """Data of a fake value's shape and dtype, dynamic sizes made ``size``: floats are standard
-    normals with a few outliers, of tokens also small and large rows; integers are 0 or 1; anything
-    but tensors and sizes is kept."""
+    normals with a few outliers, of tokens also small and large rows, in all bits of their dtype;
+    complex numbers have two such parts; integers are 0 or 1; anything but tensors and sizes is
+    kept."""
     if not isinstance(value, Tensor):
         return _size(value, size) if isinstance(value, torch.SymInt) else value
     shape = [d if isinstance(d, int) else _size(d, size) for d in value.shape]
     device = here(value.device)
     gen = torch.Generator(device=device).manual_seed(seed)
     if value.dtype.is_complex:
-        return torch.randn(shape, generator=gen, device=device, dtype=value.dtype)
+        part = torch.empty_like(value, dtype=value.dtype.to_real())
+        parts = [random_value(part, seed=one, size=size) for one in (seed, seed + _SEED)]
+        return torch.complex(parts[0].double(), parts[1].double()).to(value.dtype)
     if not value.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=gen, device=device).to(value.dtype)
     if math.prod(shape) > _MOST_AT_ONCE:
         return _large(shape, value.dtype, gen)
-    data = torch.randn(shape, generator=gen, device=device, dtype=torch.float32)
+    drawn = torch.float64 if value.dtype == torch.float64 else torch.float32
+    data = torch.randn(shape, generator=gen, device=device, dtype=drawn)
     outliers = torch.rand(shape, generator=gen, device=device) < 0.01
     if 1 < len(shape) < 4 and isinstance(value.shape[0], torch.SymInt):
         data[1::4] *= 2.0**-10  # tokens so small that a norm's eps decides
@@ -250,13 +333,18 @@ def _compare(
     large = want.numel() > _MOST_AT_ONCE and want.is_contiguous() and got.is_contiguous()
     if large and torch.equal(want.view(torch.uint8), got.view(torch.uint8)):
         return 0.0, 0.0  # as of weights, which may have GB
+    rtol = min(tier.rtol, _RTOL.get(want.dtype, tier.rtol))
     if want.dtype.itemsize == 1 and want.dtype.is_floating_point:
         want, got = want.float(), got.float()  # FP8 tensors know no comparison
+    if want.is_complex():
+        want, got = torch.view_as_real(want), torch.view_as_real(got)
     if not want.dtype.is_floating_point or tier.exact:
         bad = ~((want == got) | (want.isnan() & got.isnan()))
     else:
-        bad = ~torch.isclose(got, want, atol=tier.atol, rtol=tier.rtol, equal_nan=True)
-        if tier.of_row:
+        atol = min(tier.atol, _RTOL.get(want.dtype, tier.atol))
+        left, right = _finite(got), _finite(want)
+        bad = ~torch.isclose(left, right, atol=atol, rtol=rtol, equal_nan=True)
+        if tier.of_row and want.numel():
             largest = want.abs().amax(-1, keepdim=True).double()
             bad &= (want.double() - got.double()).abs() > tier.of_row * largest
     if bool(bad.any()):
@@ -265,9 +353,15 @@ def _compare(
         raise VerificationError(
             f"{name}: {want.flatten()[worst].item()} became {got.flatten()[worst].item()} at flat "
             f"index {worst} ({int(bad.sum())} of {bad.numel()} values beyond atol={tier.atol}, "
-            f"rtol={tier.rtol}; inputs from seed {seed})"
+            f"rtol={rtol}; inputs from seed {seed})"
         )
     return largest_errors(want, got)
+
+
+def _finite(value: Tensor) -> Tensor:
+    """Infinities as the largest number, next to which a sum that is rounded once may still be."""
+    most = torch.finfo(value.dtype).max
+    return value.double().clamp(-most, most)
 
 
 def largest_errors(want: Tensor, got: Tensor) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from .tiles import cdiv, next_power_of_2
 
 # Elements of a tile below which one program takes several rows (QK-norm has rows of 64 to 256).
 _TILE_ELEMENTS = 1024
+_MAX_HIDDEN = 16384
 # With so many elements, rows that are added to another have half the warps, where they have these:
 # all run at once then.  Measured; with more elements it is all the same.
 _ELEMENTS_HALVED, _WARPS_HALVED = ((1 << 20) + 1, 1 << 22), (4, 8)
@@ -47,6 +48,13 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
             f"x is {list(x.shape)}: expected weight [{hidden}], found {list(weight.shape)}, and a "
             f"residual like x, found {found}"
         )
+
+
+def too_wide(hidden: Any) -> str:
+    """Why no kernel takes rows of this width, or nothing."""
+    if getattr(hidden, "free_symbols", None):
+        return f"hidden {hidden} is dynamic: a kernel is compiled for one width"
+    return "" if hidden <= _MAX_HIDDEN else f"hidden {hidden} > {_MAX_HIDDEN}: a row is one tile"
 
 
 def row_tile(x: Tensor, num_rows: int, adds: bool) -> tuple[dict[str, int], int]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.attention.flex_attention import flex_attention
 
 from fusewright.compiler.dynamo_backend import (
     GraphReport,
@@ -87,6 +89,95 @@ def test_inductor_compiles_the_rest() -> None:
     x = torch.randn(3, 64).bfloat16()
     torch.testing.assert_close(run(x), norm(x))
     assert list(only_report().choices) == ["rms_norm -> native (triton: not for cpu)"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_rounds_where_the_model_casts(dtype: torch.dtype) -> None:
+    def overflows(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return F.silu(g) * (u * 7e4).half(), F.silu(g).bfloat16().float() * u
+
+    g, u = torch.randn(2, 4, 64).to(dtype)
+    want, got = overflows(g, u), compiled(overflows)(g, u)
+    assert want[0].isinf().any() and torch.equal(want[0].isinf(), got[0].isinf())
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+
+
+def test_inductor_has_random_numbers_for_random_ops() -> None:
+    def random(x: Tensor, q: Tensor) -> tuple[Tensor, ...]:
+        attended = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        drawn = torch.bernoulli(torch.full_like(x, 0.25))
+        return torch.rand_like(x) + x, F.dropout(x, 0.5), drawn, F.gumbel_softmax(x), attended
+
+    x, q = torch.randn(64, 32), torch.randn(1, 2, 8, 16)
+    added, dropped, drawn, softmax, attended = compiled(random)(x, q)
+    assert (added - x).min() >= 0 and (added - x).max() <= 1 + 1e-5
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], 2 * x[kept])
+    assert 0.4 < kept.float().mean() < 0.6 and 0.2 < drawn.mean() < 0.3
+    torch.testing.assert_close(softmax.sum(-1), torch.ones(64))
+    want = F.scaled_dot_product_attention(q, q, q)
+    assert attended.isfinite().all() and (attended - want).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_flex_attention_is_inductors() -> None:
+    norm, q = Norm(16, gemma=False), torch.randn(1, 2, 128, 16)
+    got = compiled(lambda q: flex_attention(norm(q), q, q))(q)
+    torch.testing.assert_close(
+        got, F.scaled_dot_product_attention(norm(q), q, q), rtol=1e-4, atol=1e-4
+    )
+    assert only_report().matched("canonicalize_norm") == 1
+
+
+def test_random_ops_are_eagers_where_the_rest_is_eager() -> None:
+    def random(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.rand(3) + x[0, :3], F.dropout(x, 0.5)
+
+    x = torch.randn(4, 8)
+    torch.manual_seed(1)
+    want = random(x)
+    run = compiled(random, verify=True, **EAGER)
+    torch.manual_seed(1)
+    for one, other in zip(run(x), want, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_norm_of_one_width_then_another(dynamic: bool | None) -> None:
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), w, 1e-5)
+
+    run = compiled(norm, dynamic, verify=True, **EAGER)
+    for width in (64, 96, 80):
+        x, w = torch.randn(3, width), torch.randn(width)
+        torch.testing.assert_close(run(x, w), norm(x, w))
+    (choice,) = reports()[-1].choices
+    assert "is dynamic: a kernel is compiled for one width" in choice
+
+
+def test_a_product_behind_a_transposed_gate_keeps_the_strides_of_eager() -> None:
+    linear = nn.Linear(5, 5)
+
+    def gated(g: Tensor, u: Tensor) -> Tensor:
+        made: Tensor = linear(u * F.silu(g.transpose(0, 1)))
+        return made
+
+    g, u = torch.randn(7, 32, 5), torch.randn(32, 7, 5)
+    torch.testing.assert_close(compiled(gated, verify=True, **EAGER)(g, u), gated(g, u))
+    assert only_report().matched("fuse_act") == 1
+
+
+def test_a_sum_with_a_transposed_tensor_is_normed_in_the_strides_of_eager() -> None:
+    linear, norm, conv = nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-5), nn.Conv1d(4, 32, 1)
+    places = torch.randn(2, 7, 32)
+
+    def embedded(x: Tensor) -> Tensor:
+        made: Tensor = linear(norm(places + conv(x).transpose(1, 2)))
+        return made
+
+    x = torch.randn(2, 4, 7)
+    torch.testing.assert_close(compiled(embedded, verify=True, **EAGER)(x), embedded(x))
+    assert only_report().matched("fuse_add_norm") == 1
 
 
 @pytest.mark.gpu

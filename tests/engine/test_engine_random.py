@@ -172,7 +172,7 @@ def play(setup: Setup, rng: random.Random, num_steps: int, busy: float) -> Clien
                 prompt,
                 params,
                 final_only=rng.random() < 0.4,
-                priority=rng.randint(-1, 1),
+                priority=rng.randint(-1, 1) if setup.heed_priority else 0,
                 salt=rng.choice([None, None, "a"]),
             )
         if client.open_ids and rng.random() < 0.03:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -149,6 +148,21 @@ def test_a_bad_prompt_among_good_ones_generates_nothing() -> None:
     assert llm.generate("a", use_tqdm=False)[0].finished
 
 
+@pytest.mark.parametrize(
+    ("priority", "error"),
+    [
+        ([1], "priority=1: requests run by arrival; start with scheduling_policy='priority'"),
+        ("a", "priority='a': expected an integer"),
+        ([True], "priority=True: expected an integer"),
+        ([1, 2], "2 priorities for 1 prompts"),
+    ],
+)
+def test_a_priority_that_says_nothing_is_refused(priority: Any, error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        toy_llm().generate("a", LONG, use_tqdm=False, priority=priority)
+    assert len(toy_llm().generate("a", LONG, use_tqdm=False, priority=[0])) == 1
+
+
 def test_chat_uses_the_template() -> None:
     llm = toy_llm()
     message = {"role": "user", "content": "1+2"}
@@ -172,6 +186,7 @@ def test_chat_uses_the_template() -> None:
         ([[]], {}, "messages is empty"),
         ([], {"continue_final_message": True}, "continue_final_message is not supported"),
         ([], {"chat_template": "x"}, "chat_template is not supported"),
+        ([], {"chat_template_kwargs": 5}, "chat_template_kwargs=5: expected a mapping"),
     ],
 )
 def test_what_is_no_conversation_is_one_error(
@@ -290,31 +305,25 @@ def test_no_full_collection_walks_over_the_heap_while_requests_run(enabled: bool
 
 
 def test_tokens_flow_while_10_000_prompts_are_queued() -> None:
-    """Nothing waits for the queue: a stream goes on while prompts are checked, and the first of
-    them finish before the last is queued.  Nine of ten pauses between steps are below 2 ms, and the
-    longest below ten times that: other work shares this machine."""
+    """Nothing waits for the queue: a stream goes on while prompts are checked, a step runs for
+    every few that are queued, and the first of them finish before the last is queued."""
     setup = Setup(num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=400)
     engine = setup.engine()
     llm = LLM.from_engine(engine)
     stream = llm.stream("abc", SamplingParams(max_tokens=390, ignore_eos=True))
     next(stream)
-    left: list[tuple[float, int]] = []
-    pauses: list[float] = []
+    waiting: list[int] = []
     run = engine.step
 
     def step() -> list[RequestOutput]:
-        if left:
-            pauses.append(time.perf_counter() - left[-1][0])
-        outputs = run()
-        left.append((time.perf_counter(), engine.scheduler.num_unfinished))
-        return outputs
+        waiting.append(engine.scheduler.num_unfinished)
+        return run()
 
     engine.step = step  # type: ignore[method-assign]
     prompts = [[i % 256, i // 256] for i in range(10_000)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
-    worst = sorted(pauses)
     assert [o.prompt_token_ids for o in outputs] == prompts
     assert len(list(stream)) == 389
-    assert max(waiting for _, waiting in left) < 10_000, "all were queued before the first ended"
-    assert left[0][1] == 1, "the stream waited for the prompts to be checked"
-    assert worst[-1] < 0.020 and worst[len(worst) * 9 // 10] < 0.002
+    assert max(waiting) < 10_000, "all were queued before the first ended"
+    assert waiting[0] == 1, "the stream waited for the prompts to be checked"
+    assert max(new - old for old, new in pairwise(waiting)) <= 64, "many were queued between steps"

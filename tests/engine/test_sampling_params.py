@@ -11,7 +11,8 @@ from fusewright.config import UserError
 from fusewright.engine.sampling_params import SamplingParams
 
 BAD = [
-    ("n", 0, "at least 1"),
+    ("n", 0, r"in \[1, 16384\]"),
+    ("n", 10**9, r"in \[1, 16384\]"),
     ("n", True, "an integer"),
     ("temperature", -0.1, "at least 0"),
     ("temperature", math.nan, "a finite number"),

@@ -70,9 +70,7 @@ class Crowd:
             salt = rng.choice([None, None, "a", "b"])
         request_id = f"{self.num_sent}"
         given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-        self.engine.add_request(
-            given, params, request_id, final_only=rng.random() < 0.9, priority=rng.randint(-2, 2)
-        )
+        self.engine.add_request(given, params, request_id, final_only=rng.random() < 0.9)
         self.open_tokens += total(prompt, params)
         # First come, first served: the oldest request is never preempted and advances with every
         # step, but for the two in which its tokens in flight are awaited.
@@ -187,7 +185,7 @@ def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
     ids = []
     for prompt, params in asked:
         given = {"prompt": prompt, "cache_salt": rng.choice("ab")}
-        ids.append(crowded.add_request(given, params, priority=rng.randint(-1, 1)))
+        ids.append(crowded.add_request(given, params))
     answers: dict[str, list[int]] = {}
     while crowded.has_unfinished():
         if rng.random() < 0.05:

@@ -229,6 +229,30 @@ def test_near_misses_are_left_alone(fn: Any, reason: str) -> None:
     assert targets(gm) == before
 
 
+@pytest.mark.parametrize("graph", [capture, aten], ids=names)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_cast_for_each_use_is_verified(dtype: torch.dtype, graph: Any) -> None:
+    def often(x: Tensor, w: Tensor) -> Tensor:
+        scale = torch.rsqrt((x.float() * x.float()).mean(-1, keepdim=True) + 1e-6)
+        return (x.float() * scale).to(x.dtype) * w
+
+    gm = graph(often, x=hidden(dtype=dtype), w=torch.randn(32).to(dtype))
+    assert raised(gm).matched == 1
+
+
+@pytest.mark.parametrize("fn", [llama, call], ids=names)
+def test_a_norm_of_doubles_stays_in_doubles(fn: Any) -> None:
+    doubles = {"x": hidden(dtype=torch.float64), "w": torch.randn(32, dtype=torch.float64)}
+    (miss,) = raised(capture(fn, **doubles)).missed
+    assert "float64" in miss.reason
+
+
+def test_a_norm_of_one_number_is_left_alone() -> None:
+    gm = aten(llama, x=torch.tensor(3.0), w=torch.tensor(2.0))
+    (miss,) = raised(gm).missed
+    assert miss.reason.endswith("has no dimension, expected one or more")
+
+
 def test_a_norm_in_bfloat16_is_left_alone() -> None:
     def narrow(x: Tensor, w: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w

@@ -163,6 +163,10 @@ def _other_type(x: Tensor, y: Tensor) -> Any:
     return x.div(2) * x.div(2, rounding_mode="floor") * y.pow(2) * y.pow(2.5)
 
 
+def _other_step(x: Tensor, y: Tensor) -> Any:
+    return x[..., 0:4:2] * x[..., 0:4:3] + y[..., :2]
+
+
 def _swapped(x: Tensor, y: Tensor) -> Any:
     return (x - y) * (y - x)
 
@@ -233,6 +237,7 @@ def _to_other_strides(x: Tensor, y: Tensor) -> Any:
         _other_eps,
         _other_alpha,
         _other_type,
+        _other_step,
         _swapped,
         _random,
         _written_between,

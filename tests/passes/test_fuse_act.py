@@ -180,6 +180,10 @@ def transposed(x: Tensor) -> Tensor:
     return F.silu(gate.t()) * up.t()
 
 
+def by_a_number(x: Tensor) -> Tensor:
+    return F.silu(x) * x[0, 0]
+
+
 def promoted(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up.double()
@@ -283,7 +287,7 @@ def clamped_then_added(x: Tensor) -> Tensor:
             "the gate is clamped to (-7.0, 7.0), up to (-7.0, 7.0): no limit of both",
         ),
         (cast_on_the_way, "the activation feeds _to_copy, not a product"),
-        (double_gate, "it is computed in torch.float64: expected one dtype, that the op takes"),
+        (double_gate, "slice_1 is torch.float64, the op computes in float32"),
         (clamped_then_added, "the activation feeds add, not a product"),
     ],
     ids=names,
@@ -305,6 +309,7 @@ def test_gates_that_are_near_are_left_and_explained(fn: Any, reason: str) -> Non
         (plus, "the activation feeds add, not a product"),
         (twice_the_gate, "sigmoid has 2 users, expected one"),
         (transposed, "mul has strides [1, 24], the op's result is dense"),
+        (by_a_number, "gate and up differ: torch.float32[7, 48], torch.float32[]"),
         (promoted, "the product is torch.float64, the gate torch.float32"),
     ],
     ids=names,
@@ -326,3 +331,40 @@ def test_exact_gelu_and_other_sigmoids_are_no_sites() -> None:
 
     (report,) = run_passes(aten(other, x=hidden()), build_passes(["fuse_act"]))
     assert report.sites == []
+
+
+def shared(x: Tensor) -> Tensor:
+    act = F.silu(x)
+    return act * act
+
+
+def two_casts(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return (gate.float() * gate.float().sigmoid() * up.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("graph", [capture, aten], ids=names)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fn", [shared, two_casts], ids=names)
+def test_verification_takes_values_that_a_spelling_shares(
+    fn: Any, dtype: torch.dtype, graph: Any
+) -> None:
+    gm = graph(fn, x=hidden(dtype=dtype))
+    (report,) = run_passes(gm, build_passes(["fuse_act"]), verify=True)
+    assert report.matched == 1 and not report.missed
+
+
+@pytest.mark.parametrize(
+    "layout", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[:1].expand(7, -1)]
+)
+def test_a_gate_of_other_strides_gives_the_strides_of_eager(layout: Any) -> None:
+    def gated(x: Tensor, y: Tensor) -> Tensor:
+        return y * F.silu(layout(x))
+
+    x = hidden(size=7)
+    y = torch.randn(layout(x).shape)
+    gm = aten(gated, x=x, y=y)
+    (report,) = run_passes(gm, build_passes(["fuse_act"]), verify=True)
+    assert report.matched == 1
+    assert gm(x, y).stride() == gated(x, y).stride()
+    torch.testing.assert_close(gm(x, y), gated(x, y))
