@@ -14,7 +14,7 @@ from .bench_engine import growth, latency, prefix, throughput
 from .bench_passes import passes
 from .flags import Json, Model, Output, engine_flags
 from .help import GroupedHelp
-from .options import to_measure, writable, write_result
+from .options import no_result, to_measure, writable, write_result
 from .table import table
 
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
@@ -92,6 +92,8 @@ def kernels(
     from ..bench.kernels import figures
 
     check_number(threshold=threshold)
+    if compare is not None or render:
+        no_result("--compare" if compare else "--render", output, False)
     if compare is not None:
         raise typer.Exit(_compare(*compare, threshold))
     if render:

@@ -14,6 +14,7 @@ from ..config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts, check_numb
 from .flags import Json, Model, Output, engine_flags
 from .options import (
     load,
+    no_result,
     to_measure,
     writable,
     write_result,
@@ -105,6 +106,7 @@ def latency(
 ) -> None:
     """Time per output token and to the first token, for batches of equal requests."""
     if compare is not None:
+        no_result("--compare", output, json_output)
         raise typer.Exit(_compare(*compare, threshold))
     options = to_measure(engine, model_argument)
     check_counts(1, input_len=input_len, repeats=repeats)
@@ -157,6 +159,7 @@ def throughput(
 ) -> None:
     """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
     if compare is not None:
+        no_result("--compare", output, json_output)
         raise typer.Exit(_compare(*compare, threshold))
     options = to_measure(engine, model_argument)
     check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)

@@ -13,7 +13,7 @@ from ..bench.result_file import read_result
 from ..config import OPT_IN, UserError, gates
 from ..config.numbers import MOST_REQUESTS, check_counts
 from .flags import Json, Model, Output, engine_flags
-from .options import to_measure, writable, write_result
+from .options import no_result, to_measure, writable, write_result
 from .table import table
 
 
@@ -46,6 +46,7 @@ def passes(
     """What each pass gains in the whole model: a step with it against one without."""
     options = to_measure(engine, model_argument)
     if read is not None:
+        no_result("--read", output, json_output)
         measured = written(read)
         typer.echo(passes_table(measured))
         if update_gates:

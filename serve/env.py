@@ -34,9 +34,7 @@ _ENVIRONMENT = (
 _TIMEOUT_S = 20
 
 
-def env(
-    json_output: Json = False,
-) -> None:
+def env(json_output: Json = False) -> None:
     """Print what a bug report needs."""
     facts = collect()
     if json_output:

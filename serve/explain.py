@@ -54,7 +54,8 @@ def explain(
     """Explain what a model's compilation does, and what the levels turn on."""
     options = merge(engine, model=model_argument)
     if levels:
-        typer.echo(levels_table())
+        every_level = {f"-O{number}": asdict(level) for number, level in LEVELS.items()}
+        typer.echo(json.dumps(every_level) if json_output else levels_table())
         return
     check_counts(1, batch=batch, context=context)
     writable("html", html)

@@ -95,6 +95,17 @@ def at(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error}") from error
 
 
+def no_result(flag: str, output: Path | None, json_output: bool) -> None:
+    """Refuse ``--output`` and ``--json`` beside a flag with which nothing is measured.
+
+    Raises:
+        UserError: one of them is given.
+    """
+    if output is not None or json_output:
+        given = "--json" if json_output else "--output"
+        raise UserError(f"{given}: {flag} measures nothing, so there is no result; drop one")
+
+
 def write_result(
     path: Path | None, record: Mapping[str, Any], *, json_output: bool = False
 ) -> None:

@@ -38,6 +38,10 @@ Capture = pytest.CaptureFixture[str]
         ("bench passes --json x.json", "--output FILE writes the result, --json prints it"),
         ("bench startup /nope", "model '/nope': not there"),
         ("bench growth -O7", "optimization_level=7: expected 0, 1, 2 or 3"),
+        ("bench latency --compare a b --json", "--json: --compare measures nothing"),
+        ("bench throughput --compare a b --output x", "--output: --compare measures nothing"),
+        ("bench passes --read a --json", "--json: --read measures nothing"),
+        ("bench kernels --render a --output x", "--output: --render measures nothing"),
         ("bench throughput --num-prompts 0", "num_prompts=0: expected at least 1"),
         ("bench throughput --request-rate nan", "request_rate=nan: expected more than 0"),
         ("bench throughput --request-rate -1", "request_rate=-1.0: expected more than 0"),
@@ -120,6 +124,12 @@ def test_help_names_the_default_model(command: str, capsys: Capture) -> None:
     assert main([*command.split(), "--help"]) == 0
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  MODEL "))
     assert line.endswith("[default: abacus]")
+
+
+def test_levels_are_printed_as_json(capsys: Capture) -> None:
+    assert main(["explain", "--levels", "--json"]) == 0
+    levels = json.loads(capsys.readouterr().out)
+    assert [levels[f"-O{number}"]["trace"] for number in range(4)] == [False, True, True, True]
 
 
 def test_explain_takes_the_model_that_its_help_names(capsys: Capture) -> None:
