@@ -69,4 +69,4 @@ gpu-test: install
 
 bench: install
 	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.serve.cli bench kernels \
-	  --json bench/results/kernels.jsonl
+	  --output bench/results/kernels.jsonl

@@ -1,6 +1,6 @@
 """How compile time grows with depth: equal layers, a process and empty caches for each depth.
 
-``python -m fusewright.bench.compile_time MODEL --layers 8 32 80 --json FILE``
+``python -m fusewright.bench.compile_time MODEL --layers 8 32 80 --output FILE``
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("-O", dest="level", type=int, default=2)
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 80])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -71,9 +71,9 @@ def main() -> None:
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         phases = ", ".join(f"{name} {s:.3f}" for name, s in rows[-1]["seconds"].items())
         print(f"{layers} layers: {rows[-1]['whole_s']:.2f} s ({phases})", flush=True)
-    if args.json:
+    if args.output:
         record = {"environment": environment(), "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

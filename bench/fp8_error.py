@@ -1,7 +1,7 @@
 """FP8 beside the same weights in 16 bits: relative error of the logits, and time per output token.
 
-``python -m fusewright.bench.fp8_error MODEL --batch 1 64 --json FILE`` on random weights: a scheme
-quantizes what the unquantized model draws from the same seed, so that the error is its own.
+``python -m fusewright.bench.fp8_error MODEL --batch 1 64 --output FILE`` on random weights: a
+scheme quantizes what the unquantized model draws from the same seed, so that the error is its own.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("-O", dest="level", type=int, default=2)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     expected: Tensor | None = None
@@ -127,9 +127,9 @@ def main() -> None:
         print(json.dumps({k: v for k, v in row.items() if k not in ("passes", "choices")}))
         gc.collect()
         torch.cuda.empty_cache()
-        if args.json:
+        if args.output:
             text = json.dumps({"environment": environment(), "rows": rows}, indent=1)
-            args.json.write_text(text + "\n")
+            args.output.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from ..engine.request import Request
 from ..engine.sampling_params import SamplingParams
 from ..graph_capture import GraphKind
 from ..model_executor.kv_cache import kv_cache_bytes_per_block
-from .profiling import Plan, drive
-from .serving import run, warm_up
+from .profile_plan import Plan
+from .profiling import drive
+from .serving import check_length, run, warm_up
 from .workloads import Work, equal
 
 COPY_TB_S = 4.28
@@ -68,6 +69,11 @@ def bytes_to_read(engine: Engine, batch: int, context: int) -> int:
     return weights + batch * context * per_block // size
 
 
+def has_limit(engine: Engine) -> bool:
+    """Whether ``COPY_TB_S`` says anything of this device: not of a CPU."""
+    return engine.config.hardware.device == "cuda"
+
+
 def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
     """Median time between tokens of ``batch`` requests behind ``context`` tokens each.
 
@@ -80,15 +86,17 @@ def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dic
     pretend_computed(engine, works)
     found = run(engine, works)
     nbytes = bytes_to_read(engine, batch, context + steps // 2)
-    tpot_ms, limit_ms = statistics.median(found.gaps), nbytes / COPY_TB_S / 1e9
-    return {
+    tpot_ms = statistics.median(found.gaps)
+    row = {
         "batch": batch,
         "context": context,
         "tpot_ms": round(tpot_ms, 4),
         "gigabytes": round(nbytes / 1e9, 3),
-        "limit_ms": round(limit_ms, 4),
-        "of_limit": round(limit_ms / tpot_ms, 3),
     }
+    if has_limit(engine):
+        limit_ms = nbytes / COPY_TB_S / 1e9
+        row |= {"limit_ms": round(limit_ms, 4), "of_limit": round(limit_ms / tpot_ms, 3)}
+    return row
 
 
 def measure_requests(engine: Engine, num_requests: int, steps: int) -> dict[str, Any]:
@@ -126,15 +134,18 @@ def measure_growth(
     contexts: Sequence[int],
     requests: Sequence[int],
     steps: int,
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, Any]:
     """``context``: a row for each batch and context that the engine has room for; ``requests``: one
-    for each number of requests; ``skipped``: what there was no room for, and why."""
+    for each number of requests; ``skipped``: what there was no room for, and why; ``has_limit``:
+    whether the rows of ``context`` have a limit by bytes."""
     fill_caches(engine)
     warm_up(engine, equal(1, 8, 4, engine.inputs.vocab_size))
-    found: dict[str, list[dict[str, Any]]] = {"context": [], "requests": [], "skipped": []}
+    found: dict[str, Any] = {"context": [], "requests": [], "skipped": []}
+    found["has_limit"] = has_limit(engine)
     for batch in batches:
         for context in contexts:
             try:
+                check_length(engine, context + steps + 1)
                 row = measure_context(engine, batch, context, steps)
             except UserError as error:
                 found["skipped"].append({"batch": batch, "context": context, "why": str(error)})

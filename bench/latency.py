@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..engine.llm import LLM
-from .serving import run, warm_up
+from .serving import check_length, run, warm_up
 from .workloads import INPUT_LEN, OUTPUT_LEN, equal, tpot_ms
 
 
@@ -23,6 +23,7 @@ def measure_latency(
     """One batch size: ``tpot_ms`` as above, ``ttft_ms`` of all requests' first tokens, and what a
     run's requests took by themselves."""
     engine = llm.engine
+    check_length(engine, input_len + output_len)
     vocab_size = engine.inputs.vocab_size
     full = equal(batch, input_len, output_len, vocab_size)
     first = equal(batch, input_len, 1, vocab_size)

@@ -20,14 +20,16 @@ from typing import Any
 
 import torch
 
-from ..config import PASSES, UserError
+from ..config import PASSES, EngineOptions, UserError
 from ..config.gates import Measured
 from ..engine.collector import collector_at_rest
 from ..engine.engine import Engine
+from ..engine.hardware import detect_hardware
 from ..engine.llm import LLM
 from ..engine.progress import Progress, show_progress
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import NewToken
+from ..engine.startup import read_model
 from ..engine.variant import Variant, make_variant
 from .environment import environment
 from .profiling import come_to_rest
@@ -35,6 +37,8 @@ from .serving import run
 from .workloads import equal
 
 BATCHES = (1, 64, 256)
+CPU_BATCHES = (1, 8)
+"""Where more would take many minutes, for figures that decide nothing."""
 PREFILL = 2048
 INPUT_LEN = 128
 _BASES = ("as it is", "as it is, again")
@@ -138,6 +142,7 @@ def measure_passes(
 
 def _engine(options: dict[str, Any], steps: Steps) -> Engine:
     longest = max(steps.prefill + 1, _longest(steps, len(PASSES) + 2))
+    longest = min(longest, max(_model_len(options), steps.prefill + 1))
     defaults: dict[str, Any] = {"max_num_seqs": max(steps.batches), "max_model_len": longest}
     if torch.cuda.is_available() and options.get("device") != "cpu":
         defaults["cudagraph_capture_sizes"] = tuple(steps.batches)
@@ -149,6 +154,18 @@ def _engine(options: dict[str, Any], steps: Steps) -> Engine:
     engine = LLM(**{**defaults, **options}).engine
     assert isinstance(engine, Engine)
     return engine
+
+
+def fitting_prefill(options: dict[str, Any]) -> int:
+    """Tokens of the prompt where nobody says how many: ``PREFILL``, or as many as the model takes
+    with the token behind them."""
+    return min(PREFILL, max(_model_len(options) - 1, 1))
+
+
+def _model_len(options: dict[str, Any]) -> int:
+    """The longest request that the model and the options allow."""
+    hardware = detect_hardware(options.get("device", "auto"))
+    return read_model(EngineOptions(**options), hardware)[2].model.max_model_len
 
 
 def _longest(steps: Steps, variants: int) -> int:

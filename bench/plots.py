@@ -19,8 +19,8 @@ def check_drawing() -> None:
     """Raises UserError: there is nothing to draw with."""
     if find_spec("matplotlib") is None:
         raise UserError(
-            "plot: matplotlib is not installed here; install it, or keep the result by --json and "
-            "run `fusewright bench plot` elsewhere"
+            "plot: matplotlib is not installed here; install it, or keep the result by --output "
+            "and run `fusewright bench plot` elsewhere"
         )
 
 
@@ -105,9 +105,10 @@ def _growth(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
             rows = [row for row in found["context"] if row["batch"] == batch]
             contexts, label = [row["context"] for row in rows], f"b={batch}"
             (line,) = left.plot(contexts, [r["tpot_ms"] for r in rows], "o-", label=prefix + label)
-            limits = [row["limit_ms"] for row in rows]
+            limits = [row["limit_ms"] for row in rows if "limit_ms" in row]
             color = line.get_color()
-            left.plot(contexts, limits, "--", color=color, label=f"{prefix}bytes, {label}")
+            if limits:
+                left.plot(contexts, limits, "--", color=color, label=f"{prefix}bytes, {label}")
         for figure, label in (
             ("step_us", "step"),
             ("graph_us", "its graph"),

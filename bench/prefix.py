@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from ..engine.loop import EngineLoop
-from .serving import Run, run, warm_up
+from .serving import Run, check_length, run, warm_up
 from .workloads import Work
 
 
@@ -36,6 +36,7 @@ def measure_prefix(
     first; ``identical`` counts requests with the same tokens in both.
     """
     scheduler = engine.scheduler
+    check_length(engine, prefix_len + input_len + max(output_len, 2))
     works = shared_prefix(num_prompts, prefix_len, input_len, output_len, engine.inputs.vocab_size)
     had = scheduler.prefix_caching
     runs: dict[str, Run] = {}

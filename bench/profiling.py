@@ -25,44 +25,14 @@ from ..engine.engine import Engine
 from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
 from .environment import environment
+from .profile_plan import Plan
 from .profile_trace import GPU, Activity, busy_times, kernel_rows, layer_groups, read_trace
 from .serving import warm_up
 from .workloads import equal
 
-PHASES = ("prefill", "decode")
 CPU_PARTS = ("schedule", "launch", "wait", "update", "rest")
 """Of a call of ``step()``.  wait: for the device, the step before; rest: outputs and stops."""
 _WARM_UP_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Plan:
-    """``batch_size`` equal requests; ``max_iterations`` steps recorded after
-    ``delay_iterations`` steps of the phase.  The three flags are torch.profiler's."""
-
-    phase: str
-    batch_size: int = 1
-    input_len: int = 128
-    output_len: int = 128
-    delay_iterations: int = 8
-    max_iterations: int = 16
-    record_shapes: bool = False
-    profile_memory: bool = False
-    with_stack: bool = False
-
-    def check(self) -> None:
-        """Raises UserError: a value that profiles nothing."""
-        least = {"batch_size": 1, "input_len": 1, "output_len": 2, "max_iterations": 1}
-        for name, value in {**least, "delay_iterations": 0}.items():
-            if getattr(self, name) < value:
-                raise UserError(f"{name}={getattr(self, name)}: expected at least {value}")
-        if self.phase not in PHASES:
-            raise UserError(f"phase={self.phase!r}: expected one of {', '.join(PHASES)}")
-        if self.phase == "decode" and self.delay_iterations > self.output_len - 2:
-            raise UserError(
-                f"delay_iterations={self.delay_iterations}: skips all decode steps of "
-                f"output_len={self.output_len}; raise output_len or delay less"
-            )
 
 
 @dataclass(frozen=True)

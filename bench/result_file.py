@@ -1,4 +1,4 @@
-"""Reading what a bench wrote with --json."""
+"""Reading what a bench wrote with --output."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def read_result(path: Path, benches: str, parse: Callable[[dict[str, Any]], T]) 
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(
-            f"{path} is not a result of `fusewright bench {benches}` with --json: {error!r}"
+            f"{path} is not a result of `fusewright bench {benches}` with --output: {error!r}"
         ) from error

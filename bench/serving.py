@@ -89,9 +89,18 @@ def parse_limits(items: Iterable[str]) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError:
             name = ""
-        if name not in known:
+        if name not in known or not 0 < limits[name] < inf:
             raise UserError(f"goodput={item!r}: expected a measure of {known} and ms, as ttft:500")
     return limits
+
+
+def check_length(engine: EngineLoop, longest: int) -> None:
+    """Refuse requests of more tokens than the engine is for, before they are made up."""
+    if longest > engine.inputs.max_model_len:
+        raise UserError(
+            f"the workload has requests of {longest} tokens, max_model_len is "
+            f"{engine.inputs.max_model_len}; ask for fewer tokens a request"
+        )
 
 
 def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) -> Run:
@@ -103,12 +112,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
     Raises:
         UserError: the engine is for shorter requests than these.
     """
-    longest = max(len(work.prompt_token_ids) + work.output_len for work in works)
-    if longest > engine.inputs.max_model_len:
-        raise UserError(
-            f"the workload has requests of {longest} tokens, max_model_len is "
-            f"{engine.inputs.max_model_len}; raise it or take another workload"
-        )
+    check_length(engine, max(len(work.prompt_token_ids) + work.output_len for work in works))
     came: list[tuple[float, list[NewToken]]] = []
 
     def on_tokens(tokens: list[NewToken]) -> None:

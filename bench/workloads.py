@@ -50,6 +50,22 @@ def mix(name: str, num_prompts: int, vocab_size: int, seed: int = 1) -> list[Wor
     ]
 
 
+def fitting(works: list[Work], most_tokens: int) -> tuple[list[Work], float]:
+    """``works`` with all lengths scaled down alike until the longest has ``most_tokens``, and the
+    scale: 1 where they fit as they are."""
+    longest = max(len(work.prompt_token_ids) + work.output_len for work in works)
+    if longest <= most_tokens:
+        return works, 1.0
+    scale = most_tokens / longest
+    return [
+        Work(
+            work.prompt_token_ids[: max(1, int(len(work.prompt_token_ids) * scale))],
+            max(1, int(work.output_len * scale)),
+        )
+        for work in works
+    ], scale
+
+
 def equal(
     batch: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0
 ) -> list[Work]:

@@ -50,12 +50,23 @@ def machine_faults(*, needs_cpp: bool) -> Iterator[None]:
 
 @contextmanager
 def compiler_files() -> Iterator[None]:
-    """Turn files that the compilers cannot write into one line: their first one is a folder that
-    Dynamo makes when it is imported."""
+    """Turn files that the compilers cannot write into one line (the first one is a folder that
+    Dynamo makes when it is imported), and the C compiler that Triton does not find.
+
+    Raises:
+        MachineError: names what is missing and the remedy.
+    """
     try:
         yield
     except OSError as error:
         raise _os_error(error) from error
+    except RuntimeError as error:
+        if "Failed to find C compiler" not in str(error):
+            raise
+        raise MachineError(
+            "no C compiler: Triton builds what launches its kernels with one; install gcc, or name "
+            f"one in CC, {_NO_COMPILER}"
+        ) from error
 
 
 def _check_compiler() -> None:

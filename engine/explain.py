@@ -63,8 +63,6 @@ def explain_model(
     from ..compiler.timer import Timer
     from ..compiler.tune import Tuner
 
-    if num_seqs < 1 or context < 1:
-        raise UserError(f"batch={num_seqs}, context={context}: expected at least 1 of each")
     hardware = target_hardware(options, target_sm)
     _, spec, config = read_model(options, hardware)
     if not config.compile.trace:

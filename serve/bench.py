@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -10,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from ..config import UserError
+from ..config.numbers import check_counts, check_number
 from .bench_engine import growth, latency, prefix, throughput
 from .bench_passes import passes
-from .flags import engine_flags
+from .flags import Json, Model, Output, engine_flags
 from .help import GroupedHelp
-from .options import merge, writable
+from .options import no_result, to_measure, writable, write_result
 from .table import table
 
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
@@ -28,18 +28,14 @@ for _command in (latency, throughput, growth, prefix, passes):
 @engine_flags
 def startup(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     iterations: Annotated[int, typer.Option(help="Cold starts, and warm starts.")] = 3,
-    output: Annotated[
-        Path | None, typer.Option("--output", help="Write the result to this JSON file.")
-    ] = None,
+    output: Output = None,
+    json_output: Json = False,
 ) -> None:
     """Seconds from process start to first token, cold and warm, by phase."""
-    options = merge(engine, model=model_argument)
-    if iterations < 1:
-        raise UserError(f"iterations={iterations}: expected at least 1")
+    options = to_measure(engine, model_argument)
+    check_counts(1, 1000, iterations=iterations)
     writable("output", output)
     from ..bench.environment import environment
     from ..bench.startup import measure_startup
@@ -57,10 +53,9 @@ def startup(
             for what in ("mean_s", "spread_s")
         ]
         rows.append([name, *cells])
-    typer.echo(table(rows))
-    if output is not None:
-        record = {"environment": environment(), "options": options, **result}
-        output.write_text(json.dumps(record, indent=1) + "\n")
+    typer.echo(table(rows), err=json_output)
+    record = {"environment": environment(), "options": options, **result}
+    write_result(output, record, json_output=json_output)
 
 
 @app.command("plot")
@@ -68,7 +63,7 @@ def plot(
     picture: Annotated[Path, typer.Argument(help="PNG to write.")],
     results: Annotated[list[Path], typer.Argument(help="Results of one bench, a line each.")],
 ) -> None:
-    """Draw results of latency, throughput or growth that were kept by --json."""
+    """Draw results of latency, throughput or growth that were kept by --output."""
     writable("picture", picture)
     from ..bench import plots
 
@@ -80,7 +75,9 @@ def kernels(
     select: Annotated[
         str | None, typer.Option("-k", help="Only benchmarks that match, as for pytest -k.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write each figure here.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Write each figure to this file, a line each.")
+    ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
@@ -94,8 +91,9 @@ def kernels(
     """Time every kernel on real shapes, beside the best library; exit 1 on a regression."""
     from ..bench.kernels import figures
 
-    if threshold <= 0:
-        raise UserError(f"threshold={threshold}: expected a share above 0, such as 0.05")
+    check_number(threshold=threshold)
+    if compare is not None or render:
+        no_result("--compare" if compare else "--render", output, False)
     if compare is not None:
         raise typer.Exit(_compare(*compare, threshold))
     if render:
@@ -108,7 +106,7 @@ def kernels(
         return
     from ..bench.kernels.run import run_benchmarks
 
-    writable("json", output)
+    writable("output", output)
     with TemporaryDirectory() as folder:
         _, found = run_benchmarks(select, output or Path(folder) / "figures.jsonl")
     rows = [["op", "work", "contender", "us", "GB/s", "TFLOP/s", "of ceiling"]]

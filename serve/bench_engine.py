@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-import json
-from itertools import product
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import UserError
-from .flags import engine_flags
-from .options import merge, writable
+from ..config import EngineOptions, UserError
+from ..config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts, check_number
+from .flags import Json, Model, Output, engine_flags
+from .options import (
+    load,
+    no_result,
+    to_measure,
+    writable,
+    write_result,
+)
 from .table import table
 
-Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result here.")]
+if TYPE_CHECKING:
+    from ..bench.workloads import Work
+    from ..engine.llm import LLM
+
 Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
 ]
 Threshold = Annotated[float, typer.Option(help="Slower by this share is a regression.")]
 
+_PREFIX_LEN = 2000
+_CONTEXTS = [128 << n for n in range(9)]
+
 
 def _engine(options: dict[str, Any]) -> Any:
-    """The engine to measure: prompts are repeated, so prefixes are not cached unless asked for."""
-    from ..engine.llm import LLM
-
-    return LLM(**{"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
+    """The ``LLM`` to measure: prompts are repeated, so prefixes are not cached unless asked for."""
+    return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
 
 def _outputs(output: Path | None, picture: Path | None = None) -> None:
     """Refuse what could not be kept, before anything is measured."""
-    writable("json", output)
+    writable("output", output)
     writable("plot", picture)
     if picture is not None:
         from ..bench.plots import check_drawing
@@ -42,29 +51,29 @@ def _outputs(output: Path | None, picture: Path | None = None) -> None:
 
 
 def _write(
-    path: Path | None, picture: Path | None, llm: Any, options: dict[str, Any], **found: Any
+    path: Path | None,
+    json_output: bool,
+    llm: Any,
+    options: dict[str, Any],
+    *,
+    picture: Path | None = None,
+    **found: Any,
 ) -> None:
     from ..bench.environment import environment
 
-    if path is not None:
-        record = {"environment": environment(), "options": options, **found, "engine": llm.report()}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"environment": environment(), "options": options, **found, "engine": llm.report()}
+    write_result(path, record, json_output=json_output)
     if picture is not None:
         from ..bench.plots import plot
 
-        plot({str(options.get("model", "abacus")): found}, picture)
-
-
-def _check_counts(least: int, **given: int) -> None:
-    for name, value in given.items():
-        if value < least:
-            raise UserError(f"{name}={value}: expected at least {least}")
+        plot({str(options.get("model", EngineOptions().model)): found}, picture)
 
 
 def _compare(old: Path, new: Path, threshold: float) -> int:
     """Print what changed by more than ``threshold``; the exit code."""
     from ..bench.compare import compare
 
+    check_number(threshold=threshold)
     changes = compare(old, new)
     slower = [change for change in changes if change.slower > 1 + threshold]
     faster = [change for change in changes if change.slower < 1 / (1 + threshold)]
@@ -89,18 +98,21 @@ def latency(
     input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
     output_len: Annotated[int, typer.Option(help="Output tokens.")] = 129,
     repeats: Annotated[int, typer.Option(help="Runs, of which the best counts.")] = 2,
-    output: Json = None,
+    output: Output = None,
+    json_output: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Plot TPOT over batch to this PNG.")] = None,
     compare: Compare = None,
     threshold: Threshold = 0.05,
 ) -> None:
     """Time per output token and to the first token, for batches of equal requests."""
     if compare is not None:
+        no_result("--compare", output, json_output)
         raise typer.Exit(_compare(*compare, threshold))
-    options = merge(engine, model=model_argument)
-    _check_counts(1, input_len=input_len, repeats=repeats)
-    if output_len < 2:
-        raise UserError(f"output_len={output_len}: expected at least 2, the first is TTFT")
+    options = to_measure(engine, model_argument)
+    check_counts(1, input_len=input_len, repeats=repeats)
+    check_counts(2, output_len=output_len)  # the first is TTFT
+    for batch in batch_size or ():
+        check_counts(1, MOST_REQUESTS, batch_size=batch)
     _outputs(output, plot)
     from ..bench.latency import measure_latency
 
@@ -111,8 +123,11 @@ def latency(
             llm, batch, input_len=input_len, output_len=output_len, repeats=repeats
         )
         rows.append(row)
-        typer.echo(f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms")
-    _write(output, plot, llm, options, rows=rows)
+        typer.echo(
+            f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms",
+            err=json_output,
+        )
+    _write(output, json_output, llm, options, picture=plot, rows=rows)
 
 
 @engine_flags
@@ -131,7 +146,8 @@ def throughput(
     goodput: Annotated[
         list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
     ] = None,
-    output: Json = None,
+    output: Output = None,
+    json_output: Json = False,
     plot: Annotated[
         Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
     ] = None,
@@ -143,63 +159,81 @@ def throughput(
 ) -> None:
     """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
     if compare is not None:
+        no_result("--compare", output, json_output)
         raise typer.Exit(_compare(*compare, threshold))
-    options = merge(engine, model=model_argument)
-    _check_counts(1, num_prompts=num_prompts)
-    if request_rate and min(request_rate) <= 0:
-        raise UserError(f"request_rate={min(request_rate)}: expected more than 0")
+    options = to_measure(engine, model_argument)
+    check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
+    for rate in request_rate or ():
+        if not rate > 0:
+            raise UserError(f"request_rate={rate}: expected more than 0, or inf for all at once")
+    if frontends and (request_rate or goodput or plot):
+        given = "request-rate" if request_rate else "goodput" if goodput else "plot"
+        raise UserError(f"--{given} says nothing of --async, which has all requests at once")
     _outputs(output, plot)
+    from ..bench.workloads import equal, fitting, mix
+
+    names = workload or ["chat"]
+    for name in names:
+        mix(name, 1, 8)  # an unknown one is found before torch is imported
     from ..bench.account import account, recorded
     from ..bench.serving import parse_limits, run, warm_up
-    from ..bench.workloads import equal, mix
 
-    limits, names = parse_limits(goodput or []), workload or ["chat"]
-    for name in names:
-        mix(name, 1, 8)  # an unknown one is found before the model is loaded
+    limits = parse_limits(goodput or [])
     llm = _engine(options)
     vocab_size = llm.engine.inputs.vocab_size
-    warm_up(llm.engine, equal(8, 64, 8, vocab_size))
-    if frontends:
-        found = {name: _frontends(llm, name, num_prompts, vocab_size) for name in names}
-        _write(output, None, llm, options, frontends=found)
-        return
-    rows = []
-    for name, rate in product(names, request_rate or [inf]):
-        works = mix(name, num_prompts, vocab_size)
-        with recorded(llm.engine) as steps:
-            measured = run(llm.engine, works, rate).to_json(limits)
-        offered = None if rate == inf else rate
-        about = {"workload": name, "request_rate": offered}
-        rows.append({**about, **measured, "account": account(steps)})
-        _show_throughput(rows[-1])
-    _write(output, plot, llm, options, rows=rows)
+    max_model_len = llm.engine.inputs.max_model_len
+    warm_up(llm.engine, fitting(equal(8, 64, 8, vocab_size), max_model_len)[0])
+    rows, found = [], {}
+    for name in names:
+        works, scale = fitting(mix(name, num_prompts, vocab_size), max_model_len)
+        if scale < 1:
+            name = f"{name} x {scale:.3f}"
+            typer.echo(
+                f"{name}: all lengths are scaled, so that the longest request fits into "
+                f"{max_model_len=}",
+                err=json_output,
+            )
+        if frontends:
+            typer.echo(f"{name}, {num_prompts} requests", err=json_output)
+            found[name] = _frontends(llm, works, err=json_output)
+            continue
+        for rate in request_rate or [inf]:
+            with recorded(llm.engine) as steps:
+                measured = run(llm.engine, works, rate).to_json(limits)
+            offered = None if rate == inf else rate
+            about = {"workload": name, "request_rate": offered}
+            rows.append({**about, **measured, "account": account(steps)})
+            _show_throughput(rows[-1], err=json_output)
+    results: dict[str, Any] = {"frontends": found} if frontends else {"rows": rows}
+    _write(output, json_output, llm, options, picture=plot, **results)
 
 
-def _frontends(llm: Any, workload: str, num_prompts: int, vocab_size: int) -> list[dict[str, Any]]:
+def _frontends(llm: LLM, works: Sequence[Work], *, err: bool) -> list[dict[str, Any]]:
     from ..bench.frontends import measure_frontends
-    from ..bench.workloads import mix
 
-    rows = measure_frontends(llm, mix(workload, num_prompts, vocab_size))
+    rows = measure_frontends(llm, works)
     cells = [[str(value) for value in row.values()] for row in rows]
-    typer.echo(f"{workload}, {num_prompts} requests")
-    typer.echo(table([list(rows[0]), *cells]))
+    typer.echo(table([list(rows[0]), *cells]), err=err)
     return rows
 
 
-def _show_throughput(row: dict[str, Any]) -> None:
+def _show_throughput(row: dict[str, Any], *, err: bool) -> None:
     rows = [["ms", "mean", "p50", "p90", "p99"]]
     for name in ("ttft", "tpot", "itl", "e2e"):
         rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
     rate = row["request_rate"]
-    typer.echo(row["workload"] + ("" if rate is None else f", {rate:g} requests/s offered"))
-    typer.echo(table(rows))
+    offered = "" if rate is None else f", {rate:g} requests/s offered"
+    typer.echo(f"{row['workload']}{offered}", err=err)
+    typer.echo(table(rows), err=err)
     typer.echo(
         f"{row['requests_per_s']:.2f} requests/s, {row['output_tokens_per_s']:.0f} output "
         f"tokens/s, {row['seconds']:.2f} s"
-        + (f", goodput {row['goodput_per_s']:.2f} requests/s" if "goodput_per_s" in row else "")
+        + (f", goodput {row['goodput_per_s']:.2f} requests/s" if "goodput_per_s" in row else ""),
+        err=err,
     )
     names = list(row["account"][0])
-    typer.echo(table([names, *([str(value) for value in r.values()] for r in row["account"])]))
+    steps = [names, *([str(value) for value in r.values()] for r in row["account"])]
+    typer.echo(table(steps), err=err)
 
 
 @engine_flags
@@ -208,37 +242,47 @@ def growth(
     model_argument: Model = None,
     batch_size: Annotated[list[int] | None, typer.Option(help="1 and 64 if unset.")] = None,
     context: Annotated[
-        list[int] | None, typer.Option(help="Tokens; 128 to 32768 by doubling if unset.")
+        list[int] | None,
+        typer.Option(help="Tokens; 128 to 32768 by doubling if unset and they fit."),
     ] = None,
     requests: Annotated[
         list[int] | None, typer.Option(help="1 to 512 by doubling if unset.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Decode steps of each point.")] = 24,
-    output: Json = None,
+    output: Output = None,
+    json_output: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Plot both to this PNG.")] = None,
 ) -> None:
     """TPOT over context, against the bytes to read; step and its overhead over requests."""
-    options = merge(engine, model=model_argument)
-    _check_counts(2, steps=steps)
+    options = to_measure(engine, model_argument)
+    check_counts(2, 10_000, steps=steps)
     batches, counts = batch_size or [1, 64], requests or [1 << n for n in range(10)]
-    contexts = context or [128 << n for n in range(9)]
-    for name, values in (("batch_size", batches), ("context", contexts), ("requests", counts)):
-        _check_counts(1, **{name: min(values)})
+    for name, values in (("batch_size", batches), ("context", context), ("requests", counts)):
+        for value in values or ():
+            check_counts(1, MOST_REQUESTS if name != "context" else MOST_COUNT, **{name: value})
     _outputs(output, plot)
     from ..bench.growth import measure_growth
 
     seqs = max(*batches, *counts)
     llm = _engine({"enable_prefix_caching": True, "max_num_seqs": seqs, **options})
+    contexts = context
+    if contexts is None:
+        longest = llm.engine.inputs.max_model_len - steps - 1
+        contexts = [n for n in _CONTEXTS if n <= longest]
+        if too_long := _CONTEXTS[len(contexts) :]:
+            typer.echo(f"contexts of {too_long[0]} tokens and more do not fit", err=json_output)
     found = measure_growth(llm.engine, batches, contexts, counts, steps)
     for name in ("context", "requests"):
         if found[name]:
             keys = list(dict.fromkeys(key for row in found[name] for key in row))
             cells = [[str(row.get(key, "")) for key in keys] for row in found[name]]
-            typer.echo(table([keys, *cells]) + "\n")
+            typer.echo(table([keys, *cells]) + "\n", err=json_output)
+    if found["context"] and not found["has_limit"]:
+        typer.echo("no limit by bytes: what this device can read is not measured", err=json_output)
     for row in found["skipped"]:
         what = ", ".join(f"{name} {value}" for name, value in row.items() if name != "why")
-        typer.echo(f"skipped {what}: {row['why']}")
-    _write(output, plot, llm, options, **found)
+        typer.echo(f"skipped {what}: {row['why']}", err=json_output)
+    _write(output, json_output, llm, options, picture=plot, **found)
 
 
 @engine_flags
@@ -246,28 +290,39 @@ def prefix(
     engine: dict[str, Any],
     model_argument: Model = None,
     num_prompts: Annotated[int, typer.Option(help="Requests.")] = 64,
-    prefix_len: Annotated[int, typer.Option(help="Tokens that all begin with.")] = 2000,
+    prefix_len: Annotated[
+        int | None, typer.Option(help="Tokens that all begin with; 2000 if unset and they fit.")
+    ] = None,
     input_len: Annotated[int, typer.Option(help="Tokens of each behind them.")] = 32,
     output_len: Annotated[int, typer.Option(help="Output tokens.")] = 16,
-    output: Json = None,
+    output: Output = None,
+    json_output: Json = False,
 ) -> None:
     """First-token time of requests with one prefix, with and without prefix caching."""
-    options = merge(engine, model=model_argument)
-    counts = {"num_prompts": num_prompts, "prefix_len": prefix_len, "input_len": input_len}
-    _check_counts(1, **counts, output_len=output_len)
+    options = to_measure(engine, model_argument)
+    check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
+    check_counts(1, input_len=input_len, output_len=output_len)
+    if prefix_len is not None:
+        check_counts(1, prefix_len=prefix_len)
     _outputs(output)
     from ..bench.prefix import measure_prefix
 
     llm = _engine({"enable_prefix_caching": True, **options})
+    if prefix_len is None:
+        room = llm.engine.inputs.max_model_len - input_len - max(output_len, 2)
+        prefix_len = min(_PREFIX_LEN, max(room, 1))
+        if prefix_len < _PREFIX_LEN:
+            typer.echo(f"a prefix of {prefix_len} tokens: more do not fit", err=json_output)
     found = measure_prefix(llm.engine, num_prompts, prefix_len, input_len, output_len)
     rows = [["prefix", "mean TTFT, ms", "p50", "p99", "output tokens/s"]]
     for row in found["rows"]:
         ttft = (row["ttft_ms"][name] for name in ("mean", "p50", "p99"))
         cells = [row["prefix"], *(f"{value:.2f}" for value in ttft)]
         rows.append([*cells, f"{row['output_tokens_per_s']:.0f}"])
-    typer.echo(table(rows))
+    typer.echo(table(rows), err=json_output)
     typer.echo(
         f"first token {found['speedup']:.1f} times sooner; {found['identical']} of {num_prompts} "
-        "outputs identical"
+        "outputs identical",
+        err=json_output,
     )
-    _write(output, None, llm, options, **found)
+    _write(output, json_output, llm, options, **found)

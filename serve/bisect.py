@@ -11,27 +11,25 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import UserError
-from .flags import engine_flags
+from ..config.numbers import check_number
+from .flags import Json, Model, engine_flags
 from .options import checked, merge
 
 
 @engine_flags
 def bisect(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     tolerance: Annotated[
         float | None,
         typer.Option(help="Largest relative error of an output; by dtype if unset."),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Find the pass and site at which outputs leave those of -O0; exit code 1 if there is one."""
     options = checked(merge(engine, model=model_argument), weights=True)
-    if tolerance is not None and not tolerance > 0:
-        raise UserError(f"tolerance={tolerance}: expected more than 0")
+    if tolerance is not None:
+        check_number(tolerance=tolerance)
     from ..engine.bisect import bisect_model
 
     culprit, limit = bisect_model(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import UserError
-from .flags import strings
+from .flags import Json, strings
 from .report import checks_table
 from .table import table
 
@@ -39,7 +39,6 @@ _Folders = Annotated[
         show_default=False,
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Key = Annotated[str, typer.Argument(metavar="KEY", help="Key, or how it begins.")]
 _Trusted = Annotated[
     list[str] | None,
@@ -63,7 +62,7 @@ def _options(context: typer.Context) -> None:
 
 
 @app.command("ls")
-def ls(folders: _Folders = None, json_output: _Json = False) -> None:
+def ls(folders: _Folders = None, json_output: Json = False) -> None:
     """List artifacts, with what tells equal labels apart; files are not read (see verify)."""
     store = _store(folders)
     entries = store.ls()
@@ -86,7 +85,7 @@ def ls(folders: _Folders = None, json_output: _Json = False) -> None:
 
 
 @app.command("show")
-def show(key: _Key, folders: _Folders = None, json_output: _Json = False) -> None:
+def show(key: _Key, folders: _Folders = None, json_output: Json = False) -> None:
     """Print all that an artifact says of itself."""
     from ..compiler.signing import signer
 
@@ -115,7 +114,7 @@ def verify(
     ] = None,
     folders: _Folders = None,
     trusted_keys: _Trusted = None,
-    json_output: _Json = False,
+    json_output: Json = False,
 ) -> None:
     """Read every file as a start would; exit code 2 if one artifact would be refused."""
     from ..compiler.artifact import Refusal
@@ -148,7 +147,7 @@ def diff(
     left: Annotated[str, typer.Argument(metavar="A", help="Key, or how it begins.")],
     right: Annotated[str, typer.Argument(metavar="B", help="Key, or how it begins.")],
     folders: _Folders = None,
-    json_output: _Json = False,
+    json_output: Json = False,
 ) -> None:
     """Print the factors and files in which two artifacts differ."""
     from ..compiler.key import differences
@@ -204,7 +203,7 @@ def prune(
         float | None, typer.Option(metavar="DAYS", help="Remove what was not used for so long.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all artifacts.")] = False,
-    json_output: _Json = False,
+    json_output: Json = False,
 ) -> None:
     """Remove artifacts from the store that is written, least recently used first."""
     if max_size is None and older_than is None and not everything:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .flags import engine_flags
+from .flags import Json, Model, engine_flags
 from .options import checked, merge
 from .report import checks_line, startup_table
 
@@ -16,9 +16,7 @@ from .report import checks_line, startup_table
 @engine_flags
 def compile(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     target_sm: Annotated[
         int | None,
         typer.Option("--target-sm", help="Compile for this compute capability, such as 90."),
@@ -27,7 +25,7 @@ def compile(
         Path | None,
         typer.Option("--dump", help="Write graphs, pieces and code of each phase to this folder."),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Compile a model ahead of time, verify every rewrite, and keep the artifact."""
     options = merge(engine, model=model_argument)

@@ -11,11 +11,11 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from .. import __version__
+from .flags import Json
 from .table import table
 
 _FOLDER = Path(__file__).resolve().parent.parent
@@ -34,9 +34,7 @@ _ENVIRONMENT = (
 _TIMEOUT_S = 20
 
 
-def env(
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def env(json_output: Json = False) -> None:
     """Print what a bug report needs."""
     facts = collect()
     if json_output:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import UserError
-from .flags import engine_flags
+from .flags import Json, engine_flags
 from .options import batch, check_finished, load, merge
 from .table import table
 
@@ -33,7 +33,7 @@ def evaluate(
         int | None,
         typer.Option(help="requests that run at once: --max-num-seqs", show_default=False),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    json_output: Json = False,
     engine: dict[str, Any],
 ) -> None:
     """Measure the exact-match accuracy of a model, greedily, a task at a time.

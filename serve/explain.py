@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import LEVELS, OPT_IN, PASSES, Level, UserError
+from ..config.numbers import check_counts
 from .explain_text import difference_text, explanation
-from .flags import engine_flags
+from .flags import Json, Model, engine_flags
 from .options import checked, merge, writable
 from .table import table
 
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
 @engine_flags
 def explain(
     engine: dict[str, Any],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     levels: Annotated[bool, typer.Option("--levels", help="Print the -O table.")] = False,
     target_sm: Annotated[
         int | None,
@@ -50,17 +49,15 @@ def explain(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write all of it to this HTML file.")
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Explain what a model's compilation does, and what the levels turn on."""
     options = merge(engine, model=model_argument)
     if levels:
-        typer.echo(levels_table())
+        every_level = {f"-O{number}": asdict(level) for number, level in LEVELS.items()}
+        typer.echo(json.dumps(every_level) if json_output else levels_table())
         return
-    if not options:
-        raise UserError(
-            "explain: nothing to explain; name a model, or use `fusewright explain --levels`"
-        )
+    check_counts(1, batch=batch, context=context)
     writable("html", html)
     every = [checked(asked) for asked in (options, *_other(options, against))]
     from ..compiler.explain_diff import differences

@@ -1,4 +1,5 @@
-"""Command-line flags made from option lists: ``EngineOptions`` is one, ``SAMPLING`` the other.
+"""Command-line flags made from option lists: ``EngineOptions`` is one, ``SAMPLING`` the other; and
+those that several commands declare.
 
 A flag that is not given stays ``None`` and is left out of what the command receives, so that
 defaults live in one place and an explicit flag can win over its level.
@@ -9,14 +10,24 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from ..config import OptionSpec, option_specs
+from ..config import EngineOptions, OptionSpec, option_specs
 from .help import HELP_ALL
 
 Command = Callable[..., Any]
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help=f"Same as --model. [default: {EngineOptions().model}]"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the result to FILE as JSON.")
+]
 
 
 def _sampling(name: str, kind: str, text: str, default: Any = None, flag: str = "") -> OptionSpec:

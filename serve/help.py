@@ -64,8 +64,9 @@ class GroupedHelp(TyperCommand):
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             value = given.get(error.param.name) if error.param else None
-            if isinstance(value, str) and value not in error.message:
-                error.message = f"{value!r}: {error.message}"
+            values = value if isinstance(value, list) else [] if value is None else [value]
+            if values and not any(v and str(v) in error.message for v in values):
+                error.message = f"{', '.join(map(repr, values))}: {error.message}"
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

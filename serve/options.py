@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineDeadError, EngineOptions, UserError
+import typer
+
+from ..config import EngineDeadError, EngineOptions, MachineError, UserError
 
 if TYPE_CHECKING:
     from ..engine.inputs import Prompt
@@ -41,7 +44,11 @@ def writable(option: str, path: Path | None) -> None:
     Raises:
         UserError: names the option.
     """
-    if path is not None and not os.access(path.parent, os.W_OK):
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option}={path}: is a folder; give a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"{option}={path}: cannot be written; give a file in another folder")
 
 
@@ -58,6 +65,21 @@ def checked(options: dict[str, Any], *, weights: bool = False) -> EngineOptions:
     return asked
 
 
+def to_measure(engine: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """The options of a command that measures: ``merge``, and ``checked`` before torch is imported.
+
+    Raises:
+        UserError: an option or the model's folder is bad.
+    """
+    if model is not None and model.endswith((".json", ".jsonl")):
+        raise UserError(
+            f"model={model}: expected a model; --output FILE writes the result, --json prints it"
+        )
+    options = merge(engine, model=model)
+    checked(options, weights=True)
+    return options
+
+
 @contextmanager
 def at(where: str) -> Iterator[None]:
     """Put the place of a prompt, unless it is "", before what is said of it.
@@ -71,6 +93,36 @@ def at(where: str) -> Iterator[None]:
         if not where or isinstance(error, EngineDeadError):
             raise
         raise UserError(f"{where}: {error}") from error
+
+
+def no_result(flag: str, output: Path | None, json_output: bool) -> None:
+    """Refuse ``--output`` and ``--json`` beside a flag with which nothing is measured.
+
+    Raises:
+        UserError: one of them is given.
+    """
+    if output is not None or json_output:
+        given = "--json" if json_output else "--output"
+        raise UserError(f"{given}: {flag} measures nothing, so there is no result; drop one")
+
+
+def write_result(
+    path: Path | None, record: Mapping[str, Any], *, json_output: bool = False
+) -> None:
+    """A result as JSON: ``--output`` writes it to a file, ``--json`` prints it.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    if path is not None:
+        try:
+            path.write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise MachineError(
+                f"output={path}: cannot be written: {error.strerror}; --json prints the result"
+            ) from error
+    if json_output:
+        typer.echo(json.dumps(record))
 
 
 def load(options: dict[str, Any], *, text: bool = False) -> LLM:

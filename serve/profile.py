@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..config import UserError
-from .flags import engine_flags
-from .options import load, merge
+from .flags import Model, engine_flags
+from .options import load, to_measure
 from .table import table
 
 _ROWS_SHOWN = 24
@@ -23,9 +23,7 @@ def profile(
     output: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Folder for the files; made if absent.")
     ],
-    model_argument: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")
-    ] = None,
+    model_argument: Model = None,
     phase: Annotated[
         str, typer.Option(help="prefill, decode, or both: then a folder of DIR each.")
     ] = "decode",
@@ -51,8 +49,8 @@ def profile(
     Writes kernels.csv, kernels.json, layers.json, timeline.json and trace.json: a Chrome trace,
     for Perfetto, or for TensorBoard under a name that ends in .pt.trace.json.
     """
-    options = merge(engine, model=model_argument)
-    from ..bench.profiling import PHASES, Plan, profile_phase, write
+    options = to_measure(engine, model_argument)
+    from ..bench.profile_plan import PHASES, Plan
 
     if phase not in (*PHASES, "both"):
         raise UserError(f"phase={phase!r}: expected prefill, decode or both")
@@ -73,7 +71,10 @@ def profile(
     folders = {plan.phase: output / plan.phase if phase == "both" else output for plan in plans}
     for plan in plans:
         plan.check()
-        _make(folders[plan.phase])
+    for folder in folders.values():
+        _make(folder)
+    from ..bench.profiling import profile_phase, write
+
     llm = load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
     for plan in plans:
         folder = folders[plan.phase]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import UserError, option_specs
-from .flags import DEFAULT_MAX_TOKENS, SAMPLING, takes_flags
+from .flags import DEFAULT_MAX_TOKENS, SAMPLING, Model, takes_flags
 from .options import at, check_finished, load, merge
 from .prompts import GivenPrompt, read_prompts
 from .report import summary
@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 @takes_flags(engine=option_specs(), sampling=SAMPLING)
 def run(
-    model_argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", show_default=False, help="the same as --model [default: abacus]"
-        ),
-    ] = None,
+    model_argument: Model = None,
     *,
     prompt: Annotated[
         list[str] | None,

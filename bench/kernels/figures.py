@@ -95,7 +95,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} is not a result of `fusewright bench kernels --json`: {error}"
+            f"{path} is not a result of `fusewright bench kernels --output`: {error}"
         ) from error
 
 

@@ -5,7 +5,7 @@ same paged cache, without its Python wrappers and its JIT.  Kernel times are CUD
 that rotate over enough KV blocks to miss the L2 cache; ``plan_us`` is what each step costs the host
 besides.  Every candidate is checked against the op's reference first.
 
-    python -m fusewright.bench.ops.bench_flashinfer [--libraries DIR] [--json FILE] [--works TEXT]
+    python -m fusewright.bench.ops.bench_flashinfer [--libraries DIR] [--output FILE] [--works TEXT]
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def build(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--libraries", type=Path, help="folder of the libraries; built if missing")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--output", type=Path, help="write the figures there")
     parser.add_argument("--works", default="", help="only works whose label contains this")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -325,13 +325,13 @@ def main() -> None:
                 figures.append(measure(work, libraries))
                 print(json.dumps(figures[-1]), flush=True)
                 torch.cuda.empty_cache()
-    if options.json:
+    if options.output:
         report = {
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "figures": figures,
         }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 with and without programmatic launches of the Triton kernels, and whether these change a bit.
 
 ``python -m fusewright.bench.ops.bench_layer [--model llama3.2-1b] [--seqs 1 8]
-[--forms skinny fused] [--json FILE]``.  Every layer has its own weights and cache, of 8B 14 GB and,
-for 32 sequences of 256 tokens, 1 GB: nothing comes from L2.
+[--forms skinny fused] [--output FILE]``.  Every layer has its own weights and cache, of 8B 14 GB
+and, for 32 sequences of 256 tokens, 1 GB: nothing comes from L2.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def measure(model: Shape, weights: Weights, seqs: int, form: str) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--output", type=Path, help="write the figures there")
     parser.add_argument("--model", default="llama3-8b", choices=MODELS)
     parser.add_argument("--seqs", type=int, nargs="+", default=SEQS)
     parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
@@ -224,10 +224,10 @@ def main() -> None:
                 figures.append(measure(model, weights, seqs, form))
                 print(*figures[-1].values(), flush=True)
                 torch.cuda.empty_cache()
-    if options.json:
+    if options.output:
         about = {"model": options.model, "rounds": ROUNDS, "context": CONTEXT}
         report = {**environment(), **about, "figures": figures}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

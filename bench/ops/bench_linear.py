@@ -1,6 +1,6 @@
 """Times of linear layers at few rows: the chain of all of a Llama-3-8B token, each shape.
 
-``python -m fusewright.bench.ops.bench_linear [--json FILE] [--rows N ...] [--formats F ...]``.
+``python -m fusewright.bench.ops.bench_linear [--output FILE] [--rows N ...] [--formats F ...]``.
 Formats: bfloat16, and FP8 with scales by tensor, token and block; of these chains one has lm_head
 in FP8 too, one in bfloat16.  Every product of a round has its own weight, 15 GB and 7.5 GB, so that
 all come from memory and none from L2.  "skinny" is what a program calls, its choice between the
@@ -147,7 +147,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--output", type=Path, help="write the figures there")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     options = parser.parse_args()
@@ -165,9 +165,9 @@ def main() -> None:
             for figure in measure(rows, weights, fp8, options.formats):
                 figures.append(figure)
                 print(*figure.values(), flush=True)
-    if options.json:
+    if options.output:
         report = {**environment(), "rounds": ROUNDS, "figures": figures}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Each figure is a CUDA graph of calls that rotate over enough KV blocks to miss t
 ``--sweep`` times other tiles of the same launches instead: a Launch is data.  The whole grid of
 shapes and every library is ``bench/kernels``'s; here is what decides the tiles.
 
-    python -m fusewright.bench.ops.bench_paged_attention [--json FILE] [--sweep]
+    python -m fusewright.bench.ops.bench_paged_attention [--output FILE] [--sweep]
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def sweep() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--output", type=Path, help="write the figures there")
     parser.add_argument("--sweep", action="store_true", help="time other tiles instead")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -328,11 +328,11 @@ def main() -> None:
     for line in lines:
         figures.append(line)
         print(*line.values() if options.sweep else [line], flush=True)
-    if options.json:
+    if options.output:
         device = torch.cuda.get_device_name()
         versions = {"torch": torch.__version__, "triton": version("triton")}
         report = {"gpu": device, **versions, "figures": figures}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time of the sampling ops by CUDA graph replay, against PyTorch and FlashInfer's samplers.
 
-``python -m fusewright.bench.ops.bench_sampling --json FILE [--flashinfer LIBRARY]``.  The logits
+``python -m fusewright.bench.ops.bench_sampling --output FILE [--flashinfer LIBRARY]``.  The logits
 are one buffer, read again and again: at small batches they come from L2, as they do right after
 lm_head wrote them.  GB/s is the op's own cost formula over the time, the least bytes the call must
 move.
@@ -147,7 +147,7 @@ def measure(num_seqs: int, vocab: int, rival: FlashInfer | None) -> Iterator[dic
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--output", type=Path, help="write the figures here")
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--flashinfer", type=Path, help="its library; built there if missing")
@@ -165,13 +165,13 @@ def main() -> int:
                 f"{result['us']:>10.2f} us {result['gb_per_s']:>8.1f} GB/s",
                 flush=True,
             )
-    if options.json:
+    if options.output:
         report = {
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "results": results,
         }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

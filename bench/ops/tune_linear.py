@@ -205,7 +205,9 @@ def search(options: argparse.Namespace) -> tuple[list[Algorithm], set[Weight]]:
         pool = torch.empty(_POOL, dtype=torch.bfloat16, device="cuda").uniform_(-0.05, 0.05)
         if operands != "bfloat16":
             pool = (pool * 1000).to(torch.float8_e4m3fn)
-        seeds = {bytes.fromhex(a.algorithm) for a in known(options.json) if a.operands == operands}
+        seeds = {
+            bytes.fromhex(a.algorithm) for a in known(options.output) if a.operands == operands
+        }
         for n, k in shapes:
             if operands != "bfloat16" and n > _FP8_MOST_FEATURES:
                 continue
@@ -248,7 +250,9 @@ def _order(a: Algorithm) -> tuple[Weight, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, default=TABLE, help="the table; default: that in use")
+    parser.add_argument(
+        "--output", type=Path, default=TABLE, help="the table; default: that in use"
+    )
     parser.add_argument("--models", nargs="+", default=list(WEIGHTS), choices=WEIGHTS)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--seconds", type=float, default=600, help="stop then")
@@ -260,8 +264,8 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         entries, searched = search(options)
-    write(entries, searched, options.json)
-    print(f"{len(entries)} algorithms into {options.json}")
+    write(entries, searched, options.output)
+    print(f"{len(entries)} algorithms into {options.output}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures one engine and appends one JSON object to a file.
 
-python -m fusewright.bench.peers vllm FOLDER --json FILE
+python -m fusewright.bench.peers vllm FOLDER --output FILE
 
 FOLDER needs only a config.json: weights are random unless --load-format says otherwise. Run it once
 for each engine on the same machine, each in an environment that has that engine.
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...config import UserError
+from ...config.numbers import check_counts
 from ...engine.startup_report import process_age_s
 from ..workloads import INPUT_LEN, equal
 from .peer import Peer, PeerOptions
@@ -58,7 +59,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model", help="folder with a config.json")
-    parser.add_argument("--json", type=Path, required=True, help="file to append the result to")
+    parser.add_argument("--output", type=Path, required=True, help="file to append the result to")
     parser.add_argument("--batch", nargs="*", default=SIZES, help="batch, or batch:context")
     mixes = [*THROUGHPUTS]
     parser.add_argument("--throughput", nargs="*", default=mixes, choices=mixes)
@@ -72,9 +73,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(given: argparse.Namespace) -> None:
-    for name in ("requests", "repeats"):
-        if getattr(given, name) < 1:
-            raise UserError(f"--{name} {getattr(given, name)}: expected 1 or more")
+    check_counts(1, requests=given.requests, repeats=given.repeats)
     vocab_size = vocab_size_of(given.model)
     longest = longest_request(given.batch, given.throughput, given.requests, vocab_size)
     if longest > given.max_model_len:
@@ -91,10 +90,10 @@ def measure(given: argparse.Namespace) -> None:
     )
     start = adapter(given.engine)
     try:
-        with given.json.open("a"):
+        with given.output.open("a"):
             pass
     except OSError as error:
-        raise UserError(f"--json {given.json}: {error.strerror}") from error
+        raise UserError(f"--output {given.output}: {error.strerror}") from error
     peer = start(options)
     seconds(peer, equal(1, INPUT_LEN, 1, vocab_size))
     record = {
@@ -108,7 +107,7 @@ def measure(given: argparse.Namespace) -> None:
         **latencies(peer, given.batch, vocab_size, given.repeats),
         **throughputs(peer, given.throughput, given.requests, vocab_size, given.repeats),
     }
-    with given.json.open("a") as file:
+    with given.output.open("a") as file:
         file.write(json.dumps(record) + "\n")
     print(json.dumps(record))
 

@@ -108,11 +108,12 @@ def test_what_is_no_result_is_refused(
 def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["abacus", "-O0", "--device", "cpu", "--max-num-seqs", "2"]
     sizes = ["--batch-size", "1", "--context", "32", "--requests", "2", "--requests", "3"]
-    files = ["--json", str(tmp_path / "g.json"), "--plot", str(tmp_path / "g.png")]
+    files = ["--output", str(tmp_path / "g.json"), "--plot", str(tmp_path / "g.png")]
     assert main(["bench", "growth", *common, *sizes, "--steps", "3", *files]) == 0
     record = json.loads((tmp_path / "g.json").read_text())
     assert [row["context"] for row in record["context"]] == [32]
     assert [row["requests"] for row in record["requests"]] == [2]
+    assert not any("limit_ms" in row for row in record["context"]), "a GPU's, and this is a CPU"
     assert record["skipped"] == [{"requests": 3, "why": "max_num_seqs is 2"}]
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
     lengths = ["--num-prompts", "2", "--prefix-len", "40", "--input-len", "3", "--output-len", "2"]

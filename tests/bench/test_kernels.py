@@ -129,7 +129,7 @@ def test_the_command_fails_on_a_regression_and_names_it(
 
 def test_a_threshold_that_means_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kernels", "--compare", "a", "b", "--threshold", "-1"]) == 2
-    assert "threshold=-1.0: expected a share above 0" in capsys.readouterr().err
+    assert "threshold=-1.0: expected a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{\n", json.dumps({"figures": []}) + "\n", "[1]\n", ""])

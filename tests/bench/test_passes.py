@@ -179,5 +179,5 @@ def test_figures_of_another_machine_are_read(
     assert main(["bench", "passes", "--read", str(tmp_path / "other.json")]) == 2
     assert main(["bench", "passes", "--read", str(tmp_path / "missing.json")]) == 2
     said = capsys.readouterr().err
-    assert "is not a result of `fusewright bench passes` with --json" in said
+    assert "is not a result of `fusewright bench passes` with --output" in said
     assert "No such file" in said

@@ -26,7 +26,7 @@ def test_our_engine_leaves_a_result_like_those_of_the_first_run(tmp_path: Path) 
     file.write_text('{"engine": "another"}\n')
     small = ["--batch", "2:40", "--requests", "1", "--repeats", "1", "--max-model-len", "512"]
     small += ["--throughput", "tput_sampled"]
-    done = peers("fusewright", str(FOLDER), "--json", str(file), *small)
+    done = peers("fusewright", str(FOLDER), "--output", str(file), *small)
     assert done.returncode == 0, done.stderr
     kept, line = file.read_text().splitlines()
     assert kept == '{"engine": "another"}'
@@ -56,13 +56,13 @@ def test_our_engine_leaves_a_result_like_those_of_the_first_run(tmp_path: Path) 
             ("fusewright", str(FOLDER), "--max-model-len", "512"),
             "--max-model-len 512: the work has requests of 3129 tokens",
         ),
-        (("fusewright", str(FOLDER), "--repeats", "0"), "--repeats 0: expected 1 or more"),
+        (("fusewright", str(FOLDER), "--repeats", "0"), "repeats=0: expected at least 1"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    done = peers(*arguments, "--json", str(tmp_path / "results.jsonl"))
+    done = peers(*arguments, "--output", str(tmp_path / "results.jsonl"))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"peers: {message}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fusewright.bench.profile_plan import Plan
 from fusewright.bench.profile_trace import (
     Repeat,
     busy_times,
@@ -17,7 +18,7 @@ from fusewright.bench.profile_trace import (
     layer_groups,
     read_trace,
 )
-from fusewright.bench.profiling import CPU_PARTS, Plan, profile_phase, timeline
+from fusewright.bench.profiling import CPU_PARTS, profile_phase, timeline
 from fusewright.config import UserError
 from fusewright.engine.llm import LLM
 from fusewright.serve.cli import main

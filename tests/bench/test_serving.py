@@ -67,7 +67,7 @@ def test_a_workload_longer_than_the_model_is_refused() -> None:
 @pytest.mark.slow
 def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--batch-size", "1", "--batch-size", "2", "--input-len", "8", "--output-len", "4"]
-    files = ["--json", str(tmp_path / "l.json"), "--plot", str(tmp_path / "l.png")]
+    files = ["--output", str(tmp_path / "l.json"), "--plot", str(tmp_path / "l.png")]
     assert main(["bench", "latency", "abacus", "-O0", *sizes, *files]) == 0
     record = json.loads((tmp_path / "l.json").read_text())
     assert [row["batch"] for row in record["rows"]] == [1, 2]

@@ -93,7 +93,7 @@ def test_the_command_prints_pass_site_values_and_seed(capsys: pytest.CaptureFixt
     assert told["seed"] == 5 and told["culprit"]["stage"] == "pass"
     assert main([*argv, "-O0"]) == 2
     assert main([*argv, "--tolerance", "0"]) == 2
-    assert "tolerance=0.0: expected more than 0" in capsys.readouterr().err
+    assert "tolerance=0.0: expected a number above 0" in capsys.readouterr().err
 
 
 def test_a_level_within_tolerance_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:

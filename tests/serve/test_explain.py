@@ -98,11 +98,10 @@ def test_required_fusions_are_counted(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("explain",), "nothing to explain; name a model"),
         (("explain", "abacus", "-O0"), "-O0 rewrites and compiles nothing"),
         ((*SM_90, "--against", "-O7"), "against=-O7: expected a level, such as -O3"),
         ((*SM_90, "--html", "/nowhere/x.html"), "html=/nowhere/x.html: cannot be written"),
-        (("explain", "abacus", "--batch", "0"), "batch=0, context=128: expected at least 1"),
+        (("explain", "abacus", "--batch", "0"), "batch=0: expected at least 1"),
         (("explain", "abacus", "--target-sm", "9"), "target_sm=9: expected a compute capability"),
     ],
 )

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fusewright.config import UserError
+from fusewright.compiler.cpp_compiler import compiler_files
+from fusewright.config import MachineError, UserError
 from fusewright.serve.cli import main
 
 PROGRAM = f"{sys.executable} -m fusewright.serve.cli"
@@ -147,6 +148,14 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     line = compiled(tmp_path, CXX=str(compiler))
     assert "the C++ compiler fails: x.h: fatal error: no header" in line
+
+
+def test_a_c_compiler_that_triton_misses_is_named() -> None:
+    told = r"no C compiler: .*install gcc, or name one in CC"
+    with pytest.raises(MachineError, match=told), compiler_files():
+        raise RuntimeError("Failed to find C compiler. Please specify via CC")
+    with pytest.raises(RuntimeError, match="another"), compiler_files():
+        raise RuntimeError("another")
 
 
 def test_a_folder_that_inductor_cannot_write_is_named(tmp_path: Path) -> None:
