@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from ctypes import c_void_p
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -338,9 +339,11 @@ def test_a_plan_outlives_its_eviction_while_threads_run_it(
 
     def work(which: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(40):
+            for done in count():
                 if not torch.equal(product(which), wanted[which]):
                     wrong.append(which)
+                if done >= 40 and calls["cublasLtMatmulDescCreate"] > 10:
+                    return
 
     threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1, 1)]
     for thread in threads:
@@ -365,7 +368,7 @@ def test_tuning_writes_a_table_that_keeps_other_weights(
     some = next(a for a in table.algorithms if a.operands == "bfloat16")
     other, old = replace(some, out_features=64), replace(some, out_features=4096, in_features=4096)
     path = written(tmp_path, other, old, gpu=table.gpu, cublaslt=table.cublaslt)
-    words = "tune_linear --models llama3-8b --operands bfloat16 --rows 96 --json"
+    words = "tune_linear --models llama3-8b --operands bfloat16 --rows 96 --output"
     monkeypatch.setattr("sys.argv", [*words.split(), str(path)])
     main()
     read_table.cache_clear()
