@@ -45,7 +45,8 @@ def prepare(root: Path) -> None:
             if reason := disk.distrust(info := folder.lstat()):
                 raise StoreError(f"{folder}: {reason}; {TRUST_REMEDY}")
             if not stat.S_ISDIR(info.st_mode):
-                raise StoreError(f"{folder}: is a file, expected a folder; delete it")
+                remedy = "name a folder" if folder == root else "delete it"
+                raise StoreError(f"{folder}: is a file, expected a folder; {remedy}")
 
 
 def lock_path(root: Path, digest: str) -> Path:

@@ -106,6 +106,8 @@ def _from_json(where: str, line: str) -> GivenPrompt:
     match record:
         # bool is an int to isinstance, but true is no token.
         case {"prompt_token_ids": list(ids)} if all(type(token) is int for token in ids):
+            if not ids:
+                raise UserError(f"{where}: the prompt is empty; expected token ids")
             return GivenPrompt(ids, sampling=sampling, where=where)
         case {"prompt": str(text)}:
             return GivenPrompt(_text(text, where), sampling=sampling, where=where)
@@ -127,7 +129,10 @@ def _check_names(where: str, sampling: Mapping[str, Any]) -> None:
 
 
 def _text(text: str, where: str) -> str:
-    """Refuse halves of surrogate pairs, which JSON can spell and a shell's bytes become."""
+    """Refuse nothing at all, and halves of surrogate pairs, which JSON can spell and a shell's
+    bytes become."""
+    if not text:
+        raise UserError(f"{where}: the prompt is empty; expected text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

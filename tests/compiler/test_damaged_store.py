@@ -218,6 +218,14 @@ def test_a_store_with_a_file_for_a_folder_is_one_error(place: str, tmp_path: Pat
         publish(store, 1)
 
 
+def test_a_file_named_as_a_store_is_not_to_be_deleted(tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(b"")
+    file.chmod(0o600)
+    with pytest.raises(StoreError, match=f"{file}: is a file, expected a folder; name a folder"):
+        publish(own(file))
+
+
 def test_the_sound_artifact_of_a_later_store_is_shown_for_a_broken_one(tmp_path: Path) -> None:
     broken, sound = publish(own(tmp_path / "one")), publish(own(tmp_path / "two"))
     replace(broken.path / "manifest.json", b"{")

@@ -254,10 +254,14 @@ def test_a_weight_of_a_wrong_shape(capsys: Capture, folder: Path) -> None:
 
 
 def test_an_empty_prompt(capsys: Capture, tmp_path: Path) -> None:
-    assert "empty" in refusal(capsys, "run", "-p", "", *CPU)
+    """Whatever the model: it is not loaded."""
+    for argv in (["-p", ""], ["-p", "1+1=", "-p", ""]):
+        expected = "error: -p: the prompt is empty; expected text\n"
+        assert refusal(capsys, "run", "/nope", *argv) == expected
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt_token_ids": []}')
-    assert "empty" in refusal(capsys, "run", "--prompts-file", str(file), *CPU)
+    expected = f"error: {file}:1: the prompt is empty; expected token ids\n"
+    assert refusal(capsys, "run", "/nope", "--prompts-file", str(file)) == expected
 
 
 def test_a_token_outside_the_vocabulary(capsys: Capture, tmp_path: Path) -> None:
