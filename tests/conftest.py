@@ -17,6 +17,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# pytest-xdist gives its workers one of 80, for which tables would be wrapped.
+os.environ.pop("COLUMNS", None)
+
 # Artifacts of one run are shared by its tests and by its worker processes, and by nothing else.
 if "FUSEWRIGHT_CACHE_DIR" not in os.environ:
     _STORE = tempfile.mkdtemp(prefix="fusewright-tests-")
