@@ -74,7 +74,10 @@ class Fusion:
             args = self.make(typical, device)
             for position in self.counted if least < most else ():
                 torch._dynamo.mark_dynamic(args[position], 0, min=least, max=most)
-            _function(self.op, self.backend)(*args)
+            # One code object has a variant for each width and range, and widths stay as they are.
+            variants = {"recompile_limit": 256, "automatic_dynamic_shapes": False}
+            with torch._dynamo.config.patch(variants):
+                _function(self.op, self.backend)(*args)
 
 
 _COMPILED: set[Key] = set()
@@ -82,9 +85,6 @@ _COMPILED: set[Key] = set()
 
 @functools.cache
 def _function(op: str, backend: str) -> Callable[..., Any]:
-    # One code object has a variant for each width and range, and widths stay as they are.
-    torch._dynamo.config.recompile_limit = 256
-    torch._dynamo.config.automatic_dynamic_shapes = False
     return torch.compile(BY_NAME[op].reference, backend=backend, fullgraph=True)
 
 
