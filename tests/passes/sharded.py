@@ -47,7 +47,7 @@ def whole_spec(quant: QuantKind | None) -> ModelSpec:
         vocab_size=128,
         sliding_windows=(0, 0),
         tie_word_embeddings=False,
-        dtype=torch.bfloat16,
+        dtype_name="bfloat16",
     )
     return quantize_online(spec, quant) if quant else spec
 

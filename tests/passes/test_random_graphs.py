@@ -130,7 +130,7 @@ LISTS = {"-O1": LEVELS[1].passes, "-O2, -O3": LEVELS[2].passes, "every pass": NO
 FUSED = {
     *("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotary_embedding", "kv_store"),
     *("rope_kv_store", "paged_attention", "linear", "linear_fp8", "gated_linear"),
-    *("embedding", "gather_last_token", "quant_fp8_static", "quant_fp8_dynamic"),
+    *("argmax", "embedding", "gather_last_token", "quant_fp8_static", "quant_fp8_dynamic"),
     *("linear_add_norm_linear", "gated_linear_fp8"),
     *(f"{op}_quant_{kind}" for op in ("rms_norm", "add_rms_norm") for kind in KINDS),
     *(f"{op}_quant_{kind}" for op in ("silu_mul", "gelu_tanh_mul") for kind in KINDS),

@@ -50,6 +50,9 @@ def test_an_installation_without_kernels_says_why(pure_wheel: Path, tmp_path: Pa
     with zipfile.ZipFile(pure_wheel) as wheel:
         wheel.extractall(tmp_path)
     code = """
+import sys
+# The finder of an editable install, as .venv has one, comes before PYTHONPATH.
+sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__]
 from fusewright.serve.cli import main
 assert main(["env", "--json"]) == 0
 from fusewright.config import Hardware
