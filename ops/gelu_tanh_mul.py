@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._gated import gate_and_up, gated_op
@@ -29,10 +28,7 @@ def gelu_tanh_mul(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
 
 def _reference(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
     gate, up = gate_and_up(gate_up, up)
-    # (1 + tanh(u)) / 2 = sigmoid(2u), which is not rounded to 0 where tanh is nearly -1: a scale
-    # found for such values alone would make them 0 or 448.
-    twice_u = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
-    return (gate * torch.sigmoid(twice_u) * up).to(gate_up.dtype).contiguous()
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype).contiguous()
 
 
 OP = gated_op("gelu_tanh_mul", _reference, "gelu_tanh")

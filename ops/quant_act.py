@@ -63,8 +63,11 @@ def _cases(static: bool) -> Cases:
         def randn(*shape: int) -> Tensor:
             return 2 * torch.randn(shape, generator=gen, device=device)
 
-        for shape in [(7, 512), (1, 256), (33, 2 * 129), (3, 2 * 4224), (40, 4608), (2, 2)]:
+        for shape in [(7, 512), (1, 256), (33, 2 * 129), (3, 2 * 4224), (40, 4608)]:
             yield from calls(f"{list(shape)}", randn(*shape))
+        # By itself in its scale a value counts however small it is, and below -4 PyTorch's
+        # 1 + tanh(u), in float32, is rounding alone.
+        yield from calls("[2, 2]", randn(2, 2).clamp(min=-3))
         outliers = randn(9, 768)
         outliers[randn(9, 768) > 4] *= 30
         outliers[4] = 0

@@ -14,6 +14,8 @@ from .dependent import start_next_and_wait
 from .float8 import stored_as, to_float32
 from .norm import sum_of_squares
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def _scale_for(largest):
@@ -29,7 +31,13 @@ def _larger(a, b):
 @triton.jit
 def _scale_of(values, axis: tl.constexpr):
     """What makes the largest magnitude along ``axis`` 448; that of zeros still has an inverse."""
-    return _scale_for(tl.reduce(tl.abs(values), axis, _larger))
+    if _INTERPRETED:  # it calls a function of ours for each element, by Python
+        is_nan = values != values
+        largest = tl.max(tl.where(is_nan, 0.0, tl.abs(values)), axis)
+        largest = tl.where(tl.max(is_nan.to(tl.int32), axis) > 0, float("nan"), largest)
+    else:
+        largest = tl.reduce(tl.abs(values), axis, _larger)
+    return _scale_for(largest)
 
 
 @triton.jit
