@@ -94,30 +94,32 @@ def check(llm: LLM, recorder: LogitsRecorder, expected: list[Reference], label: 
 def test_tokens_and_logits_equal_transformers(
     name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged batches, every chunk size, every block size, with and without preemption."""
+    """Ragged batches and every chunk size, with and without preemption; over its levels a model has
+    every block size, and a level over its models."""
     BY_NAME[name].save(tmp_path)
     expected = references(name)
-    for block_size in BLOCK_SIZES:
-        llm = LLM(
-            str(tmp_path),
-            optimization_level=level,
-            device="cpu",
-            dtype="float32",
-            block_size=block_size,
-            max_num_seqs=4,
-            max_num_batched_tokens=max(CHUNKS),
-            max_model_len=MAX_LEN,
-            verify=level > 0,
-        )
-        recorder = LogitsRecorder(llm, monkeypatch)
-        scheduler = llm.engine.scheduler
-        pool = scheduler.pool
-        for chunk in CHUNKS:
-            scheduler.max_num_batched_tokens = chunk
-            check(llm, recorder, expected, f"-O{level} block {block_size} chunk {chunk}")
-        assert scheduler.num_preemptions == 0
-        scheduler.pool = BlockPool(160 // block_size, block_size)
-        check(llm, recorder, expected, f"-O{level} block {block_size} preempted")
-        assert scheduler.num_preemptions > 0
-        assert scheduler.pool.num_free == scheduler.pool.num_blocks
-        assert pool.num_free == pool.num_blocks
+    place = [tiny.name for tiny in TINY_MODELS].index(name)
+    block_size = BLOCK_SIZES[(place + level) % len(BLOCK_SIZES)]
+    llm = LLM(
+        str(tmp_path),
+        optimization_level=level,
+        device="cpu",
+        dtype="float32",
+        block_size=block_size,
+        max_num_seqs=4,
+        max_num_batched_tokens=max(CHUNKS),
+        max_model_len=MAX_LEN,
+        verify=level > 0,
+    )
+    recorder = LogitsRecorder(llm, monkeypatch)
+    scheduler = llm.engine.scheduler
+    pool = scheduler.pool
+    for chunk in CHUNKS:
+        scheduler.max_num_batched_tokens = chunk
+        check(llm, recorder, expected, f"-O{level} block {block_size} chunk {chunk}")
+    assert scheduler.num_preemptions == 0
+    scheduler.pool = BlockPool(160 // block_size, block_size)
+    check(llm, recorder, expected, f"-O{level} block {block_size} preempted")
+    assert scheduler.num_preemptions > 0
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert pool.num_free == pool.num_blocks
