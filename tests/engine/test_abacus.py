@@ -33,10 +33,12 @@ def llm(request: pytest.FixtureRequest, device: torch.device) -> LLM:
     return make(request.param, device)
 
 
-def test_exact_match_of_99_percent(llm: LLM) -> None:
-    given = answers(llm, [p.prompt for p in PROBLEMS])
-    wrong = [p for p, answer in zip(PROBLEMS, given, strict=True) if p.answer != answer]
-    assert len(wrong) <= 10, wrong[:5]
+def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
+    every = device.type == "cuda" or llm.report()["level"] == 2
+    problems = PROBLEMS[: 1000 if every else 400]
+    given = answers(llm, [p.prompt for p in problems])
+    wrong = [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
+    assert len(wrong) <= len(problems) // 100, wrong[:5]
     for task in TASKS:
         assert sum(p.task == task for p in wrong) <= 3, task
 
