@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -264,18 +264,14 @@ class Store:
         return archive.export(Packed.of(self.get(prefix)), destination)
 
     def prune(
-        self,
-        *,
-        max_bytes: int | None = None,
-        unused_since: float | None = None,
-        keep: Collection[str] = (),
+        self, *, max_bytes: int | None = None, unused_since: float | None = None
     ) -> list[str]:
-        """Remove artifacts of ``write_to``, least recently used first; returns their keys.
+        """Remove artifacts of ``write_to``, least recently used first; returns their keys.  Those
+        whose lock is held stay.
 
         Args:
             max_bytes: remove until no more than this is taken up.
             unused_since: remove those not used since this Unix time.
-            keep: digests that stay.  Those whose lock is held stay too.
 
         Raises:
             StoreError: the store cannot be written.
@@ -284,7 +280,7 @@ class Store:
             return []
         root = self._prepared()
         with store_folder.writing(root), store_folder.staging(root) as staging:
-            return store_folder.prune(root, staging, max_bytes, unused_since, keep)
+            return store_folder.prune(root, staging, max_bytes, unused_since)
 
     def _fall_back(self, error: StoreError) -> None:
         """Write to the spare folder from now on; raises ``error`` if there is none."""
@@ -306,7 +302,7 @@ class Store:
             archive.write_folder(packed.contents, staging / digest)
             artifact = self._install(root, staging / digest, packed.manifest, staging)
             store_folder.touch(root, digest)
-            store_folder.prune(root, staging, self.size_limit_bytes, None, {digest})
+            store_folder.prune(root, staging, self.size_limit_bytes, keep=digest)
         return artifact
 
     def _install(self, root: Path, built: Path, manifest: Manifest, staging: Path) -> Artifact:

@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -147,17 +147,17 @@ def prune(
     root: Path,
     aside: Path,
     max_bytes: int | None,
-    unused_since: float | None,
-    keep: Collection[str],
+    unused_since: float | None = None,
+    keep: str | None = None,
 ) -> list[str]:
-    """Move artifacts to ``aside``: see ``Store.prune()``; returns their keys."""
+    """Move artifacts to ``aside``, but not that of key ``keep``: see ``Store.prune()``."""
     sizes = {path: num_bytes(path) for path in folders(root)}
     left_bytes = sum(sizes.values())
     removed = []
     for path in sorted(sizes, key=lambda path: last_use(root, path)):
         too_much = max_bytes is not None and left_bytes > max_bytes
         too_old = unused_since is not None and last_use(root, path) < unused_since
-        if path.name in keep or not (too_much or too_old):
+        if path.name == keep or not (too_much or too_old):
             continue
         lock = lock_path(root, path.name)
         with disk.held(lock) as free:
