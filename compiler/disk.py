@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_DEPTH = 8
-"""Most folders in one another below an artifact or a store's folder of objects."""
+"""Most folders in one another below an artifact."""
 MAX_FILES = 4096
 """Most files and folders of an artifact."""
 
@@ -39,13 +39,13 @@ def distrust(info: os.stat_result) -> str | None:
     return None
 
 
-def walk(folder: Path, max_entries: int = 2 * MAX_FILES) -> Iterator[tuple[str, os.stat_result]]:
+def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Everything below a folder, each folder's entries in order: name with ``/`` and ``lstat``.
 
     Raises:
-        OSError: a folder cannot be listed, is nested too deeply, or there are more entries.
+        OSError: a folder cannot be listed, is nested too deeply, or there are too many entries.
     """
-    pending, left = [""], max_entries
+    pending, left = [""], 2 * MAX_FILES
     while pending:
         prefix = pending.pop()
         if prefix.count("/") > MAX_DEPTH:
@@ -54,7 +54,7 @@ def walk(folder: Path, max_entries: int = 2 * MAX_FILES) -> Iterator[tuple[str, 
             found = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
         left -= len(found)
         if left < 0:
-            raise OSError(errno.E2BIG, f"more than {max_entries} files and folders", str(folder))
+            raise OSError(errno.E2BIG, f"more than {2 * MAX_FILES} files and folders", str(folder))
         folders = []
         for entry in found:
             info = entry.stat(follow_symlinks=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -32,7 +32,7 @@ class Listed:
     Attributes:
         path: its folder.
         manifest: None when it cannot be read, for the reason in ``problem``.
-        num_bytes: sizes of its files, shared ones included.
+        num_bytes: sizes of its files.
         used: last use, or else its making, in seconds of Unix time.
         signer: the id of the key that it says signed it.
     """
@@ -264,18 +264,14 @@ class Store:
         return archive.export(Packed.of(self.get(prefix)), destination)
 
     def prune(
-        self,
-        *,
-        max_bytes: int | None = None,
-        unused_since: float | None = None,
-        keep: Collection[str] = (),
+        self, *, max_bytes: int | None = None, unused_since: float | None = None
     ) -> list[str]:
-        """Remove artifacts of ``write_to``, least recently used first; returns their keys.
+        """Remove artifacts of ``write_to``, least recently used first; returns their keys.  Those
+        whose lock is held stay.
 
         Args:
             max_bytes: remove until no more than this is taken up.
             unused_since: remove those not used since this Unix time.
-            keep: digests that stay.  Those whose lock is held stay too.
 
         Raises:
             StoreError: the store cannot be written.
@@ -284,9 +280,7 @@ class Store:
             return []
         root = self._prepared()
         with store_folder.writing(root), store_folder.staging(root) as staging:
-            removed = store_folder.prune(root, staging, max_bytes, unused_since, keep)
-        store_folder.collect_garbage(root)
-        return removed
+            return store_folder.prune(root, staging, max_bytes, unused_since)
 
     def _fall_back(self, error: StoreError) -> None:
         """Write to the spare folder from now on; raises ``error`` if there is none."""
@@ -303,20 +297,12 @@ class Store:
 
     def _publish(self, packed: Packed) -> Artifact:
         root, digest = self._prepared(), packed.manifest.key
-        try:
-            with store_folder.writing(root), store_folder.staging(root) as staging:
-                store_folder.remove_stale(root)
-                built = staging / digest
-
-                def place(path: Path, data: bytes) -> None:
-                    store_folder.place(root, path, data, staging / "object")
-
-                archive.write_folder(packed.contents, built, place)
-                artifact = self._install(root, built, packed.manifest, staging)
-                store_folder.touch(root, digest)
-                store_folder.prune(root, staging, self.size_limit_bytes, None, {digest})
-        finally:
-            store_folder.collect_garbage(root)
+        with store_folder.writing(root), store_folder.staging(root) as staging:
+            store_folder.remove_stale(root)
+            archive.write_folder(packed.contents, staging / digest)
+            artifact = self._install(root, staging / digest, packed.manifest, staging)
+            store_folder.touch(root, digest)
+            store_folder.prune(root, staging, self.size_limit_bytes, keep=digest)
         return artifact
 
     def _install(self, root: Path, built: Path, manifest: Manifest, staging: Path) -> Artifact:
@@ -374,8 +360,7 @@ def _unreadable(path: Path, error: OSError) -> Refusal:
 
 def _listed(root: Path) -> Iterator[Listed]:
     for path in store_folder.folders(root):
-        inodes = store_folder.inodes(path)
-        size, used = sum(inodes.values()), store_folder.last_use(root, path)
+        size, used = store_folder.num_bytes(path), store_folder.last_use(root, path)
         try:
             artifact = Artifact.open(path)
             yield Listed(path, artifact.manifest, size, used, signing.signer(artifact))

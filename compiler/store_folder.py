@@ -1,19 +1,18 @@
-"""One store's folder: how files come into it, are shared, and leave it; never half of anything.
+"""One store's folder: how artifacts come into it and leave it, never half of one.
 
-artifacts/<key>/       the artifacts, whole at every moment: they are renamed into place
-objects/ab/<sha256>    hard links to their files, so that equal files are kept once
-locks/<key>.lock       held while a key is compiled
-used/<key>             its time is the last use
-tmp/                   what is being written or thrown away
+artifacts/<key>/    the artifacts, whole at every moment: they are renamed into place
+locks/<key>.lock    held while a key is compiled
+used/<key>          its time is the last use
+tmp/                what is being written or thrown away
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
+import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from . import disk
 from .archive import ARTIFACTS
 from .artifact import DIGEST
 
-OBJECTS, LOCKS, USED, TMP = "objects", "locks", "used", "tmp"
+LOCKS, USED, TMP = "locks", "used", "tmp"
 TRUST_REMEDY = "if you trust its content, chown it to yourself and chmod go-w; else delete it"
-_MAX_OBJECTS = 10**9
+_OBJECT = re.compile(r"([0-9a-f]{2})/\1[0-9a-f]{62}")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -40,7 +39,7 @@ def prepare(root: Path) -> None:
     """
     with writing(root):
         root.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (root, *(root / n for n in (ARTIFACTS, OBJECTS, LOCKS, USED, TMP))):
+        for folder in (root, *(root / n for n in (ARTIFACTS, LOCKS, USED, TMP))):
             disk.make_folder(folder)
             if reason := disk.distrust(info := folder.lstat()):
                 raise StoreError(f"{folder}: {reason}; {TRUST_REMEDY}")
@@ -121,59 +120,44 @@ def remove_stale(root: Path) -> None:
                 disk.remove_tree(lock)
 
 
-def place(root: Path, path: Path, data: bytes, spare: Path) -> None:
-    """Make ``path`` a link to the object of ``data``; if there is none, or it is not sound, write
-    the file and make it the object.  Where that fails, only the file is written."""
-    digest = hashlib.sha256(data).hexdigest()
-    thing = root / OBJECTS / digest[:2] / digest
-    try:
-        os.link(thing, path, follow_symlinks=False)
-        if not disk.distrust(path.lstat()) and disk.read_file(path, len(data)) == data:
-            return
-        path.unlink()
-    except OSError:
-        path.unlink(missing_ok=True)
-    disk.write_file(path, data)
-    with suppress(OSError):
-        disk.make_folder(thing.parent)
-        os.link(path, spare)
-        spare.replace(thing)
-
-
-def collect_garbage(root: Path) -> None:
-    """Remove objects that no artifact links to."""
-    with suppress(OSError):
-        for name, info in disk.walk(root / OBJECTS, _MAX_OBJECTS):
-            if info.st_nlink == 1:
-                with suppress(OSError):
-                    (root / OBJECTS / name).unlink()
-
-
-def inodes(path: Path) -> dict[tuple[int, int], int]:
-    """Size of each distinct file of an artifact, as far as it can be listed."""
-    sizes = {}
+def num_bytes(path: Path) -> int:
+    """Sizes of an artifact's files, as far as it can be listed."""
+    total = 0
     with suppress(OSError):
         for _, info in disk.walk(path):
-            if stat.S_ISREG(info.st_mode):
-                sizes[info.st_dev, info.st_ino] = info.st_size
-    return sizes
+            total += info.st_size if stat.S_ISREG(info.st_mode) else 0
+    return total
+
+
+def remove_objects(root: Path) -> None:
+    """Remove ``objects/ab/<sha256>``: older versions kept a hard link to every artifact's file
+    there, and these links would hold the space of artifacts that are pruned."""
+    objects = root / "objects"
+    with suppress(OSError):
+        for folder in [] if disk.distrust(objects.lstat()) else objects.iterdir():
+            with suppress(OSError):
+                for path in [] if disk.distrust(folder.lstat()) else folder.iterdir():
+                    if _OBJECT.fullmatch(f"{folder.name}/{path.name}"):
+                        path.unlink()
+                folder.rmdir()
+        objects.rmdir()
 
 
 def prune(
     root: Path,
     aside: Path,
     max_bytes: int | None,
-    unused_since: float | None,
-    keep: Collection[str],
+    unused_since: float | None = None,
+    keep: str | None = None,
 ) -> list[str]:
-    """Move artifacts to ``aside``: see ``Store.prune()``; returns their keys."""
-    left = {path: inodes(path) for path in folders(root)}
+    """Move artifacts to ``aside``, but not that of key ``keep``: see ``Store.prune()``."""
+    sizes = {path: num_bytes(path) for path in folders(root)}
+    left_bytes = sum(sizes.values())
     removed = []
-    for path in sorted(left, key=lambda path: last_use(root, path)):
-        distinct = {inode: size for sizes in left.values() for inode, size in sizes.items()}
-        too_much = max_bytes is not None and sum(distinct.values()) > max_bytes
+    for path in sorted(sizes, key=lambda path: last_use(root, path)):
+        too_much = max_bytes is not None and left_bytes > max_bytes
         too_old = unused_since is not None and last_use(root, path) < unused_since
-        if path.name in keep or not (too_much or too_old):
+        if path.name == keep or not (too_much or too_old):
             continue
         lock = lock_path(root, path.name)
         with disk.held(lock) as free:
@@ -183,5 +167,6 @@ def prune(
                     removed.append(path.name)
                 disk.remove_tree(root / USED / path.name)
                 disk.remove_tree(lock)
-                del left[path]
+                left_bytes -= sizes[path]
+    remove_objects(root)
     return removed

@@ -135,7 +135,7 @@ def locked_race(root: Path) -> Any:
 
 
 def _publish_forever(root: Path, seed: int) -> None:
-    """Publish, prune and repair, over and over, among 8 keys of which 3 fit in the store."""
+    """Publish and prune, over and over, among 8 keys of which 3 fit in the store."""
     rng = random.Random(seed)
     for _ in count():
         number = rng.randrange(8)
@@ -144,13 +144,6 @@ def _publish_forever(root: Path, seed: int) -> None:
         store = own(root, size_limit_bytes=20_000)
         with store.lock(key(number)):
             publish(store, number, shared | own_files)
-        objects = sorted((root / "objects").glob("*/*"))
-        if objects and rng.random() < 0.3:
-            # Other bytes under its name: its artifacts keep theirs, the next publish repairs it.
-            broken = rng.choice(objects)
-            with contextlib.suppress(FileNotFoundError):
-                broken.unlink()
-            broken.write_bytes(b"broken")
 
 
 def kill(root: Path, number: int, seed: int) -> Any:

@@ -314,7 +314,7 @@ def damaged(made: Made) -> dict[str, list[Any]]:
     for name, damage in DAMAGES.items():
         store = made.folder / "damaged" / name.replace(" ", "-")
         store.parent.mkdir(exist_ok=True)
-        subprocess.run(["cp", "-a", made.store, store], check=True)  # with its hard links
+        subprocess.run(["cp", "-a", made.store, store], check=True)
         if name != "foreign owner" or made.store.owner() == "root":
             damage.harm(store / "artifacts" / made.key)
         flags = [word for flag in damage.flags for word in (flag, str(trusted))]
