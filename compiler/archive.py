@@ -80,18 +80,14 @@ def _export_folder(packed: Packed, root: Path) -> Path:
     return root
 
 
-def write_folder(
-    contents: Mapping[str, bytes],
-    folder: Path,
-    write: Callable[[Path, bytes], None] = disk.write_file,
-) -> None:
+def write_folder(contents: Mapping[str, bytes], folder: Path) -> None:
     """A new folder with these files, on the disk when this returns; raises OSError."""
     disk.make_folder(folder)
     parents = folders_of(contents)
     for parent in parents:
         disk.make_folder(folder / parent)
     for name, data in contents.items():
-        write(folder / name, data)
+        disk.write_file(folder / name, data)
     for parent in (*parents, "."):
         disk.sync_folder(folder / parent)
 
