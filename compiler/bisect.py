@@ -85,7 +85,8 @@ class Run:
         return None
 
     def of(self, traced: Traced) -> Difference | None:
-        """Of a graph: semantic ops run their references, lowered ones their kernels."""
+        """``difference`` of a graph: semantic ops run their references, lowered ones their
+        kernels."""
         traced.gm.recompile()
 
         def call(values: Inputs) -> Any:

@@ -36,8 +36,8 @@ from ..passes.subgraph import compute_fake, fake_value
 from .lower import lower
 
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
-"""Of a level's passes those that find sites in unmodified models: the others are about FP8 and
-paged KV caches."""
+"""The passes of a level that find sites in unmodified models; the others are about FP8 and paged KV
+caches."""
 _NO_GRAPH = (
     "no graph was compiled: the compiled module was not called, or a method of the module that it "
     "wraps was, such as generate(); model.compile(backend='fusewright') compiles model itself"

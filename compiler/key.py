@@ -47,8 +47,9 @@ def differences(left: Mapping[str, str], right: Mapping[str, str]) -> list[Diffe
 
 
 def tell_apart(keys: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Of each of these factors, the few that tell it from the others; digests of sources as one,
-    ``sources``.  Chosen one by one, each the one that separates most; equal keys stay equal."""
+    """For each key, the few factors that tell it from the others; digests of sources count as one
+    factor, ``sources``.  Factors are chosen one by one, each time the one that separates most keys.
+    Equal keys stay equal."""
     facts = [_readable(factors) for factors in keys]
     names = sorted({name for fact in facts for name in fact}, key=lambda n: (n == "sources", n))
     chosen: list[str] = []

@@ -78,10 +78,10 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
         self._of_request: dict[str, tuple[_Group, _Completion]] = {}
-        # Of the current step, in the order of the batch.
+        # The groups that the current step touched, in the order of the batch.
         self._touched: dict[str, _Group] = {}
         self.num_prompt_tokens = 0
-        """Of all requests whose first token has come."""
+        """Prompt tokens of all requests whose first token has come."""
         self.num_output_tokens = 0
 
     def __contains__(self, request_id: object) -> bool:

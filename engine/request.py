@@ -55,7 +55,7 @@ class Request:
     """The runner's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as they were needed; they stay right when it is preempted."""
+    """Keys of its full blocks, as far as they were needed; they stay valid when it is preempted."""
     num_kept_blocks: int = 0
     """Blocks from the first on that others may find."""
     output_token_ids: list[int] = field(default_factory=list)

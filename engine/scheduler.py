@@ -82,7 +82,7 @@ class Scheduler:
         self.heed_priority = heed_priority
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: dict[str, Request] = {}
-        # Of ``waiting`` in order; those that were aborted are dropped when they come up.
+        # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
         self._queue: list[tuple[int, int, Request]] = []
         self.num_prefix_tokens = 0
         """Tokens looked up in the prefix cache."""

@@ -346,7 +346,8 @@ def driver_bytes(hardware: Hardware) -> int:
 
 
 def outside_bytes(hardware: Hardware) -> int:
-    """Of these, what is not PyTorch's: the CUDA context, loaded kernels, library workspaces."""
+    """``driver_bytes`` less what PyTorch's allocator holds: the CUDA context, loaded kernels and
+    library workspaces; 0 on a CPU."""
     if hardware.device == "cpu":
         return 0
     return driver_bytes(hardware) - torch.cuda.memory_reserved()

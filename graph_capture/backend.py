@@ -19,7 +19,8 @@ class CaptureError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of torch's allocator, or of CUDA and its libraries, which have no error of its own for it."""
+    """Whether torch's allocator, CUDA or one of its libraries ran out of memory; only the allocator
+    has an error type of its own for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)

@@ -79,7 +79,7 @@ class Graphs:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the pool: memory of PyTorch's."""
+        """Size of the graph pool, in bytes of PyTorch's allocator."""
         return self._backend.pool_bytes() if self._backend else 0
 
     @property

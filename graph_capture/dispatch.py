@@ -31,7 +31,8 @@ class Dispatch:
 
 
 _MOST_PROMPT_TOKENS = 256
-"""Of a prompt that has FULL graphs: with more, gaps between pieces are under 3 % of its step."""
+"""Longest prompt that has FULL graphs.  With more tokens, the gaps between pieces are under 3 % of
+the step."""
 
 
 @dataclass

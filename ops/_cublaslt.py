@@ -34,7 +34,7 @@ WORKSPACE_BYTES = 32 << 20
 ALGORITHM_BYTES = 64
 
 OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
-"""Of what x and weight are: bfloat16, or FP8 with scales as ``linear_fp8`` calls them."""
+"""Kinds of x and weight: bfloat16, or FP8 with a scheme of scales as ``linear_fp8`` names it."""
 
 # cudaDataType_t and cublasComputeType_t
 _BFLOAT16, _FLOAT32, _E4M3, _COMPUTE_FLOAT32 = 14, 0, 28, 68
@@ -109,7 +109,7 @@ def _library() -> ctypes.CDLL:
 
 
 def version() -> int:
-    """Of the library, as 130002 for 13.0.2.  Raises CublasLtError without one."""
+    """Version of the library, as 130002 for 13.0.2.  Raises CublasLtError without a library."""
     return int(_library().cublasLtGetVersion())
 
 

@@ -170,7 +170,7 @@ class SemanticOp:
     def describe(self, args: Iterable[Any], *, sm: int = 0, csrc: bool | None = None) -> OpDesc:
         """Describe one call from its positional arguments, real, fake or symbolic."""
         arguments, given = self.overload()._schema.arguments, list(args)
-        # Of a call's node the dispatcher drops trailing arguments that are at their defaults.
+        # The dispatcher drops trailing arguments that equal their defaults from a call's node.
         given += [a.default_value for a in arguments[len(given) :] if a.has_default_value()]
         described: list[tuple[str, Any]] = []
         device = "cpu"

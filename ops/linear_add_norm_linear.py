@@ -249,7 +249,7 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 def _part(desc: OpDesc, **args: TensorDesc | None) -> OpDesc:
-    """Of some arguments a description, for what is asked of a part."""
+    """Describe a part of the call by some of its arguments, to ask that part's op about it."""
     return OpDesc(desc.op, tuple(args.items()), desc.device, desc.sm)
 
 
@@ -278,6 +278,6 @@ OP = SemanticOp(
         ),
         Implementation("native", _reference, inline=True),
     ),
-    # Of gated_linear; in bfloat16 more, for what the streaming kernels do not round.
+    # Those of gated_linear, wider in bfloat16: the streaming kernels leave out a rounding.
     tolerances={**GATED_LINEAR.tolerances, torch.bfloat16: Tolerance(5e-2, 5e-2)},
 )

@@ -197,7 +197,7 @@ def _by_row(
 
 
 def _launches_by_rows(*args: Any) -> tuple[list[Launch], Tensor]:
-    """Of the tiled kernel where it is ahead of cuBLASLt, else none."""
+    """Launches of the tiled kernel where it is faster than cuBLASLt, else none."""
     x, _, weight, *_ = args
     ahead = kernels.is_ahead(scheme_of(*args), x.shape[0], weight.shape[0])
     return _launches(*args) if ahead else ([], _fake(*args))

@@ -33,7 +33,7 @@ class Names:
 
     numbers: dict[Any, int] = field(default_factory=dict)
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """Of a cast that loses nothing, the number and the dtype of what it casts."""
+    """Number of a cast that loses nothing -> the number and the dtype of what it casts."""
 
     def number(self, term: Any) -> int:
         return self.numbers.setdefault(term, len(self.numbers))
