@@ -1,9 +1,8 @@
-"""Find the pass, then the site, at which a graph's outputs leave those of the model as it is.
+"""Finds the pass, then the site, at which a graph's outputs leave those of the model as it is.
 
-Prefixes of the pipeline are run on the same inputs, by halves; then the pass that made the
-difference with some of its replacements alone; then kernels in place of some references.  What is
-found is one place where the error crosses the tolerance: before it outputs are within, behind it
-beyond.
+Prefixes of the pipeline run on the same inputs, by halves; then the pass that made the difference
+runs with some of its replacements alone; then kernels run in place of some references.  The result
+is one place where the error crosses the tolerance: outputs are within it before, beyond it behind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``build()``: from a model to an artifact's files, the ordered list of what the compiler does.
+"""``build()`` makes an artifact's files from a model: the ordered list of what the compiler does.
 
-Imported only when something must be compiled: it brings Dynamo, sympy and the passes along.
+It is imported only when something must be compiled: it brings Dynamo, sympy and the passes along.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Refuses kernel choices that cannot be, before anything is compiled."""
+"""Refuses impossible kernel choices before anything is compiled."""
 
 from __future__ import annotations
 

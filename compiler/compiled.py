@@ -1,4 +1,4 @@
-"""``compile()``: the program of a key, from a store, or built and put there."""
+"""``compile()`` returns the program of a key: loaded from a store, or built and published there."""
 
 from __future__ import annotations
 

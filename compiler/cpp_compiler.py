@@ -1,7 +1,7 @@
-"""What Inductor needs of the machine: a C++ compiler for a CPU, and space for its files.
+"""Checks what Inductor needs of the machine: a C++ compiler for a CPU, and space for its files.
 
-Where one is missing Inductor ends in a traceback of a hundred lines, after it has logged another;
-here it becomes one line with the remedy.
+Where one is missing, Inductor logs one traceback and raises another, of a hundred lines; here they
+become one line with the remedy.
 """
 
 from __future__ import annotations

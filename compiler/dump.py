@@ -1,4 +1,4 @@
-"""``--dump DIR``: what each phase of a build made, as files to read in order."""
+"""``--dump DIR`` writes what each phase of a build made, as files to read in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lowered pieces into code: printed where there is nothing to fuse, else compiled by Inductor."""
+"""Turns lowered pieces into code.
+
+A piece in which there is nothing to fuse is printed as Python; Inductor compiles the others.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Print a piece as Python, one line a node: for pieces in which there is nothing to fuse.
+"""Prints a piece as Python, one line a node, where there is nothing to fuse.
 
-Ops whose kernels are opaque, library GEMMs, views, size arithmetic and uninitialized memory: a
-compiler would only call them in turn, and so does this code, which needs none.
+Such a piece has only opaque kernels, library GEMMs, views, size arithmetic and uninitialized
+memory.  A compiler would call them in turn; so does this code, without a compiler.
 """
 
 from __future__ import annotations

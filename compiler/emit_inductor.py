@@ -1,8 +1,8 @@
-"""Compile a piece with Inductor and keep what runs: its ``call`` and its kernels, as files.
+"""Compiles a piece with Inductor and keeps what runs, its ``call`` and its kernels, as files.
 
 Inductor writes a Python module that calls its kernels in turn; that module imports Inductor, which
-compiles or finds the kernels.  Here the function alone is kept, its kernels are taken out of the
-loaded module, and ``runtime`` stands in for the rest: a name that it does not know is an error.
+compiles or finds the kernels.  Here only the function is kept, its kernels are taken out of the
+loaded module, and ``runtime`` provides the rest: a name that it does not know is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inductor's Triton kernels as cubins: which configuration won, and how it is launched."""
+"""Turns Inductor's Triton kernels into cubins: which configuration won, and how it is launched."""
 
 from __future__ import annotations
 

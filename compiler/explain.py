@@ -1,4 +1,7 @@
-"""What a lowered model will do, and why, without compiling it: sites, pieces, launches, bytes."""
+"""Explains what a lowered model will do, and why, without compiling it.
+
+A graph and its plan go in; sites, pieces, launches and bytes of a decode step come out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In what two explanations differ: sites, launches, bytes, kernel choices, what is not known."""
+"""Compares two explanations: sites, launches, bytes, kernel choices, and what is not known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every expected site of the passes: where it is, and whether it matched, was missed or is off."""
+"""Lists every expected site of the passes: where it is, and whether it matched, was missed or is
+off."""
 
 from __future__ import annotations
 

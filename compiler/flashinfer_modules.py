@@ -1,6 +1,6 @@
-"""FlashInfer's prefill kernel built into an artifact: nvcc on the headers of ``flashinfer-python``.
+"""Builds FlashInfer's prefill kernel into an artifact: nvcc on the headers of flashinfer-python.
 
-Only ``fusewright compile`` comes here (see ``engine/attention_backend.py``): a start loads what an
+Only ``fusewright compile`` comes here (see ``engine/attention_backend.py``).  A start loads what an
 artifact holds, and needs neither the package nor nvcc.
 """
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel variant that a program may launch, found without running it.
+"""Finds every Triton kernel variant that a program may launch, without running it.
 
 Launches are pure functions of shapes, so the calls of a lowered graph are described on meta
 tensors at representative sizes and their variants collected.

@@ -1,4 +1,4 @@
-"""The key of an artifact: every fact that the compiled code depends on, by name and value."""
+"""``Key`` names an artifact by every fact that the compiled code depends on, by name and value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An artifact back into a program: reads files, checks them, loads kernels; compiles nothing.
+"""Turns an artifact back into a program: reads files, checks them, loads kernels; compiles nothing.
 
 Imports neither Dynamo nor Inductor nor Triton.
 """

@@ -1,4 +1,4 @@
-"""Replace every semantic op by an implementation under another op name."""
+"""Replaces every semantic op of a graph by an implementation under another op name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Name every value of a split graph, and give each region its step in the plan."""
+"""Names every value of a split graph, and gives each region its step in the plan."""
 
 from __future__ import annotations
 

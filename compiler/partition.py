@@ -1,4 +1,4 @@
-"""Split a graph at its attention ops into an ordered list of regions.
+"""Splits a graph at its attention ops into an ordered list of regions.
 
 A region between two splits becomes one compiled piece.  A split op, or a region of a single op,
 is called directly: there is nothing in it for a compiler to fuse.

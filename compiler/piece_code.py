@@ -1,4 +1,4 @@
-"""What an emitter makes of one piece, and how generated code speaks of its values."""
+"""Defines what an emitter makes of one piece, and how generated code names its values."""
 
 from __future__ import annotations
 

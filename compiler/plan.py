@@ -1,4 +1,4 @@
-"""The plan: which piece or op runs with which values, by name; data, no tensors, no code."""
+"""The plan says which piece or op runs with which values, by name: data, no tensors, no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The executable form of a plan: values by index in a flat list, steps as closures over it."""
+"""``Program`` runs a plan: ``link`` gives each value an index in a flat list, the environment, and
+makes each step a closure over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generated code imports, and how it is loaded: torch's C functions and kernels from files.
+"""Provides what generated code imports, torch's C functions and kernels from files, and loads it.
 
 Nothing here imports Dynamo, Inductor or Triton: a machine without a compiler can run a piece.
 """

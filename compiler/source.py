@@ -1,4 +1,4 @@
-"""What a build starts from."""
+"""Defines what a build starts from: a module, and the inputs that it is traced with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each phase takes, and what is said of it meanwhile."""
+"""Measures how long each phase takes, and reports what it does meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capture a model as one FX graph with Dynamo; a graph break or a specialized size is an error."""
+"""Captures a model as one FX graph with Dynamo; a graph break or a specialized size is an error."""
 
 from __future__ import annotations
 

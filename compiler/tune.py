@@ -1,9 +1,9 @@
-"""``-O3``: choose an op's implementation by measurement on the calls of the graph at hand.
+"""At ``-O3``, chooses an op's implementation by measurement on the calls of the graph at hand.
 
 Each distinct call is timed in isolation at several numbers of rows.  One program serves all of
 them, so another implementation takes the place of the preferred one only where it is faster at some
-and slower at none.  Between kernels this decides; what Inductor would gain by fusing a native
-implementation with its neighbours it does not see.
+and slower at none.  This decides between kernels; it does not see what Inductor would gain by
+fusing a native implementation with its neighbours.
 """
 
 from __future__ import annotations

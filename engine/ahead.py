@@ -1,4 +1,8 @@
-"""Compile without starting: for images, and for GPUs that are not here."""
+"""Compiles a model without starting it: for images, and for GPUs that are not on this machine.
+
+``compile_ahead`` resolves the options as a start does, finds or builds the artifact for the target
+GPU, and says what is left to the first start.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chat templates of Hugging Face models: Jinja in a sandbox, since they come with downloads."""
+"""Renders the chat templates of Hugging Face models: messages go in, the prompt's text comes out.
+
+Templates are Jinja and come with downloads, so they run in a sandbox.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a start refuses before torch is imported, which takes seconds: bad options and folders."""
+"""Checks options and folders before torch is imported, which takes seconds.
+
+What a start can refuse without knowing the hardware is refused here.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which thread steps the engine when several call it: one at a time, whoever waits for an output.
+"""Decides which thread steps the engine when several call it.
 
 Callers submit requests and wait.  The first who waits drives: between two steps it takes in what
 the others submitted, so that all are batched together, and it puts every output where its caller
-looks for it.  Once it has its own, the next who waits goes on.  There is no thread of the engine's:
-a single caller steps as if it were alone, and no step waits for another thread to wake up.
+looks for it.  Once it has its own, the next who waits goes on.  The engine has no thread of its
+own: a single caller steps as if it were alone, and no step waits for another thread to wake up.
 """
 
 from __future__ import annotations

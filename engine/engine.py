@@ -1,4 +1,8 @@
-"""``Engine``: all between a model folder and tokens; its constructor is the table of contents."""
+"""``Engine`` is everything between a model folder and tokens.
+
+Its constructor is the table of contents: it calls the stages in ``startup`` one after the other and
+hands the parts that they make to ``EngineLoop``, whose ``step`` runs requests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Explain a model without loading or compiling it: ``fusewright explain MODEL``."""
+"""``fusewright explain MODEL`` explains a model without loading or compiling it.
+
+The model is traced, rewritten and lowered as for a build; ``compiler.explain`` then describes a
+decode step of the result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Prompts in -> token ids, checked before anything is queued."""
+"""Turns prompts into token ids, and checks them before anything is queued.
+
+A prompt is text, token ids or a dict of them; a conversation becomes one by the chat template.
+"""
 
 from __future__ import annotations
 

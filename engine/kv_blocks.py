@@ -1,4 +1,7 @@
-"""KV-cache blocks: who holds them, and which of them hold a known prefix."""
+"""Accounts for the KV cache's blocks: which requests hold them, and which hold a known prefix.
+
+Only ids pass through here: the scheduler takes them and gives them back.
+"""
 
 from __future__ import annotations
 

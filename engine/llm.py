@@ -1,4 +1,8 @@
-"""``LLM``: the engine for scripts, in one process, under vLLM's names."""
+"""``LLM`` is the engine for scripts, in one process, under vLLM's names.
+
+``generate`` and ``chat`` check all their requests, queue them, and drive the engine until the last
+one has finished.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The engine loop: schedule, launch, and read the step before while this one runs."""
+"""The engine loop runs requests in steps, on one thread at a time.
+
+``add_request`` checks a prompt and queues it.  ``step`` schedules a batch and launches it; while it
+runs, the result of the step before is read, and the outputs that it brought are returned.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""New tokens in -> ``RequestOutput``s: text, stop strings, log probabilities, the ``n`` outputs."""
+"""Turns new tokens into ``RequestOutput``s: text, stop strings, log probabilities, ``n`` outputs.
+
+The loop passes every new token to ``append`` and collects the outputs once a step.
+"""
 
 from __future__ import annotations
 

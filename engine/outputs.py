@@ -1,4 +1,4 @@
-"""What a caller gets back, in vLLM's shapes."""
+"""Defines what a caller gets back, in vLLM's shapes."""
 
 from __future__ import annotations
 

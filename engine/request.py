@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what the scheduler and the runner know about it."""
+"""``Request`` is what the scheduler and the runner know about one request on its way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Runs batches on the device: inputs into static buffers, a graph or the program, then sampling.
+"""The runner executes batches on the device.
 
-Nothing here waits for the device; ``PendingStep.result`` does, one step later.
+``launch`` writes a batch's inputs into the static buffers, replays a graph or runs the program, and
+samples from the logits.  It waits for nothing; ``LaunchedStep.result`` does, one step later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Logits to tokens on the device: greedy batches by one kernel, others with per-slot parameters."""
+"""Turns logits into tokens on the device.
+
+A greedy batch takes one kernel; others are sampled with the parameters of each request.
+"""
 
 from __future__ import annotations
 

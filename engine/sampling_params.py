@@ -1,4 +1,4 @@
-"""How to choose the tokens of one request, under vLLM's names."""
+"""``SamplingParams`` says how to choose the tokens of one request, under vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which tokens of which requests the next step computes.
+"""The scheduler decides which tokens of which requests the next step computes.
 
-Waiting requests start in order of (priority, arrival), and the one that is last in that order is
-the one to preempt.  Under first come, first served all priorities count as equal.
+``schedule`` returns a ``Batch``, and ``update`` takes the tokens that it sampled.  Waiting requests
+start in order of (priority, arrival); the last in that order is preempted first.  Under first come,
+first served all priorities count as equal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the compiler is given of a model: its key, and, when it must be compiled, what to trace.
+"""Gives the compiler its view of a model: its key and, when it must be compiled, what to trace.
 
-The model that is traced has one layer of each kind, on fake tensors: no memory, no GPU.
+The model that is traced has one layer of each kind, on fake tensors: it needs no memory and no GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The stages of a start, in the order in which ``Engine.__init__`` calls them."""
+"""The stages of a start; ``Engine.__init__`` calls them in order.
+
+Each takes the model's spec, the resolved configuration and what earlier stages made: weights, the
+program, input buffers, graphs, KV caches.
+"""
 
 from __future__ import annotations
 

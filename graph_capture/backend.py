@@ -1,4 +1,4 @@
-"""Backends that capture a function once and replay it: CUDA graphs, and a recorder for CPUs."""
+"""Captures a function once and replays it: CUDA graphs on a GPU, a recorder on a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The static inputs of a step, on the device at fixed addresses, and what the host sends there.
+"""``StepBuffers`` holds the static inputs of a step, on the device at fixed addresses.
 
-All are int32.  Captured graphs read prefixes of these tensors, so a step writes its values here and
-pads the rest of the captured size.
+All are int32.  The host fills memory that is pinned for a GPU, ``ops.write_inputs`` unpacks it into
+the device tensors, and captured graphs read prefixes of these; the rest of a captured size is
+padding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Capture a program at every size, the largest first into one pool, and replay it."""
+"""``Graphs`` captures a program at every size, the largest first into one pool, and replays it."""
 
 from __future__ import annotations
 

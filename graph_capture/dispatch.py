@@ -1,4 +1,8 @@
-"""Which graph a step replays: FULL first, else PIECEWISE, else none; every choice is counted."""
+"""``Dispatcher`` chooses the graph that a step replays: FULL first, else PIECEWISE, else none.
+
+A step's numbers of tokens and sequences go in; the sizes that it runs at come out, padded up to
+those that were captured.  Every choice is counted.
+"""
 
 from __future__ import annotations
 

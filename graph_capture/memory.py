@@ -1,4 +1,5 @@
-"""Where the device memory went: predicted before, measured after, summed against the driver."""
+"""``MemoryReport`` says where the device memory went: predicted before, measured after, and summed
+up against what the driver says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuBLASLt through ctypes: ``x @ weight.T`` by an algorithm that the caller names.
+"""Calls cuBLASLt through ctypes: ``x @ weight.T`` by an algorithm that the caller names.
 
 torch takes the first algorithm of the library's heuristic; for many shapes another is faster.  An
 algorithm is the 64 bytes of ``cublasLtMatmulAlgo_t``, which the library's manual allows to keep for

@@ -1,6 +1,7 @@
-"""Kernels through the CUDA driver, by ctypes: load a cubin, pack its parameters, launch it.
+"""Runs kernels through the CUDA driver, by ctypes: it loads a cubin, packs parameters and launches.
 
-No Triton, no compiler.  A device is torch's index; its context is torch's, the primary one.
+There is no Triton and no compiler here.  A device is torch's index; its context is torch's, the
+primary one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The process's compiled kernels: filled from an artifact or by the compiler, loaded when launched.
+"""``KERNELS`` holds the process's compiled Triton kernels, as a loaded library holds those of csrc.
 
-``KERNELS`` is to Triton kernels what a loaded library is to those of ``csrc/``.
+An artifact or the compiler fills it with binaries by variant; a launch loads the one that it needs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A Triton kernel launch as data: what runs, interprets and compiles all read one description.
+"""``Launch`` describes a Triton kernel launch as data: what runs, interprets and compiles reads it.
 
-What a kernel is specialized on is decided here, by rule: see ``Launch``.
+An op's arguments become launches in ``ops/launches``.  What a kernel is specialized on is decided
+here, by rule: see ``Launch``.
 """
 
 from __future__ import annotations

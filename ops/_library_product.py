@@ -1,4 +1,4 @@
-"""Products that the streaming kernels leave to the library: by which of its algorithms.
+"""Chooses the library's algorithm for the linear layers that the streaming kernels leave to it.
 
 ``algorithms.json`` names the fastest measured for a GPU, a version of cuBLASLt, a shape of weight
 and a range of rows; ``python -m fusewright.bench.ops.tune_linear`` writes it.  Where it names none,

@@ -1,9 +1,8 @@
-"""The semantic-op mechanism: one declaration per op, several implementations under other names.
+"""``SemanticOp`` declares an op once, and its implementations as ops under other names.
 
-``fw::name`` is what models call and passes rewrite; it runs the reference.  Lowering replaces
-it by ``fw_native::name`` (inlined by Inductor when ``inline``), ``fw_triton::name`` or
-``fw_cuda::name``.  Another name, because Inductor's caches do not see a decomposition change
-under the same name.
+``fw::name`` is what models call and passes rewrite; it runs the reference.  Lowering replaces it by
+``fw_native::name`` (inlined by Inductor when ``inline``), ``fw_triton::name`` or ``fw_cuda::name``.
+The names differ because Inductor's caches do not see that a decomposition changed under one name.
 """
 
 from __future__ import annotations

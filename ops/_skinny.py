@@ -1,4 +1,4 @@
-"""What stands between the linear ops and the streaming kernels of ``csrc/gemm``: when they serve.
+"""Decides when the linear ops use the streaming kernels of ``csrc/gemm``.
 
 A program's number of rows is known only when it runs, so each of these functions chooses then: the
 streaming kernel for few rows, else the function that it was given.  Under capture the choice is

@@ -1,5 +1,8 @@
-"""Variants to machine code by Triton; the only host module that imports it, and only to compile or
-to interpret.  Its driver, which would call a C compiler, is never started."""
+"""Compiles variants to machine code by Triton.
+
+It is the only host module that imports Triton, and only to compile or to interpret.  Triton's
+driver, which would call a C compiler, is never started.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Triton kernel as it is compiled, without Triton: what is fixed in it, and its machine code.
+"""Describes a Triton kernel as it is compiled, without Triton: what is fixed in it, and its code.
 
 A ``Variant`` is what a compiler needs to know and a table is looked up by; a ``Binary`` is what a
 driver needs to launch.

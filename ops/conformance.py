@@ -1,4 +1,4 @@
-"""Does an implementation do what its op says?  One call on one case, compared with the reference.
+"""Checks that an implementation does what its op says: one call on one case, against the reference.
 
 Whatever runs kernels checks them here: the conformance tests, the benchmarks before they time, the
 autotuner before it trusts.  Nothing but the op's own declaration is consulted.

@@ -1,4 +1,4 @@
-"""What the passes share that fold an FP8 quantization into the kernel before it."""
+"""Reads FP8 quantizations, for the passes that fold one into the kernel before it."""
 
 from __future__ import annotations
 

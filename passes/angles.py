@@ -1,8 +1,8 @@
 """Reads the cosines and sines of a rotation back to one of each for every two columns that rotate.
 
 Models spread them over the columns of a head before the product, by halves or by pairs, and over
-the heads.  What lies between (casts, a scale) acts on each element, so it may as well act on what
-is spread: ``Half.build`` does that again, and the rest of the spelling becomes dead.
+the heads.  What lies between (casts, a scale) acts on each element, so it may as well act on the
+tensor before it is spread: ``Half.build`` does that, and the rest of the spelling becomes dead.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Reads plain PyTorch math in whatever spelling a graph has it: Dynamo's functions and methods, or
-ATen's ops.
+"""Reads plain PyTorch math in any spelling: Dynamo's functions and methods, or ATen's ops.
 
 The rules that raise it to semantic ops (``canonicalize_norm``, ``canonicalize_rope``,
-``fuse_act``) ask what a node computes and check eps, dimensions and dtypes on the nodes; no pattern
-graphs are listed anywhere.
+``fuse_act``) ask here what a node computes and check eps, dimensions and dtypes on the nodes; no
+pattern graphs are listed anywhere.
 """
 
 from __future__ import annotations

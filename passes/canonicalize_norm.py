@@ -1,4 +1,4 @@
-"""``canonicalize_norm``: raises RMSNorm, however it is spelled.
+"""``canonicalize_norm`` raises RMSNorm, however it is spelled.
 
 Before: ``x.float() * rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)``, cast and multiplied by
 a weight, in any order of operands, with ``x * x`` or ``square``, ``sqrt`` and division or

@@ -1,9 +1,9 @@
-"""``canonicalize_rope``: raises the rotation of queries and keys, as ``rotations`` reads it.
+"""``canonicalize_rope`` raises the rotation of queries and keys, as ``rotations`` reads it.
 
-Before: ``q * cos + cat((-q[..., h:], q[..., :h]), -1) * sin``, and k likewise; or of pairs of
-neighbours, or of complex numbers.
-After: ``rotary_embedding`` of both, over a table of one row a token.  One launch, and each value
-is read once.
+Before: ``q * cos + cat((-q[..., h:], q[..., :h]), -1) * sin``, and k likewise; or the same of pairs
+of neighbours, or of complex numbers.
+After: ``rotary_embedding`` of both, over a table of one row a token.  It is one launch, and reads
+each value once.
 """
 
 from __future__ import annotations

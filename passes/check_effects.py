@@ -1,10 +1,10 @@
-"""Proof that a pass changed nothing but what it declared: results and writes stay the same terms.
+"""Proves that a pass changed nothing but what it declared: results and writes stay the same terms.
 
 Each value is named by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op and
 the names of its arguments.  Outputs of a rewrite take the names of what they replace, which
 ``verify.check_rewrite`` has proven on data.  Then the graph's results and the sequence of its
 writes to memory must bear the same names before and after, and what is read must be in the same
-state (``check_memory``).  No data, so that it costs little on a whole model.
+state (``check_memory``).  No data is needed, so the check costs little on a whole model.
 """
 
 from __future__ import annotations

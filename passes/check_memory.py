@@ -1,9 +1,9 @@
-"""Proof that a pass left every value in the memory, and in the state, in which it was read before.
+"""Proves that a pass left every value in the memory, and in the state, in which it was read before.
 
 ``check_effects`` names values by what computes them, and cannot see that a buffer was written to
 since.  Here the content of a value is named: by what computed it from which contents, and by how
-often its memory was written to since.  So two writers that came to share a buffer, a view in place
-of a copy, and a read that moved past a write bear other names.
+often its memory was written to since.  So names change when two writers come to share a buffer,
+when a view takes the place of a copy, and when a read moves past a write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Are the ops that a program calls what they say?  Each reference against its oracle, on data.
+"""Checks that the ops a program calls do what they say: each reference against its oracle, on data.
 
 Rewrites are compared with references, and so are kernels; a model that calls an op directly has
 nothing else to be compared with.

@@ -1,4 +1,4 @@
-"""``cleanup``: drops what computes nothing, or what is there already.
+"""``cleanup`` drops what computes nothing, or what is there already.
 
 Before: ``x.view(x.shape)``, ``x.to(x.dtype)``, ``x.contiguous()`` of a contiguous tensor;
 ``x.float().to(x.dtype)``; copies of what nobody writes to; a call with the arguments of an earlier

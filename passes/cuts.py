@@ -1,5 +1,7 @@
-"""The last dimension of a tensor cut in two, and two tensors joined: by halves, or by pairs of
-neighbours, of which one part has the first and the other the second.
+"""Reads tensors whose last dimension is cut in two, and pairs of tensors that are joined.
+
+The parts are halves, or every second column: of two neighbours one part has the first, the other
+the second.
 """
 
 from __future__ import annotations

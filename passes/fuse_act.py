@@ -1,9 +1,9 @@
-"""``fuse_act``: raises the gated activation, however it is spelled, to one op and one kernel.
+"""``fuse_act`` raises the gated activation, however it is spelled, to one op and one kernel.
 
 Before: ``gate, up = gate_up.chunk(2, -1); y = silu(gate) * up`` (or tanh-GELU), the halves by split
 or slices or from two products, SiLU also as ``x * sigmoid(x)``, in the tensors' dtype or float32.
-After: ``y = silu_mul(gate_up)`` or ``silu_mul(gate, up)`` (``gelu_tanh_mul``).  Saves a write and a
-read of the gate.
+After: ``y = silu_mul(gate_up)`` or ``silu_mul(gate, up)`` (``gelu_tanh_mul``).  This saves a write
+and a read of the gate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``fuse_all_reduce_norm``: the sum over ranks and the norm that reads it in one op.
+"""``fuse_all_reduce_norm`` joins the sum over ranks and the norm that reads it in one op.
 
 Before: ``s = all_reduce(x, group); y = rms_norm(s, ...)``, or ``add_rms_norm(s, r, ...)``, either
 also with ``_quant_static`` or ``_quant_dynamic``.  After: ``y, s = all_reduce_rms_norm(x, ...,
 group)``; with an add ``y, r = all_reduce_add_rms_norm(x, r, ..., group)``.  A kernel that reduces
-over peer memory normalizes what it holds: a write and a read of the sum, and a launch, are saved.
+over peer memory normalizes what it holds, which saves a write and a read of the sum, and a launch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``fuse_attn_quant``: attention writes its output in FP8.
+"""``fuse_attn_quant`` lets attention write its output in FP8.
 
 Before: ``out = empty_like(q); paged_attention(q, ..., out, ...); y = out.view(...);
 y8 = quant_fp8_static(y, s)``.  After: ``out8 = empty_like(q, dtype=float8);
-paged_attention(q, ..., out8, ..., out_scale=s); y8 = out8.view(...)``.  Saves a write, a read and a
-launch.
+paged_attention(q, ..., out8, ..., out_scale=s); y8 = out8.view(...)``.  This saves a write, a read
+and a launch.
 
 Only a static scale can be fused: a scale a token or a group follows from the largest value over
 heads that other blocks of the kernel compute.

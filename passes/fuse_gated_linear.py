@@ -1,8 +1,8 @@
-"""``fuse_gated_linear``: the gate and up projections and their gated activation in one kernel.
+"""``fuse_gated_linear`` joins the gate and up projections and their gated activation.
 
 Before: ``y = silu_mul(linear(x, w))`` (or ``gelu_tanh_mul``).  After:
 ``y = gated_linear(x, w, "silu")``.  With few rows that is one kernel, which reads the weight as the
-product did and writes a half of what it wrote; with many it runs as before.
+linear layer did and writes half as much; with many rows it runs as before.
 """
 
 from __future__ import annotations

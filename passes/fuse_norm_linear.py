@@ -1,9 +1,9 @@
-"""``fuse_norm_linear``: a product into the residual stream and the next one out of it, in one op.
+"""``fuse_norm_linear`` joins a linear layer into the residual stream and the next one out of it.
 
 Before: ``y, r2 = add_rms_norm(linear(x, w), r, nw, eps); z = linear(y, w2[, b])`` (or
 ``gated_linear``).  After: ``z, r2 = linear_add_norm_linear(x, w, r, nw, eps, w2, ...)``.  With few
-rows two kernels run where three did: the sum is made where the product is, the norm as its result
-is read.  With many it runs as before.
+rows two kernels run where three did: the first adds the residual to its own result, and the second
+normalizes that as it reads it.  With many rows it runs as before.
 """
 
 from __future__ import annotations

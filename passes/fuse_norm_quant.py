@@ -1,4 +1,4 @@
-"""``fuse_norm_quant``: [add +] RMSNorm + FP8 quantization in one kernel.
+"""``fuse_norm_quant`` joins [add +] RMSNorm and the FP8 quantization of its result in one kernel.
 
 Before: ``y[, r] = [add_]rms_norm(...); q[, s] = quant_fp8_*(y, ...)``.  After:
 ``q[, s][, r] = [add_]rms_norm_quant_*(...)``.  The normed tensor is neither written nor read, and a

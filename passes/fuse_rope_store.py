@@ -1,8 +1,8 @@
-"""``fuse_rope_store``: [QK-norm +] rotary embedding + KV store in one kernel.
+"""``fuse_rope_store`` joins [QK-norm +] rotary embedding and the KV store in one kernel.
 
 Before: ``[q = rms_norm(q, wq, eps); k = rms_norm(k, wk, eps);] q, k = rotary_embedding(p, q, k, t);
 kv_store(k, v, cache, slots)``.  After: ``q = rope_kv_store(p, q, k, v, t, cache, slots, ...)``.
-Saves a write and a read of k, with norms also of q and k, and one launch or three.
+This saves a write and a read of k, with norms also of q and k, and one launch or three.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Names of values by what computes them, so that two graphs can be compared without data.
+"""Names values by what computes them, so that two graphs can be compared without data.
 
-Value numbering (Alpern, Wegman, Zadeck, 1988).  Calls that change nothing bear the name of their
-argument: what they are is decided here on its own, not by ``cleanup``, which is checked by it.
+This is value numbering (Alpern, Wegman, Zadeck, 1988).  Calls that change nothing bear the name of
+their argument.  Which calls those are is decided here and not by ``cleanup``, which is checked by
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The ordered list of passes, and the loop that runs them."""
+"""Lists the passes in their order and runs them.
+
+``run_passes`` applies each rule to the graph in place and returns its report; with ``verify`` every
+rewrite is checked before the next pass runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in the model a node was traced: Dynamo's module stack, as a path of the module tree."""
+"""Says where in the model a node was traced, from Dynamo's module stack, as a module's path."""
 
 from __future__ import annotations
 

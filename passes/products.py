@@ -1,4 +1,4 @@
-"""The rule products: which neighbours are made into one kernel, and what cannot be and why.
+"""Lists the rule products: which neighbours are made into one kernel, and what cannot be and why.
 
 Each is a sequence of steps that models have; ``op`` is the semantic op that does all of it, which
 some pass of the pipeline puts in place.

@@ -1,7 +1,7 @@
 """Runs graphs that reduce over ranks in one process: a thread a rank, over gloo groups of its own.
 
-A group of one rank would make the identity of every all-reduce, and hide one that a rewrite drops,
-doubles or moves.  So each group of the graph becomes pairs of ranks with inputs of their own; with
+A group of one rank would make every all-reduce the identity, and hide one that a rewrite drops,
+doubles or moves.  So each group of the graph becomes pairs of ranks with inputs of their own.  With
 several groups the ranks are the corners of a cube, and a group pairs those that differ in its
 dimension: a rewrite that reduces over another group gives other sums.
 """

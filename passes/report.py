@@ -1,4 +1,4 @@
-"""What a pass says of itself: every expected site, matched or missed with its reason."""
+"""``PassReport`` lists what a pass did: every expected site, matched or missed with its reason."""
 
 from __future__ import annotations
 

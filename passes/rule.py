@@ -1,4 +1,4 @@
-"""The signature of a pass, and the one way to replace nodes."""
+"""Defines the signature of a pass, and ``Context.replace``, the one way to replace nodes."""
 
 from __future__ import annotations
 

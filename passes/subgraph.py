@@ -1,7 +1,7 @@
-"""Cut a set of nodes out of a graph as a module of its own, and name a graph by its structure.
+"""Cuts a set of nodes out of a graph as a module of its own, and names a graph by its structure.
 
-Used for both sides of a rewrite (to run them against each other) and for the pieces between
-attention ops (to compile identical ones once).
+Both sides of a rewrite are cut out to run them against each other, and the pieces between attention
+ops to compile identical ones once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proof of rewrites: the graph stays well formed, both sides of each rewrite agree on data, and
+"""Proves rewrites: the graph stays well formed, both sides of each rewrite agree on data, and
 nothing else changes.
 
 Inputs are drawn from the placeholders' fake values with dynamic sizes made small; a few entries

@@ -1,4 +1,4 @@
-"""What kernels keep on the device from launch to launch; above all, arrival counters.
+"""Keeps what kernels leave on the device from launch to launch; above all, arrival counters.
 
 A kernel that divides one result among programs counts those that are done; the last one combines
 what the others left in memory, and sets its counter back to zero.

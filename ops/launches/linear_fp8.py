@@ -1,4 +1,7 @@
-"""Launch of the tiled FP8 GEMM: tiles by rows and columns, measured, and splits by rule."""
+"""Describes the launch of the tiled FP8 GEMM.
+
+Tiles follow from rows and columns as measured, splits from a rule.
+"""
 
 from __future__ import annotations
 

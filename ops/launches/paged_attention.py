@@ -1,6 +1,6 @@
-"""Launches of paged attention: one for sequences with one query, one for the rest.
+"""Describes the launches of paged attention: one for sequences with one query, one for the rest.
 
-Nothing of them depends on values on the device.
+Nothing in them depends on values on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What one shape of paged attention launches: grids, tiles and scratch, as pure data.
+"""Plans what one shape of paged attention launches: grids, tiles and scratch, as pure data.
 
-Tiles depend on the model's shape alone; how many splits a long decode has, the kernel decides from
-all lengths of its batch.
+Decode tiles depend on the model's shape and dtypes alone; prefill tiles have more or fewer rows by
+the batch, but never other columns.  How many splits a long decode has, the kernel decides from all
+lengths of its batch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What each op means, a second time: float64 in numpy, from the definition in a paper or docstring,
-by another route than the op's reference.
+"""Computes what each op means a second time: in float64 numpy, from the definition in a paper or
+docstring, by another route than the op's reference.
 
 A reference that is wrong is otherwise invisible: kernels and rewrites are compared with it, and a
 model that calls the op directly has nothing else.  ``--verify`` and the conformance tests compare
