@@ -252,7 +252,7 @@ class EngineLoop:
 
     def _read(self, ahead: int) -> list[_Failed]:
         """Wait for all steps but the last ``ahead``, and accept them until one has failed.  A step
-        stays in flight until its result has come, even if the wait is interrupted."""
+        stays in flight if an interrupt cuts the wait for it short."""
         while len(self._in_flight) > ahead:
             batch, pending = self._in_flight[0]
             try:

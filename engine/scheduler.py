@@ -23,7 +23,7 @@ _WHY_NO_TOKEN = {
     -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
     "or ban fewer stop_token_ids, else check the weights",
 }
-"""Error message for what a sampling op gives in place of a token id, see ``ops.argmax``."""
+"""Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
 
 
 @dataclass(slots=True)

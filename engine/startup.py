@@ -251,7 +251,8 @@ class Needs:
 def num_kv_blocks(
     spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers, needs: Needs
 ) -> int:
-    """The number of KV blocks: as the options say, else as many as fit beside ``needs``.
+    """The number of KV blocks: as the options say, else as many as fit beside ``needs`` and a full
+    batch can use.
 
     Raises:
         UserError: not even one block fits.

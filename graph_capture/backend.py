@@ -108,9 +108,9 @@ class CudaGraphs:
 
 
 class RecordingGraphs:
-    """Replays a capture by running the function again and copying its results into the captured
-    outputs.  So a step that keeps a result of the last replay sees it change, as with a real
-    graph.  Captures and replays are counted."""
+    """Replays by running the captured function again and copying its results into the outputs of
+    the capture.  So a step that reads anything but its static inputs gives the same stale answer as
+    with a real graph.  Captures and replays are counted."""
 
     def __init__(self) -> None:
         self.captures = 0

@@ -58,8 +58,8 @@ class HostRing:
         return self._ring[self._turn]
 
     def _hold_for(self, stream: int) -> None:
-        """Make torch's allocator wait for ``stream`` before it reuses the memory.  It knows the
-        streams of copies only, not those of kernels that use the host's address, so copy a bit."""
+        """Make torch's allocator wait for ``stream`` before it reuses the memory.  It only knows of
+        streams that copy, not of kernels that use the host's address; so one element is copied."""
         if stream not in self._streams:
             for host, seen in self._ring:
                 host[:1].to(seen.device, non_blocking=True)
@@ -90,7 +90,7 @@ class StepBuffers:
         self._host = HostRing(device, size)
 
     def next_host(self, *, num_tokens: int, num_seqs: int) -> HostInputs:
-        """Host arrays to fill for the next step.  The device may not have read the last ones yet."""
+        """Host arrays to fill for the next step, while the device may still read the last ones."""
         host, packed = self._host.take()
         memory: npt.NDArray[np.int32] = host.numpy()
         sizes = dict.fromkeys(PER_TOKEN, num_tokens) | dict.fromkeys(PER_SEQUENCE, num_seqs)

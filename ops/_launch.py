@@ -17,7 +17,7 @@ from torch import Tensor
 from ._kernel_table import KERNELS
 from ._variant import DIVISOR, POINTERS, Constant, Variant
 
-# Triton reads the same variable when it is imported.
+# Triton, too, decides this when it is imported.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -26,8 +26,8 @@ class Launch:
     """One launch.
 
     The code is specialized on the dtypes of tensors and on whether their addresses are multiples of
-    16; on the values of None and bools; and on whether an integer is 1 (then it is fixed) or a
-    multiple of 16, unless it is ``dynamic``.  So a model needs few variants, whatever is in a batch.
+    16; on None and bools, by value; and on whether an integer is 1 (then it is fixed) or a multiple
+    of 16, unless it is ``dynamic``.  So a model needs few variants, whatever is in a batch.
 
     Args:
         kernel: ``module:function`` in ``ops/triton_kernels``.
@@ -165,7 +165,7 @@ class Launch:
 
 
 def _address(tensor: Tensor) -> int:
-    """The tensor's address, for questions of alignment; that of a meta tensor counts from 0."""
+    """The tensor's address, for questions of alignment; storage without data begins at 0."""
     if tensor.untyped_storage().device.type == "meta":
         return int(tensor.storage_offset()) * tensor.itemsize
     return tensor.data_ptr()

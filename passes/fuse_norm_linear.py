@@ -20,11 +20,11 @@ from .rule import EXACT, Context, is_call, written_between
 
 class FuseNormLinear:
     """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear`` or
-    ``gated_linear``.  The first norm of a model adds nothing, its last goes to the gather of last
-    tokens.
+    ``gated_linear``.  The first norm of a model is none, since it adds nothing, nor is the last,
+    which goes to the gather of last tokens.
 
-    Exact: the op rounds as the ops that it replaces.  A kernel may round less: it applies the
-    norm's scale to the sums.
+    Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
+    applies the norm's scale to the sums.
     """
 
     name = "fuse_norm_linear"
@@ -62,7 +62,7 @@ class FuseNormLinear:
 
 
 def _operands(norm: fx.Node) -> tuple[Any, Any]:
-    """What the norm adds: the product, if one is, then the other."""
+    """The norm's two summands; if one of them is a linear layer, it comes first."""
     x, residual = norm.args[:2]
     return (residual, x) if _is_linear(residual) and not _is_linear(x) else (x, residual)
 
