@@ -11,9 +11,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Key:
-    """``factors`` name what the code depends on: ``config.compile.level`` -> ``2``.
+    """``factors`` name what the code depends on, such as ``config.compile.level`` -> ``2``.
 
-    Two keys are the same artifact when all factors are equal; ``digest`` names its folder.
+    Two keys name the same artifact if all factors are equal; ``digest`` names its folder.
     """
 
     factors: Mapping[str, str]

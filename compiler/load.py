@@ -25,17 +25,17 @@ KERNELS = "kernels.json"
 
 
 def piece_file(piece: str) -> str:
-    """The generated code of a piece; its compiled kernels lie beside it."""
+    """The file of a piece's generated code; its compiled kernels lie beside it."""
     return f"pieces/{piece}/code.py"
 
 
 def kernel_file(variant: ops.Variant) -> str:
-    """The compiled code of one Triton kernel variant."""
+    """The file of one Triton kernel variant's compiled code."""
     return f"kernels/{variant.name}.cubin"
 
 
 def flashinfer_file(head_dim: int) -> str:
-    """FlashInfer's kernels for one head dimension."""
+    """The file of FlashInfer's kernels for one head dimension."""
     return f"flashinfer/prefill_sm90_{head_dim}.so"
 
 
@@ -49,7 +49,7 @@ def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, A
 
 
 def load(artifact: Artifact) -> tuple[Plan, Program]:
-    """The plan and the program of an artifact, whose Triton kernels are made known to ``ops``.
+    """Load the plan and the program of an artifact, and add its Triton kernels to ``ops.KERNELS``.
 
     Raises:
         Refusal: a file is missing, not what the manifest says, or not what ``build()`` writes.
@@ -82,7 +82,7 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
 
 @contextmanager
 def _refusing(artifact: Artifact, name: str) -> Iterator[None]:
-    """Errors of whoever reads a file of other content than ``build()`` writes become a Refusal."""
+    """Turn errors in reading a file that ``build()`` did not write into a Refusal."""
     try:
         yield
     except UserError:

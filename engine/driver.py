@@ -287,7 +287,7 @@ class Driver:
 
     def _fail_lost(self, inbox: Inbox) -> None:
         """Fail the requests whose last outputs were lost when an exception, such as an interrupt,
-        cut the leader short; nobody could wait for those."""
+        cut the leader short, so that nobody waits for them."""
         if self._leader is inbox:
             self._fail([name for name in self._sinks if name not in self.engine])
 

@@ -159,7 +159,7 @@ class OutputProcessor:
         return [c.request.request_id for c in self._groups[request_id].completions]
 
     def abort(self, request_id: str) -> RequestOutput:
-        """Stop following a request that was aborted; returns its output so far."""
+        """Stop following a request whose outputs are all finished or aborted; returns them."""
         group = self._groups[request_id]
         self._touched.pop(request_id, None)  # left by a step that an interrupt cut short
         self._close_finished(group)

@@ -48,7 +48,7 @@ class _RowParameters:
 
 
 class OpTable:
-    """Implementations of the ops that run outside the compiled program, chosen once a dtype."""
+    """Implementations of the ops that run outside the compiled program, chosen once by dtypes."""
 
     def __init__(self, config: CompileConfig, sm: int) -> None:
         self._config, self._kernels, self._sm = config, dict(config.kernels), sm
@@ -79,8 +79,8 @@ class OpTable:
 def outside_calls(
     spec: ModelSpec, num_tokens: int, num_seqs: int
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every call that a step of these sizes may make outside the compiled program: names of ops,
-    and arguments on the meta device."""
+    """Every form of call that a step of these sizes makes outside the compiled program: the op's
+    name, and arguments on the meta device."""
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")

@@ -1,4 +1,4 @@
-"""What ``silu_mul`` and ``gelu_tanh_mul`` share: everything but the activation itself."""
+"""Defines what ``silu_mul`` and ``gelu_tanh_mul`` share: everything but the activation itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``all_reduce``: the sum of a tensor over the ranks of a process group of torch.distributed."""
+"""``all_reduce`` sums a tensor over the ranks of a process group of torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gated_linear``: the gate and up projections of an MLP and their gated activation."""
+"""``gated_linear`` computes an MLP's gate and up projections and their gated activation."""
 
 from __future__ import annotations
 

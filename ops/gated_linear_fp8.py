@@ -1,4 +1,4 @@
-"""``gated_linear_fp8``: ``gated_linear`` on FP8 operands, quantized again by a static scale."""
+"""``gated_linear_fp8`` is ``gated_linear`` on FP8 operands, quantized again by a static scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kv_store``: write this step's keys and values into the paged cache."""
+"""``kv_store`` writes a step's keys and values into the paged cache."""
 
 from __future__ import annotations
 

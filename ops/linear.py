@@ -1,4 +1,4 @@
-"""``linear``: x @ weight.T + bias."""
+"""``linear`` computes x @ weight.T + bias."""
 
 from __future__ import annotations
 

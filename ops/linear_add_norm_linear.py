@@ -1,9 +1,9 @@
-"""``linear_add_norm_linear``: from one projection into the residual stream to the next out of it.
+"""``linear_add_norm_linear`` is one projection into the residual stream and the next one out of it.
 
-One op, and not a linear layer with a residual and a norm with a linear layer, because where the sum
-is best made depends on the number of rows, which is known only when a program runs: with few rows
-in the first product's kernel, the norm in the second's; with many between two library products, in
-the one kernel that adds and normalizes.
+It is one op, and not a linear layer with a residual and a norm with a linear layer, because where
+the sum is best made depends on the number of rows, which is known only when a program runs.  With
+few rows the first linear layer's kernel adds, and the second's normalizes; with many rows, one
+kernel between the two library GEMMs adds and normalizes.
 """
 
 from __future__ import annotations

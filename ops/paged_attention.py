@@ -1,4 +1,4 @@
-"""``paged_attention``: causal attention over a paged KV cache, decodes and prefills mixed."""
+"""``paged_attention`` is causal attention over a paged KV cache, decodes and prefills mixed."""
 
 from __future__ import annotations
 

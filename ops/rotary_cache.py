@@ -1,4 +1,4 @@
-"""The cos/sin tables of rotary embeddings, with the scalings that models publish.
+"""Makes the cos/sin tables of rotary embeddings, with the scalings that models publish.
 
 A model's ``RopeParameters`` become one table, built once, in float32, which is an ordinary argument
 of ``rotary_embedding``.

@@ -1,8 +1,8 @@
-"""``sample`` by the kernel of csrc: the implementation ``cuda``.
+"""Runs ``sample`` with the kernel of csrc: the implementation ``cuda``.
 
-It takes calls with a filter, and those without from some rows on; fewer rows of noise alone want
-more of the device than the cluster of a row, and are the Triton kernels'.  A row draws the same by
-either, to the bit of the noise.
+It takes calls with a filter, and calls without one above a number of rows.  With fewer rows, noise
+alone needs more of the device than one cluster a row, so Triton's kernels take those.  Both draw
+the same token for a row, to the bit of the noise.
 """
 
 from __future__ import annotations

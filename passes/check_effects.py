@@ -21,8 +21,8 @@ from .subgraph import Subgraph
 
 
 class Snapshot:
-    """The names in a graph before a pass: of every node, of its results, of its writes in order;
-    ``epochs`` counts the writes before each node, ``writers`` are the nodes that write."""
+    """The names in a graph before a pass: those of every node, of its results, and of its writes in
+    order.  ``epochs`` counts the writes before each node; ``writers`` are the nodes that write."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.names = Names()
@@ -47,12 +47,12 @@ def _writes(node: fx.Node) -> bool:
 
 
 def why_not_the_same(before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Rewrite]) -> str:
-    """What the pass did besides its ``rewrites``, or nothing."""
+    """Say what the pass did besides its ``rewrites``; "" if nothing."""
     rewrites = list(rewrites)
     names = before.names
-    given: dict[fx.Node, int] = {}  # outputs of rewrites: the names of what they replace
-    made: dict[fx.Node, int] = {}  # and the names that they must have by what computes them
-    stores: dict[int, int] = {}  # writes by rewrites: the names of those that they replace
+    given: dict[fx.Node, int] = {}  # output of a rewrite -> the name of what it replaces
+    made: dict[fx.Node, int] = {}  # output of a rewrite -> its name by what must compute it
+    stores: dict[int, int] = {}  # write by a rewrite -> the name of the write that it replaces
     for rewrite in rewrites:
         numbers = [_number(n, before, given) for n in rewrite.before.inputs]
         old_outputs, old_writes = _apply(names, rewrite.before, numbers)

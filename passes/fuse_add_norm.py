@@ -22,7 +22,7 @@ _ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tenso
 
 class FuseAddNorm:
     """Expected sites: every ``rms_norm`` whose input is a sum.  The first norm of a model reads the
-    embedding and QK-norms read a projection: they have no residual to absorb.
+    embedding, and QK-norms read a projection; neither has a residual to absorb.
 
     Exact: the sum is rounded to the tensors' dtype before it is normalized, as without fusion.
     """

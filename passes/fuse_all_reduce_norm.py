@@ -22,8 +22,8 @@ _FUSED = {norm.overload(): op.overload() for norm, op in zip(NORMS, OPS, strict=
 
 
 class FuseAllReduceNorm:
-    """Expected sites: every ``all_reduce``.  It runs behind ``fuse_add_norm`` and
-    ``fuse_norm_quant``, which have made one op of what follows: one rule serves every product.
+    """Expected sites: every ``all_reduce``.  The pass runs after ``fuse_add_norm`` and
+    ``fuse_norm_quant``, which make one op of what follows, so one rule serves every combination.
 
     Exact: the sum is rounded to the tensors' dtype before anything reads it, as without fusion, and
     an addition's operands may change places.
@@ -96,7 +96,7 @@ def _arguments(reduce: fx.Node, norm: fx.Node) -> tuple[Any, ...]:
 
 
 def _results(reduce: fx.Node, norm: fx.Node) -> dict[fx.Node, Any]:
-    """The nodes that hold results, and which of the fused op's these are."""
+    """The nodes that hold results -> which result of the fused op each of them is."""
     count = len(_schema(norm).returns)
     found = {norm: 0} if count == 1 else {user: user.args[1] for user in norm.users}
     return found if _adds(norm) else {**found, reduce: count}

@@ -30,7 +30,7 @@ _LOSSLESS = {
 
 @dataclass
 class Names:
-    """Numbers terms: equal numbers for equal terms."""
+    """Gives terms numbers: equal terms have equal numbers."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
@@ -54,7 +54,8 @@ class Names:
         return self._of_cast(term, node.args[0], value, args)
 
     def _of_cast(self, term: Any, source: fx.Node, value: Tensor, args: dict[fx.Node, int]) -> int:
-        """Back from a wider type is where it came from: no rounding lies between."""
+        """The number of a cast.  A cast back from a wider type is the original value, since nothing
+        was rounded between."""
         old = fake_value(source)
         if not isinstance(old, Tensor) or str(old.stride()) != str(value.stride()):
             return self.number(term)
@@ -68,7 +69,7 @@ class Names:
 
 
 def key_of(arg: Any, numbers: dict[fx.Node, int]) -> Any:
-    """``arg``, which may hold nodes, with these named by ``numbers``; can be hashed."""
+    """A hashable form of ``arg`` in which nodes are replaced by their ``numbers``."""
     if isinstance(arg, fx.Node):
         return ("node", numbers[arg])
     if isinstance(arg, (list, tuple)):

@@ -12,7 +12,7 @@ STACK = "nn_module_stack"
 
 def module_of(node: fx.Node) -> str:
     """The innermost module that computed ``node``, such as ``layers.3.mlp.down``; "" for the model
-    itself, and where nobody knows."""
+    itself, and if it is not known."""
     stack = node.meta.get(STACK)
     return _path(next(reversed(stack.values()))[0]) if stack else ""
 

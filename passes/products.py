@@ -21,7 +21,7 @@ _ROWS = "a scale a {} needs the largest value of a row, which several blocks of 
 
 @dataclass(frozen=True)
 class Product:
-    """``parts`` in order; with ``op`` they are one kernel, else ``reason`` says why not."""
+    """A sequence of ``parts``: ``op`` computes it in one kernel, or ``reason`` says why not."""
 
     parts: tuple[str, ...]
     op: str = ""
@@ -38,7 +38,7 @@ def products() -> list[Product]:
 
 
 def _checked(product: Product) -> Product:
-    """The product, without its op where there is no such op."""
+    """The product, without its op if there is no such op."""
     if product.reason or product.op in ops.BY_NAME:
         return product
     return Product(product.parts, reason=f"there is no op {product.op}")

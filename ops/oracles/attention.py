@@ -1,4 +1,4 @@
-"""Oracles of rotary embedding, the paged KV cache and attention over it."""
+"""Computes the oracles of rotary embedding, the paged KV cache and attention over it."""
 
 from __future__ import annotations
 
