@@ -43,7 +43,7 @@ _NO_GRAPH = (
     "wraps was, such as generate(); model.compile(backend='fusewright') compiles model itself"
 )
 _REPORTS: dict[str, GraphReport] = {}
-"""By name: Dynamo may compile a graph again before it runs."""
+"""Reports by name: Dynamo may compile a graph again before it runs."""
 
 
 class UnfusedWarning(UserWarning):
@@ -115,7 +115,7 @@ class BackendOptions:
 
 @dataclass
 class GraphReport:
-    """What became of one graph that Dynamo captured.
+    """The outcome of one graph that Dynamo captured.
 
     Attributes:
         name: Dynamo's frame and compilation, such as "0/1"; ``TORCH_LOGS`` prints the same.

@@ -89,7 +89,7 @@ class PieceFacts:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a decode step of ``num_seqs`` sequences does.
+    """Describes what a decode step of ``num_seqs`` sequences does.
 
     Attributes:
         passes: reports of the passes, as plain data.

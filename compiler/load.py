@@ -40,7 +40,7 @@ def flashinfer_file(head_dim: int) -> str:
 
 
 def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, Any]]:
-    """What ``load`` needs to know of each kernel besides its machine code."""
+    """The facts of each kernel that ``load`` needs besides its machine code."""
     names = [f.name for f in fields(ops.Binary) if f.name != "cubin"]
     return [
         {"variant": variant.to_json(), "binary": {name: getattr(binary, name) for name in names}}

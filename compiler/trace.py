@@ -19,8 +19,8 @@ class TraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class GraphInput:
-    """Where a graph input comes from: ``weights/<parameter>``, a step input's name, or, for a
-    size, the step input and dimension that carry it."""
+    """The source of a graph input: ``weights/<parameter>``, a step input's name, or, for a size,
+    the step input and dimension that carry it."""
 
     name: str
     dim: int | None = None

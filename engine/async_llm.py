@@ -133,10 +133,10 @@ class AsyncLLM:
         self._stop()
 
     shutdown = close
-    """As vLLM calls it."""
+    """The name under which vLLM has ``close``."""
 
     def _channel(self) -> _Channel:
-        """To the event loop that runs."""
+        """The channel to the event loop that runs."""
         loop = asyncio.get_running_loop()
         channel = self._channels.get(loop)
         if channel is None:

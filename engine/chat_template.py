@@ -118,5 +118,5 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Without jinja2's own escaping for HTML, which models have never seen."""
+    """JSON without jinja2's own escaping for HTML, which models have never seen."""
     return json.dumps(value, ensure_ascii=False, indent=indent)

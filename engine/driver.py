@@ -49,7 +49,7 @@ class Inbox:
         self.ring()
 
     def add_bell(self) -> None:
-        """From now on a change wakes the thread; it looks once more before it sleeps."""
+        """Add the bell by which a change wakes the thread; it looks once more before it sleeps."""
         self._bell = self._bell or Event()
 
     def ring(self) -> None:

@@ -102,7 +102,7 @@ def explain_model(
 
 
 def _tuned(spec: ModelSpec, config: ResolvedConfig) -> Artifact | None:
-    """What was compiled of this with kernels chosen by measurement, if it is in the store."""
+    """The artifact of this model with kernels chosen by measurement, if it is in the store."""
     if not config.store.enabled or config.hardware.device != "cuda":
         return None
     store = configured_store(config.store)

@@ -85,7 +85,7 @@ class InputProcessor:
         return salt
 
     def max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Where prompt and output together end."""
+        """The most tokens of prompt and output together."""
         if params.max_tokens is None:
             return self.max_model_len
         return min(num_prompt_tokens + params.max_tokens, self.max_model_len)

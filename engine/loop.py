@@ -66,7 +66,7 @@ class EngineLoop:
         self._dead: Exception | None = None
         self._numbers = count()
         self.stepped_s = 0.0
-        """When the last step ended, by ``perf_counter``."""
+        """The time at which the last step ended, by ``perf_counter``."""
         self.stats: StatsLog | None = StatsLog(scheduler, self._outputs)
         """Logs throughput and the use of the KV cache; None logs nothing."""
         self.driver: Callable[[], object] = lambda: None
@@ -199,7 +199,7 @@ class EngineLoop:
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Stop a request at once.  Returns its output so far, or None if there is no such one."""
+        """Stop a request at once.  Returns its output so far, or None if the id is unknown."""
         if request_id not in self._outputs:
             return None
         for child in self._outputs.request_ids(request_id):

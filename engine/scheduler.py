@@ -128,7 +128,7 @@ class Scheduler:
             )
 
     def abort(self, request_id: str) -> Request | None:
-        """Finish a request at once and free what it holds; returns None if there is no such one."""
+        """Finish a request at once and free what it holds; returns None if the id is unknown."""
         request = self.running.get(request_id) or self.waiting.get(request_id)
         if request is not None:
             self.finish(request, RequestStatus.FINISHED_ABORTED)
@@ -294,7 +294,7 @@ class Scheduler:
         request = self._first_waiting()
         if request is None or not self._free_slots:
             return None
-        # A preempted request is recomputed from the tokens that the CPU knows: wait for the others.
+        # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.
         if request.num_in_flight > 0:
             return None
         if not self.enable_chunked_prefill and request.num_tokens > budget:

@@ -23,7 +23,7 @@ from .startup_report import StartupReport
 
 @dataclass(frozen=True)
 class Variant:
-    """What ``engine.runner`` may be set to between any two steps, and how it was compiled."""
+    """A runner that ``engine.runner`` may be set to between steps, and how it was compiled."""
 
     runner: Runner
     compiled: Compiled

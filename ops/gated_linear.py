@@ -98,7 +98,7 @@ def runs_in_turn(*_: Any) -> tuple[str, ...]:
 
 
 def _launches(x: Tensor, weight: Tensor, activation: str) -> tuple[list[Launch], Tensor]:
-    """What must be compiled: the activation's launch."""
+    """The launch that must be compiled: the activation's."""
     gate_up = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return kernels.gated_activation(gate_up, None, activation)
 

@@ -167,7 +167,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
 
 
 def _cost(desc: OpDesc) -> Cost:
-    """As if no row were padding."""
+    """The cost as if no row were padding."""
     k, cache = desc["k"], desc["kv_cache"]
     return Cost(
         bytes=2 * (k.nbytes + k.numel * cache.dtype.itemsize) + desc["slot_mapping"].nbytes,

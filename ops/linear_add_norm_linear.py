@@ -180,7 +180,7 @@ def _launches(
     next_bias: Tensor | None,
     activation: str | None,
 ) -> tuple[list[Launch], Results]:
-    """What must be compiled: the launches of the add and norm, and of the activation."""
+    """The launches that must be compiled: those of the add and norm, and of the activation."""
     product = LINEAR.fake(x, weight, None)
     planned, (_, total) = norm.add_rms_norm(product, residual, norm_weight, eps, None)
     y = LINEAR.fake(total, next_weight, None)

@@ -58,7 +58,7 @@ def linear_fp8(
 def scheme_of(
     x: Any, x_scale: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: torch.dtype
 ) -> str:
-    """Which of "tensor", "token", "block" the shapes of tensors, or of their descriptions, mean.
+    """The scheme, "tensor", "token" or "block", that the shapes of tensors or descriptions mean.
 
     Raises:
         ValueError: none, or dtypes that the op does not take; names what was found and expected.

@@ -77,7 +77,7 @@ def _yarn(parameters: RopeParameters, frequencies: Tensor, rotary_dim: int) -> T
     context = parameters.original_max_position
 
     def dimension(rotations: float) -> float:
-        """Which dimension turns this often within the original context."""
+        """The dimension that turns this often within the original context."""
         wavelengths = context / (2 * math.pi * rotations)
         return rotary_dim * math.log(wavelengths) / (2 * math.log(parameters.theta))
 

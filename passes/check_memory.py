@@ -65,8 +65,8 @@ class Contents:
         self._made[node] = self._state(node)
 
     def _place(self, node: fx.Node) -> None:
-        """Which buffers hold the node's value: those of an argument whose storage it shares, else
-        new ones."""
+        """Set the buffers that hold the node's value: those of an argument whose storage it shares,
+        else new ones."""
         known = {s: b for arg in node.all_input_nodes for s, b in self._buffers[arg].items()}
         storages = dict.fromkeys(
             value.untyped_storage()._cdata

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .. import ops
 
 QUANTS = ("static", "token", "group")
-"""How activations become FP8: one scale for all, a scale a token, a scale a group of 128."""
+"""The ways to quantize activations to FP8: one scale, a scale a token, a scale a group of 128."""
 
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
 _HIDDEN = "the norm that follows adds for nothing, hidden behind the next product's weights"

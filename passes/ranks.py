@@ -40,7 +40,7 @@ def group_names(graphs: Iterable[fx.Graph]) -> list[str]:
 
 
 def num_ranks(names: Sequence[str]) -> int:
-    """How many ranks ``run_ranks`` runs."""
+    """The number of ranks that ``run_ranks`` runs."""
     return 1 << len(names)
 
 

@@ -42,7 +42,7 @@ def zeros_between_launches(device: torch.device, numel: int, dtype: torch.dtype)
 
 
 def _stream(device: torch.device) -> int:
-    """Whose launches come: those of a raw stream, or of graphs."""
+    """The owner of the next launches: a raw stream, or the captured graphs."""
     if device.type != "cuda":
         return 0
     if torch.cuda.is_current_stream_capturing():

@@ -30,7 +30,7 @@ _LINES_AHEAD = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes, and how.
+    """The tile that a program computes, and how it computes it.
 
     Args:
         rows, columns, depth: of a step; ``depth`` in elements, that is bytes.

@@ -40,7 +40,7 @@ def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor)
 
 @dataclass(frozen=True)
 class _Call:
-    """What both kernels take of a call."""
+    """The arguments of a call that both kernels take."""
 
     plan: Plan
     tensors: dict[str, Tensor | None]

@@ -32,7 +32,7 @@ FEW_TOKENS, MANY_TOGETHER = 128, 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """What one shape launches: pure data, cached.  ``scratch_numel`` counts float32 elements."""
+    """The launches of one shape, as cached data.  ``scratch_numel`` counts float32 elements."""
 
     decode_grid: tuple[int, ...]
     decode_constexprs: dict[str, Any]
