@@ -24,7 +24,7 @@ from .serving import check_length, run, warm_up
 from .workloads import Work, equal
 
 COPY_TB_S = 4.28
-"""Of an H200, bytes read and written (bench/NOTES.md): what limits are computed with."""
+"""Copy rate of an H200, bytes read and written (bench/NOTES.md): limits are computed with it."""
 _REPLAYS = 20
 
 
@@ -60,7 +60,8 @@ def pretend_computed(engine: Engine, works: Sequence[Work]) -> None:
 
 
 def bytes_to_read(engine: Engine, batch: int, context: int) -> int:
-    """Of a decode step: all weights but the embedding's other rows, and the cached contexts."""
+    """Bytes that a decode step reads: the cached contexts, and all weights but the embedding table
+    where it is not tied to lm_head."""
     spec, size = engine.spec, engine.config.cache.block_size
     weights = engine.memory().weights
     if not spec.tie_word_embeddings:
@@ -115,7 +116,7 @@ def measure_requests(engine: Engine, num_requests: int, steps: int) -> dict[str,
 
 
 def _replay_us(engine: Engine, size: int) -> float:
-    """Of the graph, on the inputs that the last step left."""
+    """Time of a replay of the graph on the inputs that the last step left."""
     times = []
     with torch.inference_mode():
         for _ in range(_REPLAYS):

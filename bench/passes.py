@@ -222,8 +222,8 @@ def _check_attention(base: Variant, other: Variant, title: str) -> None:
 def _rounds(
     engine: Engine, variants: Sequence[Variant], steps: Steps, progress: Progress
 ) -> dict[str, list[list[tuple[float, float]]]]:
-    """Of each kind of step a list a round, with a pair a variant.  One round more than asked for
-    comes first, in which graphs are captured, and is dropped."""
+    """For each kind of step, a list a round, with a pair a variant.  An extra round comes first, in
+    which graphs are captured, and is dropped."""
     seed = iter(range(2**31))
     found: dict[str, list[list[tuple[float, float]]]] = {}
     total = (1 + steps.rounds) * len(steps.works)

@@ -28,7 +28,7 @@ class Activity:
     end_us: float
     us: float
     cpu_us: float
-    """Of the launch; a graph's is shared evenly by what it launches."""
+    """Time of the launch on the CPU; a graph's is shared evenly by what it launches."""
 
 
 def read_trace(
@@ -217,7 +217,7 @@ def find_repeat(names: Sequence[str], num_layers: int) -> Repeat | None:
 
 
 def busy_times(activities: Sequence[Activity]) -> dict[int, dict[str, float]]:
-    """Of each step in us: busy, idle between its first and last activity, and idle before it,
+    """For each step, in us: busy, idle between its first and last activity, and idle before it,
     since the end of the step before.  What runs at the same time counts once."""
     steps: dict[int, list[Activity]] = defaultdict(list)
     for activity in activities:

@@ -31,7 +31,8 @@ from .serving import warm_up
 from .workloads import equal
 
 CPU_PARTS = ("schedule", "launch", "wait", "update", "rest")
-"""Of a call of ``step()``.  wait: for the device, the step before; rest: outputs and stops."""
+"""Parts of a call of ``step()``.  ``wait``: until the device has finished the step before;
+``rest``: outputs and stop strings."""
 _WARM_UP_TOKENS = 4
 
 

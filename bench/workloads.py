@@ -15,7 +15,7 @@ MIXES: dict[str, tuple[int, int]] = {
 """Nominal mean lengths of inputs and outputs."""
 INPUT_LEN = 128
 OUTPUT_LEN = 129
-"""Of equal requests, whose time per output token is measured."""
+"""Lengths of equal requests, whose time per output token is measured."""
 _SPREAD, _SCALE = 0.9, 0.667
 _MOST_INPUT, _MOST_OUTPUT, _LEAST = 2000, 1000, 4
 

@@ -1,9 +1,10 @@
-"""Model in, program out: ``compile()`` finds a program's artifact or has ``build()`` make it.
+"""The compiler turns a model into a program.
 
-A captured graph is rewritten by the passes, split at attention, lowered to implementations, and
-its distinct pieces are compiled once; the plan says which piece runs with which values.  All of
-it is kept as an artifact, and a program is always loaded from one.
+``compile()`` finds a program's artifact or has ``build()`` make it.  A captured graph is rewritten
+by the passes, split at attention, lowered to implementations, and its distinct pieces are compiled
+once; the plan says which piece runs with which values.  All of it is kept as an artifact, and a
+program is always loaded from one.
 
-Nothing is imported here: keys and stores (``key``, ``artifact``, ``store``) need no torch, a warm
-start no passes.
+Nothing is imported here: keys and stores (``key``, ``artifact``, ``store``) need no torch, and a
+warm start needs no passes.
 """

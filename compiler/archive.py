@@ -1,4 +1,4 @@
-"""Artifacts out of a store and into one: folders and tar files that are themselves stores.
+"""Moves artifacts out of a store and into one, as folders and tar files that are themselves stores.
 
 An export holds ``artifacts/<key>/…`` and nothing else, so it can be searched where it lies.
 """

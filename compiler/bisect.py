@@ -1,9 +1,8 @@
-"""Find the pass, then the site, at which a graph's outputs leave those of the model as it is.
+"""Finds the pass, then the site, at which a graph's outputs leave those of the model as it is.
 
-Prefixes of the pipeline are run on the same inputs, by halves; then the pass that made the
-difference with some of its replacements alone; then kernels in place of some references.  What is
-found is one place where the error crosses the tolerance: before it outputs are within, behind it
-beyond.
+Prefixes of the pipeline run on the same inputs, by halves; then the pass that made the difference
+runs with some of its replacements alone; then kernels run in place of some references.  The result
+is one place where the error crosses the tolerance: outputs are within it before, beyond it behind.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an output differs most: ``error`` is the norm of the difference over that of ``want``,
-    of the whole output; ``index`` counts its values flat."""
+    """Where an output differs most.  ``error`` is the norm of the whole output's difference over
+    the norm of ``want``; ``index`` is a position in the flattened output."""
 
     output: str
     error: float
@@ -38,8 +37,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Culprit:
-    """``stage`` is "trace", "pass", "kernels" or "code", ``name`` the pass or op, ``site`` its
-    graph node; empty where a stage has no such parts."""
+    """What moved the outputs: ``stage`` is "trace", "pass", "kernels" or "code", ``name`` the pass
+    or op, and ``site`` its graph node; both are empty where a stage has no such parts."""
 
     stage: str
     name: str
@@ -50,14 +49,14 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Run:
-    """What a graph is run on.
+    """The inputs that a graph is run on, and the outputs that are expected.
 
     Attributes:
         fixed: weights by name.
         caches: what the graph writes to, by name; every run begins with a copy.
-        steps: the inputs of one call after the other.
-        want: name -> what the model gives, see ``outputs``.
-        tolerance: the largest error.
+        steps: the inputs of consecutive calls.
+        want: the model's outputs by name, see ``outputs``.
+        tolerance: the largest error allowed.
     """
 
     fixed: Inputs
@@ -67,7 +66,7 @@ class Run:
     tolerance: float
 
     def outputs(self, call: Callable[[Inputs], Any]) -> dict[str, Tensor]:
-        """Logits of each step, and the caches in the end."""
+        """The logits of each step, and the caches after the last."""
         caches = {name: cache.clone() for name, cache in self.caches.items()}
         results: dict[str, Tensor] = {}
         with torch.inference_mode():
@@ -77,7 +76,7 @@ class Run:
         return results | caches
 
     def difference(self, call: Callable[[Inputs], Any]) -> Difference | None:
-        """The first output beyond tolerance."""
+        """The first output beyond tolerance; None if there is none."""
         found = self.outputs(call)
         for name, want in self.want.items():
             if (difference := compare(name, want, found[name])).error > self.tolerance:
@@ -85,7 +84,8 @@ class Run:
         return None
 
     def of(self, traced: Traced) -> Difference | None:
-        """Of a graph: semantic ops run their references, lowered ones their kernels."""
+        """``difference`` of a graph: semantic ops run their references, lowered ones their
+        kernels."""
         traced.gm.recompile()
 
         def call(values: Inputs) -> Any:
@@ -99,7 +99,7 @@ class Run:
 
 
 def compare(name: str, want: Tensor, got: Tensor) -> Difference:
-    """The error of one output; infinite where one side is not finite alone."""
+    """The error of one output; infinite if a value is not finite on one side only."""
     left, right = want.double().flatten(), got.double().flatten()
     apart = torch.where(left == right, 0.0, (left - right).abs())
     apart = torch.where(left.isnan() & right.isnan(), 0.0, apart).nan_to_num(nan=torch.inf)
@@ -112,7 +112,7 @@ def compare(name: str, want: Tensor, got: Tensor) -> Difference:
 
 
 def first_bad(count: int, bad: Callable[[int], Difference | None]) -> tuple[int, Difference] | None:
-    """The least n in 1..count with ``bad(n)``, found by halves; None when ``bad(count)`` is not."""
+    """The least n in 1..count with ``bad(n)``, by bisection; None if not even ``count`` is bad."""
     found = bad(count)
     if found is None:
         return None
@@ -129,7 +129,7 @@ def first_bad(count: int, bad: Callable[[int], Difference | None]) -> tuple[int,
 def bisect_passes(
     traced: Traced, rules: Sequence[Rule], run: Run, say: Callable[[str], None]
 ) -> Culprit | None:
-    """The pass and the site after which outputs are beyond tolerance; None when all keep to it."""
+    """The pass and the site after which outputs are beyond tolerance; None if there is none."""
 
     def after(count: int) -> Traced:
         graph = copied(traced)
@@ -168,7 +168,7 @@ def bisect_passes(
 def bisect_kernels(
     rewritten: Traced, lowered: Traced, run: Run, say: Callable[[str], None]
 ) -> Culprit | None:
-    """The call whose kernel moves outputs beyond tolerance, all calls before it having theirs.
+    """The call whose kernel moves outputs beyond tolerance; all calls before it run theirs too.
 
     Args:
         rewritten: the graph after the passes.

@@ -1,6 +1,6 @@
-"""``build()``: from a model to an artifact's files, the ordered list of what the compiler does.
+"""``build()`` makes an artifact's files from a model: the ordered list of what the compiler does.
 
-Imported only when something must be compiled: it brings Dynamo, sympy and the passes along.
+It is imported only when something must be compiled: it brings Dynamo, sympy and the passes along.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .unroll import unroll
 
 @dataclass(frozen=True)
 class Lowered:
-    """A model as far as it goes without compiling anything.
+    """A lowered model: everything that is known of it before code is generated.
 
     Attributes:
         traced: the lowered graph.
-        regions: of that graph, one for each step of ``plan``, then that of its greedy step.
+        regions: the regions of that graph, one for each step of ``plan``.
         plan, pieces: what runs, and the distinct pieces by digest.
-        reports, choices, tuned_us: what the passes and the choice of kernels say.
+        reports, choices, tuned_us: what the passes and the choice of kernels report.
         graph: digest of the graph as it was traced.
     """
 
@@ -75,7 +75,7 @@ def lower_model(
     tuner: Tuner | None = None,
 ) -> Lowered:
     """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces.
-    ``csrc``, ``tuner``: see ``lower``."""
+    For ``csrc`` and ``tuner`` see ``lower``."""
     with timer.phase("trace"):
         example = source.example
         traced = trace(source.model, example.args, example.named, example.dynamic)
@@ -125,9 +125,12 @@ def build(
     timer: Timer,
     dump: Path | None,
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Trace, rewrite, split, lower, compile what differs: an artifact's files and its report.
+    """Trace, rewrite, split and lower a model, and compile its distinct pieces.
 
     Arguments and errors are those of ``compile()``.
+
+    Returns:
+        The artifact's files, by name, and its report.
     """
     record = Dump(dump)
     lowered = lower_model(source, config, device=device, sm=sm, timer=timer, record=record)
@@ -184,7 +187,7 @@ def outside_ops(source: Source) -> list[str]:
 
 
 def _sm_here() -> int:
-    """Compute capability of the GPU here, 0 without one."""
+    """Compute capability of this machine's GPU, such as 90; 0 without one."""
     if not torch.cuda.is_available():
         return 0
     major, minor = torch.cuda.get_device_capability()
@@ -192,7 +195,7 @@ def _sm_here() -> int:
 
 
 def _check_direct(pieces: Iterable[Subgraph], sm: int) -> None:
-    """Refuse pieces for Inductor, which compiles for the GPU that it finds."""
+    """Refuse pieces that need Inductor, which compiles only for the GPU that it finds."""
     for piece in pieces:
         choice = choose_emitter(piece)
         if choice.emitter != "direct":

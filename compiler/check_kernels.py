@@ -1,4 +1,4 @@
-"""Refuses kernel choices that cannot be, before anything is compiled."""
+"""Refuses impossible kernel choices before anything is compiled."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..config import UserError, option_specs
 
 
 def check_kernels(kernels: Mapping[str, str]) -> None:
-    """Refuse forced implementations of ops that do not exist or do not have them.
+    """Refuse forced implementations if the op does not exist or does not have them.
 
     Raises:
-        UserError: names what is there.
+        UserError: names the ops or implementations that exist.
     """
     for name, implementation in kernels.items():
         if name not in ops.BY_NAME:
@@ -26,7 +26,7 @@ def check_kernels(kernels: Mapping[str, str]) -> None:
 
 
 def check_used(named: Iterable[str], used: Collection[str]) -> None:
-    """Refuse to choose the kernel of an op that is nowhere called.
+    """Refuse a kernel choice for an op that is never called.
 
     Args:
         named: the ops whose kernels the user chose.
@@ -44,12 +44,12 @@ def check_used(named: Iterable[str], used: Collection[str]) -> None:
 
 
 def called(choices: Iterable[str], outside: Iterable[str]) -> set[str]:
-    """Names of all ops that are called: those of kernel choices, as printed, and others."""
+    """Names of all ops that are called: those of printed kernel choices, and those ``outside``."""
     return {choice.partition(" -> ")[0] for choice in choices} | set(outside)
 
 
 def unfit(name: str, forced: str, error: ops.NoImplementationError) -> UserError:
-    """What to say where the implementation that was asked for does not fit a call of the model."""
+    """The error if the implementation that was asked for does not fit a call of the model."""
     reasons = [reason for _, reason in error.rejected]
     if len(reasons) > 1:
         reasons = [f"{tried}: {reason}" for tried, reason in error.rejected]

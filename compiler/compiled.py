@@ -1,4 +1,4 @@
-"""``compile()``: the program of a key, from a store, or built and put there."""
+"""``compile()`` returns the program of a key: loaded from a store, or built and published there."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Compiled:
-    """A program with the account of how it came to be; at ``-O0`` there is only the program.
+    """A program, and how it was made; at ``-O0`` there is only the program.
 
-    ``report`` is what the artifact says of its build: passes, choices, pieces, seconds.
+    ``report`` is what the artifact says about its build: passes, choices, pieces, seconds.
     """
 
     program: Program
@@ -57,18 +57,18 @@ def compile(
     on_phase: Callable[[str], None] = lambda phase: None,
     dump: Path | None = None,
 ) -> Compiled:
-    """The program of ``key``: loaded from ``store``, built and published there when it is missing.
+    """Return the program of ``key``, from ``store`` or built and published there.
 
     Args:
-        source: makes what is compiled; called only when there is no artifact.
+        source: makes what is compiled; called only if there is no artifact.
         config: level, passes, kernel choices.
         key: names everything that the compiled code depends on.
-        as_good: keys of artifacts that serve as well, if they are there.
+        as_good: keys of other artifacts that serve as well, if the store has them.
         require: refuse to build.
         label: what the artifact is, for people.
         device: "cpu" or "cuda".
         sm: compute capability of the target GPU, such as 90; 0 for none.
-        on_phase: told the name of each phase as it starts.
+        on_phase: called with the name of each phase as it starts.
         dump: build in any case and write what each phase made into this folder.
 
     Raises:
@@ -120,8 +120,8 @@ def compile(
 def _find(
     store: Store, keys: Sequence[Key], require: bool, timer: Timer
 ) -> tuple[Artifact, Plan, Program] | None:
-    """The first artifact that can be used, and its program; what cannot be loaded is refused as
-    what is broken is."""
+    """The first artifact that can be used, and its program.  An artifact that cannot be loaded is
+    refused, as a damaged one is."""
     while True:
         with timer.phase("find artifact"):
             artifact = store.find(*keys)

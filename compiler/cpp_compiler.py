@@ -1,7 +1,7 @@
-"""What Inductor needs of the machine: a C++ compiler for a CPU, and space for its files.
+"""Checks what Inductor needs of the machine: a C++ compiler for a CPU, and space for its files.
 
-Where one is missing Inductor ends in a traceback of a hundred lines, after it has logged another;
-here it becomes one line with the remedy.
+Where one is missing, Inductor logs one traceback and raises another, of a hundred lines; here they
+become one line with the remedy.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NO_COMPILER = "or use -O0, which compiles nothing"
 
 @contextmanager
 def machine_faults(*, needs_cpp: bool) -> Iterator[None]:
-    """Turn what the machine fails at while Inductor compiles into one line.
+    """Turn a failure of the machine while Inductor compiles into one line.
 
     Args:
-        needs_cpp: the code is for a CPU, so that a C++ compiler is looked for first.
+        needs_cpp: the code is for a CPU: check first that there is a C++ compiler.
 
     Raises:
         MachineError: names what is missing and the remedy.
@@ -32,7 +32,7 @@ def machine_faults(*, needs_cpp: bool) -> Iterator[None]:
         _check_compiler()
     log = logging.getLogger("torch._inductor.scheduler")
     before = log.disabled
-    log.disabled = True  # it logs the code that it was at, and the error is raised as well
+    log.disabled = True  # it logs the node that it compiled, although the error is raised too
     try:
         yield
     except exc.CppCompileError as error:
@@ -85,7 +85,7 @@ def _check_compiler() -> None:
 
 
 def _compile_error(text: str) -> MachineError:
-    """The compiler's first complaint, of all that it printed."""
+    """An error with the compiler's first complaint, out of all that it printed."""
     lines = [line.strip() for line in text.partition("Output:")[2].splitlines() if line.strip()]
     said = [line for line in lines if "error" in line.lower() or "No space" in line] or lines
     if "No space left" in text:

@@ -1,4 +1,4 @@
-"""``--dump DIR``: what each phase of a build made, as files to read in order."""
+"""``--dump DIR`` writes what each phase of a build made, as files to read in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Dump:
         self._graphs: list[tuple[str, str, int]] = []
 
     def graph(self, title: str, traced: Traced) -> None:
-        """Write the graph in its present state."""
+        """Write the graph as it is now."""
         if self._folder is None:
             return
         name = f"{len(self._graphs):02d}-{re.sub(r'[^a-z0-9_]+', '-', title)}.txt"

@@ -36,14 +36,14 @@ from ..passes.subgraph import compute_fake, fake_value
 from .lower import lower
 
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
-"""Of a level's passes those that find sites in unmodified models: the others are about FP8 and
-paged KV caches."""
+"""The passes of a level that find sites in unmodified models; the others are about FP8 and paged KV
+caches."""
 _NO_GRAPH = (
     "no graph was compiled: the compiled module was not called, or a method of the module that it "
     "wraps was, such as generate(); model.compile(backend='fusewright') compiles model itself"
 )
 _REPORTS: dict[str, GraphReport] = {}
-"""By name: Dynamo may compile a graph again before it runs."""
+"""Reports by name: Dynamo may compile a graph again before it runs."""
 
 
 class UnfusedWarning(UserWarning):
@@ -115,7 +115,7 @@ class BackendOptions:
 
 @dataclass
 class GraphReport:
-    """What became of one graph that Dynamo captured.
+    """The outcome of one graph that Dynamo captured.
 
     Attributes:
         name: Dynamo's frame and compilation, such as "0/1"; ``TORCH_LOGS`` prints the same.

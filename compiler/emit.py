@@ -1,4 +1,7 @@
-"""Lowered pieces into code: printed where there is nothing to fuse, else compiled by Inductor."""
+"""Turns lowered pieces into code.
+
+A piece in which there is nothing to fuse is printed as Python; Inductor compiles the others.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ __all__ = ["EmitError", "EmitterChoice", "PieceCode", "choose_emitter", "emit"]
 
 @dataclass(frozen=True)
 class EmitterChoice:
-    """Which emitter makes a piece's code, and why; prints as both."""
+    """Which emitter makes a piece's code, and why; ``str`` gives both."""
 
     emitter: str
     reason: str
@@ -24,7 +27,7 @@ class EmitterChoice:
 
 
 def choose_emitter(piece: Subgraph) -> EmitterChoice:
-    """``direct`` when Inductor would only call the piece's ops in turn, else ``inductor``."""
+    """Choose ``direct`` if Inductor would only call the piece's ops in turn, else ``inductor``."""
     names = list(dict.fromkeys(fusable(piece)))
     if not names:
         return EmitterChoice("direct", "opaque ops, library calls and views only")
@@ -42,8 +45,8 @@ def emit(
 
     Args:
         tune: search each Triton kernel's configuration by coordinate descent (``-O3``).
-        on_piece: told "1 of 3" and so on before each piece.
-        dims: name of each size symbol ("s88" -> "num_tokens"), for reading.
+        on_piece: called with "1 of 3" and so on before each piece.
+        dims: name of each size symbol ("s88" -> "num_tokens"), to make the code readable.
 
     Raises:
         EmitError: a piece cannot stand alone; names what is in the way.
@@ -54,7 +57,7 @@ def emit(
         if choose_emitter(piece).emitter == "direct":
             code[name] = emit_direct(piece, dims or {})
         else:
-            # Takes seconds to import, which the other emitter does without.
+            # This import takes seconds, and the other emitter does not need it.
             from .emit_inductor import emit_inductor
 
             code[name] = emit_inductor(piece, dims or {}, tune=tune)

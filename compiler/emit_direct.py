@@ -1,7 +1,7 @@
-"""Print a piece as Python, one line a node: for pieces in which there is nothing to fuse.
+"""Prints a piece as Python, one line a node, where there is nothing to fuse.
 
-Ops whose kernels are opaque, library GEMMs, views, size arithmetic and uninitialized memory: a
-compiler would only call them in turn, and so does this code, which needs none.
+Such a piece has only opaque kernels, library GEMMs, views, size arithmetic and uninitialized
+memory.  A compiler would call them in turn; so does this code, without a compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .piece_code import (
 )
 
 LIBRARY_CALLS = frozenset({"fw_native::linear"})
-"""Inline implementations that are one library call, worth nothing to a compiler by themselves."""
+"""Inline implementations that are one library call, from which a compiler alone gains nothing."""
 
 _VIEWS = frozenset(
     [
@@ -62,7 +62,7 @@ _OPERATORS: dict[Any, str] = {
 
 
 def fusable(piece: Subgraph) -> list[str]:
-    """Names of the ops of a piece that a compiler may fuse; empty when it can be printed."""
+    """Names of a piece's ops that a compiler may fuse; if there are none, it can be printed."""
     nodes = [n for n in piece.module.graph.nodes if n.op not in ("placeholder", "output")]
     return [op_name(node) for node in nodes if not is_plain(node)]
 
@@ -96,12 +96,12 @@ def _is_opaque(qualified: str) -> bool:
 
 
 def _is_item(node: fx.Node) -> bool:
-    """An item of a tuple, or a slice of a tensor: indexing by a tensor gathers."""
+    """Whether a node is an item of a tuple, or a slice of a tensor and not a gather by a tensor."""
     return not isinstance(fake_value(node.all_input_nodes[0]), Tensor) or _is_view(node)
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the results share memory with the first argument: a reshape may copy."""
+    """Whether the results share memory with the first argument; a reshape may be a copy."""
     source = fake_value(node.all_input_nodes[0])
     results = fake_value(node)
     if not isinstance(source, Tensor):
@@ -149,7 +149,7 @@ def emit_direct(piece: Subgraph, dims: Mapping[str, str]) -> PieceCode:
 
 
 def _names(piece: Subgraph, dims: Mapping[str, str]) -> dict[fx.Node, str]:
-    """The nodes' own names, but a size is called what it counts."""
+    """The name of each node in the code: its own, but a size is called by what it counts."""
     taken = {node.name for node in piece.module.graph.nodes}
     names = {node: node.name for node in piece.module.graph.nodes}
     for node in placeholders(piece):
@@ -160,7 +160,7 @@ def _names(piece: Subgraph, dims: Mapping[str, str]) -> dict[fx.Node, str]:
 
 
 def _unpacked(node: fx.Node) -> fx.Node | None:
-    """The tuple that a node is an item of, when that is unpacked where it is made."""
+    """The tuple that a node is an item of, if that tuple is unpacked where it is made."""
     if node.target is not operator.getitem:
         return None
     source = node.all_input_nodes[0]
@@ -168,7 +168,8 @@ def _unpacked(node: fx.Node) -> fx.Node | None:
 
 
 def _items(node: fx.Node) -> list[list[fx.Node]]:
-    """For each item of a tuple the nodes that take it; empty unless that is all its users do."""
+    """For each item of a tuple, the nodes that take it, at most one; empty if any has several, or
+    the tuple has other users."""
     value = fake_value(node)
     if node.op == "placeholder" or not isinstance(value, (list, tuple)):
         return []
@@ -186,7 +187,7 @@ def _is_unused(users: list[fx.Node]) -> bool:
 
 
 def _dead_after(piece: Subgraph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values with a name that nothing reads after it."""
+    """For each node, the named values that no later node reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in piece.module.graph.nodes:
         if (source := _unpacked(node)) is None:

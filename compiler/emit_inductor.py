@@ -1,8 +1,8 @@
-"""Compile a piece with Inductor and keep what runs: its ``call`` and its kernels, as files.
+"""Compiles a piece with Inductor and keeps what runs, its ``call`` and its kernels, as files.
 
 Inductor writes a Python module that calls its kernels in turn; that module imports Inductor, which
-compiles or finds the kernels.  Here the function alone is kept, its kernels are taken out of the
-loaded module, and ``runtime`` stands in for the rest: a name that it does not know is an error.
+compiles or finds the kernels.  Here only the function is kept, its kernels are taken out of the
+loaded module, and ``runtime`` provides the rest: a name that it does not know is an error.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _SIZES = (1, 2, 3, 17, 300, MAX_SIZE)
 
 @dataclass(frozen=True)
 class InductorModule:
-    """Inductor's module for one piece, loaded, and what its ``call`` expects.
+    """Inductor's loaded module for one piece, and what its ``call`` expects.
 
-    ``check`` are inputs that its kernels take to be aligned, ``mutated`` those they write to.
+    ``check`` has the indices of inputs that its kernels take to be aligned, ``mutated`` of those
+    that they write to.
     """
 
     source: str
@@ -87,7 +88,7 @@ def emit_inductor(piece: Subgraph, dims: Mapping[str, str], *, tune: bool) -> Pi
 
 
 def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
-    """Inductor's module for ``piece``, its kernels' configurations chosen."""
+    """Compile ``piece`` into Inductor's module, and choose its kernels' configurations."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -103,7 +104,7 @@ def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
         "coordinate_descent_tuning": tune,
         "graph_partition": False,  # else `call` is a class of several
         "triton.store_cubin": True,  # else kernels drop their machine code once loaded
-        # Trust the processor's flags: to try each instruction set takes g++ 7 s on a cold start.
+        # Trust the processor's flags: trying each instruction set costs g++ 7 s on a cold start.
         "cpp.vec_isa_ok": True,
     }
     examples = [fake_value(node) for node in placeholders(piece)]
@@ -114,7 +115,7 @@ def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
     with (
         torch.inference_mode(),
         config.patch(options),
-        # A hit there would bring the outer wrapper without calling `record`.
+        # A hit in this cache would return the outer wrapper without calling `record`.
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
     ):
@@ -145,8 +146,8 @@ def _loaded(result: Any) -> InductorModule:
 
 
 def _check_signature(piece: Subgraph, gm: fx.GraphModule) -> None:
-    """AOTAutograd may add or drop inputs and outputs, which its wrapper makes good for; our code
-    has no such wrapper."""
+    """Refuse a graph whose inputs or outputs AOTAutograd has changed: its wrapper would make up for
+    that, and our code has none."""
     values = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     (output,) = gm.graph.find_nodes(op="output")
     returned: Any = output.args[0]
@@ -169,7 +170,7 @@ def _layout(value: Any) -> Any:
 
 
 def check_guards(guards: list[Any]) -> None:
-    """Refuse what Inductor assumed of the sizes beyond what holds for all of them."""
+    """Refuse code for which Inductor assumed something that does not hold for every size."""
     for guard in guards:
         for size in _SIZES:
             if guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, size)) is sympy.false:
@@ -198,7 +199,7 @@ def _kernel_definitions(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _kernel(name: str, kind: str, kernel: Any) -> tuple[str, str, dict[str, bytes]]:
-    """(suffix of its source, the expression that loads it, its files)."""
+    """For one kernel: (suffix of its source, the expression that loads it, its files)."""
     if kind == "cpp_pybinding":
         library = Path(kernel.__self__.__file__).read_bytes()
         construct = f'{name} = cpp_kernel(kernel_files, "{name}.so")'
@@ -212,7 +213,8 @@ def _kernel(name: str, kind: str, kernel: Any) -> tuple[str, str, dict[str, byte
 def _rewrite_call(
     piece: Subgraph, compiled: InductorModule, tree: ast.Module, dims: Mapping[str, str]
 ) -> str:
-    """The text of ``call``, its inputs as parameters, sizes by name, for the current device."""
+    """The text of ``call``, rewritten: its inputs are parameters, sizes have names, and it runs on
+    the current device."""
     function = next(
         (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "call"), None
     )
@@ -238,12 +240,12 @@ def _rewrite_call(
         elif isinstance(node, ast.Call) and (index := _device_index(node)) is not None:
             text.replace(index, index, "current_device()")
         elif isinstance(node, ast.For) and ast.unparse(node.iter) == "globals().values()":
-            text.replace(node, node, "")  # what keeps the machine code of its kernels
+            text.replace(node, node, "")  # it keeps the machine code of its kernels
     return re.sub(r"\n\s*\n", "\n", text.cut(function))
 
 
 def _alignment(compiled: InductorModule, names: list[str], piece: Subgraph) -> str:
-    """What checks inputs that kernels take to be aligned, unless Inductor's code does."""
+    """Code that checks the inputs that kernels take to be aligned, unless Inductor's code does."""
     lines = []
     for index in sorted(compiled.check):
         name = names[index]
@@ -258,7 +260,7 @@ _INDEXED = ("torch.cuda._DeviceGuard", "torch.cuda.set_device", "get_raw_stream"
 
 
 def _device_index(call: ast.Call) -> ast.expr | None:
-    """Where a call names the GPU that the piece was compiled on; it may run on another."""
+    """The argument of a call that names the GPU of the build; the piece may run on another one."""
     function = ast.unparse(call.func)
     if function in _INDEXED:
         return call.args[0]
@@ -268,7 +270,7 @@ def _device_index(call: ast.Call) -> ast.expr | None:
 
 
 class _Text:
-    """Python source with replacements by syntax node; what lies between stays as it was."""
+    """Python source in which syntax nodes are replaced, and the rest stays as it was."""
 
     def __init__(self, source: str) -> None:
         self._source = source.encode()
@@ -285,11 +287,11 @@ class _Text:
         return self._starts[line - 1] + column
 
     def replace(self, first: ast.AST, last: ast.AST, text: str) -> None:
-        """Put ``text`` where the source has ``first`` (from its start) to ``last`` (to its end)."""
+        """Replace the source from the start of ``first`` to the end of ``last`` by ``text``."""
         self._edits.append((self._start(first), self._end(last), text.encode()))
 
     def cut(self, node: ast.AST) -> str:
-        """The text of ``node`` with all replacements, which must lie inside of it."""
+        """The text of ``node`` with all replacements, which must lie inside it."""
         parts, position = [], self._start(node)
         for start, end, text in sorted(self._edits):
             parts += [self._source[position:start], text]
@@ -298,7 +300,7 @@ class _Text:
 
 
 def runtime_imports(body: str) -> str:
-    """The imports that ``body`` needs.
+    """The import statements that ``body`` needs.
 
     Raises:
         EmitError: it reads a name that neither it nor torch nor the runtime defines.

@@ -1,4 +1,4 @@
-"""Inductor's Triton kernels as cubins: which configuration won, and how it is launched."""
+"""Turns Inductor's Triton kernels into cubins: which configuration won, and how it is launched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .piece_code import EmitError
 
 _SCALARS = ("i32", "i64", "fp32")
-"""Types of run-time values, besides pointers, that the launcher packs."""
+"""Types of run-time arguments, besides pointers, that the launcher packs."""
 
 
 def choose_configurations(
@@ -21,8 +21,8 @@ def choose_configurations(
 
     Args:
         call: takes the list of inputs.
-        examples: fake values of the inputs; the run is on data of their example sizes, integers
-            all zero, so that every index is inside.
+        examples: fake values of the inputs.  The run is on data of their example sizes; integers
+            are zero, so that every index is in range.
     """
     kernels = [value for value in module.values() if hasattr(value, "launchers")]
     if any(len(k.launchers) != 1 or _is_untuned(k) for k in kernels):
@@ -51,13 +51,13 @@ def _concrete(value: Any) -> Any:
 
 
 def triton_kernel(name: str, kernel: Any) -> tuple[str, bytes]:
-    """The expression that loads a tuned kernel, as Python source, and its cubin.
+    """The Python statement that loads a tuned kernel, and the kernel's cubin.
 
     Args:
         kernel: Inductor's autotuner, with one launcher that keeps its binary.
 
     Raises:
-        EmitError: the kernel needs what the launcher cannot give.
+        EmitError: the kernel needs something that our launcher does not provide.
     """
     (launcher,) = kernel.launchers
     binary = launcher.bin
@@ -84,7 +84,7 @@ def triton_kernel(name: str, kernel: Any) -> tuple[str, bytes]:
 
 
 def _check_launch(name: str, metadata: Any) -> None:
-    """Refuse launches that are more than a grid of blocks with parameters."""
+    """Refuse launches that need more than a grid of blocks and parameters."""
     expected = {
         "num_ctas": 1,
         "global_scratch_size": 0,

@@ -1,4 +1,7 @@
-"""What a lowered model will do, and why, without compiling it: sites, pieces, launches, bytes."""
+"""Explains what a lowered model will do, and why, without compiling it.
+
+A graph and its plan go in; sites, pieces, launches and bytes of a decode step come out.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,8 @@ _MOST_SEQS = 512
 
 @dataclass(frozen=True)
 class OpFacts:
-    """One call; ``launches`` is None where nobody knows before it runs: Inductor decides, or a
-    reference runs op by op.  ``bytes`` and ``flops`` by the op's own cost: none for an ATen op,
-    which has no cost of its own."""
+    """One call.  ``launches`` is None if they are not known before it runs: Inductor decides, or a
+    reference runs op by op.  ``bytes`` and ``flops`` are the op's own cost; an ATen op has none."""
 
     op: str
     launches: int | None
@@ -43,9 +45,9 @@ class OpFacts:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """Steps of ``first`` to ``last`` tokens run the same kernels; ``last`` is None for any more.
+    """Steps of ``first`` to ``last`` tokens run the same kernels; ``last`` is None at the open end.
 
-    ``decode``: of one token a sequence; else of one prompt.
+    With ``decode``, the steps have one token a sequence, else one prompt.
     """
 
     decode: bool
@@ -56,8 +58,8 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Layers that are alike, by the one that most of them are like; ``layers`` is empty for what
-    lies outside of all."""
+    """Layers that are alike, described by their most common form; ``layers`` is empty for what lies
+    outside of all layers."""
 
     title: str
     layers: tuple[int, ...]
@@ -77,7 +79,7 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class PieceFacts:
-    """A distinct piece: how many steps run it, and who makes its code for what reason."""
+    """A distinct piece: how many steps run it, which emitter makes its code, and why."""
 
     piece: str
     uses: int
@@ -87,18 +89,18 @@ class PieceFacts:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a decode step of ``num_seqs`` sequences does.
+    """Describes what a decode step of ``num_seqs`` sequences does.
 
     Attributes:
         passes: reports of the passes, as plain data.
-        sites: every expected site, those of passes that are off among them.
-        products: what neighbours can be one kernel, and how often they are here.
+        sites: every expected site, also those of passes that are off.
+        products: which neighbours can be one kernel, and how often they are here.
         choices: kernel choice, printed -> how many calls got it.
         pieces: the distinct pieces.
         layers: each kind of layer, then what lies outside of them.
-        launches, bytes, flops: of the whole step, on one rank; launches are None where those of a
-            call are.
-        notes: what these figures cannot know.
+        launches, bytes, flops: of the whole step, on one rank; launches are None if those of a call
+            are.
+        notes: what these figures do not include.
     """
 
     num_seqs: int
@@ -141,15 +143,15 @@ def explain(
 
     Args:
         before: the graph as the passes found it.
-        where: which layers the model has.
+        where: the model's layers.
         sites: see ``expected_sites``.
         num_seqs: sequences, one token each.
         context: KV positions of each.
-        world_size: ranks of the groups over which it reduces.
-        notes: to be kept with it.
+        world_size: ranks of the groups over which the model reduces.
+        notes: kept in the explanation.
 
     Raises:
-        UserError: it reduces over ranks, and ``world_size`` is 1.
+        UserError: the model reduces over ranks, and ``world_size`` is 1.
     """
     nodes = [node for region in lowered.regions for node in region.nodes]
     sums = [semantic_name(node) for node in nodes if _is_collective(node)]
@@ -184,14 +186,14 @@ def explain(
 
 
 def total_launches(calls: Iterable[OpFacts]) -> int | None:
-    """The sum, or None when one of them is for Inductor to decide."""
+    """The launches of all calls; None if those of one are not known."""
     counts = [call.launches for call in calls]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def _products(nodes: Iterable[fx.Node]) -> list[tuple[Product, int]]:
-    """Every product, and how many calls of the model are one.
+    """Every product, and the number of calls of the model that are one.
 
     Products with the same op are told apart by its arguments: norm weights, a group, a scale.
     """
@@ -223,7 +225,7 @@ def _layers(
     where: Where,
     costs: Mapping[fx.Node, OpFacts | None],
 ) -> list[LayerFacts]:
-    """Each kind of layer by the most common of its layers, and what lies outside."""
+    """Each kind of layer, by the most common of its layers, then what lies outside."""
     new, old = where.by_layer(after.gm.graph), where.by_layer(before.gm.graph)
     found = []
     for title, layers in where.kinds:
@@ -255,8 +257,8 @@ def _is_collective(node: fx.Node) -> bool:
 def _facts(
     node: fx.Node, traced: Traced, num_seqs: int, figures: Mapping[str, int]
 ) -> OpFacts | None:
-    """What a call of a decode step takes; None for what launches nothing.  ``figures``: values of
-    the symbols in costs."""
+    """The facts of one call of a decode step; None if it launches nothing.  ``figures`` has the
+    values of the symbols in costs."""
     name = semantic_name(node)
     if not name:
         return None if is_plain(node) else OpFacts(op_name(node), None, 0, 0)
@@ -273,16 +275,16 @@ def _facts(
 
 
 def arguments(node: fx.Node, traced: Traced, num_tokens: int, num_seqs: int) -> list[Any]:
-    """A node's arguments in a step of these sizes, tensors without data."""
+    """A node's arguments in a step of these sizes; its tensors have no data."""
     fakes: Any = fx.node.map_arg(node.args, fake_value)
     sizes = step_sizes(num_tokens, num_seqs)
     return [on_meta(arg, traced.dims, sizes) for arg in fakes]
 
 
 def kernels_of(node: fx.Node, args: list[Any]) -> tuple[str, ...] | None:
-    """Names of the kernels that a lowered call launches: as its implementation says, else those of
-    Triton that it describes, else one by the implementation's name.  None where nobody knows:
-    Inductor inlines it, or it sums over ranks and does the rest op by op."""
+    """Names of the kernels that a lowered call launches: those that its implementation names, else
+    the Triton launches that it describes, else one with the implementation's name.  None if they
+    are not known: Inductor inlines the call, or it sums over ranks and does the rest op by op."""
     namespace, _, name = op_name(node).partition("::")
     made_by = namespace.removeprefix(f"{ops.NAMESPACE}_")
     implementation = ops.BY_NAME[name].implementation(made_by)
@@ -298,7 +300,7 @@ def kernels_of(node: fx.Node, args: list[Any]) -> tuple[str, ...] | None:
 
 
 def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
-    """Where the kernels of a layer change with the number of tokens."""
+    """The ranges of numbers of tokens in which a layer runs the same kernels."""
     calls = [node for node in nodes if semantic_name(node)]
 
     def at(rows: int, decode: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""In what two explanations differ: sites, launches, bytes, kernel choices, what is not known."""
+"""Compares two explanations: sites, launches, bytes, kernel choices, and what is not known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .explain import Explanation
 
 @dataclass(frozen=True)
 class Differences:
-    """What is not equal: name -> (left, right); "-" where one has no such thing.
+    """What differs: name -> (left, right), with "-" if one side has no such thing.
 
     Attributes:
         left, right: labels.
@@ -29,7 +29,7 @@ class Differences:
     notes: Mapping[str, tuple[str, str]]
 
     def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
-        """(title, rows under a heading) of each that differs."""
+        """(title, rows under a heading) for each kind of difference."""
         for title in ("sites", "figures", "choices", "notes"):
             found: Mapping[str, tuple[str, str]] = getattr(self, title)
             rows = [[name, *both] for name, both in found.items()]

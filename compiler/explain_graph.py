@@ -1,4 +1,4 @@
-"""A part of a graph as lines of text, one a call."""
+"""Prints a part of a graph as lines of text, one a call."""
 
 from __future__ import annotations
 

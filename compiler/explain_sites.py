@@ -1,4 +1,5 @@
-"""Every expected site of the passes: where it is, and whether it matched, was missed or is off."""
+"""Lists every expected site of the passes: where it is, and whether it matched, was missed or is
+off."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def expected_sites(
     off: Mapping[str, str],
     where: Where,
 ) -> list[SiteFacts]:
-    """Sites of the passes that ran, and of those that are off: these are run on a copy.
+    """Sites of the passes that ran, and of those that are off, which are run on a copy.
 
     Args:
         reports: of the passes that ran.
@@ -104,7 +105,7 @@ def expected_sites(
 
 
 def copied(traced: Traced) -> Traced:
-    """The same graph, to be rewritten by itself."""
+    """A copy of the graph, which can be rewritten by itself."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(traced.gm.graph, {}))
     return Traced(fx.GraphModule(traced.gm, graph), traced.inputs, traced.dims)

@@ -1,6 +1,6 @@
-"""FlashInfer's prefill kernel built into an artifact: nvcc on the headers of ``flashinfer-python``.
+"""Builds FlashInfer's prefill kernel into an artifact: nvcc on the headers of flashinfer-python.
 
-Only ``fusewright compile`` comes here (see ``engine/attention_backend.py``): a start loads what an
+Only ``fusewright compile`` comes here (see ``engine/attention_backend.py``).  A start loads what an
 artifact holds, and needs neither the package nor nvcc.
 """
 
@@ -42,7 +42,7 @@ _INSTEAD = "or leave attention_backend=flashinfer out"
 
 
 def needed(gm: fx.GraphModule) -> list[int]:
-    """Head dimensions of the modules that a lowered graph calls."""
+    """Head dimensions of the FlashInfer modules that a lowered graph calls."""
     calls = [node for node in gm.graph.nodes if _is_call(node)]
     return sorted({int(fake_value(node.args[0]).shape[2]) for node in calls})
 
@@ -52,7 +52,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def build_module(head_dim: int) -> bytes:
-    """The module of one head dimension: about a minute on one core.
+    """Build the module of one head dimension, which takes about a minute on one core.
 
     Raises:
         UserError: the package or nvcc is missing, or nvcc fails; says what to do.
@@ -69,7 +69,7 @@ def build_module(head_dim: int) -> bytes:
 
 
 def compile_source(source: Path, defines: dict[str, int]) -> bytes:
-    """A shared object of a CUDA file over FlashInfer's headers.
+    """Compile a CUDA file with FlashInfer's headers into a shared object.
 
     Raises:
         UserError: as ``build_module``.
@@ -100,7 +100,7 @@ def package_version() -> str:
 
 
 def _package_data() -> Path:
-    """Where the package keeps its headers; it is not imported, which would take seconds."""
+    """The folder of the package's headers.  The package is not imported: that takes seconds."""
     spec = importlib.util.find_spec("flashinfer")
     for folder in spec.submodule_search_locations or () if spec else ():
         if (Path(folder) / "data" / "include").is_dir():

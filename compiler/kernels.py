@@ -1,4 +1,4 @@
-"""Every Triton kernel variant that a program may launch, found without running it.
+"""Finds every Triton kernel variant that a program may launch, without running it.
 
 Launches are pure functions of shapes, so the calls of a lowered graph are described on meta
 tensors at representative sizes and their variants collected.
@@ -24,7 +24,7 @@ Sizes: TypeAlias = Mapping[str, int]
 
 
 def step_sizes(num_tokens: int, num_seqs: int) -> dict[str, int]:
-    """A size for everything that a dynamic dimension counts."""
+    """A size for each thing that a dynamic dimension counts."""
     return {
         "num_tokens": num_tokens,
         "num_seqs": num_seqs,
@@ -35,7 +35,7 @@ def step_sizes(num_tokens: int, num_seqs: int) -> dict[str, int]:
 
 
 def program_variants(traced: Traced) -> set[ops.Variant]:
-    """Variants of a lowered graph."""
+    """The variants that a lowered graph may launch."""
     seen: set[Any] = set()
     found: set[ops.Variant] = set()
     for num_tokens, num_seqs in ops.representative_sizes():
@@ -55,7 +55,7 @@ def program_variants(traced: Traced) -> set[ops.Variant]:
 def outside_variants(
     calls: OutsideCalls, config: CompileConfig, *, device: str, sm: int
 ) -> set[ops.Variant]:
-    """Variants of the ops that run outside of the program (sampling, feeding tokens)."""
+    """The variants of ops that run outside of the program (sampling, feeding tokens)."""
     found: set[ops.Variant] = set()
     for num_tokens, num_seqs in ops.representative_sizes():
         for name, args in calls(num_tokens, num_seqs):
@@ -74,7 +74,7 @@ def outside_variants(
 
 
 def launches_of(node: fx.Node) -> Callable[..., tuple[list[ops.Launch], Any]] | None:
-    """What describes the launches of a lowered node, when it calls a Triton implementation."""
+    """The function that describes the launches of a lowered node that calls a Triton kernel."""
     namespace, _, name = getattr(node.target, "_name", "").partition("::")
     prefix = f"{ops.NAMESPACE}_"
     if not namespace.startswith(prefix) or name not in ops.BY_NAME:

@@ -1,4 +1,4 @@
-"""The key of an artifact: every fact that the compiled code depends on, by name and value."""
+"""``Key`` names an artifact by every fact that the compiled code depends on, by name and value."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Key:
-    """``factors`` name what the code depends on: ``config.compile.level`` -> ``2``.
+    """``factors`` name what the code depends on, such as ``config.compile.level`` -> ``2``.
 
-    Two keys are the same artifact when all factors are equal; ``digest`` names its folder.
+    Two keys name the same artifact if all factors are equal; ``digest`` names its folder.
     """
 
     factors: Mapping[str, str]
@@ -47,8 +47,9 @@ def differences(left: Mapping[str, str], right: Mapping[str, str]) -> list[Diffe
 
 
 def tell_apart(keys: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Of each of these factors, the few that tell it from the others; digests of sources as one,
-    ``sources``.  Chosen one by one, each the one that separates most; equal keys stay equal."""
+    """For each key, the few factors that tell it from the others; digests of sources count as one
+    factor, ``sources``.  Factors are chosen one by one, each time the one that separates most keys.
+    Equal keys stay equal."""
     facts = [_readable(factors) for factors in keys]
     names = sorted({name for fact in facts for name in fact}, key=lambda n: (n == "sources", n))
     chosen: list[str] = []

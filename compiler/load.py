@@ -1,4 +1,4 @@
-"""An artifact back into a program: reads files, checks them, loads kernels; compiles nothing.
+"""Turns an artifact back into a program: reads files, checks them, loads kernels; compiles nothing.
 
 Imports neither Dynamo nor Inductor nor Triton.
 """
@@ -25,22 +25,22 @@ KERNELS = "kernels.json"
 
 
 def piece_file(piece: str) -> str:
-    """The generated code of a piece; its compiled kernels lie beside it."""
+    """The file of a piece's generated code; its compiled kernels lie beside it."""
     return f"pieces/{piece}/code.py"
 
 
 def kernel_file(variant: ops.Variant) -> str:
-    """The compiled code of one Triton kernel variant."""
+    """The file of one Triton kernel variant's compiled code."""
     return f"kernels/{variant.name}.cubin"
 
 
 def flashinfer_file(head_dim: int) -> str:
-    """FlashInfer's kernels for one head dimension."""
+    """The file of FlashInfer's kernels for one head dimension."""
     return f"flashinfer/prefill_sm90_{head_dim}.so"
 
 
 def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, Any]]:
-    """What ``load`` needs to know of each kernel besides its machine code."""
+    """The facts of each kernel that ``load`` needs besides its machine code."""
     names = [f.name for f in fields(ops.Binary) if f.name != "cubin"]
     return [
         {"variant": variant.to_json(), "binary": {name: getattr(binary, name) for name in names}}
@@ -49,7 +49,7 @@ def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, A
 
 
 def load(artifact: Artifact) -> tuple[Plan, Program]:
-    """The plan and the program of an artifact, whose Triton kernels are made known to ``ops``.
+    """Load the plan and the program of an artifact, and add its Triton kernels to ``ops.KERNELS``.
 
     Raises:
         Refusal: a file is missing, not what the manifest says, or not what ``build()`` writes.
@@ -82,7 +82,7 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
 
 @contextmanager
 def _refusing(artifact: Artifact, name: str) -> Iterator[None]:
-    """Errors of whoever reads a file of other content than ``build()`` writes become a Refusal."""
+    """Turn errors in reading a file that ``build()`` did not write into a Refusal."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Replace every semantic op by an implementation under another op name."""
+"""Replaces every semantic op of a graph by an implementation under another op name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tune import Tuner
 
 
 class LoweringError(RuntimeError):
-    """A semantic op was left, or none of its implementations fits the call."""
+    """A semantic op is not listed, or none of its implementations fits the call."""
 
 
 def lower(
@@ -27,13 +27,13 @@ def lower(
     csrc: bool | None = None,
     tuner: Tuner | None = None,
 ) -> Counter[str]:
-    """Lower ``gm`` in place; returns how often each choice (printed) was made.
+    """Lower ``gm`` in place; returns how often each choice, as printed, was made.
 
     Args:
         hand_kernels: prefer Triton and CUDA kernels; otherwise what Inductor can fuse.
         kernels: op name -> implementation that must be used.
         sm: compute capability of the target, such as 90; 0 without a GPU.
-        csrc: whether the kernels of csrc are there; None: as they are here.
+        csrc: whether the target has the kernels of csrc; None: as this machine.
         tuner: measures which implementation is fastest; without it each op's own order holds.
 
     Raises:

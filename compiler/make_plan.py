@@ -1,4 +1,4 @@
-"""Name every value of a split graph, and give each region its step in the plan."""
+"""Names every value of a split graph, and gives each region its step in the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PER_SEQUENCE = ("num_seqs", "num_seqs_plus_1")
 """Names of the dynamic dimensions that count sequences."""
 
 PER_BLOCK = ("num_blocks", "max_blocks")
-"""Those that count KV blocks, which only opaque kernels see."""
+"""Names of the dynamic dimensions that count KV blocks, which only opaque kernels see."""
 
 _INT32_MAX = 2**31 - 1
 
@@ -72,8 +72,8 @@ def _tensor_input(fake: torch.Tensor, traced: Traced) -> TensorInput:
 
 
 def _ranges(traced: Traced) -> dict[str, tuple[int, int]]:
-    """Compiled code indexes with 32 bits: no tensor that a dimension enters may have more elements.
-    KV caches are the exception, whose kernels take blocks by 64-bit offsets."""
+    """The least and largest size of each dynamic dimension.  Compiled code indexes with 32 bits, so
+    no tensor may have more elements, except KV caches, whose kernels have 64-bit block offsets."""
     largest = dict.fromkeys(traced.dims.values(), _INT32_MAX)
     for node in traced.gm.graph.nodes:
         fake = fake_value(node)
@@ -90,7 +90,7 @@ def _ranges(traced: Traced) -> dict[str, tuple[int, int]]:
 
 
 def limit_ranges(plan: Plan, code: Iterable[PieceCode]) -> Plan:
-    """Lower the largest sizes to those that Inductor's code was checked for, if there is any."""
+    """Limit the sizes to those that Inductor's code was checked for, if it made any."""
     if all(piece.emitter == "direct" for piece in code):
         return plan
     limited = {

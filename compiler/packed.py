@@ -1,7 +1,7 @@
-"""All of an artifact in memory, on its way between stores and archives.
+"""Holds a whole artifact in memory, on its way between stores and archives.
 
-Nothing of an archive is believed before its manifest was read, and no file of it is read whose size
-is not the one in the manifest.
+Nothing in an archive is believed before its manifest was read, and a file is read only if its size
+is the one in the manifest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Split a graph at its attention ops into an ordered list of regions.
+"""Splits a graph at its attention ops into an ordered list of regions.
 
 A region between two splits becomes one compiled piece.  A split op, or a region of a single op,
 is called directly: there is nothing in it for a compiler to fuse.
@@ -18,13 +18,13 @@ SPLIT_OPS: tuple[Any, ...] = (
     torch.ops.fw.paged_attention.default,
     torch.ops.fw.gather_last_token.default,
 )
-"""Attention reads lengths on the device and is kept out of piecewise graphs; the gather leaves
-the token dimension for the sequence dimension."""
+"""Attention reads lengths on the device and stays out of piecewise graphs; from the gather on,
+rows are sequences instead of tokens."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Consecutive nodes with the values they read and those that later regions use."""
+    """Consecutive nodes, the values that they read, and those that later regions use."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -39,7 +39,8 @@ class Region:
 
 
 def partition(gm: fx.GraphModule) -> list[Region]:
-    """Regions in execution order; every node that computes something is in exactly one."""
+    """Split ``gm`` into regions in execution order.  Every node that computes something is in
+    exactly one."""
     groups: list[list[fx.Node]] = [[]]
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -67,8 +68,8 @@ def _region(nodes: list[fx.Node]) -> Region:
 
 
 def _size_inputs(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
-    """Graph inputs that carry the symbols in these nodes' shapes: a compiled piece needs each
-    symbol that it mentions as an argument of its own."""
+    """Graph inputs that carry the symbols in these nodes' shapes.  A compiled piece needs each
+    symbol that it mentions as an argument."""
     mentioned: set[str] = set()
     for node in nodes:
         mentioned |= {str(s) for s in free_symbols(fake_value(node))}

@@ -1,4 +1,4 @@
-"""Where artifacts are looked for: the one place that reads the environment for it."""
+"""Says where artifacts are looked for; the one place that reads the environment for it."""
 
 from __future__ import annotations
 

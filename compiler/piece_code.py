@@ -1,4 +1,4 @@
-"""What an emitter makes of one piece, and how generated code speaks of its values."""
+"""Defines what an emitter makes of one piece, and how generated code names its values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def module_docstring(piece: Subgraph, how: str, sizes: Iterable[str]) -> str:
-    """What a piece is, at the head of its generated module."""
+    """The docstring of a piece's generated module, which says what the piece is."""
     nodes = (n for n in piece.module.graph.nodes if n.op in ("call_function", "call_method"))
     counts = Counter(op_name(n) for n in nodes)
     ops = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in counts.items())

@@ -1,4 +1,4 @@
-"""The plan: which piece or op runs with which values, by name; data, no tensors, no code."""
+"""The plan says which piece or op runs with which values, by name: data, no tensors, no code."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def reads(step: PieceStep | OpStep) -> list[str]:
 
 @dataclass(frozen=True)
 class TensorInput:
-    """What the program requires of a tensor: a dimension is a size or the name of what it counts,
-    and tensors that count the same have the same size there."""
+    """The requirements of a program for a tensor.  A dimension is a size, or the name of what it
+    counts; tensors that count the same have the same size there."""
 
     dtype: str
     shape: tuple[int | str, ...]

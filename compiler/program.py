@@ -1,4 +1,5 @@
-"""The executable form of a plan: values by index in a flat list, steps as closures over it."""
+"""``Program`` runs a plan: ``link`` gives each value an index in a flat list, the environment, and
+makes each step a closure over it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from .plan import Dtype, OpStep, PieceStep, Plan, TensorInput, Value, reads
 
 Environment = list[Any]
-"""One value a slot; temporaries are dropped after their last use."""
+"""One value for each slot; a temporary is dropped after its last use."""
 
 
 class InputError(RuntimeError):
@@ -21,8 +22,8 @@ class InputError(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """One unit of execution.  ``call`` maps the environment to the values of ``outputs``;
-    ``release`` are the slots that nothing reads afterwards."""
+    """One unit of execution.  ``call`` computes the values of ``outputs`` from the environment;
+    ``release`` are the slots that no later step reads."""
 
     name: str
     call: Callable[[Environment], Sequence[Any]]
@@ -42,9 +43,10 @@ class Program:
     given to ``environment()`` for every step.
 
     Args:
-        slots: value name -> index in the environment; ``inputs`` of them come from outside.
-        inputs: the tensors that come from outside and what is required of each; None: nothing.
-        sizes: size value -> (name, dimension) of the tensor that carries it.
+        slots: name of each value -> its index in the environment.
+        inputs: name of each tensor that comes from outside -> what is required of it; None if
+            nothing is.
+        sizes: name of each size -> (name, dimension) of the tensor that carries it.
         ranges: what a dynamic dimension counts -> its least and largest size.
         output: slot of the result.
     """
@@ -67,7 +69,7 @@ class Program:
         self._template: Environment = [None] * (max(slots.values(), default=-1) + 1)
 
     def bind(self, constants: Mapping[str, Tensor]) -> None:
-        """Fix values for every later step; names that the program does not read are ignored.
+        """Fix tensors for every later step; names that the program does not read are ignored.
 
         Raises:
             InputError: a tensor is not what the compiled code was made for.
@@ -96,7 +98,7 @@ class Program:
         return env
 
     def _check(self, values: Mapping[str, Tensor]) -> None:
-        """Compiled code has no guards: what it assumes of its inputs is checked here."""
+        """Check what compiled code assumes of its inputs, since it has no guards itself."""
         counted: dict[str, tuple[int, str]] = {}
         for name, value in values.items():
             if spec := self._inputs.get(name):
@@ -116,7 +118,8 @@ class Program:
             raise InputError(f"{name} has {count} {size}, but {first} has {known}")
 
     def rebind(self, env: Environment, inputs: Mapping[str, Tensor]) -> None:
-        """Replace step inputs in an environment, such as one that a captured graph keeps."""
+        """Replace the step inputs in an environment, such as the one that a captured graph keeps.
+        The inputs are not checked."""
         for name, value in inputs.items():
             if name in self._slots:
                 env[self._slots[name]] = value
@@ -125,7 +128,7 @@ class Program:
                 env[self._slots[name]] = inputs[source].shape[dim]
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run every step without graphs; returns the output."""
+        """Run every step, without graphs, and return the output."""
         env = self.environment(inputs)
         for step in self.steps:
             step.run(env)

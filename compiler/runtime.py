@@ -1,4 +1,4 @@
-"""What generated code imports, and how it is loaded: torch's C functions and kernels from files.
+"""Provides what generated code imports, torch's C functions and kernels from files, and loads it.
 
 Nothing here imports Dynamo, Inductor or Triton: a machine without a compiler can run a piece.
 """
@@ -29,11 +29,11 @@ _guards = _C._dynamo.guards
 assert_size_stride = _guards.assert_size_stride
 """(tensor, size, stride): raises unless the tensor has them."""
 assert_alignment = getattr(_guards, "assert_alignment", None)
-"""(tensor, alignment): raises unless the address is a multiple of so many elements."""
+"""(tensor, alignment): raises unless the tensor's address is a multiple of that many elements."""
 empty_strided_cpu = _guards._empty_strided_cpu
-"""(size, stride, dtype): a new tensor without values."""
+"""(size, stride, dtype): a new uninitialized tensor on the CPU."""
 empty_strided_cuda = _guards._empty_strided_cuda
-"""The same, on the current device."""
+"""(size, stride, dtype): a new uninitialized tensor on the current GPU."""
 reinterpret_tensor = _guards._reinterpret_tensor
 """(tensor, size, stride, offset): another view of the same memory."""
 alloc_from_pool = torch.ops.inductor._alloc_from_pool
@@ -53,7 +53,7 @@ _ALIGNMENT = 16
 def _bias_addmm(
     bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, alpha: float = 1, beta: float = 1
 ) -> Tensor:
-    """``addmm`` of an expanded bias as a vector, for which cuBLASLt has an epilogue."""
+    """``addmm`` that passes an expanded bias as a vector, for which cuBLASLt has an epilogue."""
     same_rows = bias.size(0) == 1 or (bias.stride(0) == 0 and bias.size(0) != 0)
     return torch.addmm(bias[0] if same_rows else bias, a, b, out=out, alpha=alpha, beta=beta)
 
@@ -71,7 +71,7 @@ extern_kernels = SimpleNamespace(
 
 
 def copy_if_misaligned(x: Tensor) -> Tensor:
-    """``x``, or a copy with its strides when its address is no multiple of 16 bytes."""
+    """Return ``x``, or a copy with the same strides if its address is no multiple of 16 bytes."""
     if x.data_ptr() % _ALIGNMENT == 0:
         return x
     span = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
@@ -80,7 +80,7 @@ def copy_if_misaligned(x: Tensor) -> Tensor:
 
 
 def require_aligned(x: Tensor, name: str) -> None:
-    """Refuse a misaligned input that is written to, where a copy would not do.
+    """Refuse a misaligned input that is written to: a copy would not see the writes.
 
     Raises:
         ValueError: names the input and its address.
@@ -94,11 +94,11 @@ def require_aligned(x: Tensor, name: str) -> None:
 
 @dataclass(frozen=True)
 class KernelFiles:
-    """The files beside a generated module; it finds them under the name ``kernel_files``.
+    """The files beside a generated module, which finds them under the name ``kernel_files``.
 
     Attributes:
-        folder: where they are.
-        read: name -> content; raises when a file is not what was stored.
+        folder: where the files are.
+        read: gives the content of a file by its name; raises if it is not what was stored.
     """
 
     folder: Path
@@ -106,9 +106,9 @@ class KernelFiles:
 
 
 def cpp_kernel(files: KernelFiles, name: str) -> Callable[..., None]:
-    """A CPU kernel of the shared object ``name``: called with tensors and sizes."""
+    """Load the CPU kernel of the shared object ``name``; it is called with tensors and sizes."""
     files.read(name)
-    # The library finds a tensor's memory by this function of torch, whose address it is told so.
+    # The library gets a tensor's address by a function of torch, whose own address it reads here.
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
         _guards._torchinductor_pyobject_tensor_data_ptr
     )
@@ -132,7 +132,7 @@ class CudaKernel:
         self._function, self._used, self._grid = function, used, grid
 
     def run(self, *args: Any, stream: int) -> None:
-        """Enqueue it on a raw stream of the device it was loaded on; an empty grid does nothing."""
+        """Enqueue the kernel on a raw stream of its device; an empty grid does nothing."""
         grid = self._grid(*args)
         if 0 in grid:
             return
@@ -153,7 +153,7 @@ def cuda_kernel(
     parameters: Mapping[str, str],
     grid: Callable[..., tuple[int, int, int]],
 ) -> CudaKernel:
-    """The kernel ``function`` of the cubin ``name``, on the current device.
+    """Load the kernel ``function`` of the cubin ``name`` on the current device.
 
     Args:
         sm: compute capability it was compiled for, such as 90.
@@ -198,7 +198,7 @@ PROVIDED = frozenset(
 def load_piece(
     source: bytes, path: Path, read: Callable[[str], bytes] | None = None
 ) -> Callable[..., Sequence[Any]]:
-    """The ``call`` of a generated module, its kernels loaded.
+    """Execute a generated module, which loads its kernels, and return its ``call``.
 
     Args:
         source: the module's text, whose digest the caller has verified.
@@ -206,7 +206,7 @@ def load_piece(
         read: content of a file beside it, by name, verified; unverified from disk when None.
 
     Returns:
-        a function from the piece's inputs (tensors and sizes) to its outputs.
+        A function from the piece's inputs (tensors and sizes) to its outputs.
     """
     module = ModuleType(f"piece_{path.parent.name}")
     module.__file__ = str(path)

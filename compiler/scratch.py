@@ -1,5 +1,5 @@
-"""Folders in TMPDIR that do not outlive their process by long: those of a process that was killed
-are removed by the next one that needs such a folder."""
+"""Makes folders in TMPDIR that do not outlive their process by long: the folder of a killed process
+is removed by the next one that needs such a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of artifacts.
+"""Signs artifacts with Ed25519 and verifies their signatures.
 
 The manifest is signed, and it holds the digest of every file; so one signature covers all bytes.
 """

@@ -1,4 +1,4 @@
-"""What a build starts from."""
+"""Defines what a build starts from: a module, and the inputs that it is traced with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ device."""
 
 @dataclass(frozen=True)
 class Repeat:
-    """How a traced model stands for a deeper one.
+    """Says how a traced model stands for a deeper one.
 
     Attributes:
         module: name of the traced model's list of layers.
@@ -66,7 +66,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Example:
-    """What a model is traced with: see ``trace()``."""
+    """The inputs that a model is traced with: see ``trace()``."""
 
     args: tuple[Any, ...]
     named: Mapping[str, Tensor]
@@ -75,7 +75,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Source:
-    """What a build starts from.
+    """Everything that a build starts from.
 
     Attributes:
         model: the module; its weights become inputs.  May hold fake tensors.

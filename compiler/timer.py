@@ -1,4 +1,4 @@
-"""How long each phase takes, and what is said of it meanwhile."""
+"""Measures how long each phase takes, and reports what it does meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Timer:
-    """Seconds of each phase, in order, and what is told of them while they run."""
+    """Measures the seconds of each phase, in order, and tells ``say`` the name of each."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
@@ -24,6 +24,6 @@ class Timer:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def count(self, what: str, total: int) -> Callable[[Any], None]:
-        """What says "kernel 3 of 12" and so on, a call each; calls may come from threads."""
+        """A function that says "kernel 3 of 12" and so on, one for each call, from any thread."""
         numbers = itertools.count(1)
         return lambda item: self.say(f"{what} {next(numbers)} of {total}")

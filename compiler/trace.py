@@ -1,4 +1,4 @@
-"""Capture a model as one FX graph with Dynamo; a graph break or a specialized size is an error."""
+"""Captures a model as one FX graph with Dynamo; a graph break or a specialized size is an error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class GraphInput:
-    """Where a graph input comes from: ``weights/<parameter>``, a step input's name, or, for a
-    size, the step input and dimension that carry it."""
+    """The source of a graph input: ``weights/<parameter>``, a step input's name, or, for a size,
+    the step input and dimension that carry it."""
 
     name: str
     dim: int | None = None
@@ -28,8 +28,8 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class Traced:
-    """One captured graph.  ``inputs`` are the placeholders' sources, in order; ``dims`` maps a
-    size symbol (as text) to the name that the caller gave to that dynamic dimension."""
+    """One captured graph.  ``inputs`` are the sources of its placeholders, in order; ``dims`` maps
+    a size symbol (as text) to the name that the caller gave that dynamic dimension."""
 
     gm: fx.GraphModule
     inputs: tuple[GraphInput, ...]
@@ -69,15 +69,15 @@ def trace(
 
         return stop
 
-    # Everything else static: then equal sizes share one symbol, which mark_dynamic would prevent.
+    # Mark everything else static, so that equal sizes share a symbol; mark_dynamic prevents that.
     for tensor in model.buffers():
         torch._dynamo.mark_static(tensor)
     for name, tensor in named.items():
         for dim in set(range(tensor.dim())) - set(dynamic.get(name, ())):
             torch._dynamo.mark_static(tensor, dim)
     torch._dynamo.reset_code(type(model).forward.__code__)  # type: ignore[attr-defined]
-    # What Dynamo remembers of earlier compilations of this code would give equal sizes symbols of
-    # their own.
+    # Turn off automatic_dynamic_shapes: what Dynamo remembers of earlier compilations of this code
+    # would give equal sizes different symbols.
     options = {"specialize_float": True, "automatic_dynamic_shapes": False}
     try:
         with torch.inference_mode(), torch._dynamo.config.patch(options):
@@ -132,8 +132,8 @@ def _name_inputs(
 
 
 def _check_dynamic(size: Any, what: str) -> None:
-    """Refuse a size that is fixed, or that the captured code depends on beyond being 0 or 1: the
-    program has no guards and would run the same code for every size."""
+    """Refuse a size that is fixed, or on which the captured code depends in more than whether it is
+    0 or 1: the program has no guards and runs the same code for every size."""
     if not isinstance(size, torch.SymInt):
         raise TraceError(f"the model made {what} static: {size}")
     env, symbol = size.node.shape_env, size.node.expr

@@ -1,9 +1,9 @@
-"""``-O3``: choose an op's implementation by measurement on the calls of the graph at hand.
+"""At ``-O3``, chooses an op's implementation by measurement on the calls of the graph at hand.
 
 Each distinct call is timed in isolation at several numbers of rows.  One program serves all of
 them, so another implementation takes the place of the preferred one only where it is faster at some
-and slower at none.  Between kernels this decides; what Inductor would gain by fusing a native
-implementation with its neighbours it does not see.
+and slower at none.  This decides between kernels; it does not see what Inductor would gain by
+fusing a native implementation with its neighbours.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .. import ops
 from ..passes import random_value
 
 NUM_TOKENS = (2, 16, 64, 256)
-"""Decodes of few and many sequences, which are small prefills too: what an implementation is timed
-at.  Not 1: of one sequence boundary the last-token gather makes no row."""
+"""Numbers of tokens at which an implementation is timed: decodes of few and many sequences, which
+are small prefills too.  Not 1: the last-token gather makes no row of one sequence boundary."""
 NOISE = 0.03
-"""Times of one kernel in isolation differ by less."""
+"""Relative difference below which two times of a kernel in isolation count as equal."""
 _CALLS, _ROUNDS = 20, 5
 _L2_BYTES = 100 * 2**20
-"""More than any GPU's L2 cache: inputs come from memory, as they do in a model."""
+"""More than any GPU's L2 cache, so that inputs come from memory, as in a model."""
 
 Timer: TypeAlias = Callable[[Sequence[Callable[[], Any]]], float]
 
 
 class Tuner:
-    """Chooses implementations by measured time; remembers each distinct call.
+    """Chooses implementations by measured time, and remembers each distinct call.
 
     Args:
         timer: microseconds of a call, one of ``fns`` each; on the GPU unless a test gives another.
@@ -55,7 +55,7 @@ class Tuner:
     def order(
         self, op: ops.SemanticOp, desc: ops.OpDesc, args: Sequence[Any]
     ) -> tuple[ops.Implementation, ...]:
-        """``op.implementations``, the one to choose for this call first.
+        """``op.implementations``, beginning with the one to choose for this call.
 
         Ops that mutate keep their order: their index arguments cannot be made up.
 
@@ -112,13 +112,13 @@ def _text(arg: Any) -> str:
 
 
 def _is_better(new: Mapping[int, float], old: Mapping[int, float]) -> bool:
-    """Faster for some number of tokens and slower for none, by more than noise."""
+    """Whether ``new`` is faster at some number of tokens and slower at none, beyond noise."""
     ratios = [new[num_tokens] / old[num_tokens] for num_tokens in old]
     return min(ratios) < 1 - NOISE and max(ratios) <= 1 + NOISE
 
 
 def _rotated(values: list[Any]) -> list[list[Any]]:
-    """Copies of one call's arguments that together exceed the L2 cache, at most ``_CALLS``."""
+    """At most ``_CALLS`` copies of a call's arguments, enough to exceed the L2 cache together."""
     nbytes = sum(v.nbytes for v in values if isinstance(v, Tensor))
     copies = min(_CALLS, 1 + _L2_BYTES // max(nbytes, 1))
     clones = [

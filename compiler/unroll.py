@@ -1,4 +1,4 @@
-"""Write out repeated layers: layers that differ in weights alone are traced once.
+"""Repeats layers in a traced graph: layers that differ in weights alone are traced once and copied.
 
 Dynamo takes about 0.1 s a layer; copying a layer's nodes takes a millisecond.
 """
@@ -17,7 +17,7 @@ from .trace import GraphInput, Traced, TraceError
 
 @dataclass(frozen=True)
 class _Layer:
-    """The nodes of one traced layer: it reads one value of the layer before and makes one."""
+    """The nodes of one traced layer, which reads one value of the layer before and makes one."""
 
     nodes: tuple[fx.Node, ...]
     carried_in: fx.Node
@@ -25,7 +25,7 @@ class _Layer:
 
 
 def unroll(traced: Traced, repeat: Repeat) -> Traced:
-    """The graph of the deeper model, as tracing it whole would give.
+    """Make the graph of the deeper model, the same as tracing it whole would give.
 
     Raises:
         TraceError: a layer passes on something else than one value.
@@ -78,7 +78,7 @@ def _copy(nodes: Sequence[fx.Node], graph: fx.Graph, mapping: dict[fx.Node, fx.N
 
 
 def _owner(source: GraphInput, repeat: Repeat, layers: dict[int, _Layer]) -> int | None:
-    # A size carried by a layer's input counts the same in every layer: it stays one input.
+    # A size that a layer's input carries is the same in every layer, so it stays one input.
     if source.dim is not None:
         return None
     for number in layers:

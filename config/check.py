@@ -1,4 +1,4 @@
-"""What no hardware can run, found in options alone and in options beside a model's limits.
+"""Refuses what no hardware can run: options by themselves, and beside a model's limits.
 
 A start calls this before torch is imported, which takes seconds, and ``resolve`` calls it again.
 """

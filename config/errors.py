@@ -16,5 +16,5 @@ class EngineDeadError(UserError):
 
 
 class MachineError(UserError):
-    """What the machine lacks or fails at: a compiler, space on a disk.  The command line exits
+    """The machine lacks or fails at something: a compiler, space on a disk.  The command line exits
     with code 1."""

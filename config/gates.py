@@ -1,4 +1,4 @@
-"""Which passes run on which GPU: one measured table, ``gates.json``.
+"""Decides which passes run on which GPU, from one measured table, ``gates.json``.
 
 ``fusewright bench passes --update-gates`` writes it: for each pass, the time of a whole step with
 the pass and without, at several numbers of rows.  One graph serves every number of rows, so a pass
@@ -21,12 +21,12 @@ MOST_NOISE = 0.01
 """A larger loss counts, however badly it is measured, and a smaller gain of a pass of ``OPT_IN``
 never does."""
 WORKS = ("decode 1", "decode 64", "decode 256", "prefill 2048")
-"""What must be measured before a pass of ``OPT_IN`` is on."""
+"""The steps that must be measured before a pass of ``OPT_IN`` is on."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one pass gains in a whole model.
+    """The gain of one pass in a whole model.
 
     Attributes:
         name: of the pass.
@@ -56,13 +56,14 @@ class Measured:
 
     @property
     def gains(self) -> list[str]:
-        """What is faster with the pass, by ``MOST_NOISE`` or what noise there is beyond."""
+        """The steps that are faster by at least ``MOST_NOISE``, or by the noise if it is larger."""
         least = {work: max(MOST_NOISE, self._noise(work)) for work in self.on_ms}
         return [work for work, ratio in self.ratios.items() if ratio <= 1 - least[work]]
 
     @property
     def losses(self) -> list[str]:
-        """What is slower with it, by more than noise, or by so much that noise is no excuse."""
+        """The steps that are slower by more than the noise, or by more than ``MOST_NOISE`` whatever
+        the noise."""
         most = {work: min(MOST_NOISE, self._noise(work)) for work in self.on_ms}
         return [work for work, ratio in self.ratios.items() if ratio > 1 + most[work]]
 
@@ -85,7 +86,7 @@ def measured_passes(path: Path = GATES) -> tuple[Measured, ...]:
 
 
 def find(name: str, sm: int, dtype: str, path: Path = GATES) -> Measured | None:
-    """What is known of a pass on a GPU, None if nothing is."""
+    """The gate of a pass on a GPU; None if nothing is known."""
     known = (m for m in measured_passes(path) if (m.name, m.sm, m.dtype) == (name, sm, dtype))
     return next(known, None)
 

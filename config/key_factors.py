@@ -1,4 +1,4 @@
-"""Which configuration decides what code is compiled.
+"""Lists the configuration that decides what code is compiled.
 
 Every dataclass field is part of an artifact's key, unless its metadata, ``outside_key(reason)``,
 says why its value cannot change the code.  A field that is forgotten here is therefore in the key.

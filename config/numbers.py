@@ -7,9 +7,9 @@ import math
 from .errors import UserError
 
 MOST_COUNT = 10**7
-"""Of tokens or repeats in a measurement: a larger number is a slip."""
+"""Most tokens or repeats of a measurement: a larger number is a slip."""
 MOST_REQUESTS = 100_000
-"""Of one measurement: more is a slip, and their prompts alone would take minutes to make."""
+"""Most requests of one measurement: more is a slip, and making their prompts would take minutes."""
 
 
 def check_counts(least: int, most: int = MOST_COUNT, **given: int) -> None:

@@ -1,4 +1,4 @@
-"""What a user may set: one frozen dataclass, from whose fields the command line makes its flags."""
+"""``EngineOptions`` is what a user may set; the command line makes its flags from its fields."""
 
 from __future__ import annotations
 

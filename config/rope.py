@@ -63,7 +63,7 @@ class RopeParameters:
             )
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head rotate.  Raises ValueError when that is odd or zero."""
+        """The number of rotating dimensions of a head.  Raises ValueError if it is odd or zero."""
         dim = int(head_dim * self.partial_rotary_factor)
         if dim < 2 or dim % 2:
             raise ValueError(
@@ -73,7 +73,7 @@ class RopeParameters:
         return dim
 
     def cos_sin_scale(self) -> float:
-        """What multiplies every cosine and sine: yarn's attention temperature, else 1."""
+        """The factor of every cosine and sine: yarn's attention temperature, else 1."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:

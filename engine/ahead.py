@@ -1,4 +1,8 @@
-"""Compile without starting: for images, and for GPUs that are not here."""
+"""Compiles a model without starting it: for images, and for GPUs that are not on this machine.
+
+``compile_ahead`` resolves the options as a start does, finds or builds the artifact for the target
+GPU, and says what is left to the first start.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from .startup_report import StartupReport
 
 @dataclass(frozen=True)
 class CompiledAhead:
-    """An artifact that is in a store now, and what it leaves to the first start."""
+    """An artifact that is now in a store, and what is left to the first start."""
 
     compiled: Compiled
     label: str
@@ -31,7 +35,7 @@ class CompiledAhead:
 def compile_ahead(
     options: EngineOptions, *, target_sm: int | None = None, dump: Path | None = None
 ) -> CompiledAhead:
-    """Compile what ``options`` would run and keep it.
+    """Compile the program that ``options`` would run, and keep it in the store.
 
     Args:
         options: as for a start; a model folder with ``config.json`` is enough.
@@ -60,7 +64,7 @@ def compile_ahead(
 
 
 def target_hardware(options: EngineOptions, target_sm: int | None) -> Hardware:
-    """What to compile for: what is here, or a GPU of ``target_sm``.
+    """The hardware to compile for: this machine's, or a GPU of ``target_sm``.
 
     Raises:
         UserError: the two contradict each other.

@@ -1,7 +1,7 @@
-"""``AsyncLLM``: the engine for asyncio programs, under vLLM's names.
+"""``AsyncLLM`` is the engine for asyncio programs, under vLLM's names.
 
-A thread drives the engine while requests are open and sleeps when there are none.  What a step
-brings goes to each event loop in one call, which wakes the coroutines that wait for it.
+A thread drives the engine while requests are open and sleeps when there are none.  The outputs of a
+step go to each event loop in one call, which wakes the coroutines that wait for them.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ class AsyncLLM:
         self._stop()
 
     shutdown = close
-    """As vLLM calls it."""
+    """The name under which vLLM has ``close``."""
 
     def _channel(self) -> _Channel:
-        """To the event loop that runs."""
+        """The channel to the event loop that runs."""
         loop = asyncio.get_running_loop()
         channel = self._channels.get(loop)
         if channel is None:

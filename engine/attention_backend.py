@@ -1,4 +1,8 @@
-"""Who serves attention: FlashInfer where its modules are compiled, which no start does, else we."""
+"""Chooses the attention backend.
+
+FlashInfer is used only if the artifact already holds its compiled modules; a start never builds
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The seam between the scheduler and the runner: one step's work, and what comes back of it."""
+"""The seam between the scheduler and the runner.
+
+The scheduler describes one step's work as a ``Batch``; the runner launches it, and a ``StepResult``
+comes back with a token for each scheduled request.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``fusewright bisect MODEL``: where a level's outputs leave those of ``-O0``."""
+"""``fusewright bisect MODEL`` finds where a level's outputs leave those of ``-O0``.
+
+The model runs two steps of random tokens as it is.  The traced graph, the graph after some of the
+passes, the lowered graph and the compiled program then run the same steps, until one is beyond
+tolerance.
+"""
 
 from __future__ import annotations
 

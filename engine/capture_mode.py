@@ -1,4 +1,4 @@
-"""Lowers the graph mode where a program has a step that no graph can hold."""
+"""Lowers the graph mode where a program has a step that no CUDA graph can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chat templates of Hugging Face models: Jinja in a sandbox, since they come with downloads."""
+"""Renders the chat templates of Hugging Face models: messages go in, the prompt's text comes out.
+
+Templates are Jinja and come with downloads, so they run in a sandbox.
+"""
 
 from __future__ import annotations
 
@@ -115,5 +118,5 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Without jinja2's own escaping for HTML, which models have never seen."""
+    """JSON without jinja2's own escaping for HTML, which models have never seen."""
     return json.dumps(value, ensure_ascii=False, indent=indent)

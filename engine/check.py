@@ -1,4 +1,7 @@
-"""What a start refuses before torch is imported, which takes seconds: bad options and folders."""
+"""Checks options and folders before torch is imported, which takes seconds.
+
+What a start can refuse without knowing the hardware is refused here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def model_folder(model: str) -> Path:
 
 
 def model_limits(spec: ModelSpec) -> ModelLimits:
-    """What ``resolve`` has to know of a model."""
+    """The limits of a model that ``resolve`` has to know."""
     return ModelLimits(
         spec.max_position_embeddings, spec.dtype_name, spec.quant.kind if spec.quant else "none"
     )

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from walking over everything while requests run."""
+"""Keeps Python's garbage collector from walking over the whole process while requests run."""
 
 from __future__ import annotations
 

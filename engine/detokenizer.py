@@ -1,4 +1,8 @@
-"""Token ids of one output -> text, as they come: whole characters only, cut at stop strings."""
+"""Turns the token ids of one output into text as they come.
+
+``TextStream`` gives whole characters only, ``StopStrings`` cuts the text at the first stop string,
+and ``Detokenizer`` joins the two.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which thread steps the engine when several call it: one at a time, whoever waits for an output.
+"""Decides which thread steps the engine when several call it.
 
 Callers submit requests and wait.  The first who waits drives: between two steps it takes in what
 the others submitted, so that all are batched together, and it puts every output where its caller
-looks for it.  Once it has its own, the next who waits goes on.  There is no thread of the engine's:
-a single caller steps as if it were alone, and no step waits for another thread to wake up.
+looks for it.  Once it has its own, the next who waits goes on.  The engine has no thread of its
+own: a single caller steps as if it were alone, and no step waits for another thread to wake up.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Inbox:
         self.ring()
 
     def add_bell(self) -> None:
-        """From now on a change wakes the thread; it looks once more before it sleeps."""
+        """Add the bell by which a change wakes the thread; it looks once more before it sleeps."""
         self._bell = self._bell or Event()
 
     def ring(self) -> None:
@@ -69,14 +69,14 @@ class Inbox:
 
 
 class Driver:
-    """The one who calls an engine for all its callers; every method may be called by any thread.
+    """Calls an engine for all its callers; any thread may call any method.
 
-    Use ``driver_of``: callers with drivers of their own would step the same engine at once.
+    Use ``driver_of`` to get it: callers with drivers of their own would step one engine at once.
     """
 
     def __init__(self, engine: EngineLoop) -> None:
         self.engine = engine
-        # Reentrant: a stream that the garbage collector closes aborts its request from anywhere.
+        # Reentrant: the garbage collector may close a stream anywhere, which aborts its request.
         self._mutex = RLock()
         self._leader: Inbox | None = None
         self._leading_thread = 0
@@ -90,7 +90,7 @@ class Driver:
         self._intake.append(partial(self._queue, requests, sink))
 
     def wait(self, inbox: Inbox) -> RequestOutput:
-        """The next output that comes to ``inbox``; drives while nobody else does.
+        """Return the next output that comes to ``inbox``; drives while nobody else does.
 
         Raises:
             EngineDeadError: the device is lost.
@@ -104,8 +104,8 @@ class Driver:
         return item
 
     def drive(self, inbox: Inbox, is_done: Callable[[], object]) -> None:
-        """Step, or wait while others do, until ``is_done``, which is asked after every step and
-        whenever ``inbox`` rings."""
+        """Step, or wait while another thread does, until ``is_done``.  It is asked after every step
+        and whenever ``inbox`` rings."""
         try:
             while not is_done():
                 if self._lead(inbox):
@@ -121,8 +121,8 @@ class Driver:
             self._hand_on(inbox)
 
     def keep_running(self, inbox: Inbox) -> None:
-        """One step, unless someone else drives: so that requests need not wait for those that are
-        still being added.  An engine at rest starts once all its seats are taken."""
+        """Run one step unless someone else drives, so that queued requests need not wait for those
+        that are still being added.  An engine at rest starts once all its seats are taken."""
         if self._leader is not None or not (self._intake or self._is_busy()):
             return
         try:
@@ -142,13 +142,13 @@ class Driver:
         self._soon(partial(self._abort, list(request_ids), sink))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests, whoever waits for them: what they have is their last output."""
+        """Abort requests, whoever waits for them; their output so far is their last one."""
         self._soon(partial(self._abort, list(request_ids), None))
 
     def call(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` between two steps and return what it returns."""
         if self._leading_thread == get_ident():
-            return work()  # by a signal handler, say
+            return work()  # called during a step, by a signal handler for example
         inbox = Inbox()
         done: list[_T] = []
 
@@ -180,8 +180,8 @@ class Driver:
         self.call(self._close)
 
     def take_in(self) -> None:
-        """What was submitted or aborted takes effect now, or before the next step of whoever
-        drives."""
+        """Let what was submitted or aborted take effect now, or before the next step of the thread
+        that drives."""
         inbox = Inbox()
         try:
             self._lead(inbox, waits=False)
@@ -205,8 +205,8 @@ class Driver:
             return False
 
     def _hand_on(self, inbox: Inbox) -> None:
-        """Let another drive, if ``inbox`` does.  Nobody sleeps while nobody drives: whoever waits
-        either takes over here or was rung and is about to look."""
+        """Let another thread drive, if ``inbox`` does.  Nobody sleeps while nobody drives: whoever
+        waits either takes over here, or was rung and is about to look."""
         with self._mutex:
             self._waiting.pop(inbox, None)
             if self._leader is not inbox:
@@ -286,8 +286,8 @@ class Driver:
             sink.fail(error)
 
     def _fail_lost(self, inbox: Inbox) -> None:
-        """An exception that cut the leader short, an interrupt say, may have taken the last outputs
-        of others with it: nobody waits for those."""
+        """Fail the requests whose last outputs were lost when an exception, such as an interrupt,
+        cut the leader short, so that nobody waits for them."""
         if self._leader is inbox:
             self._fail([name for name in self._sinks if name not in self.engine])
 

@@ -1,4 +1,8 @@
-"""``Engine``: all between a model folder and tokens; its constructor is the table of contents."""
+"""``Engine`` is everything between a model folder and tokens.
+
+Its constructor is the table of contents: it calls the stages in ``startup`` one after the other and
+hands the parts that they make to ``EngineLoop``, whose ``step`` runs requests.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +43,11 @@ from .tokenizer import find_eos_token_ids
 
 
 class Engine(EngineLoop):
-    """A model ready to serve.
+    """A model that is ready to serve.
 
     Args:
         options: see ``EngineOptions``.
-        hardware: what to run on; found out when None.
+        hardware: what to run on; detected when None.
 
     Raises:
         UserError: the model folder or an option is bad, or the model does not fit.
@@ -111,8 +115,8 @@ class Engine(EngineLoop):
         self._prepared = local()
 
     def report(self) -> dict[str, Any]:
-        """What this engine is, as plain data: level, passes, kernel choices, times in seconds,
-        graph counters, bytes of memory."""
+        """Describe this engine as plain data: level, passes, kernel choices, times in seconds,
+        graph counters and bytes of memory."""
         built = self.compiled.report
         artifact = self.compiled.artifact
         return {
@@ -145,22 +149,22 @@ class Engine(EngineLoop):
         }
 
     def memory(self) -> MemoryReport:
-        """The account of device memory, with the graphs that are captured by now."""
+        """Account for the device memory, with the graphs that are captured by now."""
         return self._account()
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Capture one graph that no step has needed yet; False when all are captured.  For when
-        the engine is at rest."""
+        """Capture one graph that no step has needed yet; returns False when all are captured.
+        Call it while the engine is at rest."""
         return self.graphs.capture_next()
 
     def on_device(self) -> AbstractContextManager[object]:
-        """All steps run on the GPU and the stream that were current when the engine was made: a
-        thread has a current GPU and stream, and a cuBLAS handle, of its own."""
+        """The context that a thread steps in: the GPU and the stream that were current when the
+        engine was made.  Each thread has its own current GPU and stream, and cuBLAS handle."""
         if self._stream is None:
             return super().on_device()
         if not hasattr(self._prepared, "handle"):
-            # Made now, since CUDA forbids it while a graph is captured.
+            # The cuBLAS handle is made now: CUDA forbids that while a graph is captured.
             with torch.cuda.stream(self._stream):
                 self._prepared.handle = torch.cuda.current_blas_handle()
         if torch.cuda.current_stream() == self._stream:
@@ -168,7 +172,7 @@ class Engine(EngineLoop):
         return torch.cuda.stream(self._stream)
 
     def close(self) -> Exception:
-        """Free weights, KV caches and graphs; nothing but errors comes from here afterwards."""
+        """Free weights, KV caches and graphs.  Returns the error that every later call raises."""
         closed = super().close()
         if not isinstance(closed, EngineDeadError) and hasattr(self, "graphs"):
             del self.graphs, self.compiled, self.weights, self.kv_caches, self.buffers

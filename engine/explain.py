@@ -1,4 +1,8 @@
-"""Explain a model without loading or compiling it: ``fusewright explain MODEL``."""
+"""``fusewright explain MODEL`` explains a model without loading or compiling it.
+
+The model is traced, rewritten and lowered as for a build; ``compiler.explain`` then describes a
+decode step of the result.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +102,7 @@ def explain_model(
 
 
 def _tuned(spec: ModelSpec, config: ResolvedConfig) -> Artifact | None:
-    """What was compiled of this with kernels chosen by measurement, if it is in the store."""
+    """The artifact of this model with kernels chosen by measurement, if it is in the store."""
     if not config.store.enabled or config.hardware.device != "cuda":
         return None
     store = configured_store(config.store)

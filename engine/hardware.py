@@ -1,4 +1,4 @@
-"""What this process can run on."""
+"""Detects what this process can run on."""
 
 from __future__ import annotations
 

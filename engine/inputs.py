@@ -1,4 +1,7 @@
-"""Prompts in -> token ids, checked before anything is queued."""
+"""Turns prompts into token ids, and checks them before anything is queued.
+
+A prompt is text, token ids or a dict of them; a conversation becomes one by the chat template.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ class InputProcessor:
         return salt
 
     def max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Where prompt and output together end."""
+        """The most tokens of prompt and output together."""
         if params.max_tokens is None:
             return self.max_model_len
         return min(num_prompt_tokens + params.max_tokens, self.max_model_len)

@@ -1,4 +1,7 @@
-"""KV-cache blocks: who holds them, and which of them hold a known prefix."""
+"""Accounts for the KV cache's blocks: which requests hold them, and which hold a known prefix.
+
+Only ids pass through here: the scheduler takes them and gives them back.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Ids 0..num_blocks-1 of KV blocks, each held by some requests or free.
+    """Ids 0..num_blocks-1 of KV blocks; each block is free, or held by some requests.
 
-    A block may be kept under the key of its content (see ``prefix_cache``): then others may share
-    it, also after it was freed, until its turn comes to be handed out anew: blocks without a key
-    first, then the one freed longest ago.
+    A block may be cached under the key of its content (see ``prefix_cache``).  Then others may
+    share it, even after it was freed, until it is handed out anew.  Blocks without a key are handed
+    out first, then the block that was freed longest ago.
 
     A freed block may be handed out at once although a step in flight still reads it: steps run in
     launch order, so its next writer comes later.
@@ -33,19 +36,19 @@ class BlockPool:
 
     @property
     def num_kept(self) -> int:
-        """Blocks that are found by key."""
+        """Number of blocks that are found by key."""
         return len(self._kept)
 
     def holders(self, block_id: int) -> int:
-        """Requests that hold a block."""
+        """Number of requests that hold a block."""
         return self._holders[block_id]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens."""
+        """Number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks; what they were kept for is forgotten.
+        """Take ``count`` free blocks; their earlier content is no longer found.
 
         Raises:
             RuntimeError: fewer are free; callers compare with ``num_free`` first.
@@ -61,7 +64,7 @@ class BlockPool:
         return taken
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Give up one hold of each block; the first of a sequence are kept longest.
+        """Give up one hold of each block.  The first blocks of a sequence stay cached longest.
 
         Raises:
             RuntimeError: a block does not exist or is free already: two requests would share it.
@@ -76,13 +79,13 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def keep(self, block_id: int, key: bytes) -> None:
-        """Let the content of a held block be found under ``key``; an equal one known already stays
-        the one that is found."""
+        """Let the content of a held block be found under ``key``, unless another block with the
+        same key is known already."""
         if self._kept.setdefault(key, block_id) == block_id:
             self._keys[block_id] = key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of known keys from the first on."""
+        """The blocks of the longest run of known keys, from the first key on."""
         found: list[int] = []
         for key in keys:
             block_id = self._kept.get(key)
@@ -92,25 +95,25 @@ class BlockPool:
         return found
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these are free, so that sharing them leaves so many fewer to allocate."""
+        """How many of these blocks are free: sharing them leaves that many fewer to allocate."""
         return sum(self._holders[block_id] == 0 for block_id in block_ids)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks that ``find`` gave."""
+        """Hold blocks that ``find`` returned, together with those who hold them already."""
         for block_id in block_ids:
             if self._holders[block_id] == 0:
                 del self._free[block_id]
             self._holders[block_id] += 1
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Nothing is found by these keys any more."""
+        """Drop these keys: nothing is found by them any more."""
         for key in keys:
             block_id = self._kept.get(key)
             if block_id is not None:
                 self._forget(block_id)
 
     def forget_all(self) -> None:
-        """Nothing is found by key any more: for when blocks may not hold what they should."""
+        """Drop all keys, for when blocks may not hold what they should."""
         for block_id in list(self._kept.values()):
             self._forget(block_id)
 

@@ -1,4 +1,8 @@
-"""``LLM``: the engine for scripts, in one process, under vLLM's names."""
+"""``LLM`` is the engine for scripts, in one process, under vLLM's names.
+
+``generate`` and ``chat`` check all their requests, queue them, and drive the engine until the last
+one has finished.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,9 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 _LONGEST_PAUSE_S = 0.001
-"""Of checking requests between two steps."""
+"""Longest time spent checking new requests between two steps, in seconds."""
 _QUEUED_AT_ONCE = 32
-"""Requests between two steps: about a millisecond."""
+"""Requests that are queued between two steps, which takes about a millisecond."""
 _REFUSED_BY_CHAT = ("chat_template", "continue_final_message", "lora_request")
 
 

@@ -1,4 +1,8 @@
-"""The engine loop: schedule, launch, and read the step before while this one runs."""
+"""The engine loop runs requests in steps, on one thread at a time.
+
+``add_request`` checks a prompt and queues it.  ``step`` schedules a batch and launches it; while it
+runs, the result of the step before is read, and the outputs that it brought are returned.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from .stats import StatsLog
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A caller's request that is good to be queued; ``requests`` generate its ``n`` outputs."""
+    """A caller's request that may be queued; ``requests`` generate its ``n`` outputs."""
 
     request_id: str
     requests: list[Request]
@@ -35,7 +39,7 @@ _ANY_THREAD = nullcontext()
 
 
 class EngineLoop:
-    """Requests in, outputs out, one step a call; one thread at a time, see ``driver.py``.
+    """Runs requests, one step a call.  One thread at a time may call it, see ``driver.py``.
 
     Args:
         scheduler, runner, inputs: the parts it drives.
@@ -62,13 +66,13 @@ class EngineLoop:
         self._dead: Exception | None = None
         self._numbers = count()
         self.stepped_s = 0.0
-        """When the last step ended, by ``perf_counter``."""
+        """The time at which the last step ended, by ``perf_counter``."""
         self.stats: StatsLog | None = StatsLog(scheduler, self._outputs)
         """Logs throughput and the use of the KV cache; None logs nothing."""
         self.driver: Callable[[], object] = lambda: None
-        """What callers share, see ``driver_of``; weak, since it holds the engine."""
+        """The driver that callers share, see ``driver_of``; weak, since it holds the engine."""
         self.on_tokens: Callable[[list[NewToken]], None] | None = None
-        """Told of the tokens of every step, as soon as the host knows them."""
+        """Called with the tokens of every step, as soon as the host knows them."""
 
     def add_request(
         self,
@@ -81,8 +85,8 @@ class EngineLoop:
     ) -> str:
         """Queue a prompt; returns the request's id (made up when None).
 
-        ``final_only``: one output when finished, none before; cheaper.  ``priority``: lower runs
-        first, under ``scheduling_policy="priority"``.
+        With ``final_only`` there is one output, when the request has finished, which is cheaper.
+        A lower ``priority`` runs first, under ``scheduling_policy="priority"``.
 
         Raises:
             UserError: the prompt is bad, the id is in use, or the KV cache is too small for it.
@@ -102,7 +106,7 @@ class EngineLoop:
         final_only: bool = False,
         priority: int = 0,
     ) -> CheckedRequest:
-        """The first half of ``add_request``: all but the queueing.
+        """Check a prompt and encode it: the first half of ``add_request``, without the queueing.
 
         Raises:
             UserError: the prompt is bad, the KV cache is too small for it, or it has a priority
@@ -145,7 +149,7 @@ class EngineLoop:
             )
 
     def queue(self, checked: CheckedRequest) -> None:
-        """The second half of ``add_request``.
+        """Queue a checked request: the second half of ``add_request``.
 
         Raises:
             UserError: the id is in use.
@@ -160,18 +164,18 @@ class EngineLoop:
         self._outputs.add(request_id, requests, final_only=checked.final_only)
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step and return what the last one brought: outputs with new tokens.
+        """Launch the next step and return the outputs with new tokens that the last one brought.
 
         The list is empty while the first step is in flight.  When a step fails, its requests end
         with ``finish_reason`` "error", and the others are served on.
 
         Raises:
-            EngineDeadError: the device is lost; so does every call from then on.
+            EngineDeadError: the device is lost; every later call raises it too.
         """
         if self._dead is not None:
             raise self._dead
         start = perf_counter()
-        # An interrupt while the last step was waited for has left two in flight: no third then.
+        # An interrupt during the last wait leaves two steps in flight: then launch no third.
         batch = self.scheduler.schedule() if len(self._in_flight) < 2 else None
         if batch is None and not self._in_flight and self.has_unfinished():
             raise RuntimeError(f"{self.scheduler.num_unfinished} requests, but none can run")
@@ -195,7 +199,7 @@ class EngineLoop:
         return outputs
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Stop a request at once; returns what it has, or None when no such request is there."""
+        """Stop a request at once.  Returns its output so far, or None if the id is unknown."""
         if request_id not in self._outputs:
             return None
         for child in self._outputs.request_ids(request_id):
@@ -203,7 +207,7 @@ class EngineLoop:
         return self._outputs.abort(request_id)
 
     def report(self) -> dict[str, Any]:
-        """Facts and counters of this engine as plain data."""
+        """Return facts and counters of this engine as plain data."""
         return {
             "num_kv_blocks": self.scheduler.pool.num_blocks,
             "num_preemptions": self.scheduler.num_preemptions,
@@ -222,12 +226,12 @@ class EngineLoop:
         return request_id in self._outputs
 
     def on_device(self) -> AbstractContextManager[object]:
-        """What a thread must be in while it steps."""
+        """The context that a thread must be in while it steps."""
         return _ANY_THREAD
 
     def close(self) -> Exception:
-        """Abort all requests and let go of the runner; returns what every call raises from then
-        on.  A lost device stays as it is."""
+        """Abort all requests and release the runner.  Returns the error that every later call
+        raises.  An engine whose device is lost stays as it is."""
         if isinstance(self._dead, EngineDeadError):
             return self._dead
         closed = UserError("the engine is closed, and serves no request any more; make a new LLM")
@@ -242,13 +246,13 @@ class EngineLoop:
         return self._dead
 
     def check_open(self, call: str) -> None:
-        """Raises ``UserError``, which names the call, when the engine is closed."""
+        """Raise a ``UserError`` that names the call if the engine is closed."""
         if self._dead is not None and not isinstance(self._dead, EngineDeadError):
             raise UserError(f"{call}: {self._dead}")
 
     def _read(self, ahead: int) -> list[_Failed]:
-        """Wait for all steps but the last ``ahead``, and accept them up to one that failed.  A step
-        stays in flight until it has been waited for, whatever interrupts that."""
+        """Wait for all steps but the last ``ahead``, and accept them until one has failed.  A step
+        stays in flight if an interrupt cuts the wait for it short."""
         while len(self._in_flight) > ahead:
             batch, pending = self._in_flight[0]
             try:
@@ -273,8 +277,8 @@ class EngineLoop:
                 self.scheduler.finish(token.request, RequestStatus.FINISHED_STOPPED, stop)
 
     def _recover(self, failed: list[_Failed]) -> None:
-        """End the requests of failed steps.  A step in flight may have read what they did not
-        write: it is dropped, and its other requests are computed anew."""
+        """End the requests of failed steps.  A step in flight may have read what those failed to
+        write, so it is dropped, and its other requests are computed anew."""
         try:
             self.runner.check()
         except Exception as lasting:

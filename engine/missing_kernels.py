@@ -1,4 +1,4 @@
-"""Says when a GPU that the kernels of csrc are for runs without them."""
+"""Warns when a GPU that the kernels of csrc are for runs without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""New tokens in -> ``RequestOutput``s: text, stop strings, log probabilities, the ``n`` outputs."""
+"""Turns new tokens into ``RequestOutput``s: text, stop strings, log probabilities, ``n`` outputs.
+
+The loop passes every new token to ``append`` and collects the outputs once a step.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ class _Completion:
     request: Request
     detokenizer: Detokenizer | None
     deferred: bool
-    """Its text is made once, at the end: nobody reads it before and no stop string can end it."""
+    """Its text is decoded once, at the end: nobody reads it before, and no stop string ends it."""
     logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     silent: bool
-    """Before its end nothing is made of its tokens."""
+    """Its tokens need no work before its end, neither text nor log probabilities."""
     closed: bool = False
 
     def snapshot(self, index: int) -> CompletionOutput:
@@ -40,7 +43,7 @@ class _Completion:
         )
 
     def close(self) -> None:
-        """Complete the text; the request has finished."""
+        """Complete the text of a request that has finished."""
         self.closed = True
         if self.detokenizer is None:
             return
@@ -78,17 +81,17 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
         self._of_request: dict[str, tuple[_Group, _Completion]] = {}
-        # Of the current step, in the order of the batch.
+        # The groups that the current step touched, in the order of the batch.
         self._touched: dict[str, _Group] = {}
         self.num_prompt_tokens = 0
-        """Of all requests whose first token has come."""
+        """Prompt tokens of all requests whose first token has come."""
         self.num_output_tokens = 0
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._groups
 
     def open_ids(self) -> list[str]:
-        """Ids of all that are followed."""
+        """Ids of all unfinished requests."""
         return list(self._groups)
 
     def add(self, request_id: str, requests: list[Request], *, final_only: bool) -> None:
@@ -117,8 +120,8 @@ class OutputProcessor:
         self._groups[request_id] = group
 
     def append(self, token: NewToken) -> str | None:
-        """Take one new token; returns the stop string it completes: the caller then finishes the
-        request."""
+        """Take one new token.  Returns the stop string that it completes, if any; the caller then
+        finishes the request."""
         group, completion = self._of_request[token.request.request_id]
         if group.metrics.first_token_s is None:
             group.metrics.first_token_s = time.monotonic()
@@ -135,13 +138,14 @@ class OutputProcessor:
         return completion.detokenizer.push(token.token_id)
 
     def touch(self, requests: Iterable[Request]) -> None:
-        """Collect an output of these, although no token came."""
+        """Have ``collect`` return an output of these requests, although no token came."""
         for request in requests:
             group, _ = self._of_request[request.request_id]
             self._touched[group.request_id] = group
 
     def collect(self) -> list[RequestOutput]:
-        """Outputs of what this step touched; call after the requests they end are finished."""
+        """Outputs of the requests that this step touched.  Call it after those that ended are
+        finished."""
         outputs: list[RequestOutput] = []
         for group in self._touched.values():
             self._close_finished(group)
@@ -151,13 +155,13 @@ class OutputProcessor:
         return outputs
 
     def request_ids(self, request_id: str) -> list[str]:
-        """Ids of the scheduler's requests behind a caller's."""
+        """Ids of the scheduler's requests that generate a caller's request."""
         return [c.request.request_id for c in self._groups[request_id].completions]
 
     def abort(self, request_id: str) -> RequestOutput:
-        """Stop following requests that are finished or aborted; what they have is their output."""
+        """Stop following a request whose outputs are all finished or aborted; returns them."""
         group = self._groups[request_id]
-        self._touched.pop(request_id, None)  # of a step that an interrupt cut short
+        self._touched.pop(request_id, None)  # left by a step that an interrupt cut short
         self._close_finished(group)
         return group.snapshot()
 
@@ -191,5 +195,5 @@ class OutputProcessor:
 
 
 def _hides_last(request: Request) -> bool:
-    """The id that ended the request is no text, unless asked for."""
+    """Whether the last token is left out of the text: it ended the request and is not asked for."""
     return request.ended_by_token and not request.sampling_params.include_stop_str_in_output

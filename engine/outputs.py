@@ -1,4 +1,4 @@
-"""What a caller gets back, in vLLM's shapes."""
+"""Defines what a caller gets back, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """What went wrong in a step of this request; None unless it ended so."""
+        """The error that ended this request in a step; None unless one did."""
         return next((c.error for c in self.outputs if c.error is not None), None)

@@ -1,7 +1,9 @@
-"""Keys of full KV blocks: each covers its own tokens and, through the key before it, all earlier.
+"""Computes the keys of full KV blocks.  A key covers its block's tokens and, through the key before
+it, all earlier ones.
 
-Chained block hashes as in vLLM's automatic prefix caching and RadixAttention's use of shared
-prefixes (Zheng et al., 2023).  128 bits of BLAKE2b: keys are not checked against tokens.
+Blocks are hashed in a chain, as in vLLM's automatic prefix caching; prefixes are shared as in
+RadixAttention (Zheng et al., 2023).  Keys have 128 bits of BLAKE2b and are not checked against
+tokens.
 """
 
 from __future__ import annotations

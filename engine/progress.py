@@ -1,4 +1,7 @@
-"""Progress of a start, on stderr and only on a terminal; threads may show theirs at once."""
+"""Shows the progress of a start on stderr, if that is a terminal.
+
+Threads may show their bars and spinners at once.
+"""
 
 from __future__ import annotations
 

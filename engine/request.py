@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what the scheduler and the runner know about it."""
+"""``Request`` is what the scheduler and the runner know about one request on its way."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Request:
     priority: int = 0
     """Lower runs first, where the scheduler heeds it."""
     cache_salt: str | None = None
-    """Requests share cached prefixes with those of equal salt only."""
+    """Requests share cached prefixes only with requests of the same salt."""
 
     arrival: int = -1
     """Position in the order of arrival, given by the scheduler."""
@@ -55,9 +55,9 @@ class Request:
     """The runner's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as they were needed; they stay right when it is preempted."""
+    """Keys of its full blocks, as far as they were needed; they stay valid when it is preempted."""
     num_kept_blocks: int = 0
-    """Blocks from the first on that others may find."""
+    """Number of blocks, from the first on, that others may find."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
@@ -66,16 +66,16 @@ class Request:
     stop_reason: int | str | None = None
     """The stop id or stop string that ended the request; None for end-of-sequence."""
     error: str | None = None
-    """Why it failed."""
+    """Why the request failed; None unless it did."""
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose values the CPU has: prompt and outputs."""
+        """Number of tokens whose values the CPU has: prompt and outputs."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Known and in-flight tokens."""
+        """Number of known and in-flight tokens."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
     @property
@@ -94,7 +94,7 @@ class Request:
 
     @property
     def ended_by_token(self) -> bool:
-        """Whether the last output token is what ended the request: its text is not output."""
+        """Whether the last output token ended the request; its text is then not output."""
         stopped = self.status is RequestStatus.FINISHED_STOPPED
         return stopped and not isinstance(self.stop_reason, str)
 
@@ -107,7 +107,7 @@ class Request:
         return head + self.output_token_ids[: end - num_prompt] if end > num_prompt else head
 
     def status_after_last_token(self) -> RequestStatus:
-        """The status that the newest output token leads to; sets ``stop_reason``."""
+        """The status that the newest output token leads to.  Also sets ``stop_reason``."""
         params = self.sampling_params
         token_id = self.output_token_ids[-1]
         if len(self.output_token_ids) >= params.min_tokens:

@@ -1,6 +1,7 @@
-"""Runs batches on the device: inputs into static buffers, a graph or the program, then sampling.
+"""The runner executes batches on the device.
 
-Nothing here waits for the device; ``PendingStep.result`` does, one step later.
+``launch`` writes a batch's inputs into the static buffers, replays a graph or runs the program, and
+samples from the logits.  It waits for nothing; ``LaunchedStep.result`` does, one step later.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _NO_SLOT = -1
 
 
 class BlockTables:
-    """Every slot's KV block ids on the host, [max_num_seqs, max_blocks], kept up incrementally;
-    ``filled`` of them are there."""
+    """Every slot's KV block ids on the host, [max_num_seqs, max_blocks], updated incrementally;
+    ``filled`` counts those of each slot."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
         self.rows: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
@@ -34,7 +35,7 @@ class BlockTables:
         self.filled[slot] = 0
 
     def update(self, slot: int, block_ids: Sequence[int]) -> bool:
-        """Append the blocks that the slot's request has gained; whether it is new in the slot."""
+        """Append the blocks that the slot's request has gained; returns whether it is new there."""
         filled, total = self.filled[slot], len(block_ids)
         if filled != total:
             self.rows[slot, filled:total] = block_ids[filled:]
@@ -44,7 +45,8 @@ class BlockTables:
 
 @dataclass
 class LaunchedStep:
-    """A step on its way; its results are in the host's memory once ``done`` is."""
+    """A launched step.  Its results are in the host's memory once the event ``done`` has passed;
+    ``num_logprobs`` has the number of top logprobs that each row wants, or None."""
 
     num_logprobs: list[int | None]
     token_ids: Tensor
@@ -52,7 +54,7 @@ class LaunchedStep:
     done: torch.cuda.Event | None
 
     def result(self) -> StepResult:
-        """Wait for the step; its tokens and, where asked for, their logprobs."""
+        """Wait for the step; returns its tokens and, where asked for, their logprobs."""
         if self.done is not None:
             self.done.synchronize()
         token_ids: list[int] = self.token_ids.tolist()
@@ -74,7 +76,7 @@ class Runner:
 
     Args:
         program: bound to weights and KV caches.
-        graphs: of that program; one that is missing is captured when a step needs it.
+        graphs: the graphs of that program; a missing one is captured when a step needs it.
         dispatcher: chooses the graph of every step, and counts.
         buffers: the static inputs that the graphs read.
         sampler: turns logits into tokens.
@@ -108,7 +110,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Enqueue one step and return at once."""
+        """Enqueue one step and return without waiting for the device."""
         for slot in batch.finished_slots:
             self._tables.release(slot)
         num_tokens, num_seqs = batch.num_tokens, batch.num_seqs
@@ -125,12 +127,12 @@ class Runner:
         return self._start_readback(batch, self._sampler.sample(logits, batch, slots, seq_lens))
 
     def check(self) -> None:
-        """Wait for the device; raises when it can run nothing any more."""
+        """Wait for the device; raises if it can run nothing any more."""
         if self._on_gpu:
             torch.cuda.synchronize()
 
     def _run(self, dispatch: Dispatch, num_seqs: int) -> Tensor:
-        """The step's logits, a row a sequence."""
+        """Run the step by its graph or without one; returns the logits, a row a sequence."""
         padded = dispatch.num_tokens
         if dispatch.kind is GraphKind.FULL:
             return self.graphs.replay_full(padded, dispatch.num_seqs)[:num_seqs]
@@ -140,8 +142,8 @@ class Runner:
         return self._program.run(views)
 
     def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
-        """Write the static inputs, padded to the dispatched sizes: padding tokens are stored
-        nowhere; padding sequences have no context and, but in uniform decode, no token."""
+        """Write the static inputs, padded to the dispatched sizes.  Padding tokens are stored
+        nowhere.  Padding sequences have no context and, except in uniform decode, no token."""
         padded_tokens, padded_seqs = dispatch.num_tokens, dispatch.num_seqs
         host = self._buffers.next_host(num_tokens=padded_tokens, num_seqs=padded_seqs)
         arrays, slots = host.arrays, self._update_tables(batch)
@@ -174,7 +176,7 @@ class Runner:
         )
 
     def _update_tables(self, batch: Batch) -> list[int]:
-        """The slot of each row, with its request's blocks and sampling state set up."""
+        """Set up the blocks and the sampling state of each row's request; returns the slots."""
         tables, slots = self._tables, []
         for entry in batch.scheduled:
             request = entry.request
@@ -192,8 +194,8 @@ class Runner:
         scheduled: Sequence[ScheduledRequest],
         slots: list[int],
     ) -> int:
-        """What rows and their tokens are, without padding; the number of tokens.  Rows of one
-        token are written together: there may be hundreds, in every step."""
+        """Write the inputs of rows and tokens, without padding; returns the number of tokens.
+        Rows of one token are written together, since every step may have hundreds of them."""
         rows, size = self._tables.rows, self._block_size
         starts = np.array([entry.start for entry in scheduled], np.int32)
         counts = np.array([entry.num_tokens for entry in scheduled], np.int32)
@@ -240,6 +242,6 @@ class Runner:
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._on_gpu:
-            return tensor.clone()  # the output of a graph is overwritten by the next step
+            return tensor.clone()  # the next step overwrites the output of a graph
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,7 @@
-"""Logits to tokens on the device: greedy batches by one kernel, others with per-slot parameters."""
+"""Turns logits into tokens on the device.
+
+A greedy batch takes one kernel; others are sampled with the parameters of each request.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,8 @@ from .request import Request
 
 @dataclass(frozen=True)
 class Sampled:
-    """One step's tokens [num_seqs] int32, in memory of the host that the device writes;
-    ``logprobs`` as ``ops.token_logprobs`` returns them, on the device, when some request of the
-    batch wants them."""
+    """One step's tokens [num_seqs] int32, in host memory that the device writes; ``logprobs`` as
+    ``ops.token_logprobs`` returns them, on the device, if some request of the batch wants them."""
 
     token_ids: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
@@ -32,7 +34,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class _RowParameters:
-    """Sampling parameters of a batch, one row a sequence, on the device."""
+    """Sampling parameters of a batch on the device, one row a sequence."""
 
     temperature: Tensor
     top_k: Tensor | None
@@ -46,7 +48,7 @@ class _RowParameters:
 
 
 class OpTable:
-    """Implementations of the ops that run outside of the compiled program, chosen once a dtype."""
+    """Implementations of the ops that run outside the compiled program, chosen once by dtypes."""
 
     def __init__(self, config: CompileConfig, sm: int) -> None:
         self._config, self._kernels, self._sm = config, dict(config.kernels), sm
@@ -77,8 +79,8 @@ class OpTable:
 def outside_calls(
     spec: ModelSpec, num_tokens: int, num_seqs: int
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every form in which a step of these sizes calls an op outside of the compiled program, with
-    arguments on the meta device."""
+    """Every form of call that a step of these sizes makes outside the compiled program: the op's
+    name, and arguments on the meta device."""
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -105,7 +107,7 @@ def outside_calls(
 
 
 class Sampler:
-    """Samples one token a sequence, and keeps what sampling needs to know of earlier tokens.
+    """Samples one token a sequence, and keeps the state of earlier tokens that sampling needs.
 
     Requests without a seed get one of their own, from ``config.model.seed`` and their order of
     arrival.
@@ -126,7 +128,7 @@ class Sampler:
         self._never = torch.tensor(-torch.inf, device=self._device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile what a greedy step runs, so that the first request does not wait for it."""
+        """Compile the kernels of a greedy step, so that the first request does not wait for it."""
         logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
         slots = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._keep(self._ops("argmax", logits), slots)
@@ -145,10 +147,10 @@ class Sampler:
         self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
 
     def _send(self, values: Any, dtype: torch.dtype) -> Tensor:
-        """A list or array on the device, by a copy that nothing waits for."""
+        """Copy a list or an array to the device; nothing waits for the copy."""
         host = torch.as_tensor(values, dtype=dtype)
         if self._device.type == "cuda":
-            host = host.pin_memory()  # without, the copy would wait for the device
+            host = host.pin_memory()  # a copy of pageable memory would wait for the device
         return host.to(self._device, non_blocking=True)
 
     def sample(self, logits: Tensor, batch: Batch, slots: Tensor, seq_lens: Tensor) -> Sampled:
@@ -172,7 +174,7 @@ class Sampler:
         return Sampled(self._keep(token_ids, slots), logprobs)
 
     def _keep(self, token_ids: Tensor, slots: Tensor) -> Tensor:
-        """The tokens stay on the device, by slot; returns where the host will find them."""
+        """Keep the tokens on the device, by slot; returns where the host will find them."""
         host, read = self._read.take()
         count = token_ids.shape[0]
         self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:count])
@@ -217,7 +219,7 @@ class Sampler:
         return token_ids
 
     def _parameters(self, entries: list[ScheduledRequest]) -> _RowParameters:
-        """Device rows of this batch; those of the last batch when nobody came or went."""
+        """The batch's rows on the device; the last batch's rows if nobody came or went."""
         key = tuple((e.request.arrival, e.request.slot, e.samples) for e in entries)
         if self._rows is None or self._rows[0] != key:
             self._rows = key, self._upload(entries)
@@ -250,7 +252,7 @@ class Sampler:
         )
 
     def _seed_of(self, request: Request) -> int:
-        """The request's seed, or one of its own: the same again after a preemption."""
+        """The request's seed, or one made for it, which stays the same after a preemption."""
         seed = request.sampling_params.seed
         return seed if seed is not None else (self._seed << 32) + request.arrival
 
@@ -262,7 +264,7 @@ def _below_min_tokens(entry: ScheduledRequest) -> bool:
 
 
 def _is_plain_greedy(entry: ScheduledRequest) -> bool:
-    """Nothing but the likeliest token is asked for, or no token at all."""
+    """Whether only the likeliest token is asked for, or no token at all."""
     params = entry.request.sampling_params
     if params.plain_greedy:
         return True

@@ -1,4 +1,4 @@
-"""How to choose the tokens of one request, under vLLM's names."""
+"""``SamplingParams`` says how to choose the tokens of one request, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from ..config import UserError
 
 MAX_OUTPUTS = 16384
-"""Of one prompt: vLLM's limit too."""
+"""Most outputs ``n`` of one prompt; vLLM has the same limit."""
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""

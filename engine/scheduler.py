@@ -1,7 +1,8 @@
-"""Which tokens of which requests the next step computes.
+"""The scheduler decides which tokens of which requests the next step computes.
 
-Waiting requests start in order of (priority, arrival), and the one that is last in that order is
-the one to preempt.  Under first come, first served all priorities count as equal.
+``schedule`` returns a ``Batch``, and ``update`` takes the tokens that it sampled.  Waiting requests
+start in order of (priority, arrival); the last in that order is preempted first.  Under first come,
+first served all priorities count as equal.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WHY_NO_TOKEN = {
     -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
     "or ban fewer stop_token_ids, else check the weights",
 }
-"""By what a sampling op gives in place of a token id, see ``ops.argmax``."""
+"""Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
 
 
 @dataclass(slots=True)
@@ -42,13 +43,13 @@ class Scheduler:
 
     Args:
         pool: the KV blocks; the scheduler alone allocates from it.
-        max_num_seqs: requests that run at the same time, and the number of slots.
-        max_num_batched_tokens: query tokens of one step.
-        max_model_len: prompt and output tokens of one request.
+        max_num_seqs: most requests that run at the same time, and the number of slots.
+        max_num_batched_tokens: most query tokens of one step.
+        max_model_len: most prompt and output tokens of one request.
         enable_chunked_prefill: a prompt may be computed over several steps.
-        long_prefill_token_threshold: tokens of one prompt a step, so that others get their share
-            of it; 0: as many as fit.
-        prefix_caching: start behind the longest prefix whose blocks are still there.
+        long_prefill_token_threshold: most tokens of one prompt in a step, so that others get their
+            share; 0: as many as fit.
+        prefix_caching: start behind the longest prefix whose blocks are still cached.
         heed_priority: order by priority before arrival.
     """
 
@@ -82,12 +83,12 @@ class Scheduler:
         self.heed_priority = heed_priority
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: dict[str, Request] = {}
-        # Of ``waiting`` in order; those that were aborted are dropped when they come up.
+        # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
         self._queue: list[tuple[int, int, Request]] = []
         self.num_prefix_tokens = 0
         """Tokens looked up in the prefix cache."""
         self.num_prefix_hits = 0
-        """Tokens found there."""
+        """Tokens found in the prefix cache."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
@@ -114,8 +115,8 @@ class Scheduler:
         self._enqueue(request)
 
     def check_size(self, request: Request) -> None:
-        """Raises ``UserError`` when the KV cache could never hold a request."""
-        # The last token is sampled, never computed: it needs no room in the cache.
+        """Raise ``UserError`` if the KV cache could never hold the request."""
+        # The last token is sampled but never computed, so it needs no room in the cache.
         needed = self.pool.blocks_for(request.max_total_tokens - 1)
         if needed > self.pool.num_blocks:
             num_prompt = len(request.prompt_token_ids)
@@ -127,7 +128,7 @@ class Scheduler:
             )
 
     def abort(self, request_id: str) -> Request | None:
-        """Finish a request at once and free what it holds; None when no such request is there."""
+        """Finish a request at once and free what it holds; returns None if the id is unknown."""
         request = self.running.get(request_id) or self.waiting.get(request_id)
         if request is not None:
             self.finish(request, RequestStatus.FINISHED_ABORTED)
@@ -138,8 +139,8 @@ class Scheduler:
     ) -> None:
         """Finish a request; tokens that it has in flight will be discarded.
 
-        One that has just finished only changes its reason: the token that reached ``max_tokens``
-        may also complete a stop string.
+        A request that has already finished only changes its reason: the token that reached
+        ``max_tokens`` may also complete a stop string.
         """
         if request.status is RequestStatus.RUNNING:
             self._release(request)
@@ -150,7 +151,8 @@ class Scheduler:
             request.stop_reason = stop_reason
 
     def schedule(self) -> Batch | None:
-        """Choose the next step's work; None when nothing can run before the step in flight ends."""
+        """Choose the next step's work; returns None if nothing can run before the step in flight
+        ends."""
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
         budget, block_size = self.max_num_batched_tokens, self.pool.block_size
@@ -168,7 +170,8 @@ class Scheduler:
             entry = self._take(request, num_tokens, budget)
             budget -= entry.num_tokens
             (decodes if entry.num_tokens == 1 else prefills).append(entry)
-        # What was just preempted would come back at once and be preempted again.
+        # Admit nothing after a preemption: the preempted request would return and be preempted
+        # again.
         while budget > 0 and self.num_preemptions == preempted_before:
             admitted = self._admit(budget)
             if admitted is None:
@@ -184,15 +187,15 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> tuple[list[NewToken], list[Request]]:
         """Apply the sampled tokens of a step and finish the requests that they end.
 
-        Tokens of requests that finished while the step was in flight are dropped; those of
-        preempted requests are kept, they were sampled before.  A request whose logits give no
-        token ends with an error.
+        Tokens of requests that finished while the step was in flight are dropped.  Tokens of
+        preempted requests are kept, since they were sampled before the preemption.  A request whose
+        logits give no token ends with an error.
 
         Returns:
             The tokens, and the requests that ended without one.
 
         Raises:
-            RuntimeError: the result has not one token per entry of the batch.
+            RuntimeError: the result does not have one token per entry of the batch.
         """
         if len(result.token_ids) != len(batch.scheduled):
             raise RuntimeError(
@@ -223,15 +226,16 @@ class Scheduler:
         return new_tokens, failed
 
     def drop(self, batch: Batch) -> None:
-        """Forget a step: none of its tokens count."""
+        """Forget a step: none of its tokens will come."""
         for entry in batch.scheduled:
             entry.request.num_in_flight -= entry.samples
 
     def fail(self, batch: Batch, error: str) -> list[Request]:
-        """Finish the requests of a step that went wrong; call when no step is in flight.
+        """Finish the requests of a step that failed; call it when no step is in flight.
 
-        What it should have stored may be missing: no block is found by its content any more, and
-        all others that run, which may share some, are computed anew.
+        Keys and values that the step should have stored may be missing.  So no block is found by
+        its content any more, and all other running requests, which may share blocks, are computed
+        anew.
 
         Returns:
             The requests that this ended.
@@ -247,14 +251,14 @@ class Scheduler:
         return failed
 
     def _fail_without_token(self, request: Request, token_id: int) -> None:
-        """Finish a request whose logits gave no token.  What it stored may be NaN: none of its
-        blocks, shared ones too, is found by its content any more."""
+        """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
+        blocks, not even a shared one, is found by its content any more."""
         request.error = _WHY_NO_TOKEN[token_id].format(len(request.output_token_ids) + 1)
         self.finish(request, RequestStatus.FINISHED_ERROR)
         self.pool.forget(request.block_keys)
 
     def _take(self, request: Request, end: int, budget: int) -> ScheduledRequest:
-        """Schedule as many of the request's ``end`` tokens as fit; it has their blocks already."""
+        """Schedule as many of the request's tokens up to ``end`` as fit; it has their blocks."""
         start = request.num_computed_tokens
         remaining = end - start
         num_tokens = remaining
@@ -290,14 +294,14 @@ class Scheduler:
         request = self._first_waiting()
         if request is None or not self._free_slots:
             return None
-        # The recompute starts from the tokens that the CPU knows.
+        # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.
         if request.num_in_flight > 0:
             return None
         if not self.enable_chunked_prefill and request.num_tokens > budget:
             return None
         found = self._find_prefix(request)
         needed = self.pool.blocks_for(request.num_tokens) - len(found)
-        # One block kept for each running request, or the newcomer would soon be preempted.
+        # Leave one block for each running request, or the newcomer would soon be preempted.
         if needed + self.pool.num_idle(found) + len(self.running) > self.pool.num_free:
             return None
         heapq.heappop(self._queue)
@@ -332,8 +336,9 @@ class Scheduler:
         return self.pool.find(keys[: (request.num_tokens - 1) // size])
 
     def _keep_blocks(self, request: Request) -> None:
-        """Let others find the blocks that are full of known tokens.  They are found from now on:
-        whoever reads them runs in this step or later, and a step stores before it reads."""
+        """Let others find the blocks that are full of known tokens.  They may be found before they
+        are written: whoever reads them runs in this step or later, and a step stores before it
+        reads."""
         size, num_computed = self.pool.block_size, request.num_computed_tokens
         if num_computed < (request.num_kept_blocks + 1) * size:
             return
@@ -344,8 +349,8 @@ class Scheduler:
         request.num_kept_blocks = full
 
     def _running_in_order(self) -> list[Request]:
-        """First who is preempted last: whoever makes room has no entry in the step yet.  By
-        arrival that is the order in which they started."""
+        """Running requests, the one that is preempted last first.  So a request that is preempted
+        to make room has no entry in the step yet.  By arrival this is the order of starting."""
         running = list(self.running.values())
         return sorted(running, key=self._rank) if self.heed_priority else running
 

@@ -1,6 +1,6 @@
-"""What the compiler is given of a model: its key, and, when it must be compiled, what to trace.
+"""Gives the compiler its view of a model: its key and, when it must be compiled, what to trace.
 
-The model that is traced has one layer of each kind, on fake tensors: no memory, no GPU.
+The model that is traced has one layer of each kind, on fake tensors: it needs no memory and no GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kv_cache_name(layer: int) -> str:
 
 
 def module_arguments(values: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
-    """The arguments of ``DecoderModel.forward`` from values by name."""
+    """The arguments of ``DecoderModel.forward``, from values by name."""
     attention = AttentionInputs(*(values[name] for name in ATTENTION_INPUTS))
     kv_caches = [values[kv_cache_name(i)] for i in range(num_layers)]
     return (*(values[name] for name in STEP_INPUTS), attention, kv_caches)
@@ -65,8 +65,8 @@ def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
 
 
 def keys_as_good(spec: ModelSpec, config: ResolvedConfig) -> list[Key]:
-    """Keys of other artifacts that serve: where rewrites need not be verified, that of a build in
-    which they were, as ``fusewright compile`` makes."""
+    """Keys of other artifacts that serve as well.  Where rewrites need not be verified, an artifact
+    in which they were does, as ``fusewright compile`` makes it."""
     if config.compile.verify:
         return []
     verified = replace(config, compile=replace(config.compile, verify=True))
@@ -74,7 +74,7 @@ def keys_as_good(spec: ModelSpec, config: ResolvedConfig) -> list[Key]:
 
 
 def configured_store(config: StoreConfig, spare: Callable[[], Path] | None = None) -> Store:
-    """The store that the options name; ``spare``: see ``Store``."""
+    """The store that the options name; for ``spare`` see ``Store``."""
     return open_store(
         config.search,
         trusted_keys=config.trusted_keys,
@@ -125,7 +125,7 @@ def find_or_compile(
 
 
 def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
-    """What an artifact is, for people."""
+    """A description of the artifact for people."""
     hardware = config.hardware
     target = f"sm_{hardware.sm}" if hardware.sm else hardware.device
     dtypes = config.model.dtype
@@ -140,7 +140,7 @@ def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
 
 
 def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
-    """What is traced for ``spec``."""
+    """The module that is traced for ``spec``, with its example inputs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     short, layers = distinct_layers(spec)
@@ -159,7 +159,7 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
 def example(
     spec: ModelSpec, block_size: int, device: torch.device, num_tokens: int = 37
 ) -> Example:
-    """Example inputs; sizes that count different things differ."""
+    """Example inputs, in which sizes that count different things differ."""
     num_seqs, num_blocks, max_blocks = 3, 5, 11
     named: dict[str, Tensor] = {}
     dynamic: dict[str, dict[int, str]] = {}

@@ -1,4 +1,8 @@
-"""The stages of a start, in the order in which ``Engine.__init__`` calls them."""
+"""The stages of a start; ``Engine.__init__`` calls them in order.
+
+Each takes the model's spec, the resolved configuration and what earlier stages made: weights, the
+program, input buffers, graphs, KV caches.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +65,7 @@ _CPU_CACHE_BYTES = 2**30
 def read_model(
     options: EngineOptions, hardware: Hardware
 ) -> tuple[Path, ModelSpec, ResolvedConfig]:
-    """The model's folder, its spec in the dtype to run in, and the resolved configuration.
+    """Read the model's folder; returns it, the spec as it will run, and the resolved configuration.
 
     Raises:
         UserError: the folder or an option is bad.
@@ -74,7 +78,7 @@ def read_model(
 
 
 def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
-    """A checkpoint's spec as it shall run."""
+    """A checkpoint's spec with the dtype, KV cache dtype and online quantization of ``config``."""
     spec = replace(
         spec,
         dtype_name=config.model.dtype,
@@ -87,7 +91,7 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
 
 
 class Stopped(Exception):
-    """Weights that nobody waits for any more are not loaded further."""
+    """Ends the loading of weights that nobody waits for any more."""
 
 
 @contextmanager
@@ -98,7 +102,7 @@ def load_beside(
     startup: StartupReport,
     progress: Progress,
 ) -> Iterator[Future[DecoderModel]]:
-    """Load the model in a thread; leaving the block on an error stops it."""
+    """Load the model in a thread while the block runs; an error in the block stops the loading."""
     stop = Event()
 
     @contextmanager
@@ -132,7 +136,7 @@ def load_beside(
 
 
 def input_processor(spec: ModelSpec, config: ResolvedConfig) -> InputProcessor:
-    """The prompt side of the engine; without a tokenizer, token-id prompts still work."""
+    """Make the prompt side of the engine.  Without a tokenizer, token-id prompts still work."""
     folder = model_folder(config.model.tokenizer)
     tokenizer = load_tokenizer(folder)
     return InputProcessor(tokenizer, folder, spec.vocab_size, config.model.max_model_len)
@@ -145,8 +149,8 @@ def compile_model(
     startup: StartupReport,
     progress: Progress,
 ) -> Compiled:
-    """The model as a program with its weights bound: loaded or compiled while they are read, or
-    at ``-O0`` as it is."""
+    """Make the model a program with its weights bound.  The program is loaded or compiled while
+    the weights are read; at ``-O0`` it is the model as it is."""
     if not config.compile.trace:
         names = [kv_cache_name(i) for i in range(spec.num_layers)]
         return Compiled(
@@ -167,7 +171,7 @@ def compile_model(
         artifact_store(config.store) as store,
         progress.status("Compiling", quiet=LOOKUPS) as say,
     ):
-        # -O3 measures kernels, and wants the device for itself.
+        # -O3 measures kernels, so the weights are loaded first and the device is idle.
         before_build = weights.result if config.compile.tune else lambda: None
         chosen = with_compiled_attention(spec, config, store)
         compiled = find_or_compile(
@@ -183,12 +187,12 @@ def compile_model(
 
 
 def _max_blocks(config: ResolvedConfig) -> int:
-    """Blocks of the longest request."""
+    """Number of KV blocks that the longest request needs."""
     return -(-config.model.max_model_len // config.cache.block_size)
 
 
 def step_buffers(config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
-    """The static inputs, for the largest step."""
+    """Allocate the static inputs for the largest step."""
     return StepBuffers(
         torch.device(config.hardware.device),
         max_tokens=config.scheduler.max_num_batched_tokens,
@@ -198,7 +202,7 @@ def step_buffers(config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
 
 
 def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
-    """The scheduler over ``num_blocks`` KV blocks."""
+    """Make the scheduler over ``num_blocks`` KV blocks."""
     return Scheduler(
         BlockPool(num_blocks, config.cache.block_size),
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -214,7 +218,7 @@ def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
 def bind_kv_caches(
     program: Program, spec: ModelSpec, config: ResolvedConfig, num_blocks: int
 ) -> list[Tensor]:
-    """Allocate ``num_blocks`` in every layer, fix them in the program.
+    """Allocate ``num_blocks`` KV blocks in every layer and bind them to the program.
 
     Raises:
         UserError: the device has no room for them.
@@ -238,7 +242,7 @@ def bind_kv_caches(
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that steps and graphs will take of the device beyond what is in use."""
+    """Bytes of device memory that steps and graphs will take beyond what is in use."""
 
     activations: int = 0
     graphs: int = 0
@@ -247,7 +251,8 @@ class Needs:
 def num_kv_blocks(
     spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers, needs: Needs
 ) -> int:
-    """How many KV blocks fit beside ``needs``.
+    """The number of KV blocks: as the options say, else as many as fit beside ``needs`` and a full
+    batch can use.
 
     Raises:
         UserError: not even one block fits.
@@ -277,7 +282,7 @@ def num_kv_blocks(
 def make_graphs(
     program: Program, buffers: StepBuffers, dispatcher: Dispatcher, config: ResolvedConfig
 ) -> Graphs:
-    """The graphs that the dispatcher may choose, none of them captured."""
+    """Make the graphs that the dispatcher may choose; none of them is captured yet."""
     hardware = config.hardware
     device = torch.device(hardware.device)
     backend = make_backend(hardware.graphs, device) if dispatcher.num_graphs else None
@@ -292,8 +297,9 @@ def warm_up(
     buffers: StepBuffers,
     graphs: Graphs,
 ) -> Needs:
-    """On a GPU, run the largest step and decodes, and capture the largest graphs, over a cache of
-    one block: what they take is measured, and what kernels and libraries take for good is taken.
+    """On a GPU, run the largest step and decodes and capture the largest graphs, over a KV cache of
+    one block.  This measures the memory that they need, and lets kernels and libraries allocate
+    what they keep for good.
 
     Raises:
         UserError: the device has no room for the largest step, or for a graph.
@@ -322,7 +328,7 @@ def warm_up(
 
 @torch.inference_mode()
 def capture(graphs: Graphs, config: ResolvedConfig, progress: Progress) -> None:
-    """Capture the largest graphs, and all unless lazy."""
+    """Capture the largest graphs, and the others too unless capture is lazy."""
     total = graphs.num_pending + graphs.num_captured
     with progress.bar("Capturing graphs", total) as advance:
         graphs.capture_largest()
@@ -332,7 +338,7 @@ def capture(graphs: Graphs, config: ResolvedConfig, progress: Progress) -> None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers, shared ones once."""
+    """Bytes of the parameters and buffers; shared ones count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
@@ -346,7 +352,8 @@ def driver_bytes(hardware: Hardware) -> int:
 
 
 def outside_bytes(hardware: Hardware) -> int:
-    """Of these, what is not PyTorch's: the CUDA context, loaded kernels, library workspaces."""
+    """``driver_bytes`` less what PyTorch's allocator holds: the CUDA context, loaded kernels and
+    library workspaces; 0 on a CPU."""
     if hardware.device == "cpu":
         return 0
     return driver_bytes(hardware) - torch.cuda.memory_reserved()
@@ -355,7 +362,7 @@ def outside_bytes(hardware: Hardware) -> int:
 def account(
     hardware: Hardware, graphs: Graphs, *, context: int, weights: int, kv_cache: int, predicted: int
 ) -> MemoryReport:
-    """Where the device memory is now; ``context``: ``outside_bytes`` before the graphs."""
+    """Say where the device memory is now; ``context`` is ``outside_bytes`` before the graphs."""
     report = MemoryReport(
         weights=weights, kv_cache=kv_cache, graphs=graphs.bytes, graphs_predicted=predicted
     )

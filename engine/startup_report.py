@@ -1,4 +1,4 @@
-"""The account of a start: every phase with its begin and length, from the birth of the process."""
+"""Keeps the account of a start: begin and length of every phase, from the birth of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds of generating: throughput, requests and KV cache."""
+"""Logs a line every ten seconds of generating: throughput, requests and use of the KV cache."""
 
 from __future__ import annotations
 

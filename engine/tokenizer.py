@@ -1,4 +1,4 @@
-"""A Hugging Face folder's tokenizer: ``tokenizer.json`` and the settings next to it."""
+"""Reads the tokenizer of a Hugging Face folder: ``tokenizer.json`` and the settings next to it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The same engine with other passes: a program and graphs of its own over the weights, KV caches,
-input buffers and sampler that are there, so that two programs can be compared step by step."""
+"""Makes the same engine with other passes.
+
+A variant has a program and graphs of its own, and shares the engine's weights, KV caches, input
+buffers and sampler, so that two programs can be compared step by step.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from .startup_report import StartupReport
 
 @dataclass(frozen=True)
 class Variant:
-    """What ``engine.runner`` may be set to between any two steps, and how it was compiled."""
+    """A runner that ``engine.runner`` may be set to between steps, and how it was compiled."""
 
     runner: Runner
     compiled: Compiled

@@ -1,7 +1,8 @@
-"""Captured CUDA graphs: which sizes, how they are captured, and which one a step replays.
+"""Captures CUDA graphs of a program and replays them.
 
-Works over any program of steps (``protocol.Step``); a recording backend runs the same code on a
-machine without a GPU.
+``Dispatcher`` says which sizes there are and which one a step replays, ``StepBuffers`` holds the
+static inputs, and ``Graphs`` captures and replays any program of steps (``protocol.Step``).  A
+recording backend runs the same code on a machine without a GPU.
 """
 
 from .backend import CudaGraphs, GraphBackend, RecordingGraphs, make_backend

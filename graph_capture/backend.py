@@ -1,4 +1,4 @@
-"""Backends that capture a function once and replay it: CUDA graphs, and a recorder for CPUs."""
+"""Captures a function once and replays it: CUDA graphs on a GPU, a recorder on a CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class CaptureError(RuntimeError):
-    """A step cannot be captured: CUDA gave the capture up."""
+    """A step cannot be captured: CUDA has invalidated the capture."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of torch's allocator, or of CUDA and its libraries, which have no error of its own for it."""
+    """Whether torch's allocator, CUDA or one of its libraries ran out of memory; only the allocator
+    has an error type of its own for it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -27,11 +28,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def borrowed(tensor: Tensor, device: torch.device) -> Tensor:
-    """The memory of ``tensor`` as one of ``device``, without ownership: ``tensor`` must outlive
-    it.
+    """A tensor of ``device`` over the memory of ``tensor``, which it does not own: ``tensor`` must
+    outlive it.
 
-    A GPU reads and writes pinned memory at the host's address: what its kernels write there the
-    host may read once an event behind them is done.
+    A GPU reads and writes pinned memory at the host's address.  What its kernels write there, the
+    host may read once an event behind them has passed.
     """
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=tensor.dtype, device=device)  # its device has a number
@@ -45,10 +46,12 @@ class GraphBackend(Protocol):
     """Captures and replays functions that read and write fixed addresses."""
 
     def capture(self, fn: Function) -> tuple[Sequence[Any], Replay]:
-        """Run ``fn`` once under capture; its outputs, and what repeats it on the same memory."""
+        """Run ``fn`` once under capture.  Returns its outputs, and a function that repeats it on
+        the same memory."""
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The same memory without ownership: the pool may reuse it for later captures."""
+        """A tensor over the same memory that does not own it, so that the pool may reuse the
+        memory for later captures."""
 
     def pool_bytes(self) -> int:
         """Device memory of the pool that all captures share."""
@@ -83,12 +86,12 @@ class CudaGraphs:
         return outputs, graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> bool:
-        """End a capture in which something went wrong; whether CUDA had given it up."""
+        """End a capture in which something failed; returns whether CUDA had invalidated it."""
         try:
             graph.capture_end()
         except RuntimeError:
-            # A call that CUDA forbids has spoiled it.  Up to 2.11 torch then leaves its allocators
-            # in capture (pytorch#180395): no later capture can use the pool.
+            # A forbidden call has invalidated the capture.  Up to 2.11, torch then leaves its
+            # allocators in capture (pytorch#180395), and no later capture can use the pool.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pools[-1])
             self._pools.append(torch.cuda.graph_pool_handle())
@@ -105,9 +108,9 @@ class CudaGraphs:
 
 
 class RecordingGraphs:
-    """Replays by running the function again and copying into the outputs of the capture, so that
-    a step that reads anything but its static inputs gives the same stale answer as a real graph
-    would.  Counts what it was asked to do."""
+    """Replays by running the captured function again and copying its results into the outputs of
+    the capture.  So a step that reads anything but its static inputs gives the same stale answer as
+    with a real graph.  Captures and replays are counted."""
 
     def __init__(self) -> None:
         self.captures = 0

@@ -1,7 +1,8 @@
-"""The static inputs of a step, on the device at fixed addresses, and what the host sends there.
+"""``StepBuffers`` holds the static inputs of a step, on the device at fixed addresses.
 
-All are int32.  Captured graphs read prefixes of these tensors, so a step writes its values here and
-pads the rest of the captured size.
+All are int32.  The host fills memory that is pinned for a GPU, ``ops.write_inputs`` unpacks it into
+the device tensors, and captured graphs read prefixes of these; the rest of a captured size is
+padding.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ PER_TOKEN = ("input_ids", "positions", "slot_mapping")
 PER_SEQUENCE = ("seq_lens", "slots", "feed_slots")
 NO_SLOT = -1
 _IN_TURN = 3
-"""Steps in flight when the next is written, and that one."""
+"""The two steps that may be in flight when the next is written, and that one."""
 
 
 @dataclass(frozen=True)
 class HostInputs:
     """One step's inputs on the host: arrays of the step's sizes, one behind the other in pinned
-    memory.  ``block_table`` is all that is left of it, for rows without gaps; ``packed`` is that
-    memory as the device sees it."""
+    memory.  ``block_table`` is all the memory behind the others, for rows without gaps; ``packed``
+    is the whole memory as the device sees it."""
 
     packed: Tensor
     arrays: dict[str, npt.NDArray[np.int32]]
 
 
 class HostRing:
-    """Pinned int32 memory for steps in flight, in turn; every step's as the host and as the device
-    sees it.
+    """A ring of pinned int32 memories, one for each step in flight, as the host and as the device
+    see them.
 
-    The ring may go while a step is in flight: nobody else is given its memory before the streams
-    on which it was taken are through with what they have been given by then.
+    The ring may be freed while a step is in flight: its memory is not handed out again before the
+    streams that used it have finished what was enqueued by then.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
@@ -48,8 +49,8 @@ class HostRing:
         self._streams: set[int] = set()
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """For a step of the current stream: (a tensor of the host, the same memory as one of the
-        device)."""
+        """Take the next memory for a step on the current stream: (a tensor of the host, a tensor
+        of the device over the same memory)."""
         seen = self._ring[0][1]
         if seen.is_cuda:
             self._hold_for(torch._C._cuda_getCurrentRawStream(seen.get_device()))
@@ -57,8 +58,8 @@ class HostRing:
         return self._ring[self._turn]
 
     def _hold_for(self, stream: int) -> None:
-        """torch's allocator waits for the streams that it knows of, those of copies: kernels that
-        read and write at the host's address are nothing to it."""
+        """Make torch's allocator wait for ``stream`` before it reuses the memory.  It only knows of
+        streams that copy, not of kernels that use the host's address; so one element is copied."""
         if stream not in self._streams:
             for host, seen in self._ring:
                 host[:1].to(seen.device, non_blocking=True)
@@ -89,7 +90,7 @@ class StepBuffers:
         self._host = HostRing(device, size)
 
     def next_host(self, *, num_tokens: int, num_seqs: int) -> HostInputs:
-        """Host arrays to fill for the next step; the device may not have read the previous yet."""
+        """Host arrays to fill for the next step, while the device may still read the last ones."""
         host, packed = self._host.take()
         memory: npt.NDArray[np.int32] = host.numpy()
         sizes = dict.fromkeys(PER_TOKEN, num_tokens) | dict.fromkeys(PER_SEQUENCE, num_seqs)
@@ -101,8 +102,8 @@ class StepBuffers:
         return HostInputs(packed, arrays | {"block_table": memory[start:]})
 
     def filled(self, host: HostInputs, num_blocks: int) -> Tensor:
-        """What is filled, in one piece, as ``ops.write_inputs`` takes it: the device reads it where
-        it lies.  A copy ahead of that kernel would take longer than the kernel reads.
+        """The filled memory in one piece, as ``ops.write_inputs`` takes it.  The device reads it in
+        place: a copy ahead of that kernel would take longer than the kernel reads.
 
         Args:
             num_blocks: filled columns of the block table.

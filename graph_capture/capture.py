@@ -1,4 +1,4 @@
-"""Capture a program at every size, the largest first into one pool, and replay it."""
+"""``Graphs`` captures a program at every size, the largest first into one pool, and replays it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .protocol import Program, Step
 
 _BYTES_A_GRAPH = 133 << 10
 _BYTES_A_STEP = 14 << 10
-"""Device memory of an instantiated CUDA graph, and of each of a program's steps in a FULL one:
-fitted to an H200 (bench/NOTES.md)."""
+"""Device memory of an instantiated CUDA graph, and of each program step in a FULL one.  Both are
+fitted to measurements on an H200 (bench/NOTES.md)."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class _FullGraph:
 
 @dataclass(frozen=True)
 class _PiecewiseGraph:
-    """Graphs of consecutive per-token steps, with the steps that run between them; ``env`` keeps
-    the static addresses that pass from one to the next."""
+    """Graphs of consecutive per-token steps, and the steps that run between them.  ``env`` holds
+    the tensors at static addresses that pass from one to the next."""
 
     parts: tuple[Replay | Step, ...]
     env: list[Any]
@@ -37,8 +37,8 @@ class _PiecewiseGraph:
 
 @dataclass(frozen=True)
 class GraphSize:
-    """What one graph serves.  A FULL graph has a number of sequences; a piecewise one serves any
-    number, since the steps that count sequences run outside of it."""
+    """The sizes of one graph.  A FULL graph is for ``num_seqs`` sequences.  A piecewise one serves
+    any number (0 here), since the steps that count sequences run outside of it."""
 
     kind: GraphKind
     num_tokens: int
@@ -46,18 +46,18 @@ class GraphSize:
 
 
 class Graphs:
-    """The graphs of a program: captured at once, at rest, or when a step first needs one.
+    """The graphs of a program, captured at the start, at rest, or when a step first needs one.
 
-    All share one memory pool.  Its extent is that of the largest sizes, which are captured first;
-    smaller ones fit into it, whenever they come.  FULL before piecewise: the former's logits leave
-    room in the pool for whatever the latter need.
+    All share one memory pool.  The largest sizes are captured first and determine its extent;
+    smaller ones fit into it, whenever they are captured.  FULL graphs come before piecewise ones:
+    the logits of the former leave room in the pool for what the latter need.
 
     Args:
         program: bound to weights and KV caches.
         buffers: the static inputs that graphs read.
         dispatcher: says which sizes there are.
-        backend: captures; None where nothing is captured.
-        outside_bytes: device memory in use beside PyTorch's, for the account in ``bytes``.
+        backend: captures graphs; None where nothing is captured.
+        outside_bytes: device memory in use outside of PyTorch, for the account in ``bytes``.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Graphs:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the pool: memory of PyTorch's."""
+        """Size of the graph pool, in bytes of PyTorch's allocator."""
         return self._backend.pool_bytes() if self._backend else 0
 
     @property
     def bytes(self) -> int:
-        """Device memory of what is captured: the pool, and what the driver took beside it."""
+        """Device memory of all captured graphs: the pool, and what the driver took beside it."""
         return self.pool_bytes + self._grown
 
     def predict_bytes(self) -> int:
-        """``bytes`` once all is captured, from a sample: the pool of the largest graphs."""
+        """Predict ``bytes`` after all captures from the pool of the largest graphs."""
         graphs = 0
         for size in self._sizes:
             if size.kind is GraphKind.FULL:
@@ -100,7 +100,7 @@ class Graphs:
 
     @property
     def num_pending(self) -> int:
-        """Graphs that are not captured yet."""
+        """Number of graphs that are not captured yet."""
         return len(self._pending)
 
     @property
@@ -109,7 +109,7 @@ class Graphs:
 
     def capture_largest(self) -> None:
         """Capture the largest graph of each kind, whose memory the others share.  Called again, it
-        captures these anew, as when the program was bound to other tensors."""
+        captures them anew, for when the program was bound to other tensors."""
         self._grown = 0
         seen: set[GraphKind] = set()
         for size in self._sizes:
@@ -118,7 +118,7 @@ class Graphs:
                 self._capture(size)
 
     def capture_next(self) -> bool:
-        """Capture the largest graph that is missing; False when there is none."""
+        """Capture the largest graph that is missing; returns False if none is."""
         size = next(iter(self._pending), None)
         if size is not None:
             self._capture(size)
@@ -133,7 +133,7 @@ class Graphs:
             self._capture(size)
 
     def _capture(self, size: GraphSize) -> None:
-        """Raises CaptureMemoryError: the device has no room for it."""
+        """Capture one graph.  Raises CaptureMemoryError if the device has no room for it."""
         before = self._outside_bytes()
         try:
             self._run_and_capture(size)
@@ -143,13 +143,13 @@ class Graphs:
             device = self._buffers.device["input_ids"].device
             name = f"{size.kind} graph of {size.num_tokens} tokens"
             raise CaptureMemoryError(name, device) from error
-        self._pending.pop(size, None)  # at the end: what failed is tried again when needed
+        self._pending.pop(size, None)  # at the end, so that a failed one is tried again when needed
         self._grown += self._outside_bytes() - before
 
     def _run_and_capture(self, size: GraphSize) -> None:
-        """Each distinct step runs once before it is captured: libraries load their kernels and set
-        up their workspaces outside of capture.  A piecewise graph has per-token steps only, which
-        have run if there was a graph of as many tokens."""
+        """Run each distinct step once, then capture: libraries must load their kernels and set up
+        their workspaces outside of capture.  A piecewise graph has per-token steps only, which have
+        already run if there is a graph of as many tokens."""
         assert self._backend is not None
         num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
         inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
@@ -164,13 +164,13 @@ class Graphs:
             self._piecewise[size.num_tokens] = pieces
 
     def replay_full(self, num_tokens: int, num_seqs: int) -> Tensor:
-        """Replay the whole step of captured sizes; its output, valid until the next replay."""
+        """Replay a whole step of captured sizes.  Its output is valid until the next replay."""
         graph = self._full[GraphSize(GraphKind.FULL, num_tokens, num_seqs)]
         graph.replay()
         return graph.output
 
     def replay_piecewise(self, num_tokens: int, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Replay the captured parts, running the others on this step's ``inputs``."""
+        """Replay the captured parts, and run the steps between them on this step's ``inputs``."""
         graph = self._piecewise[num_tokens]
         env = graph.env
         self._program.rebind(env, inputs)
@@ -183,7 +183,7 @@ class Graphs:
                 env[slot] = value
             computed.extend(part.outputs)
         output: Tensor = env[self._program.output]
-        # What ran between the graphs is memory of its own, which must not live until the next
+        # Steps between the graphs allocated these outputs, which must not live until the next
         # replay of this size.
         for slot in computed:
             env[slot] = None
@@ -191,7 +191,8 @@ class Graphs:
 
 
 def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
-    """Graphs of prompts come last: they fit where the others are, of which samples are taken."""
+    """All graphs in the order of capture.  Those of prompts come last: they fit into the memory of
+    the others, of which ``capture_largest`` takes the samples."""
 
     def full(sizes: Sequence[tuple[int, int]]) -> Iterator[GraphSize]:
         for num_tokens, num_seqs in sorted(sizes, reverse=True):
@@ -204,8 +205,8 @@ def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
 
 
 def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:
-    """Run every distinct step once.  Steps of one name do the same to values of the same shapes,
-    so the outputs of the first stand for those of the others."""
+    """Run every distinct step once.  Steps with the same name do the same to values of the same
+    shapes, so the outputs of the first stand for those of the others."""
     env = program.environment(inputs)
     done: dict[str, Sequence[Any]] = {}
     for step in program.steps:

@@ -1,4 +1,8 @@
-"""Which graph a step replays: FULL first, else PIECEWISE, else none; every choice is counted."""
+"""``Dispatcher`` chooses the graph that a step replays: FULL first, else PIECEWISE, else none.
+
+A step's numbers of tokens and sequences go in; the sizes that it runs at come out, padded up to
+those that were captured.  Every choice is counted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The choice for one step: the sizes it runs at, with padding up to what was captured."""
+    """The choice for one step: the kind of graph, and the sizes it runs at, padding included."""
 
     kind: GraphKind
     num_tokens: int
@@ -31,27 +35,28 @@ class Dispatch:
 
 
 _MOST_PROMPT_TOKENS = 256
-"""Of a prompt that has FULL graphs: with more, gaps between pieces are under 3 % of its step."""
+"""Longest prompt that has FULL graphs.  With more tokens, the gaps between pieces are under 3 % of
+the step."""
 
 
 @dataclass
 class Outside:
-    """Steps of a kind that the mode captures, with more tokens than any size of it."""
+    """Counts the steps of a kind that have more tokens than the largest captured size."""
 
     steps: int = 0
     most_tokens: int = 0
 
 
 class Dispatcher:
-    """Chooses by batch shape; ``counters[(step kind, graph kind)]`` says what happened.
+    """Chooses graphs by batch shape; ``counters[step kind, graph kind]`` counts the choices.
 
-    FULL graphs of uniform decode have one token a sequence.  Those of mixed steps (mode FULL) have
-    a fixed number of sequences, the surplus empty; it never equals the number of tokens, because
-    attention takes that for uniform decode.  In mode FULL_AND_PIECEWISE a prompt by itself has FULL
-    graphs too, of one sequence and ``_MOST_PROMPT_TOKENS`` tokens or fewer: pieces, and attention
-    between them, would leave the device idle twice a layer.
+    FULL graphs of uniform decode have one token a sequence.  FULL graphs of mixed steps (mode FULL)
+    have a fixed number of sequences, of which the surplus is empty; this number never equals the
+    number of tokens, which would mean uniform decode to attention.  In mode FULL_AND_PIECEWISE a
+    prompt by itself has FULL graphs too, of one sequence and up to ``_MOST_PROMPT_TOKENS`` tokens:
+    in pieces, with attention between them, it would leave the device idle twice a layer.
 
-    A step beyond the captured sizes runs without a graph; ``outside`` counts those by step kind,
+    A step beyond the captured sizes runs without a graph; ``outside`` counts such steps by kind,
     and the first of a kind is logged.
     """
 
@@ -85,16 +90,16 @@ class Dispatcher:
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs are to be captured; a piecewise one counts once."""
+        """Number of graphs to capture; a piecewise one counts once."""
         return len(self.full_sizes) + len(self.prompt_sizes) + len(self.piecewise_sizes)
 
     @property
     def max_seqs(self) -> int:
-        """Rows that the static buffers need."""
+        """Number of rows that the static buffers need."""
         return max([self._max_num_seqs, *(seqs for _, seqs in self.full_sizes)])
 
     def choose(self, num_tokens: int, num_seqs: int, *, uniform_decode: bool) -> Dispatch:
-        """Pick the graph of a step, and count it."""
+        """Choose the graph of a step, the smallest that holds it, and count the choice."""
         kind, step = GraphKind.NONE, "decode" if uniform_decode else "mixed"
         single = num_seqs == 1 and not uniform_decode
         if uniform_decode and (size := _round_up(num_tokens, self._decode_sizes)):
@@ -116,7 +121,7 @@ class Dispatcher:
         if not largest:
             return  # the mode has no graphs for such steps
         if step not in self.outside:
-            # A large prefill keeps the GPU busy anyway; a decode is waiting for launches then.
+            # A large prefill keeps the GPU busy anyway; a decode then waits for launches.
             _log.log(
                 logging.WARNING if step == "decode" else logging.INFO,
                 "a %s step of %d tokens is beyond the largest captured size, %d, and runs without "

@@ -1,4 +1,5 @@
-"""Where the device memory went: predicted before, measured after, summed against the driver."""
+"""``MemoryReport`` says where the device memory went: predicted before, measured after, and summed
+up against what the driver says."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class CaptureMemoryError(UserError):
 
 
 def say_free(device: torch.device) -> str:
-    """What the driver has left of a GPU's memory, as the end of a sentence."""
+    """Say how much of a GPU's memory the driver has left, as the end of a sentence."""
     if device.type == "cpu":
         return ""
     left, total = torch.cuda.mem_get_info(device)
@@ -29,7 +30,7 @@ def say_free(device: torch.device) -> str:
 
 @dataclass
 class MemoryReport:
-    """Bytes by purpose.  ``driver`` is what the driver says is in use in all."""
+    """Bytes by purpose; ``driver`` is all that is in use, as the driver counts it."""
 
     context: int = 0
     weights: int = 0

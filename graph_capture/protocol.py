@@ -1,4 +1,4 @@
-"""What this room needs of a program; the compiler's ``Program`` has this shape."""
+"""Declares what this room needs of a program; the compiler's ``Program`` has this shape."""
 
 from __future__ import annotations
 

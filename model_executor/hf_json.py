@@ -17,7 +17,7 @@ _MOST_BYTES = 2**27
 """The index of the largest checkpoints has a few million."""
 _MOST_INT = 2**31 - 1
 _MOST_NUMBER = 3.4e38
-"""Of float32, in which they are used."""
+"""About the largest float32, the dtype in which numbers are used."""
 _KINDS = {
     list: "a list",
     str: "a string",

@@ -1,6 +1,6 @@
-"""The semantic ops: what models call, passes rewrite and kernels implement.
+"""The semantic ops: models call them, passes rewrite them, and kernels implement them.
 
-One file an op.  ``ALL_OPS`` is the visible list; conformance tests, benchmarks, costs and
+There is one file an op.  ``ALL_OPS`` is the visible list; conformance tests, benchmarks, costs and
 lowering all run over it.
 """
 

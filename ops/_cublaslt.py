@@ -1,4 +1,4 @@
-"""cuBLASLt through ctypes: ``x @ weight.T`` by an algorithm that the caller names.
+"""Calls cuBLASLt through ctypes: ``x @ weight.T`` by an algorithm that the caller names.
 
 torch takes the first algorithm of the library's heuristic; for many shapes another is faster.  An
 algorithm is the 64 bytes of ``cublasLtMatmulAlgo_t``, which the library's manual allows to keep for
@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 WORKSPACE_BYTES = 32 << 20
-"""What an algorithm may need; torch gives its own products on Hopper as much."""
+"""Most workspace that an algorithm may need; torch gives its own GEMMs on Hopper as much."""
 ALGORITHM_BYTES = 64
 
 OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
-"""Of what x and weight are: bfloat16, or FP8 with scales as ``linear_fp8`` calls them."""
+"""Kinds of x and weight: bfloat16, or FP8 with a scheme of scales as ``linear_fp8`` names it."""
 
 # cudaDataType_t and cublasComputeType_t
 _BFLOAT16, _FLOAT32, _E4M3, _COMPUTE_FLOAT32 = 14, 0, 28, 68
@@ -42,7 +42,7 @@ _BFLOAT16, _FLOAT32, _E4M3, _COMPUTE_FLOAT32 = 14, 0, 28, 68
 _TRANSPOSE_A, _WEIGHT_SCALE, _X_SCALE, _WEIGHT_SCALES, _X_SCALES = 3, 17, 18, 31, 32
 _TRANSPOSED, _SCALE_EACH_ROW = 1, 3
 _MAX_WORKSPACE = 1
-_ANY_ADDRESS = 256  # for the library's checks, which ask whether there is one; nothing reads it
+_ANY_ADDRESS = 256  # the library checks that there is an address; nothing reads from this one
 
 SETTINGS: Mapping[str, tuple[int, type[ctypes._SimpleCData[int]]]] = {
     "id": (0, c_int),
@@ -55,7 +55,8 @@ SETTINGS: Mapping[str, tuple[int, type[ctypes._SimpleCData[int]]]] = {
     "inner": (7, c_uint16),
     "cluster": (8, c_uint16),
 }
-"""What an algorithm can be asked for, and told but for its id, as the library numbers them."""
+"""Settings of an algorithm, under the library's numbers.  All can be read; all but the id can be
+set."""
 
 _ARGUMENTS = {
     "cublasLtGetVersion": [],
@@ -77,7 +78,7 @@ _ARGUMENTS = {
 
 
 class CublasLtError(RuntimeError):
-    """cuBLASLt is missing, or refused what it was asked."""
+    """cuBLASLt is missing, or refused a call."""
 
 
 class _Result(ctypes.Structure):
@@ -94,7 +95,7 @@ class _Result(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The copy that torch has loaded: the loader knows it by this name."""
+    """The copy of the library that torch has loaded; the loader finds it by this name."""
     name = f"libcublasLt.so.{(torch.version.cuda or '0').partition('.')[0]}"
     try:
         library = ctypes.CDLL(name)
@@ -109,7 +110,7 @@ def _library() -> ctypes.CDLL:
 
 
 def version() -> int:
-    """Of the library, as 130002 for 13.0.2.  Raises CublasLtError without one."""
+    """Version of the library, as 130002 for 13.0.2.  Raises CublasLtError without a library."""
     return int(_library().cublasLtGetVersion())
 
 
@@ -120,10 +121,10 @@ def _call(name: str, *args: object) -> None:
 
 @functools.cache
 def handle(device: int) -> c_void_p:
-    """The library's context for a device.
+    """The library's context for a device, made at the first call.
 
     Raises:
-        RuntimeError: it would be made inside of a CUDA graph's capture, where it cannot allocate.
+        RuntimeError: that call is inside a CUDA graph's capture, where the context cannot allocate.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -137,10 +138,10 @@ def handle(device: int) -> c_void_p:
 
 
 class Product:
-    """``x @ weight.T`` for one shape; all three lie in memory without gaps.
+    """The GEMM plan of ``x @ weight.T`` for one shape; x, weight and y are contiguous.
 
-    Its descriptors are destroyed with it: a call holds it until all is enqueued, and a graph keeps
-    none of them.
+    Its descriptors are destroyed with it.  A call holds the plan until everything is enqueued, and
+    a captured graph keeps no descriptor.
 
     Args:
         operands: one of ``OPERANDS``.
@@ -172,7 +173,7 @@ class Product:
         self._one, self._zero = c_float(1), c_float(0)
 
     def _own(self, kind: str, *args: int) -> c_void_p:
-        """A descriptor that lives as long as this product."""
+        """Make a descriptor that lives as long as this plan."""
         made = c_void_p()
         _call(f"cublasLt{kind}Create", byref(made), *args)
         weakref.finalize(self, _call, f"cublasLt{kind}Destroy", made).atexit = False
@@ -187,7 +188,7 @@ class Product:
         _call("cublasLtMatmulDescSetAttribute", *what)
 
     def algorithms(self, most: int) -> list[bytes]:
-        """What the library's heuristic offers, its favourite first."""
+        """Algorithms that the library's heuristic offers, its favourite first."""
         results, found = (_Result * most)(), c_int()
         preference, size = c_void_p(), c_size_t(WORKSPACE_BYTES)
         _call("cublasLtMatmulPreferenceCreate", byref(preference))
@@ -215,7 +216,7 @@ class Product:
         return ""
 
     def workspace_bytes(self, algorithm: bytes) -> int:
-        """What the algorithm needs beside the operands.  Raises CublasLtError: it cannot run."""
+        """Workspace that the algorithm needs.  Raises CublasLtError if it cannot run."""
         if algorithm not in self._workspace_bytes and (reason := self.refuses(algorithm)):
             raise CublasLtError(f"cublasLtMatmulAlgoCheck: {reason}")
         return self._workspace_bytes[algorithm]
@@ -223,15 +224,15 @@ class Product:
     def run(
         self, x: Tensor, weight: Tensor, y: Tensor, algorithm: bytes, *scales: Tensor
     ) -> Tensor:
-        """Enqueue it on the current stream, and return y.
+        """Enqueue the GEMM on the current stream, and return y.
 
-        A workspace is memory of this call alone, from torch's allocator: it is reused behind the
-        call on the same stream, and in a captured graph it is of the graph's pool.
+        The workspace comes from torch's allocator for this call alone.  Later work on the same
+        stream reuses it; in a captured graph it lies in the graph's pool.
 
         Args:
             x, weight, y: as described, contiguous, at addresses that are multiples of 16.
             algorithm: one that ``refuses`` does not refuse.
-            scales: of FP8, x's and then weight's: float32, contiguous.
+            scales: for FP8, those of x and then of weight: float32, contiguous.
 
         Raises:
             CublasLtError: the library refuses.
@@ -268,7 +269,7 @@ class Product:
 
 
 def setting(algorithm: bytes, name: str) -> int:
-    """One of ``SETTINGS``."""
+    """The value of one of ``SETTINGS`` in an algorithm."""
     attribute, kind = SETTINGS[name]
     value = kind()
     what = (algorithm, attribute, byref(value), ctypes.sizeof(value), None)
@@ -277,7 +278,7 @@ def setting(algorithm: bytes, name: str) -> int:
 
 
 def changed(algorithm: bytes, **settings: int) -> bytes | None:
-    """The algorithm with other ``SETTINGS``, None where the library knows no such value."""
+    """The algorithm with other ``SETTINGS``; None if the library does not know a value."""
     copy = ctypes.create_string_buffer(algorithm, ALGORITHM_BYTES)
     for name, wanted in settings.items():
         attribute, kind = SETTINGS[name]

@@ -27,7 +27,7 @@ def find_cuda_library() -> Path | None:
 
 
 def why_csrc_is_not_built() -> str:
-    """What stood in the way when this package was installed, and what to do.
+    """Say what kept csrc from being built when this package was installed, and what to do.
 
     pip shows nothing of what a build prints, so tools/build_backend.py leaves it in the metadata.
     """

@@ -1,6 +1,7 @@
-"""Kernels through the CUDA driver, by ctypes: load a cubin, pack its parameters, launch it.
+"""Runs kernels through the CUDA driver, by ctypes: it loads a cubin, packs parameters and launches.
 
-No Triton, no compiler.  A device is torch's index; its context is torch's, the primary one.
+There is no Triton and no compiler here.  A device is torch's index; its context is torch's, the
+primary one.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Config(ctypes.Structure):
 
 
 class DriverError(RuntimeError):
-    """The CUDA driver is missing, or refused what it was asked."""
+    """The CUDA driver is missing, or refused a call."""
 
 
 @functools.cache
@@ -88,7 +89,7 @@ def _check(library: ctypes.CDLL, status: int, what: str) -> None:
 
 
 def _make_current(device: int) -> None:
-    """A thread that has not called CUDA yet has no context; torch's is the primary one."""
+    """Make torch's context, the primary one, current: a thread that is new to CUDA has none."""
     cuda, context = _cuda(), c_void_p()
     _check(cuda, cuda.cuCtxGetCurrent(byref(context)), "finding the current context")
     if not context:
@@ -99,7 +100,8 @@ def _make_current(device: int) -> None:
 
 @contextmanager
 def _loading_allowed() -> Iterator[None]:
-    """Loading may allocate, which a capture in progress on another stream would not survive."""
+    """Let the block load code during a capture on another stream: loading may allocate, which
+    would otherwise end that capture."""
     cuda, mode = _cuda(), c_int(_CAPTURE_RELAXED)
     _check(cuda, cuda.cuThreadExchangeStreamCaptureMode(byref(mode)), "relaxing capture")
     try:
@@ -109,7 +111,7 @@ def _loading_allowed() -> Iterator[None]:
 
 
 class Function:
-    """A loaded kernel.  Never unloaded: captured graphs may hold it.
+    """A loaded kernel.  It is never unloaded, since captured graphs may hold it.
 
     Args:
         device: index of the device it is loaded on, which must be the current one.
@@ -164,7 +166,7 @@ class Function:
         return handle
 
     def _checked_size(self, layout: Sequence[tuple[int, int]]) -> int:
-        """Bytes of all parameters by the driver's account, which must begin with ours."""
+        """Bytes of all parameters as the driver counts them; the first must be those we pack."""
         found: list[tuple[int, int]] = []
         offset, size = c_size_t(), c_size_t()
         while not (
@@ -184,7 +186,7 @@ class Function:
         return sum(found[-1]) if found else 0
 
     def launch(self, grid: Sequence[int], stream: int, values: Sequence[int | float]) -> None:
-        """Enqueue it.
+        """Enqueue the kernel.
 
         Args:
             grid: one to three sizes, none 0.

@@ -1,4 +1,7 @@
-"""FP8 as this stack stores it: e4m3fn, 8 bits with NaN and no infinity, q * scale the value."""
+"""Defines FP8 as this stack stores it: e4m3fn, 8 bits with NaN and no infinity.
+
+A stored q stands for the value q * scale.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``silu_mul`` and ``gelu_tanh_mul`` share: everything but the activation itself."""
+"""Defines what ``silu_mul`` and ``gelu_tanh_mul`` share: everything but the activation itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .launches import activation as kernels
 
 @dataclass(frozen=True)
 class Gate:
-    """What a gated activation does beside ``act(gate) * up``, in this order.
+    """Options of a gated activation beside ``act(gate) * up``, applied in this order.
 
     Attributes:
         alpha: the gate is multiplied by it inside of the logistic function.

@@ -1,6 +1,6 @@
-"""The process's compiled kernels: filled from an artifact or by the compiler, loaded when launched.
+"""``KERNELS`` holds the process's compiled Triton kernels, as a loaded library holds those of csrc.
 
-``KERNELS`` is to Triton kernels what a loaded library is to those of ``csrc/``.
+An artifact or the compiler fills it with binaries by variant; a launch loads the one that it needs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class KernelMissingError(UserError):
 
 
 class KernelTable:
-    """Binaries by variant, and what of them is loaded.
+    """Binaries by variant, and the kernels that are loaded from them.
 
-    ``sealed``: nothing may be compiled any more; a missing variant is an error.
-    ``compiled_late``: variants that a launch had to wait for.
+    Once ``sealed``, nothing is compiled any more, and a missing variant is an error.
+    ``compiled_late`` lists the variants that a launch had to wait for.
     """
 
     def __init__(self) -> None:
         self.sealed = False
         self.compiled_late: list[Variant] = []
         self.functions: dict[Hashable, Function] = {}
-        """By a launch's key, as ``Launch.run`` makes it."""
+        """Loaded kernels by a launch's key, as ``Launch.run`` makes it."""
         self._binaries: dict[Variant, Binary] = {}
         self._loaded: dict[tuple[Variant, int], Function] = {}
         self._lock = threading.RLock()
@@ -50,12 +50,12 @@ class KernelTable:
         on_done: Callable[[Variant], None] | None = None,
         jobs: int | None = None,
     ) -> None:
-        """Compile what is not there yet, in threads: Triton's compiler releases the GIL.
+        """Compile the missing variants, in threads: Triton's compiler releases the GIL.
 
         Args:
             sm: compute capability to compile for, such as 90; no GPU is needed.
-            on_done: called after each, from the thread that compiled it.
-            jobs: threads; None: one a processor.
+            on_done: called after each, in the thread that compiled it.
+            jobs: number of threads; None: one for each processor.
 
         Raises:
             Exception: the first failure of the compiler; its notes name the variant.
@@ -74,10 +74,10 @@ class KernelTable:
                 pass
 
     def get(self, variant: Variant, sm: int) -> Binary:
-        """The binary of ``variant`` for ``sm``, compiled now when it is missing.
+        """The binary of ``variant`` for ``sm``, compiled now if it is missing.
 
         Raises:
-            KernelMissingError: it is missing and the table is sealed.
+            KernelMissingError: it is missing, and the table is sealed.
         """
         with self._lock:
             if not self._fits(variant, sm):

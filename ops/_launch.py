@@ -1,6 +1,7 @@
-"""A Triton kernel launch as data: what runs, interprets and compiles all read one description.
+"""``Launch`` describes a Triton kernel launch as data: what runs, interprets and compiles reads it.
 
-What a kernel is specialized on is decided here, by rule: see ``Launch``.
+An op's arguments become launches in ``ops/launches``.  What a kernel is specialized on is decided
+here, by rule: see ``Launch``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from ._kernel_table import KERNELS
 from ._variant import DIVISOR, POINTERS, Constant, Variant
 
-# Triton decides the same when it is imported.
+# Triton, too, decides this when it is imported.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -24,19 +25,20 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class Launch:
     """One launch.
 
-    The code is specialized on: dtypes of tensors; whether their addresses are multiples of 16; None
-    and bools, by value; integers, whether they are 1 (then fixed) or multiples of 16, unless they
-    are ``dynamic``.  So a model needs few variants, whatever is in a batch.
+    The code is specialized on the dtypes of tensors and on whether their addresses are multiples of
+    16; on None and bools, by value; and on whether an integer is 1 (then it is fixed) or a multiple
+    of 16, unless it is ``dynamic``.  So a model needs few variants, whatever is in a batch.
 
     Args:
         kernel: ``module:function`` in ``ops/triton_kernels``.
         args: run-time arguments by name, in the kernel's order.
-        constexprs: what the code fixes: tiles and flags.
-        dynamic: integer arguments that change with tokens, sequences, blocks or limits of these:
-            always int32, nothing else is assumed of them.
+        constexprs: compile-time constants: tiles and flags.
+        dynamic: integer arguments that change with tokens, sequences, blocks or limits of these.
+            They are always int32; nothing else is assumed of them.
         programmatic: start before the kernel ahead has finished, on GPUs that can.  The kernel has
             a parameter PROGRAMMATIC and begins as ``ops/triton_kernels/dependent.py`` says.
-        max_registers: of a thread, so that more programs fit a multiprocessor; 0: no bound.
+        max_registers: most registers of a thread, so that more programs fit a multiprocessor; 0: no
+            bound.
     """
 
     kernel: str
@@ -63,7 +65,7 @@ class Launch:
             return
         if 0 in self.grid:
             return
-        # The key holds what ``variant`` looks at, or more; computing that would take longer.
+        # The key holds at least what ``variant`` depends on; computing the variant takes longer.
         constexprs = self.constexprs
         key: list[Any] = [
             self.kernel,
@@ -121,7 +123,7 @@ class Launch:
         )
 
     def variant(self) -> Variant:
-        """What must be compiled for this launch; tensors may be meta or fake.
+        """The variant that must be compiled for this launch; tensors may be meta or fake.
 
         Raises:
             TypeError: an argument is of a type that kernels do not take.
@@ -163,19 +165,19 @@ class Launch:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where it lies, up to a multiple of any alignment: memory without data counts from 0."""
+    """The tensor's address, for questions of alignment; storage without data begins at 0."""
     if tensor.untyped_storage().device.type == "meta":
         return int(tensor.storage_offset()) * tensor.itemsize
     return tensor.data_ptr()
 
 
 def variants_of(launches: Iterable[Launch]) -> set[Variant]:
-    """What must be compiled for these launches."""
+    """The variants that must be compiled for these launches."""
     return {launch.variant() for launch in launches}
 
 
 def representative_sizes() -> list[tuple[int, int]]:
-    """(num_tokens, num_seqs) that together need every variant which any batch needs.
+    """Pairs (num_tokens, num_seqs) that together need every variant that any batch needs.
 
     Tiles follow the number of tokens by powers of two up to 1024, and the number of sequences in
     few steps: sampling above 4, attention above 1, 64 and 1024.  At each step, attention sees a
@@ -189,7 +191,8 @@ def representative_sizes() -> list[tuple[int, int]]:
 
 
 def run_launches(launches: Callable[..., tuple[list[Launch], Any]]) -> Callable[..., Any]:
-    """The function of a Triton implementation: run what ``launches(*args)`` describes."""
+    """Make the function of a Triton implementation, which runs what ``launches(*args)`` describes
+    and returns its result."""
 
     def run(*args: Any) -> Any:
         planned, result = launches(*args)

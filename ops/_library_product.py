@@ -1,4 +1,4 @@
-"""Products that the streaming kernels leave to the library: by which of its algorithms.
+"""Chooses the library's algorithm for the linear layers that the streaming kernels leave to it.
 
 ``algorithms.json`` names the fastest measured for a GPU, a version of cuBLASLt, a shape of weight
 and a range of rows; ``python -m fusewright.bench.ops.tune_linear`` writes it.  Where it names none,
@@ -26,14 +26,14 @@ _SHAPES = 4096
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The fastest measured for some shapes.
+    """The fastest algorithm that was measured for some shapes.
 
     Attributes:
         operands: one of ``_cublaslt.OPERANDS``.
-        out_features, in_features: of the weight.
-        least_rows, most_rows: of x, both included.
-        algorithm: of cuBLASLt, in hexadecimal.
-        us, us_before: measured at ``most_rows`` with it, and as the op runs without it.
+        out_features, in_features: shape of the weight.
+        least_rows, most_rows: range of x's rows, both included.
+        algorithm: cuBLASLt's algorithm, in hexadecimal.
+        us, us_before: time at ``most_rows`` with the algorithm, and of the op without it.
     """
 
     operands: str
@@ -58,20 +58,20 @@ class Algorithm:
 
     @property
     def weight(self) -> tuple[str, int, int]:
-        """What it is for, but for the rows."""
+        """What the algorithm is for, except the rows."""
         return self.operands, self.out_features, self.in_features
 
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured on one GPU with one version of cuBLASLt."""
+    """The algorithms measured on one GPU with one version of cuBLASLt."""
 
     gpu: str
     cublaslt: int
     algorithms: tuple[Algorithm, ...]
 
     def find(self, operands: str, rows: int, out_features: int, in_features: int) -> bytes | None:
-        """The algorithm for a call, None where the table names none."""
+        """The algorithm for a call; None if the table names none."""
         weight = (operands, out_features, in_features)
         for a in self.algorithms:
             if a.weight == weight and a.least_rows <= rows <= a.most_rows:
@@ -81,10 +81,10 @@ class Table:
 
 @cache
 def read_table(path: Path = TABLE) -> Table:
-    """The table of a file.
+    """Read the table of a file.
 
     Raises:
-        UserError: it is none, or two of its entries are for the same call.
+        UserError: the file is not a table, or two of its entries are for the same call.
     """
     try:
         content = json.loads(path.read_text())
@@ -111,9 +111,9 @@ def _refuse_overlaps(algorithms: tuple[Algorithm, ...], path: Path) -> None:
 
 @cache
 def table_of(device: torch.device) -> Table | None:
-    """What is known of a device with the cuBLASLt that is there.
+    """The table for a device with the cuBLASLt that is installed; None if there is none.
 
-    Starts the library, which a capture could not: the first call must come before.
+    The first call starts the library, so it must not come during a capture.
     """
     table = read_table()
     if device.type != "cuda" or torch.cuda.get_device_name(device) != table.gpu:
@@ -146,12 +146,13 @@ def _planned(
 
 
 def _plain(*tensors: Tensor) -> bool:
-    """Whether the algorithms' copies, measured on such tensors, can read them."""
+    """Whether the tensors are like those on which the algorithms were measured, so that their
+    copies can read them."""
     return all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _check_devices(op: str, x: Tensor, **others: Tensor) -> None:
-    """The library would take any address as one of x's device."""
+    """Refuse operands on several devices: the library would take any address for x's device."""
     for name, t in others.items():
         if t.device != x.device:
             raise ValueError(
@@ -160,7 +161,7 @@ def _check_devices(op: str, x: Tensor, **others: Tensor) -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``; of bfloat16 on a GPU by the table's algorithm where it names one.
+    """``F.linear``; for bfloat16 on a GPU by the table's algorithm, if it names one.
 
     Raises:
         ValueError: x and weight are on different devices.
@@ -185,7 +186,7 @@ def linear_fp8(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    """``linear_fp8`` on a GPU by the table's algorithm, None where it names none.
+    """``linear_fp8`` on a GPU by the table's algorithm; None if it names none.
 
     Raises:
         ValueError: the operands are on different devices.

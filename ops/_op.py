@@ -1,9 +1,8 @@
-"""The semantic-op mechanism: one declaration per op, several implementations under other names.
+"""``SemanticOp`` declares an op once, and its implementations as ops under other names.
 
-``fw::name`` is what models call and passes rewrite; it runs the reference.  Lowering replaces
-it by ``fw_native::name`` (inlined by Inductor when ``inline``), ``fw_triton::name`` or
-``fw_cuda::name``.  Another name, because Inductor's caches do not see a decomposition change
-under the same name.
+``fw::name`` is what models call and passes rewrite; it runs the reference.  Lowering replaces it by
+``fw_native::name`` (inlined by Inductor when ``inline``), ``fw_triton::name`` or ``fw_cuda::name``.
+The names differ because Inductor's caches do not see that a decomposition changed under one name.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class TensorDesc:
 
 @dataclass(frozen=True)
 class OpDesc:
-    """What kernel choice and cost see of one call: names to descriptions, no data.
+    """What kernel choice and cost see of one call: descriptions of its arguments, no data.
 
-    ``csrc``: whether the kernels of csrc are there where it runs; None: as in this process.
+    ``csrc`` says whether the machine that runs it has the kernels of csrc; None: as this process.
     """
 
     op: str
@@ -96,13 +95,17 @@ def always(desc: OpDesc) -> str:
 class Implementation:
     """One way to run an op.
 
-    ``supports(desc)`` returns an empty string, or the reason why it cannot run that call.
-    ``inline``: Inductor sees through it and fuses it.  ``launches(*args)`` (Triton only) returns
-    ``(launch list, result)`` without running anything.  ``opt_in``: only ``--kernels`` chooses it,
-    as long as what it gains inside a whole model is not measured.  ``missing(desc)`` returns what
-    must be compiled and loaded before it runs here, for a call that it supports.  ``runs(*args)``
-    names the kernels that a call launches, where the number of rows decides.  ``on_host``: it
-    reads values of its tensors on the host, which cannot be captured in a CUDA graph.
+    Attributes:
+        supports: ``supports(desc)`` returns "", or the reason why it cannot run that call.
+        inline: Inductor sees through it and fuses it.
+        launches: Triton only; ``launches(*args)`` returns ``(launch list, result)`` without running
+            anything.
+        opt_in: only ``--kernels`` chooses it, until its gain inside a whole model is measured.
+        missing: ``missing(desc)`` returns what must be compiled and loaded before a supported call
+            runs here, or "".
+        runs: ``runs(*args)`` names the kernels that a call launches, where the number of rows
+            decides.
+        on_host: it reads values of its tensors on the host, which no CUDA graph can capture.
     """
 
     name: str
@@ -170,7 +173,7 @@ class SemanticOp:
     def describe(self, args: Iterable[Any], *, sm: int = 0, csrc: bool | None = None) -> OpDesc:
         """Describe one call from its positional arguments, real, fake or symbolic."""
         arguments, given = self.overload()._schema.arguments, list(args)
-        # Of a call's node the dispatcher drops trailing arguments that are at their defaults.
+        # The dispatcher drops trailing arguments that equal their defaults from a call's node.
         given += [a.default_value for a in arguments[len(given) :] if a.has_default_value()]
         described: list[tuple[str, Any]] = []
         device = "cpu"
@@ -186,7 +189,7 @@ class SemanticOp:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation picked for a call, and why each earlier one was not."""
+    """The implementation chosen for a call, and why each earlier one was rejected."""
 
     op: str
     implementation: str
@@ -201,8 +204,8 @@ class NoImplementationError(ValueError):
     """No implementation, or none of those asked for, fits a call.
 
     Attributes:
-        rejected: each that was tried, and why not it.
-        fitting: those that could be asked for instead.
+        rejected: each implementation that was tried, and the reason why it does not fit.
+        fitting: the implementations that could be asked for instead.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class NoImplementationError(ValueError):
 
 
 def runs_on(impl: Implementation, device: str) -> bool:
-    """Whether ``impl`` can run on ``device`` at all: under Triton's interpreter, on any."""
+    """Whether ``impl`` can run on ``device`` at all; Triton's interpreter runs on any."""
     interpreted = impl.launches is not None and os.environ.get("TRITON_INTERPRET") == "1"
     return device in impl.devices or interpreted
 
@@ -227,11 +230,13 @@ def choose(
     override: str = "",
     order: Sequence[Implementation] = (),
 ) -> Choice:
-    """Pick an implementation for one call: a pure function of its arguments.
+    """Choose an implementation for one call: a pure function of its arguments.
 
-    ``inline_first`` (``-O1``) prefers implementations that Inductor can fuse; ``override`` names
-    what must be used: one, or several with "/" between, the first that fits; ``order`` replaces the
-    op's own preference.
+    Args:
+        inline_first: prefer implementations that Inductor can fuse (``-O1``).
+        override: the implementation that must be used, or several with "/" between, of which the
+            first that fits is.
+        order: replaces the op's own order of preference.
 
     Raises:
         NoImplementationError: none fits; names op, call and reasons.

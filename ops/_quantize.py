@@ -1,4 +1,4 @@
-"""What the ops that quantize to FP8 share: the definition, its checks, cases and costs.
+"""Defines what the ops that quantize to FP8 share: the definition, its checks, cases and costs.
 
 A scheme is a static scale, [1, 1] float32, or the size of the groups of a row that share a scale
 found in the data: 0 for the whole row, or 128.
@@ -18,9 +18,10 @@ from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, TensorDes
 from .launches.quant import GROUP, Scheme, empty_results
 
 EXACT = dict.fromkeys(TOLERANCES, Tolerance(0.0, 0.0))
-"""For ops whose definition leaves no bit open."""
+"""Tolerances of ops whose definition fixes every bit."""
 ONE_STEP = {**TOLERANCES, E4M3: Tolerance(2.0**-9, 2.0**-3)}
-"""For ops whose values before quantization may differ by a rounding: to the next FP8 value."""
+"""Tolerances of ops whose values may differ by a rounding before quantization, which may then give
+the next FP8 value."""
 _FIRST_FP8_SM = 89
 # The scale of a row of zeros must have an inverse.
 _LEAST_MAGNITUDE = 2.0**-64
@@ -33,10 +34,11 @@ def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_dynamic(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """As ``quantize_static`` with, for each group, its largest magnitude * (1 / 448) as the scale.
+    """``quantize_static`` of each group by a scale of its own: its largest magnitude * (1 / 448).
 
     The scales are [num_tokens, groups], column-major: consecutive in the tokens.  A group of zeros
-    has a tiny one; a NaN or an infinity makes the scale, and so its whole group, that or NaN.
+    has a tiny scale.  A NaN or an infinity becomes its group's scale, after which no value of the
+    group is finite.
     """
     check(x, group_size)
     size = group_size or x.shape[1]
@@ -52,7 +54,7 @@ def _to_e4m3(scaled: Tensor) -> Tensor:
 
 
 def check(x: Tensor, scheme: Scheme, parts: int = 1) -> None:
-    """Refuse what no implementation takes; ``parts``: x's columns to one of the result's.
+    """Refuse what no implementation takes; ``parts`` columns of x make one of the result.
 
     Raises:
         ValueError: names the argument, what it is and what was expected.
@@ -73,7 +75,7 @@ def check(x: Tensor, scheme: Scheme, parts: int = 1) -> None:
 
 
 def refuses_device(desc: OpDesc) -> str:
-    """Why FP8 does not run there, or an empty string."""
+    """Why FP8 does not run on the call's device; "" if it does."""
     if desc.device == "cuda" and 0 < desc.sm < _FIRST_FP8_SM:
         return (
             f"{desc.op}: FP8 came with SM {_FIRST_FP8_SM / 10} (Ada, Hopper), this GPU is SM "
@@ -93,8 +95,8 @@ def quantizing_op(
     parts: int = 1,
     exact: bool = False,
 ) -> SemanticOp:
-    """An op whose first argument is x and whose last is the scheme; results as ``reference`` gives
-    them, a ``residual`` argument comes back as the last.
+    """Make an op whose first argument is x and whose last is the scheme.  Its results are those of
+    ``reference``; a ``residual`` argument comes back as the last.
 
     Args:
         max_width: the most columns of a result that a program of the kernel holds.

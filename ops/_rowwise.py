@@ -1,7 +1,8 @@
-"""Row by row on a CPU: libraries there choose how they add by the number of rows.
+"""Computes row by row on a CPU, where libraries choose the order of a sum by the number of rows.
 
-The implementations "rowwise" of the ops whose result for a row would else depend on the others,
-for ``batch_invariant``.  Slow, and there for tests and for comparing with a GPU's mode.
+These are the implementations "rowwise", for ``batch_invariant``, of the ops whose result for a row
+would otherwise depend on the other rows.  They are slow: they serve tests, and comparisons with
+that mode on a GPU.
 """
 
 from __future__ import annotations

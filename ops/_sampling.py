@@ -1,5 +1,5 @@
-"""What the sampling ops share: cleaned logits, their order, rows that have no token, and stateless
-Gumbel noise.
+"""Defines what the sampling ops share: cleaned logits, their order, rows that have no token, and
+stateless Gumbel noise.
 
 The noise is a pure function of (seed, position, vocabulary index), written with integer operations
 that PyTorch (int64, masked to 32 bits) and Triton (uint32) carry out identically; only the two

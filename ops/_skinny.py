@@ -1,4 +1,4 @@
-"""What stands between the linear ops and the streaming kernels of ``csrc/gemm``: when they serve.
+"""Decides when the linear ops use the streaming kernels of ``csrc/gemm``.
 
 A program's number of rows is known only when it runs, so each of these functions chooses then: the
 streaming kernel for few rows, else the function that it was given.  Under capture the choice is
@@ -18,11 +18,12 @@ from ._cuda import why_no_csrc
 from ._float8 import E4M3
 from ._op import OpDesc
 
-# What the kernels' copies take of a row at least, and the least that is measured.
+# Rows must be multiples of these bytes, for the kernels' copies; smaller weights are not measured.
 _LINE_BYTES = 128
 _LEAST_BYTES = 8 << 20
-# The most rows with which they are ahead; they hold 32.  Of FP8, behind them is the tiled kernel;
-# blocks, which are copied by four, stay ahead of it for longer where a weight is not wide.
+# Above this many rows other kernels are faster; these support up to 32.  For FP8 the next one is
+# the tiled kernel; blocks, which are copied by four, stay ahead of it up to more rows if a weight
+# is not wide.
 _ROWS_BF16 = 16
 _ROWS_FP8 = 32
 _ROWS_FP8_LINEAR = 8
@@ -32,12 +33,12 @@ _BLOCK_COLUMNS = 512
 
 
 def skinny_rows(out_features: int, in_features: int, itemsize: int = 2) -> int:
-    """The most rows for which a streaming kernel is the choice for a weight.
+    """The most rows for which a streaming kernel is chosen for a weight.
 
-    Measured (bench/NOTES.md): with it the bfloat16 products of a Llama-3-8B token take 12 % less
-    time than with cuBLAS at one row, 7 % at 16 and 3 % more at 32, where x weighs as much in L2 as
-    the weight in memory.  0 where it cannot run, and below 8 MiB, where it is not measured and
-    launches rather than bytes are the time.
+    With it, the bfloat16 linear layers of a Llama-3-8B token take 12 % less time than with cuBLAS
+    at one row, 7 % less at 16 and 3 % more at 32, where x costs as much in L2 as the weight does in
+    memory (bench/NOTES.md).  It is 0 if the kernel cannot run, and for weights below 8 MiB, which
+    are not measured and whose time is that of launches rather than of bytes.
     """
     row_bytes = itemsize * in_features
     if row_bytes % _LINE_BYTES or out_features * row_bytes < _LEAST_BYTES:
@@ -46,7 +47,7 @@ def skinny_rows(out_features: int, in_features: int, itemsize: int = 2) -> int:
 
 
 def refuses_weight(desc: OpDesc, dtype: torch.dtype, name: str = "weight") -> str:
-    """Why the kernels do not serve a call for its weight of that name, or an empty string."""
+    """Why the kernels do not serve a call, because of its weight ``name``; "" if they do."""
     weight = desc[name]
     if desc.device != "cuda":
         return f"on {desc.device}, not CUDA"
@@ -73,14 +74,14 @@ def _can_stream(t: Tensor) -> bool:
 
 
 def rows_to_stream(x: Tensor, *weights: Tensor) -> Tensor | None:
-    """x as a matrix, if the kernels take it and the weights and it has few rows, at least one."""
+    """x as a matrix, if the kernels take it and the weights, and it has one to a few rows."""
     x_2d = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     most = min(skinny_rows(w.shape[0], w.shape[1], w.itemsize) for w in weights)
     return x_2d if 0 < x_2d.shape[0] <= most and all(map(_can_stream, (x_2d, *weights))) else None
 
 
 def streams_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
-    """Whether the streaming kernel is the choice for a product of FP8."""
+    """Whether the streaming kernel is chosen for an FP8 linear layer."""
     blocks = weight_scale.shape[1] > 1 and weight.shape[0] < _WIDE_BLOCKS
     most = _ROWS_FP8_BLOCKS if blocks else _ROWS_FP8_LINEAR
     return x.shape[0] <= most and rows_to_stream(x, weight) is not None
@@ -99,7 +100,7 @@ def linear_fp8(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def linear_fp8_supports(otherwise: Callable[[OpDesc], str]) -> Callable[[OpDesc], str]:
-    """Whether both can run a call."""
+    """``supports`` of ``linear_fp8``: whether the streaming kernel and the other can run a call."""
 
     def supports(desc: OpDesc) -> str:
         if reason := otherwise(desc) or refuses_weight(desc, E4M3):

@@ -1,5 +1,8 @@
-"""Variants to machine code by Triton; the only host module that imports it, and only to compile or
-to interpret.  Its driver, which would call a C compiler, is never started."""
+"""Compiles variants to machine code by Triton.
+
+It is the only host module that imports Triton, and only to compile or to interpret.  Triton's
+driver, which would call a C compiler, is never started.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from triton.compiler import ASTSource
 from ._variant import DIVISOR, FIRST_PROGRAMMATIC_SM, Binary, Variant
 
 _WAIT = "griddepcontrol.wait;"
-# What must not come before the wait: memory that other kernels see, and ways around the wait.
-# A prefetch into L2 may: nothing is read before L2, where the writes of all kernels meet.
+# Instructions that must not come before the wait: accesses to memory that other kernels see, and
+# ways around the wait.  A prefetch may come before: it ends in L2, where all kernels' writes meet.
 _TOO_EARLY = re.compile(
     r"\b(?:(?:ld|st|atom|red|cp|prefetch(?!\.global\.L2)|multimem|ldu)\b(?!\.(?:param|shared))[.\w:]*|bra|ret|exit)\b"
 )
@@ -24,13 +27,13 @@ _TOO_EARLY = re.compile(
 
 @functools.cache
 def jit_function(kernel: str) -> Any:
-    """The ``@triton.jit`` function that ``module:function`` names in ``ops/triton_kernels``."""
+    """The ``@triton.jit`` function in ``ops/triton_kernels`` that ``module:function`` names."""
     module, _, function = kernel.partition(":")
     return getattr(importlib.import_module(f"{__package__}.triton_kernels.{module}"), function)
 
 
 def compile_variant(variant: Variant, sm: int) -> Binary:
-    """Compile for compute capability ``sm``, such as 90; needs no GPU.
+    """Compile a variant for compute capability ``sm``, such as 90; no GPU is needed.
 
     Raises:
         ValueError: the variant's parameters are not the function's, in its order.

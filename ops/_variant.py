@@ -1,4 +1,4 @@
-"""A Triton kernel as it is compiled, without Triton: what is fixed in it, and its machine code.
+"""Describes a Triton kernel as it is compiled, without Triton: what is fixed in it, and its code.
 
 A ``Variant`` is what a compiler needs to know and a table is looked up by; a ``Binary`` is what a
 driver needs to launch.
@@ -32,7 +32,7 @@ POINTERS: dict[torch.dtype, str] = {
 FIRST_PROGRAMMATIC_SM = 90
 """The first compute capability with programmatic dependent launch."""
 DIVISOR = 16
-"""Bytes of an aligned pointer; what an integer must be a multiple of to be marked divisible."""
+"""An address in bytes, or an integer, is marked divisible if it is a multiple of this."""
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 _SIZES = {"i": 4, "q": 8, "f": 4, "d": 8, "Q": 8}
 
@@ -67,7 +67,7 @@ class Variant:
 
     @cached_property
     def name(self) -> str:
-        """The function and a digest of everything else: fit for a file's name."""
+        """The function and a digest of everything else, which makes a file's name."""
         return f"{self.function}-{hashlib.sha256(self.to_json().encode()).hexdigest()[:12]}"
 
     def to_json(self) -> str:
@@ -75,7 +75,7 @@ class Variant:
 
     @classmethod
     def from_json(cls, text: str) -> Variant:
-        """The inverse of ``to_json``; whatever it does not know is a TypeError."""
+        """The inverse of ``to_json``.  Raises TypeError for anything that it does not know."""
         data: dict[str, Any] = json.loads(text)
         for name in ("signature", "constexprs"):
             data[name] = tuple((key, value) for key, value in data[name])

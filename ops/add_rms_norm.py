@@ -1,4 +1,4 @@
-"""``add_rms_norm``: the residual add and the RMSNorm that follows it."""
+"""``add_rms_norm`` adds the residual and applies the RMSNorm that follows."""
 
 from __future__ import annotations
 

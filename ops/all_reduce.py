@@ -1,4 +1,4 @@
-"""``all_reduce``: the sum of a tensor over the ranks of a process group of torch.distributed."""
+"""``all_reduce`` sums a tensor over the ranks of a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check(x: Tensor, group_name: str) -> None:
 
 
 def wire_bytes(x: TensorDesc) -> Any:
-    """What a rank must send, in the symbol ``world_size``: each part of x once to be summed and
+    """Bytes that a rank sends, in the symbol ``world_size``: each part of x once to be summed and
     once as the sum (Patarasuk and Yuan, 2009: no all-reduce needs less)."""
     return 2 * x.nbytes * _others_share()
 

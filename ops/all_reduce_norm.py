@@ -1,10 +1,10 @@
-"""All-reduce + [add +] RMSNorm [+ FP8 quantization]: each norm op, of a sum over ranks.
+"""The ops ``all_reduce_<norm op>`` sum over ranks and then normalize [and quantize to FP8].
 
 ``all_reduce_<norm op>(x, ..., group_name)`` is ``<norm op>(all_reduce(x, group_name), ...)``, for
 all six of ``rms_norm``, ``add_rms_norm`` and these with ``_quant_static`` and ``_quant_dynamic``.
 Results are those of the norm op; one that returns no ``residual_out`` returns the sum over the
 ranks after them, which is the next residual.  Every step rounds as the op that it is made of, so
-fusing changes no bit.  Made to be called by ``fuse_all_reduce_norm``, not by models.
+fusing changes no bit.  ``fuse_all_reduce_norm`` makes calls of these ops; models do not.
 """
 
 from __future__ import annotations

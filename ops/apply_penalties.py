@@ -1,4 +1,4 @@
-"""``apply_penalties``: repetition, frequency and presence penalties, in place."""
+"""``apply_penalties`` applies repetition, frequency and presence penalties to logits, in place."""
 
 from __future__ import annotations
 

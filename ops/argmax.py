@@ -1,4 +1,4 @@
-"""``argmax``: greedy sampling."""
+"""``argmax`` picks the most probable token: greedy sampling."""
 
 from __future__ import annotations
 

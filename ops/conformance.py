@@ -1,4 +1,4 @@
-"""Does an implementation do what its op says?  One call on one case, compared with the reference.
+"""Checks that an implementation does what its op says: one call on one case, against the reference.
 
 Whatever runs kernels checks them here: the conformance tests, the benchmarks before they time, the
 autotuner before it trusts.  Nothing but the op's own declaration is consulted.
@@ -24,7 +24,7 @@ _GUARD = 0xA5
 
 
 class ConformanceError(AssertionError):
-    """An implementation and its op's reference or fake disagree."""
+    """An implementation disagrees with its op's reference or fake."""
 
 
 def check_case(op: SemanticOp, run: Callable[..., Any], case: Case, tolerance: Tolerance) -> None:
@@ -68,12 +68,13 @@ def check_case(op: SemanticOp, run: Callable[..., Any], case: Case, tolerance: T
 
 
 def _of_dtype(tensor: Tensor, op: SemanticOp, tolerance: Tolerance) -> Tolerance:
-    """``tolerance``, or what the op says of FP8, whatever the dtype of the call."""
+    """``tolerance``; for an FP8 tensor the op's own, whatever the dtype of the call."""
     return op.tolerances.get(tensor.dtype, tolerance) if tensor.dtype == E4M3 else tolerance
 
 
 def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, where: str) -> None:
-    """Raise ConformanceError unless ``actual`` is within tolerance; integers exactly, NaN never."""
+    """Raise ConformanceError unless ``actual`` is within tolerance.  Integers must be equal, and a
+    NaN never passes."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         raise ConformanceError(f"{where} is {_describe(actual)}, expected {_describe(expected)}")
     if not expected.dtype.is_floating_point:
@@ -123,7 +124,8 @@ def _check_guards(replica: Tensor, where: str) -> None:
 
 @contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """Torch fills what it allocates, in Python and C++, while deterministic algorithms are on."""
+    """Have torch fill what it allocates, in Python and C++, as it does with deterministic
+    algorithms."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_before = torch.is_deterministic_algorithms_warn_only_enabled()
     fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``count_tokens``: count sampled tokens into the penalty state, on the device."""
+"""``count_tokens`` counts sampled tokens into the penalty state, on the device."""
 
 from __future__ import annotations
 

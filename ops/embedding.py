@@ -1,4 +1,4 @@
-"""``embedding``: rows of the token table."""
+"""``embedding`` gathers rows of the token table."""
 
 from __future__ import annotations
 

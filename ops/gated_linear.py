@@ -1,4 +1,4 @@
-"""``gated_linear``: the gate and up projections of an MLP and their gated activation."""
+"""``gated_linear`` computes an MLP's gate and up projections and their gated activation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def runs_in_turn(*_: Any) -> tuple[str, ...]:
 
 
 def _launches(x: Tensor, weight: Tensor, activation: str) -> tuple[list[Launch], Tensor]:
-    """What must be compiled: the activation's launch."""
+    """The launch that must be compiled: the activation's."""
     gate_up = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return kernels.gated_activation(gate_up, None, activation)
 

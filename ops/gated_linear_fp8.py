@@ -1,4 +1,4 @@
-"""``gated_linear_fp8``: ``gated_linear`` on FP8 operands, quantized again by a static scale."""
+"""``gated_linear_fp8`` is ``gated_linear`` on FP8 operands, quantized again by a static scale."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _product(desc: OpDesc) -> OpDesc:
 
 
 def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
-    """What must be compiled: the launch that activates and quantizes."""
+    """The launch that must be compiled: the one that activates and quantizes."""
     x, _, weight, _, dtype, activation, out_scale = args
     gate_up = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
     launches, (y,) = quantize(gate_up, out_scale, activation)

@@ -1,4 +1,4 @@
-"""``gather_last_token``: the one row of each sequence that needs logits."""
+"""``gather_last_token`` takes the one row of each sequence that needs logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gelu_tanh_mul``: the gated activation of Gemma (GeGLU with the tanh approximation)."""
+"""``gelu_tanh_mul`` is the gated activation of Gemma (GeGLU with the tanh approximation)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``keep_tokens``: the newest sampled token of every request stays on the device, by slot."""
+"""``keep_tokens`` keeps the newest sampled token of every request on the device, by slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kv_store``: write this step's keys and values into the paged cache."""
+"""``kv_store`` writes a step's keys and values into the paged cache."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
 
 
 def _cost(desc: OpDesc) -> Cost:
-    """As if no row were padding."""
+    """The cost as if no row were padding."""
     k, cache = desc["k"], desc["kv_cache"]
     return Cost(
         bytes=2 * (k.nbytes + k.numel * cache.dtype.itemsize) + desc["slot_mapping"].nbytes,

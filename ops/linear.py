@@ -1,4 +1,4 @@
-"""``linear``: x @ weight.T + bias."""
+"""``linear`` computes x @ weight.T + bias."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ OP = SemanticOp(
     fake=_fake,
     cases=_cases,
     cost=_cost,
-    # cuBLAS is ahead of a plain Triton GEMM at every shape; the Triton one is for where it is not.
+    # cuBLAS is faster than a plain Triton GEMM at every shape, so "triton" comes after "native".
     implementations=(
         Implementation("skinny", _skinny, refuses_bf16, devices=("cuda",), runs=_skinny_runs),
         Implementation("native", _reference, inline=True),

@@ -1,9 +1,9 @@
-"""``linear_add_norm_linear``: from one projection into the residual stream to the next out of it.
+"""``linear_add_norm_linear`` is one projection into the residual stream and the next one out of it.
 
-One op, and not a linear layer with a residual and a norm with a linear layer, because where the sum
-is best made depends on the number of rows, which is known only when a program runs: with few rows
-in the first product's kernel, the norm in the second's; with many between two library products, in
-the one kernel that adds and normalizes.
+It is one op, and not a linear layer with a residual and a norm with a linear layer, because where
+the sum is best made depends on the number of rows, which is known only when a program runs.  With
+few rows the first linear layer's kernel adds, and the second's normalizes; with many rows, one
+kernel between the two library GEMMs adds and normalizes.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _launches(
     next_bias: Tensor | None,
     activation: str | None,
 ) -> tuple[list[Launch], Results]:
-    """What must be compiled: the launches of the add and norm, and of the activation."""
+    """The launches that must be compiled: those of the add and norm, and of the activation."""
     product = LINEAR.fake(x, weight, None)
     planned, (_, total) = norm.add_rms_norm(product, residual, norm_weight, eps, None)
     y = LINEAR.fake(total, next_weight, None)
@@ -249,7 +249,7 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 def _part(desc: OpDesc, **args: TensorDesc | None) -> OpDesc:
-    """Of some arguments a description, for what is asked of a part."""
+    """Describe a part of the call by some of its arguments, to ask that part's op about it."""
     return OpDesc(desc.op, tuple(args.items()), desc.device, desc.sm)
 
 
@@ -278,6 +278,6 @@ OP = SemanticOp(
         ),
         Implementation("native", _reference, inline=True),
     ),
-    # Of gated_linear; in bfloat16 more, for what the streaming kernels do not round.
+    # Those of gated_linear, wider in bfloat16: the streaming kernels leave out a rounding.
     tolerances={**GATED_LINEAR.tolerances, torch.bfloat16: Tolerance(5e-2, 5e-2)},
 )

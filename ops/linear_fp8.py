@@ -1,4 +1,4 @@
-"""``linear_fp8``: x @ weight.T + bias of FP8 matrices and their scales."""
+"""``linear_fp8`` computes x @ weight.T + bias of FP8 matrices and their scales."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def linear_fp8(
 def scheme_of(
     x: Any, x_scale: Any, weight: Any, weight_scale: Any, bias: Any, out_dtype: torch.dtype
 ) -> str:
-    """Which of "tensor", "token", "block" the shapes of tensors, or of their descriptions, mean.
+    """The scheme, "tensor", "token" or "block", that the shapes of tensors or descriptions mean.
 
     Raises:
         ValueError: none, or dtypes that the op does not take; names what was found and expected.
@@ -110,7 +110,7 @@ def _reference(
 
 
 def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    """q * scale in float32; a scale is for 1 or 128 rows and columns, or for all."""
+    """q * scale in float32; each scale is for 1 or 128 rows and columns, or for all."""
     for dim in (0, 1):
         if 1 < scale.shape[dim] < q.shape[dim]:
             scale = scale.repeat_interleave(GROUP, dim).narrow(dim, 0, q.shape[dim])
@@ -132,7 +132,7 @@ def _native(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """cuBLASLt; on a CPU the product of the dequantized operands."""
+    """cuBLASLt's GEMM; on a CPU, the GEMM of the dequantized operands."""
     if x.device.type == "cpu":
         return _reference(x, x_scale, weight, weight_scale, bias, out_dtype)
     rows = x.shape[0]
@@ -197,7 +197,7 @@ def _by_row(
 
 
 def _launches_by_rows(*args: Any) -> tuple[list[Launch], Tensor]:
-    """Of the tiled kernel where it is ahead of cuBLASLt, else none."""
+    """Launches of the tiled kernel where it is faster than cuBLASLt, else none."""
     x, _, weight, *_ = args
     ahead = kernels.is_ahead(scheme_of(*args), x.shape[0], weight.shape[0])
     return _launches(*args) if ahead else ([], _fake(*args))
@@ -207,7 +207,8 @@ _tiled = run_launches(_launches)
 
 
 def _by_rows(*args: Any) -> Tensor:
-    """The library by a measured algorithm, else ``by_rule``; by the shapes of each call."""
+    """Run the library's measured algorithm if there is one for the call's shapes, else
+    ``by_rule``."""
     x = args[0]
     if x.device.type == "cuda":
         counters(x.device)  # a capture may come next, and cannot allocate them
@@ -217,7 +218,7 @@ def _by_rows(*args: Any) -> Tensor:
 
 
 def by_rule(*args: Any) -> Tensor:
-    """The tiled kernel where it is ahead of cuBLASLt's own choice, else that."""
+    """Run the tiled kernel where it is faster than cuBLASLt's own choice, else cuBLASLt."""
     x, _, weight, *_ = args
     ahead = kernels.is_ahead(scheme_of(*args), x.shape[0], weight.shape[0])
     return _tiled(*args) if ahead else _native(*args)
@@ -297,7 +298,7 @@ OP = SemanticOp(
         Implementation("rowwise", _by_row, refuses_device, devices=("cpu",), opt_in=True),
     ),
     tolerances={
-        # Sums of up to 5, of partial sums that tensor cores hold to 14 bits.
+        # Results are sums of up to 5, from partial sums that tensor cores hold to 14 bits.
         torch.float32: Tolerance(4e-3, 1e-3),
         torch.bfloat16: Tolerance(1e-2, 1.6e-2),
         torch.float16: Tolerance(6e-3, 3e-3),

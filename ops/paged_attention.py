@@ -1,4 +1,4 @@
-"""``paged_attention``: causal attention over a paged KV cache, decodes and prefills mixed."""
+"""``paged_attention`` is causal attention over a paged KV cache, decodes and prefills mixed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def paged_attention(
 def _check(
     q: Tensor, kv_cache: Tensor, out: Tensor, kv_scale: Tensor | None, out_scale: Tensor | None
 ) -> None:
-    """Where these disagree, a kernel would read other numbers."""
+    """Refuse dtypes and scales that disagree: a kernel would read other numbers."""
     if kv_cache.dtype not in (q.dtype, E4M3):
         raise ValueError(f"q is {q.dtype}, kv_cache {kv_cache.dtype}: expected the same or {E4M3}")
     check_kv_scale(kv_cache, kv_scale)
@@ -128,7 +128,7 @@ def _sequences(
 
 
 def _values(k: Tensor, v: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the cached K and V [num_kv_heads, keys, head_dim] stand for, in float32."""
+    """The values of the cached K and V [num_kv_heads, keys, head_dim], in float32."""
     k, v = k.float(), v.float()
     if kv_scale is None:
         return k, v
@@ -257,8 +257,8 @@ def _triton_supports(desc: OpDesc) -> str:
 
 
 def _cost(desc: OpDesc) -> Cost:
-    """In the symbols ``context_tokens``, KV positions read (without a window: sum of seq_lens),
-    and ``query_context_pairs``, (query, position) pairs that are not masked."""
+    """The cost, in two symbols: ``context_tokens``, KV positions read (without a window: sum of
+    seq_lens), and ``query_context_pairs``, (query, position) pairs that are not masked."""
     import sympy
 
     context = sympy.Symbol("context_tokens")

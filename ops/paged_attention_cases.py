@@ -1,4 +1,4 @@
-"""Calls of ``paged_attention`` that its conformance tests and benchmarks make."""
+"""Makes the calls of ``paged_attention`` that its conformance tests and benchmarks run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paged_attention`` with the kernels of csrc: the implementation ``cuda``.
+"""Runs ``paged_attention`` with the kernels of csrc: the implementation ``cuda``.
 
 The decode kernel takes sequences with one query, a prefill kernel the rest: csrc's for a head_dim
 of 128 and K and V of q's dtype, else Triton's.  Which of them are launched follows from shapes and

@@ -1,6 +1,6 @@
-"""``paged_attention`` with FlashInfer's prefill on Hopper: the implementation ``flashinfer``.
+"""Runs ``paged_attention`` with FlashInfer's prefill on Hopper: the implementation ``flashinfer``.
 
-It is ``cuda`` with another prefill kernel from so many tokens on.
+It is ``cuda`` with another prefill kernel from ``FEWEST_TOKENS`` tokens on.
 """
 
 from __future__ import annotations

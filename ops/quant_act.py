@@ -1,4 +1,4 @@
-"""A gated activation and the FP8 quantization of its result, static and dynamic, in one op."""
+"""The ops here apply a gated activation and quantize its result to FP8, static or dynamic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``quant_fp8_static`` and ``quant_fp8_dynamic``: to FP8 by a given scale, or by the data's own."""
+"""``quant_fp8_static`` quantizes to FP8 by a given scale, ``quant_fp8_dynamic`` by its own."""
 
 from __future__ import annotations
 

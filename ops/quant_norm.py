@@ -1,4 +1,4 @@
-"""[Add +] RMSNorm and the FP8 quantization of its result, static and dynamic, in one op."""
+"""The ops here apply [add +] RMSNorm and quantize its result to FP8, static or dynamic."""
 
 from __future__ import annotations
 

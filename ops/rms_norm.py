@@ -1,4 +1,4 @@
-"""``rms_norm``: x / rms(x) * weight over the last dimension."""
+"""``rms_norm`` computes x / rms(x) * weight over the last dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rope_kv_store``: [QK-norm +] rotary embedding + KV store, in one kernel."""
+"""``rope_kv_store`` is [QK-norm +] rotary embedding + KV store, in one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cos/sin tables of rotary embeddings, with the scalings that models publish.
+"""Makes the cos/sin tables of rotary embeddings, with the scalings that models publish.
 
 A model's ``RopeParameters`` become one table, built once, in float32, which is an ordinary argument
 of ``rotary_embedding``.
@@ -77,7 +77,7 @@ def _yarn(parameters: RopeParameters, frequencies: Tensor, rotary_dim: int) -> T
     context = parameters.original_max_position
 
     def dimension(rotations: float) -> float:
-        """Which dimension turns this often within the original context."""
+        """The dimension that turns this often within the original context."""
         wavelengths = context / (2 * math.pi * rotations)
         return rotary_dim * math.log(wavelengths) / (2 * math.log(parameters.theta))
 

@@ -1,4 +1,4 @@
-"""``rotary_embedding``: rotate queries and keys by their positions; tables in ``rotary_cache``."""
+"""``rotary_embedding`` rotates queries and keys by their positions; tables: ``rotary_cache``."""
 
 from __future__ import annotations
 

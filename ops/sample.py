@@ -1,4 +1,4 @@
-"""``sample``: temperature, min-p, top-k, top-p, then one random draw a row, without state."""
+"""``sample`` draws a token a row after temperature, min-p, top-k and top-p; it keeps no state."""
 
 from __future__ import annotations
 

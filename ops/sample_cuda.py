@@ -1,8 +1,8 @@
-"""``sample`` by the kernel of csrc: the implementation ``cuda``.
+"""Runs ``sample`` with the kernel of csrc: the implementation ``cuda``.
 
-It takes calls with a filter, and those without from some rows on; fewer rows of noise alone want
-more of the device than the cluster of a row, and are the Triton kernels'.  A row draws the same by
-either, to the bit of the noise.
+It takes calls with a filter, and calls without one above a number of rows.  With fewer rows, noise
+alone needs more of the device than one cluster a row, so Triton's kernels take those.  Both draw
+the same token for a row, to the bit of the noise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .launches import sampling
 _SM = 90
 # Columns a row at most: the shared memory of a cluster holds them.
 _MOST_COLUMNS = {torch.bfloat16: 524288, torch.float16: 524288, torch.float32: 262144}
-# Of 128256 columns without a filter, us in a graph, csrc and Triton: 22 and 22 at 32 rows, 24 and
-# 38 at 64, 86 and 133 at 256, H200.
+# Up to this many rows, Triton serves calls without a filter.  Measured in a graph on an H200 with
+# 128256 columns, csrc and Triton take 22 and 22 us at 32 rows, 24 and 38 at 64, 86 and 133 at 256.
 _MOST_ROWS_OF_NOISE = 32
 
 

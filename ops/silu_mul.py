@@ -1,4 +1,4 @@
-"""``silu_mul``: the gated activation of Llama, Mistral and Qwen (SwiGLU)."""
+"""``silu_mul`` is the gated activation of Llama, Mistral and Qwen (SwiGLU)."""
 
 from __future__ import annotations
 

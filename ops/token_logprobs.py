@@ -1,4 +1,4 @@
-"""``token_logprobs``: log-probabilities of sampled tokens and of the most probable ones."""
+"""``token_logprobs`` gives log-probabilities of sampled tokens and of the most probable ones."""
 
 from __future__ import annotations
 

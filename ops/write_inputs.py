@@ -1,4 +1,4 @@
-"""``write_inputs``: one packed copy from the host becomes the static inputs of a step."""
+"""``write_inputs`` unpacks one packed tensor from the host into the static inputs of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph rewrites over the semantic ops: one rule a file, ``pipeline`` the ordered list of them.
+"""The passes rewrite graphs over the semantic ops: one rule a file, ``pipeline`` the ordered list.
 
 A rule takes ``(gm, context)`` and returns a ``PassReport``: which sites it expected, which it
 matched, and why the others were missed.  Every replacement goes through ``Context.replace``, which

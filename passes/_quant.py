@@ -1,4 +1,4 @@
-"""What the passes share that fold an FP8 quantization into the kernel before it."""
+"""Reads FP8 quantizations, for the passes that fold one into the kernel before it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .rule import is_call
 
 @dataclass(frozen=True)
 class Quant:
-    """One quantization: ``outputs`` are its values and, if it finds them itself, its scales;
-    ``how`` are its arguments after the tensor: the static scale, or the group size."""
+    """One quantization.  ``outputs`` are its values and, if it is dynamic, its scales; ``how`` is
+    its argument after the tensor: the static scale, or the group size."""
 
     node: fx.Node
     kind: str
@@ -53,7 +53,8 @@ def unpacked(graph: fx.Graph, call: fx.Node, count: int) -> list[fx.Node]:
 
 
 def why_not_alone(source: fx.Node, quant: Quant) -> str:
-    """The unquantized tensor disappears: nobody else may read it."""
+    """Why not to fuse ``quant`` with ``source``: somebody else reads the unquantized tensor, which
+    would disappear."""
     others = [user for user in source.users if user is not quant.node]
     if others:
         return f"{source.name} is also read unquantized, by {others[0].name}"
@@ -61,7 +62,7 @@ def why_not_alone(source: fx.Node, quant: Quant) -> str:
 
 
 def why_not_before(quant: Quant, site: fx.Node) -> str:
-    """The fused op runs at ``site``, where a static scale must be known."""
+    """Why not to fuse ``quant`` at ``site``: its static scale is not known there yet."""
     if isinstance(quant.how, fx.Node) and not quant.how < site:
         return f"the scale {quant.how.name} is not known before {site.name}"
     return ""

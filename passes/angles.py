@@ -1,8 +1,8 @@
 """Reads the cosines and sines of a rotation back to one of each for every two columns that rotate.
 
 Models spread them over the columns of a head before the product, by halves or by pairs, and over
-the heads.  What lies between (casts, a scale) acts on each element, so it may as well act on what
-is spread: ``Half.build`` does that again, and the rest of the spelling becomes dead.
+the heads.  What lies between (casts, a scale) acts on each element, so it may as well act on the
+tensor before it is spread: ``Half.build`` does that, and the rest of the spelling becomes dead.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _TRIGONOMETRY = ("cos", "sin")
 
 @dataclass(frozen=True)
 class Half:
-    """The cosines, or the sines, of a rotation.
+    """The cosines or the sines of a rotation.
 
     Attributes:
         root: the tensor that they are computed from, or they themselves.
-        steps: what is done to each of its elements, first to last: ("cos",), ("mul", number),
+        steps: what is done to each element of ``root``, in order: ("cos",), ("mul", number),
             ("cast", dtype), ("part", 0 or 1) of a complex number.
         shape: sizes as text, as the product broadcasts them, but half as wide: [batch, heads,
             tokens, half] with 1 for the heads, or tokens before heads.
-        dtype: of what the steps give.
-        function: "cos" or "sin" where one of them is seen, else "".
+        dtype: the dtype that the steps give.
+        function: "cos" or "sin" if one of them is seen, else "".
     """
 
     root: fx.Node
@@ -42,7 +42,7 @@ class Half:
 
     @property
     def angles(self) -> tuple[Any, ...]:
-        """The steps without the function, which cosines and sines of the same angles share."""
+        """The steps without the function: cosines and sines of the same angles share them."""
         return tuple(("angle",) if step[0] in _TRIGONOMETRY else step for step in self.steps)
 
     def describe(self) -> str:
@@ -65,9 +65,9 @@ class Half:
 
 
 def read_spread(node: Any, function: str, layout: str, nodes: list[Any]) -> Half:
-    """What multiplies a whole tensor: every element twice, as ``layout`` joins them.
+    """Read the factor of a whole tensor, which has every element twice, joined as in ``layout``.
 
-    ``nodes`` gets what is passed on the way.
+    Nodes that are passed on the way are added to ``nodes``.
     """
     shape, steps = _shape(node, halved=True), list[Any]()
     dtype = tensor(node).dtype
@@ -87,14 +87,14 @@ def read_spread(node: Any, function: str, layout: str, nodes: list[Any]) -> Half
 
 
 def read_half(node: Any, function: str, nodes: list[Any]) -> Half:
-    """What multiplies one of two parts."""
+    """Read the factor of one of two parts."""
     shape, dtype = _shape(node), tensor(node).dtype
     root = _without_heads(node, nodes)
     return Half(root, (), shape, dtype, _function(root, [], function))
 
 
 def read_complex(node: Any, nodes: list[Any]) -> tuple[Half, Half]:
-    """The real and the imaginary parts of what multiplies complex numbers."""
+    """Read the real and the imaginary parts of the factor of complex numbers."""
     shape, root = _shape(node), _without_heads(node, nodes)
     if tensor(root).is_conj():
         raise Miss(f"{root.name} is conjugated: it rotates the other way")
@@ -131,7 +131,7 @@ def _shape(node: Any, *, halved: bool = False) -> tuple[str, ...]:
 
 
 def _step(node: Any) -> tuple[Any, ...] | None:
-    """What ``node`` does to each element of its tensor; None for what may do more."""
+    """What ``node`` does to each element of its tensor; None if it may do more."""
     if kind(node) in _TRIGONOMETRY:
         return (kind(node),)
     if kind(node) == "cast" and cast_source(node) is not node:
@@ -142,7 +142,7 @@ def _step(node: Any) -> tuple[Any, ...] | None:
 
 
 def _widens_nothing(node: Any) -> bool:
-    """Whether it is an ``unsqueeze`` that leaves the last dimension the last."""
+    """Whether the node is an ``unsqueeze`` after which the last dimension is still the last."""
     if kind(node) != "unsqueeze":
         return False
     rank = tensor(node).dim()
@@ -159,7 +159,7 @@ def _without_heads(node: Any, nodes: list[Any]) -> fx.Node:
 
 
 def _spread(node: Any, layout: str, nodes: list[Any]) -> Any:
-    """What ``node`` has twice in each row: as a whole ("halves"), or element by element."""
+    """What ``node`` has twice in each row: as a whole ("halves"), or each element ("pairs")."""
     join = joined(node)
     if join is not None and join.layout == layout:
         if join.first is not join.second:
@@ -192,7 +192,7 @@ def _check_function(node: fx.Node, function: str) -> None:
 
 
 def _function(root: fx.Node, steps: list[tuple[Any, ...]], function: str) -> str:
-    """``function`` where ``root`` or a step is one, seen through what moves elements about."""
+    """``function`` if ``root`` or a step is that, seen through ops that only move elements."""
     if any(step[0] in _TRIGONOMETRY for step in steps):
         return function
     node: Any = root

@@ -1,9 +1,8 @@
-"""Reads plain PyTorch math in whatever spelling a graph has it: Dynamo's functions and methods, or
-ATen's ops.
+"""Reads plain PyTorch math in any spelling: Dynamo's functions and methods, or ATen's ops.
 
 The rules that raise it to semantic ops (``canonicalize_norm``, ``canonicalize_rope``,
-``fuse_act``) ask what a node computes and check eps, dimensions and dtypes on the nodes; no pattern
-graphs are listed anywhere.
+``fuse_act``) ask here what a node computes and check eps, dimensions and dtypes on the nodes; no
+pattern graphs are listed anywhere.
 """
 
 from __future__ import annotations
@@ -68,15 +67,15 @@ _TARGETS: dict[str, tuple[Any, ...]] = {
 _KINDS: dict[Any, str] = {target: kind for kind, many in _TARGETS.items() for target in many}
 _HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _COMPUTED = (torch.float32, *_HALF_STEPS)
-"""Dtypes of the ops' tensors: all are computed in float32, which holds their values."""
+"""Dtypes of the ops' tensors.  All are computed in float32, which holds their values."""
 
 
 class Miss(Exception):
-    """A site that is not raised; the message is the reason that the report gives."""
+    """Ends the reading of a site that cannot be raised; the message is the reason in the report."""
 
 
 def kind(node: Any) -> str:
-    """What ``node`` computes, such as "mul"; "" for what no rule reads."""
+    """The name of what ``node`` computes, such as "mul"; "" if no rule reads it."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return ""
     return _KINDS.get(node.target, "")
@@ -88,7 +87,7 @@ def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
 
 
 def tensor(node: Any) -> Tensor:
-    """The fake tensor of a node; a ``Miss`` where there is none."""
+    """The fake tensor of a node; raises ``Miss`` if it has none."""
     value = fake_value(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor):
         raise Miss(f"{node} is not a tensor of the graph")
@@ -96,7 +95,7 @@ def tensor(node: Any) -> Tensor:
 
 
 def cast_source(node: Any) -> Any:
-    """What is cast by ``node``, or ``node`` itself if it does not change a dtype alone."""
+    """What ``node`` casts; ``node`` itself if it does anything but change the dtype."""
     if kind(node) != "cast":
         return node
     source = fake_value(node.args[0])
@@ -108,8 +107,8 @@ def cast_source(node: Any) -> Any:
 
 
 def widened(node: Any) -> Any:
-    """What ``node`` casts to float32 from no wider a dtype, else ``node``: every value stays what
-    it is."""
+    """What ``node`` casts to float32 without a loss, so that every value stays what it is; else
+    ``node`` itself."""
     source = cast_source(node)
     if source is node or tensor(source).dtype not in _COMPUTED:
         return node
@@ -117,8 +116,8 @@ def widened(node: Any) -> Any:
 
 
 def computed_dtype(node: Any) -> torch.dtype:
-    """The dtype of a tensor that an op shall read; a ``Miss`` where the op's float32 does not hold
-    its values, or where it has no last dimension."""
+    """The dtype of a tensor that an op is to read.  Raises ``Miss`` if float32, in which the op
+    computes, does not hold its values, or if it has no last dimension."""
     value = tensor(node)
     if value.dtype not in _COMPUTED:
         raise Miss(f"{node.name} is {value.dtype}, the op computes in float32")
@@ -128,8 +127,8 @@ def computed_dtype(node: Any) -> torch.dtype:
 
 
 def check_rounding(nodes: Iterable[Any], dtype: torch.dtype) -> None:
-    """A ``Miss`` unless what these nodes compute is float32, or rounded to ``dtype`` as the op's
-    result is."""
+    """Raise ``Miss`` unless these nodes compute float32, or round to ``dtype`` as the op's result
+    does."""
     for node in nodes:
         if tensor(node).dtype not in (torch.float32, dtype):
             rounds = "" if dtype == torch.float32 else f" and rounds to {dtype}"
@@ -142,7 +141,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def with_number(node: fx.Node) -> tuple[Any, float | None]:
-    """(the tensor operand, the number) of a sum, product, quotient or power with a number."""
+    """Read a sum, product, quotient or power with a number as (the tensor operand, the number)."""
     left, right = (
         argument(node, 0, "input"),
         argument(node, 1, "other", node.kwargs.get("exponent")),
@@ -157,7 +156,7 @@ def with_number(node: fx.Node) -> tuple[Any, float | None]:
 
 
 def other_operand(node: fx.Node, known: fx.Node) -> Any:
-    """The operand beside ``known`` of a sum or a product of two; a ``Miss`` for anything else."""
+    """The operand beside ``known`` of a sum or product of two; raises ``Miss`` otherwise."""
     operands = [argument(node, 0, "input"), argument(node, 1, "other")]
     if known not in operands or argument(node, 2, "alpha", 1) != 1:
         raise Miss(f"{node.name} is not of two operands")
@@ -165,14 +164,14 @@ def other_operand(node: fx.Node, known: fx.Node) -> Any:
 
 
 def only_user(node: fx.Node) -> fx.Node:
-    """The one user of a value in the midst of a site."""
+    """The only user of a value inside a site; raises ``Miss`` if it has several."""
     if len(node.users) != 1:
         raise Miss(f"{node.name} has {len(node.users)} users, expected one")
     return next(iter(node.users))
 
 
 def columns(node: Any) -> tuple[Any, int, int] | None:
-    """(tensor, start, stop) when ``node`` is a range of columns of another tensor, else None."""
+    """Read ``node`` as (tensor, start, stop), a range of another tensor's columns; else None."""
     if not isinstance(node, fx.Node) or not isinstance(fake_value(node), Tensor):
         return None
     if fake_value(node).dim() == 0:
@@ -197,7 +196,7 @@ def columns(node: Any) -> tuple[Any, int, int] | None:
 
 
 def _slice_start(index: Any, source: Any) -> int | None:
-    """Where ``source[..., start:stop]`` starts, whatever of the other dimensions is taken whole."""
+    """The ``start`` of ``source[..., start:stop]``, if all other dimensions are taken whole."""
     if not isinstance(index, tuple) or not isinstance(source, Tensor):
         return None
     *rest, last = index
@@ -209,12 +208,12 @@ def _slice_start(index: Any, source: Any) -> int | None:
 
 
 def same_shape(a: Tensor, b: Tensor) -> bool:
-    """Compared as expressions, which makes no guards."""
+    """Whether the shapes are equal as expressions; comparing these makes no guards."""
     return [str(d) for d in a.shape] == [str(d) for d in b.shape]
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether the rows follow one another, as the ops' results do; makes no guards."""
+    """Whether the rows follow one another, as in the ops' results; makes no guards."""
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if str(size) == "1":
@@ -233,7 +232,7 @@ def check_dense(node: fx.Node) -> None:
 
 
 def roundings(dtype: torch.dtype, count: int) -> Tier:
-    """What ``count`` roundings to ``dtype`` amount to at most; in float32 a few last bits."""
+    """The most that ``count`` roundings to ``dtype`` amount to; in float32, a few last bits."""
     if dtype not in _HALF_STEPS:
         return Tier(atol=1e-6, rtol=2.0**-18)
     # What is rounded to a subnormal number of float16 is off by 2^-25, and then scaled by factors

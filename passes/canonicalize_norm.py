@@ -1,4 +1,4 @@
-"""``canonicalize_norm``: raises RMSNorm, however it is spelled.
+"""``canonicalize_norm`` raises RMSNorm, however it is spelled.
 
 Before: ``x.float() * rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)``, cast and multiplied by
 a weight, in any order of operands, with ``x * x`` or ``square``, ``sqrt`` and division or
@@ -38,8 +38,8 @@ from .subgraph import fake_value
 
 @dataclass
 class _Norm:
-    """What has been read of a norm so far: ``x`` in its own dtype, the nodes that compute it, and
-    whether they round as the op does."""
+    """A norm as far as it has been read: ``x`` in its own dtype, the nodes that compute the norm,
+    and whether they round as the op does."""
 
     x: fx.Node
     eps: float
@@ -54,11 +54,11 @@ class _Norm:
 
 
 class CanonicalizeNorm:
-    """Expected sites: every mean, or sum, of squares, and every ``torch.rms_norm``; but no layer
-    norm, which squares what its mean has been subtracted from.
+    """Expected sites: every mean or sum of squares, and every ``torch.rms_norm``.  A layer norm is
+    none: it squares ``x`` minus its mean.
 
-    Exact where root and mean are computed as the op does; else, as with a division by the square
-    root, statistics differ in the last bit of float32, and both roundings may fall another way.
+    Exact if root and mean are computed as in the op.  Otherwise, as with a division by the square
+    root, statistics differ in the last bit of float32, and both roundings may go another way.
     """
 
     name = "canonicalize_norm"
@@ -111,7 +111,7 @@ def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def _is_centered(squared: Any) -> bool:
-    """Whether it is ``x - mean(x)``, which layer norms square: their scale is of another tensor."""
+    """Whether the squared tensor is ``x - mean(x)``, as in a layer norm and in no RMSNorm."""
     if kind(squared) != "sub" or len(squared.args) != 2:
         return False
     x, mean = squared.args
@@ -131,12 +131,12 @@ def _squared(node: Any) -> Any:
 
 
 def _equal_operands(squares: fx.Node) -> list[Any]:
-    """Both operands of ``x * x``: two casts of one tensor are two nodes."""
+    """Both operands of ``x * x``, which may be two nodes: two casts of one tensor."""
     return [*squares.args] if kind(squares) == "mul" else []
 
 
 def _read(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
-    """The norm around ``site``, and its result."""
+    """Read the norm around ``site``; returns it and the node with its result."""
     if squared is None:
         return _read_call(site)
     norm, root = _read_statistics(site, squared)
@@ -150,7 +150,8 @@ def _read(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
 
 
 def _check_layout(result: fx.Node) -> None:
-    """Dense as the op's result is, or heads of which those of a token follow one another."""
+    """Refuse a result that is neither dense, as the op's is, nor heads that follow one another
+    within each token."""
     value = tensor(result)
     if value.dim() != 4 or not is_dense(value.transpose(1, 2)):
         check_dense(result)
@@ -172,7 +173,7 @@ def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
 
 
 def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
-    """``mean(x^2) + eps``: (the norm, the sum, whose root is to be taken)."""
+    """Read ``mean(x^2) + eps``; returns the norm and the sum, whose root is taken next."""
     stats, source = tensor(site), tensor(squared)
     computed_dtype(squared)
     dims = argument(site, 1, "dim", ())
@@ -198,7 +199,7 @@ def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
 
 
 def _read_scaling(norm: _Norm, shifted: fx.Node, squared: Any) -> fx.Node:
-    """``x * rsqrt(shifted)``, or with other words for the inverse root."""
+    """Read ``x * rsqrt(shifted)``, or another spelling of the inverse root."""
     scale, divides = only_user(shifted), False
     norm.nodes.append(scale)
     if kind(scale) == "sqrt":
@@ -230,7 +231,7 @@ def _read_scaling(norm: _Norm, shifted: fx.Node, squared: Any) -> fx.Node:
 
 
 def _read_weight(norm: _Norm, normed: fx.Node) -> fx.Node:
-    """The product with the weight, and the cast back, before or after it."""
+    """Read the product with the weight and the cast back, before or after it."""
     dtype, product = norm.dtype, only_user(normed)
     rounded = normed
     if kind(product) == "cast":
@@ -256,7 +257,7 @@ def _read_weight(norm: _Norm, normed: fx.Node) -> fx.Node:
 
 
 def _read_offset(norm: _Norm, weight: Any) -> Any:
-    """The weight of a product in float32, without its cast and without what is added to it."""
+    """The weight of a product in float32, without its cast and without the number added to it."""
     offset = with_number(weight)[1] if kind(weight) == "add" else None
     if offset is not None and tensor(weight).dtype == torch.float32:
         norm.nodes.append(weight)

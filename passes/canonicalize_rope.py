@@ -1,9 +1,9 @@
-"""``canonicalize_rope``: raises the rotation of queries and keys, as ``rotations`` reads it.
+"""``canonicalize_rope`` raises the rotation of queries and keys, as ``rotations`` reads it.
 
-Before: ``q * cos + cat((-q[..., h:], q[..., :h]), -1) * sin``, and k likewise; or of pairs of
-neighbours, or of complex numbers.
-After: ``rotary_embedding`` of both, over a table of one row a token.  One launch, and each value
-is read once.
+Before: ``q * cos + cat((-q[..., h:], q[..., :h]), -1) * sin``, and k likewise; or the same of pairs
+of neighbours, or of complex numbers.
+After: ``rotary_embedding`` of both, over a table of one row a token.  It is one launch, and reads
+each value once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ATEN = torch.ops.aten
 
 
 class CanonicalizeRope:
-    """Expected sites: every spelling that ``rotations`` knows, of one tensor.
+    """Expected sites: every rotation of one tensor in a spelling that ``rotations`` knows.
 
-    Exact where a spelling computes in float32 as the op does; 16-bit spellings round both products
-    and their sum, the op rounds once.
+    Exact if the spelling computes in float32, as the op does.  A spelling in 16 bits rounds both
+    products and their sum, where the op rounds once.
     """
 
     name = "canonicalize_rope"
@@ -46,7 +46,7 @@ class CanonicalizeRope:
                     report.miss(waiting.result.name, "no other rotation by the same angles follows")
                 waiting = found
                 continue
-            # In place of the first rotation, unless what the second rotates is not known there.
+            # Replace the first rotation, unless the tensor of the second is not known there yet.
             site = waiting.result if found.x < waiting.result else found.result
             early = [user for user in waiting.result.users if user < site]
             if early:
@@ -95,7 +95,8 @@ def _replace(
 
 
 def _table(graph: fx.Graph, rotation: Rotation) -> tuple[fx.Node, fx.Node]:
-    """(cosines and sines of each token, rounded as the spelling rounds them; the row of each)."""
+    """Make the table: (cosines and sines of each token, rounded as in the spelling; each one's
+    row)."""
     call, cos, sin = graph.call_function, rotation.cos, rotation.sin
     table = call(_ATEN.cat.default, ([cos.build(graph), sin.build(graph)], -1))
     if cos.dtype != torch.float32:

@@ -1,10 +1,10 @@
-"""Proof that a pass changed nothing but what it declared: results and writes stay the same terms.
+"""Proves that a pass changed nothing but what it declared: results and writes stay the same terms.
 
 Each value is named by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op and
 the names of its arguments.  Outputs of a rewrite take the names of what they replace, which
 ``verify.check_rewrite`` has proven on data.  Then the graph's results and the sequence of its
 writes to memory must bear the same names before and after, and what is read must be in the same
-state (``check_memory``).  No data, so that it costs little on a whole model.
+state (``check_memory``).  No data is needed, so the check costs little on a whole model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .subgraph import Subgraph
 
 
 class Snapshot:
-    """The names in a graph before a pass: of every node, of its results, of its writes in order;
-    ``epochs`` counts the writes before each node, ``writers`` are the nodes that write."""
+    """The names in a graph before a pass: those of every node, of its results, and of its writes in
+    order.  ``epochs`` counts the writes before each node; ``writers`` are the nodes that write."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.names = Names()
@@ -47,12 +47,12 @@ def _writes(node: fx.Node) -> bool:
 
 
 def why_not_the_same(before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Rewrite]) -> str:
-    """What the pass did besides its ``rewrites``, or nothing."""
+    """Say what the pass did besides its ``rewrites``; "" if nothing."""
     rewrites = list(rewrites)
     names = before.names
-    given: dict[fx.Node, int] = {}  # outputs of rewrites: the names of what they replace
-    made: dict[fx.Node, int] = {}  # and the names that they must have by what computes them
-    stores: dict[int, int] = {}  # writes by rewrites: the names of those that they replace
+    given: dict[fx.Node, int] = {}  # output of a rewrite -> the name of what it replaces
+    made: dict[fx.Node, int] = {}  # output of a rewrite -> its name by what must compute it
+    stores: dict[int, int] = {}  # write by a rewrite -> the name of the write that it replaces
     for rewrite in rewrites:
         numbers = [_number(n, before, given) for n in rewrite.before.inputs]
         old_outputs, old_writes = _apply(names, rewrite.before, numbers)

@@ -1,9 +1,9 @@
-"""Proof that a pass left every value in the memory, and in the state, in which it was read before.
+"""Proves that a pass left every value in the memory, and in the state, in which it was read before.
 
 ``check_effects`` names values by what computes them, and cannot see that a buffer was written to
 since.  Here the content of a value is named: by what computed it from which contents, and by how
-often its memory was written to since.  So two writers that came to share a buffer, a view in place
-of a copy, and a read that moved past a write bear other names.
+often its memory was written to since.  So names change when two writers come to share a buffer,
+when a view takes the place of a copy, and when a read moves past a write.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .rule import Rewrite, written
 from .subgraph import fake_value
 
 Buffer: TypeAlias = tuple[fx.Node, int]
-"""Memory, as the node that first held it, and which of its tensors did."""
+"""A piece of memory, identified by the node that first held it and by which of its tensors did."""
 
 
 class Contents:
     """The contents of a graph's nodes, of what they read, and of its results.
 
     Attributes:
-        numbers: of each node, when it was made.
-        reads: of each node's arguments, when it read them.
-        results: of the graph's results, at its end.
+        numbers: the content of each node when it was made.
+        reads: the contents of each node's arguments when it read them.
+        results: the contents of the graph's results at its end.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Contents:
         self._made[node] = self._state(node)
 
     def _place(self, node: fx.Node) -> None:
-        """Which buffers hold the node's value: those of an argument whose storage it shares, else
-        new ones."""
+        """Set the buffers that hold the node's value: those of an argument whose storage it shares,
+        else new ones."""
         known = {s: b for arg in node.all_input_nodes for s, b in self._buffers[arg].items()}
         storages = dict.fromkeys(
             value.untyped_storage()._cdata
@@ -87,7 +87,7 @@ class Contents:
 
 
 def why_other_contents(before: Contents, gm: fx.GraphModule, rewrites: Iterable[Rewrite]) -> str:
-    """What holds or reads something else than before the pass, or nothing."""
+    """Say which node holds or reads something else than before the pass; "" if none does."""
     rewrites = list(rewrites)
     given: dict[fx.Node, int] = {}
     for rewrite in rewrites:
@@ -110,7 +110,7 @@ def why_other_contents(before: Contents, gm: fx.GraphModule, rewrites: Iterable[
 
 
 def _read_outside(contents: Contents, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, int]]:
-    """(tensor, its content) of whatever these nodes read and do not make."""
+    """(tensor, its content) for everything that these nodes read and do not make."""
     return [
         (arg, number)
         for node in nodes

@@ -1,4 +1,4 @@
-"""Are the ops that a program calls what they say?  Each reference against its oracle, on data.
+"""Checks that the ops a program calls do what they say: each reference against its oracle, on data.
 
 Rewrites are compared with references, and so are kernels; a model that calls an op directly has
 nothing else to be compared with.
@@ -23,15 +23,14 @@ _SEED = 20_260_711
 def check_references(
     gm: fx.GraphModule, outside: Iterable[tuple[str, Sequence[Any]]]
 ) -> dict[str, int]:
-    """Compare the reference of every op that ``gm`` or one of the calls ``outside`` of it uses with
-    its float64 oracle, on small cases of the dtype used.  Ops that ranks call together are left to
-    their tests.
+    """Compare the reference of every op that ``gm`` or the calls ``outside`` of it use with the
+    op's float64 oracle, on small cases of the dtype used.  Collective ops are left to their tests.
 
     Args:
         outside: name and arguments of each call.
 
     Returns:
-        Cases by op and dtype.
+        Number of cases by op and dtype.
 
     Raises:
         VerificationError: names op, case, tensor and both values.
@@ -68,7 +67,8 @@ def _calls(gm: fx.GraphModule) -> Iterator[tuple[SemanticOp, list[Any]]]:
 
 
 def _dtype_of(op: SemanticOp, args: Iterable[Any]) -> torch.dtype:
-    """The first of the call's dtypes that the op has cases of: one that it names, or a tensor's."""
+    """The first dtype among the call's arguments, then its tensors, for which the op has cases;
+    else the op's first."""
     values = list(args)
     given = [value for value in values if isinstance(value, torch.dtype)]
     given += [value.dtype for value in values if isinstance(value, Tensor)]

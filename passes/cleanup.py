@@ -1,4 +1,4 @@
-"""``cleanup``: drops what computes nothing, or what is there already.
+"""``cleanup`` drops what computes nothing, or what is there already.
 
 Before: ``x.view(x.shape)``, ``x.to(x.dtype)``, ``x.contiguous()`` of a contiguous tensor;
 ``x.float().to(x.dtype)``; copies of what nobody writes to; a call with the arguments of an earlier
@@ -48,9 +48,9 @@ class Cleanup:
     """Removes no-op reshapes, casts and copies, common subexpressions, reads of known sizes, and
     dead code.
 
-    What a tensor shares its memory with shows once somebody writes to it, so where memory is
-    written to, copies stay, as do equal expressions with a write between; and of results the graph
-    returns what it returned, since its caller may write to them.
+    A write shows which tensors share memory.  So copies stay where memory is written to, as do
+    equal expressions with a write between; and the graph returns the same tensors as before, since
+    its caller may write to them.
     """
 
     name = "cleanup"
@@ -114,7 +114,7 @@ def _noop_input(node: fx.Node) -> fx.Node | None:
 
 
 def _copied_input(node: fx.Node, owned: set[int]) -> fx.Node | None:
-    """What this node copies, or casts back from a wider type, where nobody can tell the two."""
+    """What this node copies, or casts back from a wider type, if nobody can tell the two apart."""
     if not _calls(node, _CASTS | _COPIES):
         return None
     source: Any = node.args[0]

@@ -1,5 +1,7 @@
-"""The last dimension of a tensor cut in two, and two tensors joined: by halves, or by pairs of
-neighbours, of which one part has the first and the other the second.
+"""Reads tensors whose last dimension is cut in two, and pairs of tensors that are joined.
+
+The parts are halves, or every second column: of two neighbours one part has the first, the other
+the second.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Cut:
         return [*part_nodes(self.first), *part_nodes(self.second)]
 
     def index(self, node: Any) -> int | None:
-        """0 or 1 where ``node`` is the first or the second part, cut once more perhaps."""
+        """0 or 1 if ``node`` is the first or the second part, or makes the same cut once more."""
         found = _PARTS[self.layout](node)
         return found[1] if found is not None and found[0] is self.source else None
 
@@ -59,7 +61,7 @@ def part_nodes(part: Any) -> list[Any]:
 
 
 def is_part(a: Any, b: Any) -> bool:
-    """Whether both are taken from the last dimension of one tensor, whatever parts they are."""
+    """Whether both nodes are parts of the last dimension of one tensor, whichever parts."""
     found = [columns(node) or _every_second(node) for node in (a, b)]
     return all(found) and found[0][0] is found[1][0]  # type: ignore[index]
 

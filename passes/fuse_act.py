@@ -1,9 +1,9 @@
-"""``fuse_act``: raises the gated activation, however it is spelled, to one op and one kernel.
+"""``fuse_act`` raises the gated activation, however it is spelled, to one op and one kernel.
 
 Before: ``gate, up = gate_up.chunk(2, -1); y = silu(gate) * up`` (or tanh-GELU), the halves by split
 or slices or from two products, SiLU also as ``x * sigmoid(x)``, in the tensors' dtype or float32.
-After: ``y = silu_mul(gate_up)`` or ``silu_mul(gate, up)`` (``gelu_tanh_mul``).  Saves a write and a
-read of the gate.
+After: ``y = silu_mul(gate_up)`` or ``silu_mul(gate, up)`` (``gelu_tanh_mul``).  This saves a write
+and a read of the gate.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .spellings_act import clamped_gate, read_clamped
 
 @dataclass(frozen=True)
 class _Act:
-    """An activation of a graph: ``op`` computes its product with another tensor.  ``gates`` are the
-    gate wherever it is read: the same values, though perhaps by two casts."""
+    """An activation in a graph; ``op`` computes its product with another tensor.  ``gates`` are all
+    nodes that are read as the gate: the same values, though perhaps two casts."""
 
     op: Any
     node: fx.Node
@@ -53,8 +53,8 @@ class _Act:
 class FuseAct:
     """Expected sites: every SiLU or tanh-GELU, and every gate that ``spellings_act`` reads.
 
-    Tolerant: unfused, the activation is rounded to the tensors' dtype before the product, and with
-    ``x * sigmoid(x)`` once more; fused, only the product is.
+    Tolerant: unfused, the activation is rounded to the tensors' dtype before the product, and once
+    more in ``x * sigmoid(x)``; fused, only the product is rounded.
     """
 
     name = "fuse_act"
@@ -86,7 +86,8 @@ class FuseAct:
     def _fuse_clamped(
         self, logistic: fx.Node, glu: fx.Node, context: Context, report: PassReport, *, last: bool
     ) -> bool:
-        """Whether the site is done with; a miss is said if this is the last way to read it."""
+        """Fuse the site if it is a clamped gate; returns whether it is done with.  A miss is
+        reported if this is the last way to read the site."""
         name = glu.name
         try:
             found = read_clamped(logistic, glu)
@@ -119,7 +120,7 @@ def _activation(node: fx.Node) -> _Act | None:
 
 
 def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:
-    """(arguments of the op, matched nodes, the node that has the result)."""
+    """Read a site as (arguments of the op, matched nodes, the node that has the result)."""
     for node in act.inner:
         only_user(node)
     if len(act.node.users) != 1:
@@ -156,7 +157,7 @@ def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:
 
 
 def _halves(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, list[Any]] | None:
-    """(the packed tensor, the nodes that cut it) when gate and up are its halves."""
+    """(the packed tensor, the nodes that cut it) if gate and up are its halves, else None."""
     first, second = columns(gate), columns(up)
     if first is None or second is None or first[0] is not second[0]:
         return None

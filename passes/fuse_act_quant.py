@@ -1,7 +1,8 @@
-"""``fuse_act_quant``: the gated activation and the FP8 quantization of its result in one kernel.
+"""``fuse_act_quant`` joins the gated activation and the FP8 quantization of its result.
 
 Before: ``y = silu_mul(x); q[, s] = quant_fp8_*(y, ...)`` (or ``gelu_tanh_mul``).  After:
-``q[, s] = silu_mul_quant_*(x, ...)``.  Saves a write and a read of the activation, and a launch.
+``q[, s] = silu_mul_quant_*(x, ...)``, one kernel.  This saves a write and a read of the activation,
+and a launch.
 """
 
 from __future__ import annotations

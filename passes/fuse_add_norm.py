@@ -1,7 +1,7 @@
-"""``fuse_add_norm``: residual add + RMSNorm in one kernel.
+"""``fuse_add_norm`` joins the residual add and the RMSNorm after it in one kernel.
 
 Before: ``r2 = r + x; y = rms_norm(r2, w, eps)``.  After: ``y, r2 = add_rms_norm(x, r, w, eps)``.
-Saves one write and one read of the residual stream, and a launch.
+This saves one write and one read of the residual stream, and a launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tenso
 
 class FuseAddNorm:
     """Expected sites: every ``rms_norm`` whose input is a sum.  The first norm of a model reads the
-    embedding and QK-norms read a projection: they have no residual to absorb.
+    embedding, and QK-norms read a projection; neither has a residual to absorb.
 
     Exact: the sum is rounded to the tensors' dtype before it is normalized, as without fusion.
     """

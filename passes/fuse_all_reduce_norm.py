@@ -1,9 +1,9 @@
-"""``fuse_all_reduce_norm``: the sum over ranks and the norm that reads it in one op.
+"""``fuse_all_reduce_norm`` joins the sum over ranks and the norm that reads it in one op.
 
 Before: ``s = all_reduce(x, group); y = rms_norm(s, ...)``, or ``add_rms_norm(s, r, ...)``, either
 also with ``_quant_static`` or ``_quant_dynamic``.  After: ``y, s = all_reduce_rms_norm(x, ...,
 group)``; with an add ``y, r = all_reduce_add_rms_norm(x, r, ..., group)``.  A kernel that reduces
-over peer memory normalizes what it holds: a write and a read of the sum, and a launch, are saved.
+over peer memory normalizes what it holds, which saves a write and a read of the sum, and a launch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FUSED = {norm.overload(): op.overload() for norm, op in zip(NORMS, OPS, strict=
 
 
 class FuseAllReduceNorm:
-    """Expected sites: every ``all_reduce``.  It runs behind ``fuse_add_norm`` and
-    ``fuse_norm_quant``, which have made one op of what follows: one rule serves every product.
+    """Expected sites: every ``all_reduce``.  The pass runs after ``fuse_add_norm`` and
+    ``fuse_norm_quant``, which make one op of what follows, so one rule serves every combination.
 
     Exact: the sum is rounded to the tensors' dtype before anything reads it, as without fusion, and
     an addition's operands may change places.
@@ -96,7 +96,7 @@ def _arguments(reduce: fx.Node, norm: fx.Node) -> tuple[Any, ...]:
 
 
 def _results(reduce: fx.Node, norm: fx.Node) -> dict[fx.Node, Any]:
-    """The nodes that hold results, and which of the fused op's these are."""
+    """The nodes that hold results -> which result of the fused op each of them is."""
     count = len(_schema(norm).returns)
     found = {norm: 0} if count == 1 else {user: user.args[1] for user in norm.users}
     return found if _adds(norm) else {**found, reduce: count}

@@ -1,9 +1,9 @@
-"""``fuse_attn_quant``: attention writes its output in FP8.
+"""``fuse_attn_quant`` lets attention write its output in FP8.
 
 Before: ``out = empty_like(q); paged_attention(q, ..., out, ...); y = out.view(...);
 y8 = quant_fp8_static(y, s)``.  After: ``out8 = empty_like(q, dtype=float8);
-paged_attention(q, ..., out8, ..., out_scale=s); y8 = out8.view(...)``.  Saves a write, a read and a
-launch.
+paged_attention(q, ..., out8, ..., out_scale=s); y8 = out8.view(...)``.  This saves a write, a read
+and a launch.
 
 Only a static scale can be fused: a scale a token or a group follows from the largest value over
 heads that other blocks of the kernel compute.
@@ -24,15 +24,15 @@ from .subgraph import fake_value
 _EMPTY = ("new_empty", torch.empty_like, torch.empty, torch.ops.aten.empty_like.default)
 _VIEWS = ("view", "reshape", "flatten")
 _OUT, _OUT_SCALE = 5, 10
-"""Places among the arguments of ``paged_attention``."""
+"""Positions of ``out`` and ``out_scale`` among the arguments of ``paged_attention``."""
 
 
 class FuseAttnQuant:
     """Expected sites: every FP8 quantization of an attention's output.
 
     Tolerant: unfused, the output is rounded to the model's dtype before it is quantized; fused, it
-    is rounded once.  Values between two FP8 numbers may then fall to the other side: one FP8 step,
-    2^-3 of the value (2^-9 of the scale's unit for subnormals).
+    is rounded once.  A value between two FP8 numbers may then go to the other one, a step of 2^-3
+    of the value (2^-9 of the scale's unit for subnormals).
     """
 
     name = "fuse_attn_quant"
@@ -83,7 +83,7 @@ def _through_views(source: Any) -> tuple[list[fx.Node], Any]:
 
 
 def _attention_into(out: Any) -> fx.Node | None:
-    """The attention that writes the buffer ``out``, if it is one that attention alone fills."""
+    """The attention that writes the uninitialized buffer ``out``, if there is exactly one."""
     if not is_call(out, *_EMPTY):
         return None
     writers = [

@@ -1,8 +1,8 @@
-"""``fuse_gated_linear``: the gate and up projections and their gated activation in one kernel.
+"""``fuse_gated_linear`` joins the gate and up projections and their gated activation.
 
 Before: ``y = silu_mul(linear(x, w))`` (or ``gelu_tanh_mul``).  After:
 ``y = gated_linear(x, w, "silu")``.  With few rows that is one kernel, which reads the weight as the
-product did and writes a half of what it wrote; with many it runs as before.
+linear layer did and writes half as much; with many rows it runs as before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ACTIVATIONS = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
 
 
 class FuseGatedLinear:
-    """Expected sites: every gated activation that ``fuse_act`` has raised, but for those of FP8
-    products.
+    """Expected sites: every gated activation that ``fuse_act`` has raised, except those of FP8
+    linear layers.
 
-    Exact: the products are rounded before the activation, as without fusion.  A kernel may sum them
-    in another order than the kernel it replaces.
+    Exact: gate and up are rounded before the activation, as without fusion.  A kernel may sum in
+    another order than the kernel that it replaces.
     """
 
     name = "fuse_gated_linear"
@@ -61,7 +61,7 @@ def gated_activations(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
 
 
 def why_not_packed(act: fx.Node, sources: str) -> str:
-    """The fused kernels know halves of one tensor, without attributes."""
+    """Why not to fuse: the fused kernels take two halves of one tensor, without attributes."""
     if any(up is not None for up in act.args[1:2]):
         return f"gate and up are two {sources}"
     if act.args[2:] not in ((), astuple(PLAIN)):
@@ -80,7 +80,8 @@ def _why_not(product: Any, act: fx.Node) -> str:
 
 
 def why_not_alone_between(product: fx.Node, act: fx.Node) -> str:
-    """The product disappears: nobody else may read it, nor write to what it reads before."""
+    """Why not to fuse: somebody else reads the product, which would disappear, or writes to what it
+    reads before the activation."""
     if len(product.users) > 1:
         return f"{product.name} has {len(product.users)} users, not the activation alone"
     return written_between(product, act)

@@ -1,9 +1,9 @@
-"""``fuse_gated_linear_fp8``: FP8 gate and up projections, their gated activation and the
-quantization of its result by a static scale in one kernel.
+"""``fuse_gated_linear_fp8`` joins FP8 gate and up projections, their gated activation and the
+quantization of its result by a static scale.
 
 Before: ``q = quant_fp8_static(silu_mul(linear_fp8(x, s, w, ws)), qs)`` (or ``gelu_tanh_mul``).
 After: ``q = gated_linear_fp8(x, s, w, ws, dtype, "silu", qs)``.  With few rows that is one kernel,
-which writes a quarter of what the product wrote; with many it runs as with ``fuse_act_quant``.
+which writes a quarter of what the linear layer wrote; with many it runs as with ``fuse_act_quant``.
 """
 
 from __future__ import annotations

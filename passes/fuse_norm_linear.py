@@ -1,9 +1,9 @@
-"""``fuse_norm_linear``: a product into the residual stream and the next one out of it, in one op.
+"""``fuse_norm_linear`` joins a linear layer into the residual stream and the next one out of it.
 
 Before: ``y, r2 = add_rms_norm(linear(x, w), r, nw, eps); z = linear(y, w2[, b])`` (or
 ``gated_linear``).  After: ``z, r2 = linear_add_norm_linear(x, w, r, nw, eps, w2, ...)``.  With few
-rows two kernels run where three did: the sum is made where the product is, the norm as its result
-is read.  With many it runs as before.
+rows two kernels run where three did: the first adds the residual to its own result, and the second
+normalizes that as it reads it.  With many rows it runs as before.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .rule import EXACT, Context, is_call, written_between
 
 class FuseNormLinear:
     """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear`` or
-    ``gated_linear``.  The first norm of a model adds nothing, its last goes to the gather of last
-    tokens.
+    ``gated_linear``.  The first norm of a model is none, since it adds nothing, nor is the last,
+    which goes to the gather of last tokens.
 
-    Exact: the op rounds as the ops that it replaces.  A kernel may round less: it applies the
-    norm's scale to the sums.
+    Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
+    applies the norm's scale to the sums.
     """
 
     name = "fuse_norm_linear"
@@ -62,7 +62,7 @@ class FuseNormLinear:
 
 
 def _operands(norm: fx.Node) -> tuple[Any, Any]:
-    """What the norm adds: the product, if one is, then the other."""
+    """The norm's two summands; if one of them is a linear layer, it comes first."""
     x, residual = norm.args[:2]
     return (residual, x) if _is_linear(residual) and not _is_linear(x) else (x, residual)
 

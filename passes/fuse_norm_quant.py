@@ -1,4 +1,4 @@
-"""``fuse_norm_quant``: [add +] RMSNorm + FP8 quantization in one kernel.
+"""``fuse_norm_quant`` joins [add +] RMSNorm and the FP8 quantization of its result in one kernel.
 
 Before: ``y[, r] = [add_]rms_norm(...); q[, s] = quant_fp8_*(y, ...)``.  After:
 ``q[, s][, r] = [add_]rms_norm_quant_*(...)``.  The normed tensor is neither written nor read, and a
@@ -56,7 +56,7 @@ class FuseNormQuant:
 
 
 def _norm_of(source: Any) -> Any:
-    """The norm whose normed output this is; it adds unless it is ``source`` itself."""
+    """The norm whose normed output ``source`` is: ``source`` itself, or one that also adds."""
     if is_call(source, torch.ops.fw.rms_norm.default):
         return source
     if not is_call(source, operator.getitem) or source.args[1] != 0:
@@ -66,8 +66,8 @@ def _norm_of(source: Any) -> Any:
 
 
 def _total_of(norm: fx.Node) -> fx.Node:
-    """The sum of an ``add_rms_norm``, as one node; made where nobody reads it, since the fused op
-    returns it too."""
+    """The sum of an ``add_rms_norm``, as one node.  It is made if nobody reads it, since the fused
+    op returns it too."""
     totals = [user for user in norm.users if user.args[1] == 1]
     if not totals:
         with norm.graph.inserting_after(norm):

@@ -1,8 +1,8 @@
-"""``fuse_rope_store``: [QK-norm +] rotary embedding + KV store in one kernel.
+"""``fuse_rope_store`` joins [QK-norm +] rotary embedding and the KV store in one kernel.
 
 Before: ``[q = rms_norm(q, wq, eps); k = rms_norm(k, wk, eps);] q, k = rotary_embedding(p, q, k, t);
 kv_store(k, v, cache, slots)``.  After: ``q = rope_kv_store(p, q, k, v, t, cache, slots, ...)``.
-Saves a write and a read of k, with norms also of q and k, and one launch or three.
+This saves a write and a read of k, with norms also of q and k, and one launch or three.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .rule import EXACT, Context, is_call, writes
 
 
 class FuseRopeStore:
-    """Expected sites: every ``rotary_embedding``; where one of its inputs is normed, so must be
-    the other, and the norms are part of it.
+    """Expected sites: every ``rotary_embedding``.  If one of its inputs is normed, the other must
+    be too, and the norms are part of the site.
 
     Exact: rotated and normed heads are rounded to the tensors' dtype as without fusion.  A kernel
     may sum the squares of a norm in another order than the kernel it replaces.
@@ -72,7 +72,7 @@ def _why_no_norms(norms: list[fx.Node]) -> str:
 
 
 def _store(rotary: fx.Node) -> tuple[Any, str]:
-    """(the store of the rotated keys, "") when nothing else reads them, else the reason."""
+    """(the store of the rotated keys, "") if nothing else reads them, else (None, the reason)."""
     items: dict[Any, fx.Node] = {}
     for user in rotary.users:
         if not is_call(user, operator.getitem):
@@ -98,7 +98,7 @@ def _store(rotary: fx.Node) -> tuple[Any, str]:
 
 
 def _why_not_at(store: fx.Node, rotary: fx.Node, norms: list[fx.Node]) -> str:
-    """The fused op runs where the store did: nothing that its inputs share may change before."""
+    """Why not to fuse at the store, where the fused op runs: its inputs may change before that."""
     node = min([rotary, *norms]).next
     while node is not store:
         if writes(node):

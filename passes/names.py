@@ -1,7 +1,8 @@
-"""Names of values by what computes them, so that two graphs can be compared without data.
+"""Names values by what computes them, so that two graphs can be compared without data.
 
-Value numbering (Alpern, Wegman, Zadeck, 1988).  Calls that change nothing bear the name of their
-argument: what they are is decided here on its own, not by ``cleanup``, which is checked by it.
+This is value numbering (Alpern, Wegman, Zadeck, 1988).  Calls that change nothing bear the name of
+their argument.  Which calls those are is decided here and not by ``cleanup``, which is checked by
+it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _LOSSLESS = {
 
 @dataclass
 class Names:
-    """Numbers terms: equal numbers for equal terms."""
+    """Gives terms numbers: equal terms have equal numbers."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
     widened: dict[int, tuple[int, torch.dtype]] = field(default_factory=dict)
-    """Of a cast that loses nothing, the number and the dtype of what it casts."""
+    """Number of a cast that loses nothing -> the number and the dtype of what it casts."""
 
     def number(self, term: Any) -> int:
         return self.numbers.setdefault(term, len(self.numbers))
@@ -53,7 +54,8 @@ class Names:
         return self._of_cast(term, node.args[0], value, args)
 
     def _of_cast(self, term: Any, source: fx.Node, value: Tensor, args: dict[fx.Node, int]) -> int:
-        """Back from a wider type is where it came from: no rounding lies between."""
+        """The number of a cast.  A cast back from a wider type is the original value, since nothing
+        was rounded between."""
         old = fake_value(source)
         if not isinstance(old, Tensor) or str(old.stride()) != str(value.stride()):
             return self.number(term)
@@ -67,7 +69,7 @@ class Names:
 
 
 def key_of(arg: Any, numbers: dict[fx.Node, int]) -> Any:
-    """``arg``, which may hold nodes, with these named by ``numbers``; can be hashed."""
+    """A hashable form of ``arg`` in which nodes are replaced by their ``numbers``."""
     if isinstance(arg, fx.Node):
         return ("node", numbers[arg])
     if isinstance(arg, (list, tuple)):

@@ -1,4 +1,8 @@
-"""The ordered list of passes, and the loop that runs them."""
+"""Lists the passes in their order and runs them.
+
+``run_passes`` applies each rule to the graph in place and returns its report; with ``verify`` every
+rewrite is checked before the next pass runs.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +47,12 @@ PIPELINE: tuple[Rule, ...] = (
 
 
 CANONICALIZE: tuple[Rule, ...] = (CanonicalizeNorm(), CanonicalizeRope())
-"""What unmodified models need first; ours are written in semantic ops.  ``fuse_act`` raises gated
-activations in both."""
+"""Passes that unmodified models need first; our models are written in semantic ops.  ``fuse_act``
+raises gated activations in both."""
 
 
 def build_passes(names: Iterable[str]) -> list[Rule]:
-    """The passes of these names, in pipeline order.
+    """The passes with these names, in pipeline order.
 
     Raises:
         ValueError: an unknown name.
@@ -77,11 +81,13 @@ def run_passes(
     verify: bool = False,
     on_pass: Callable[[str, fx.GraphModule], None] = lambda name, gm: None,
 ) -> list[PassReport]:
-    """Run ``passes`` over ``gm`` in place; ``on_pass`` sees the graph after each.
+    """Run ``passes`` over ``gm`` in place, and call ``on_pass`` with the graph after each.
 
-    With ``verify``, checks the graph after every pass, runs each distinct rewrite, before against
-    after, and checks that nothing else changed.  Raises ``VerificationError`` naming pass, site and
-    values.
+    With ``verify``, every pass is followed by three checks: the graph is well formed, both sides of
+    each distinct rewrite agree on data, and nothing else changed.
+
+    Raises:
+        VerificationError: a check failed; names pass, site and values.
     """
     reports: list[PassReport] = []
     states = check_graph(gm, after="(none yet)") if verify else {}

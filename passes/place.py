@@ -1,4 +1,4 @@
-"""Where in the model a node was traced: Dynamo's module stack, as a path of the module tree."""
+"""Says where in the model a node was traced, from Dynamo's module stack, as a module's path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STACK = "nn_module_stack"
 
 def module_of(node: fx.Node) -> str:
     """The innermost module that computed ``node``, such as ``layers.3.mlp.down``; "" for the model
-    itself, and where nobody knows."""
+    itself, and if it is not known."""
     stack = node.meta.get(STACK)
     return _path(next(reversed(stack.values()))[0]) if stack else ""
 

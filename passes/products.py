@@ -1,4 +1,4 @@
-"""The rule products: which neighbours are made into one kernel, and what cannot be and why.
+"""Lists the rule products: which neighbours are made into one kernel, and what cannot be and why.
 
 Each is a sequence of steps that models have; ``op`` is the semantic op that does all of it, which
 some pass of the pipeline puts in place.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .. import ops
 
 QUANTS = ("static", "token", "group")
-"""How activations become FP8: one scale for all, a scale a token, a scale a group of 128."""
+"""The ways to quantize activations to FP8: one scale, a scale a token, a scale a group of 128."""
 
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
 _HIDDEN = "the norm that follows adds for nothing, hidden behind the next product's weights"
@@ -21,7 +21,7 @@ _ROWS = "a scale a {} needs the largest value of a row, which several blocks of 
 
 @dataclass(frozen=True)
 class Product:
-    """``parts`` in order; with ``op`` they are one kernel, else ``reason`` says why not."""
+    """A sequence of ``parts``: ``op`` computes it in one kernel, or ``reason`` says why not."""
 
     parts: tuple[str, ...]
     op: str = ""
@@ -38,7 +38,7 @@ def products() -> list[Product]:
 
 
 def _checked(product: Product) -> Product:
-    """The product, without its op where there is no such op."""
+    """The product, without its op if there is no such op."""
     if product.reason or product.op in ops.BY_NAME:
         return product
     return Product(product.parts, reason=f"there is no op {product.op}")

@@ -1,7 +1,7 @@
 """Runs graphs that reduce over ranks in one process: a thread a rank, over gloo groups of its own.
 
-A group of one rank would make the identity of every all-reduce, and hide one that a rewrite drops,
-doubles or moves.  So each group of the graph becomes pairs of ranks with inputs of their own; with
+A group of one rank would make every all-reduce the identity, and hide one that a rewrite drops,
+doubles or moves.  So each group of the graph becomes pairs of ranks with inputs of their own.  With
 several groups the ranks are the corners of a cube, and a group pairs those that differ in its
 dimension: a rewrite that reduces over another group gives other sums.
 """
@@ -40,13 +40,13 @@ def group_names(graphs: Iterable[fx.Graph]) -> list[str]:
 
 
 def num_ranks(names: Sequence[str]) -> int:
-    """How many ranks ``run_ranks`` runs."""
+    """The number of ranks that ``run_ranks`` runs."""
     return 1 << len(names)
 
 
 def run_ranks(names: Sequence[str], run: Callable[[int, Mapping[str, str]], T]) -> list[T]:
-    """``run(rank, groups)`` of every rank at once; ``groups`` says under which name this rank finds
-    each group.  Without names, one rank in this thread."""
+    """Run ``run(rank, groups)`` for every rank at once, where ``groups`` gives the rank's own name
+    of each group.  Without names, one rank runs in this thread."""
     if not names:
         return [run(0, {})]
     store, this_run = HashStore(), next(_RUNS)
@@ -60,7 +60,7 @@ def run_ranks(names: Sequence[str], run: Callable[[int, Mapping[str, str]], T]) 
 
 
 class RankInterpreter(fx.Interpreter):
-    """Runs a graph as one rank, to which ``groups`` gives its own name for each group."""
+    """Runs a graph as one rank; ``groups`` gives the rank's own name of each group."""
 
     def __init__(self, graph: fx.Graph, groups: Mapping[str, str]) -> None:
         super().__init__(torch.nn.Module(), graph=graph)
@@ -73,7 +73,7 @@ class RankInterpreter(fx.Interpreter):
 
 
 def _group_argument(target: Any) -> int | None:
-    """Where a call of ``target`` names its process group."""
+    """The position of the process group among the arguments of ``target``; None if it has none."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     names = [argument.name for argument in target._schema.arguments]
@@ -99,7 +99,7 @@ def _groups(
 
 
 def _pair(store: Store, rank: int) -> ProcessGroup:
-    """A group of two ranks of this process; waits for the other one."""
+    """Make a group of two ranks of this process; waits for the other one."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = _TIMEOUT

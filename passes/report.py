@@ -1,4 +1,4 @@
-"""What a pass says of itself: every expected site, matched or missed with its reason."""
+"""``PassReport`` lists what a pass did: every expected site, matched or missed with its reason."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RequiredFusionError(UserError):
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a rule could apply: ``name`` is the graph node, ``module`` where in the model
-    it was traced."""
+    """One place where a rule could apply.  ``name`` is the graph node; ``module`` says where in the
+    model it was traced."""
 
     name: str
     matched: bool
@@ -27,8 +27,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Check:
-    """One distinct rewrite, run before against after: the largest differences of its outputs, and
-    what its rule declares."""
+    """One distinct rewrite whose sides were compared: the largest differences of their outputs, and
+    what its rule allows."""
 
     site: str
     max_abs: float
@@ -40,8 +40,8 @@ class Check:
 
 @dataclass
 class PassReport:
-    """The outcome of one pass over one graph; ``checks`` are those of its distinct rewrites, if
-    they were verified."""
+    """The outcome of one pass over one graph; ``checks`` has one entry for each distinct rewrite
+    that was verified."""
 
     name: str
     sites: list[Site] = field(default_factory=list)
@@ -65,7 +65,7 @@ class PassReport:
         self.sites.append(Site(name, matched=False, reason=reason))
 
     def summary(self) -> str:
-        """One line: matched of expected, and the reasons of the misses, counted."""
+        """One line: how many expected sites matched, and the reasons of the others, counted."""
         line = f"{self.name}: {self.matched} of {len(self.sites)} sites"
         reasons = Counter(site.reason for site in self.missed)
         return line + "".join(f"; {n} missed: {reason}" for reason, n in reasons.items())
@@ -98,7 +98,7 @@ def check_required(reports: Iterable[PassReport], required: Iterable[tuple[str, 
     """Refuse a graph in which a required pass missed a site or matched too few.
 
     Args:
-        required: (pass name, least number of matches).
+        required: (name of a pass, least number of matches).
 
     Raises:
         RequiredFusionError: names the pass and its misses.
@@ -118,7 +118,7 @@ def check_required(reports: Iterable[PassReport], required: Iterable[tuple[str, 
 
 
 def check_any_expected(reports: Iterable[PassReport], graph: str) -> None:
-    """Refuse a graph in which no pass found a site: that none was missed would say nothing.
+    """Refuse a graph in which no pass found a site: there, "no site missed" would mean nothing.
 
     Raises:
         RequiredFusionError: names the graph and the passes.

@@ -39,16 +39,16 @@ from .rule import EXACT, Tier
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDED = {torch.bfloat16: Tier(0.0, 0.0, 2.0**-6), torch.float16: Tier(0.0, 0.0, 2.0**-9)}
-"""Both products and their sum are rounded; the op rounds once.  In float32 no bit differs."""
+"""Spellings round both products and their sum; the op rounds once.  In float32 no bit differs."""
 _STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """One rotated tensor, [batch, heads, tokens, head_dim] or with ``heads_dim`` 2.
+    """One rotated tensor [batch, heads, tokens, head_dim], or with the heads in dimension 2.
 
-    ``layout`` is ``rotary_embedding``'s.  ``by_head``: the result's rows are dense head by head,
-    not token by token.  ``tier``: how far its roundings may lie from the op's.
+    ``layout`` is ``rotary_embedding``'s.  ``by_head`` says that the result's rows are dense head by
+    head, not token by token.  ``tier`` says how far its roundings may lie from the op's.
     """
 
     x: fx.Node
@@ -64,9 +64,9 @@ class Rotation:
 
 @dataclass
 class _Found:
-    """What one spelling says: ``xs`` are the tensor where it is read, perhaps cast to float32 more
-    than once; ``result`` is the last node before it is cast back; ``factors`` are what must have
-    the result's dtype.  ``tier`` None: as the dtype that it computes in."""
+    """A rotation as one spelling has it.  ``xs`` are the tensor wherever it is read, perhaps cast
+    to float32 more than once; ``result`` is the last node before it is cast back; ``factors`` must
+    have the result's dtype.  ``tier`` None means that of the dtype that it computes in."""
 
     xs: tuple[fx.Node, ...]
     result: fx.Node
@@ -79,7 +79,8 @@ class _Found:
 
 
 def rotations(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
-    """(site, how to read it), each when its turn comes: earlier ones may have been replaced."""
+    """(site, how to read it) of every rotation.  A site is yielded when its turn comes, since
+    earlier ones may have been replaced."""
     for node in list(gm.graph.nodes):
         for spelling in (_as_sum, _as_parts, _as_complex):
             if (read := spelling(node)) is not None:
@@ -88,7 +89,7 @@ def rotations(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
 
 
 def read(site: Any) -> Rotation:
-    """The rotation at a site that ``rotations`` gave; ``Miss`` where the op computes another."""
+    """Read the rotation at a site; raises ``Miss`` if the op computes something else."""
     found: _Found = site()
     nodes, result = [*found.nodes, *found.xs, found.result], found.result
     computed, x = tensor(result).dtype, widened(found.xs[0])
@@ -127,7 +128,7 @@ def _check_dtypes(x: fx.Node, computed: torch.dtype, found: _Found) -> None:
 
 
 def _heads_dim(x: fx.Node, found: _Found) -> int:
-    """Which of dimensions 1 and 2 are the heads, over which the angles are spread."""
+    """The dimension of the heads, 1 or 2, over which the angles are spread."""
     value = tensor(x)
     if value.dim() != 4:
         raise Miss(f"the rotated tensor has {value.dim()} dimensions, expected 4")
@@ -154,7 +155,7 @@ def _is_by_head(result: fx.Node, heads_dim: int) -> bool:
 
 
 def _as_sum(site: fx.Node) -> Any:
-    """``x * cos + join(-b, a) * sin``: a site is the join of two parts, one of them negated."""
+    """Read ``x * cos + join(-b, a) * sin``: a site is the join of two parts, one of it negated."""
     join = joined(site)
     if join is None or "neg" not in (kind(join.first), kind(join.second)):
         return None
@@ -194,8 +195,8 @@ def _check_same_angles(cos: Half, sin: Half) -> None:
 
 
 def _as_parts(site: fx.Node) -> Any:
-    """``join(a * cos - b * sin, b * cos + a * sin)``: a site is the join of two sums or differences
-    of products with two parts of a tensor."""
+    """Read ``join(a * cos - b * sin, b * cos + a * sin)``: a site is the join of two sums or
+    differences of products with two parts of a tensor."""
     join = joined(site)
     if join is None:
         return None
@@ -209,7 +210,7 @@ def _as_parts(site: fx.Node) -> Any:
 
 
 def _products(node: fx.Node) -> list[fx.Node] | None:
-    """The two products of which ``node`` is the sum or the difference, else None."""
+    """The two products that ``node`` adds or subtracts, else None."""
     if kind(node) not in ("add", "sub") or argument(node, 2, "alpha", 1) != 1:
         return None
     made = [argument(node, 0, "input"), argument(node, 1, "other")]
@@ -241,7 +242,7 @@ def _read_parts(
 
 @dataclass(frozen=True)
 class _Factors:
-    """A product of one of two parts with something else."""
+    """The product of one of two parts with something else."""
 
     index: int
     other: Any
@@ -256,7 +257,7 @@ def _factors(node: fx.Node, parts: Cut) -> _Factors:
 
 
 def _as_complex(site: fx.Node) -> Any:
-    """``view_as_real(view_as_complex(pairs of x) * freqs_cis)``: a site is the product."""
+    """Read ``view_as_real(view_as_complex(pairs of x) * freqs_cis)``: a site is the product."""
     numbers = [one for one in site.args if kind(one) == "as_complex"] if kind(site) == "mul" else []
     return partial(_read_complex, site, numbers[0]) if len(numbers) == 1 else None
 
@@ -274,8 +275,8 @@ def _read_complex(site: fx.Node, number: Any) -> _Found:
         raise Miss(f"{site.name} feeds {real.name}, not the view of its pairs as a tensor like x")
     nodes = [number, paired, site, real]
     cos, sin = read_complex(other_operand(site, number), nodes)
-    # Complex numbers may be multiplied, and cosines taken, with other roundings of the last bit,
-    # which may make another value of 16 bits.
+    # Products of complex numbers, and cosines, may differ in the last bit of float32, after which a
+    # value may be rounded to another one of 16 bits.
     tier = Tier(0.0, _STEPS.get(tensor(widened(x)).dtype, 0.0), 2.0**-21)
     return _Found((x,), flat, "pairs", cos, sin, [], nodes, tier)
 

@@ -1,4 +1,4 @@
-"""The signature of a pass, and the one way to replace nodes."""
+"""Defines the signature of a pass, and ``Context.replace``, the one way to replace nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .subgraph import Subgraph, compute_fake, describe_value, external_inputs, e
 
 @dataclass(frozen=True)
 class Tier:
-    """How far a rewrite may move its outputs: nothing but zeros promises equal bits.
+    """How far a rewrite may move its outputs; only zeros promise equal bits.
 
-    ``of_row`` is relative to the largest magnitude in a value's row: for sums in which large terms
+    ``of_row`` is relative to the largest magnitude in a value's row, for sums in which large terms
     cancel.
     """
 
@@ -56,7 +56,7 @@ class Context:
 
     Attributes:
         keep_rewrites: keep both sides of each replacement in ``rewrites``.
-        limit: replace no more than this many times; None: wherever the rule asks for it.
+        limit: most replacements; None: as many as the rule asks for.
         replaced: names of the sites that were replaced, in order.
     """
 
@@ -75,11 +75,11 @@ class Context:
         build: Callable[[fx.Graph], Sequence[fx.Node]],
         tier: Tier | None = None,
     ) -> None:
-        """Put the nodes made by ``build`` in place of ``outputs``, right before ``site``.
+        """Replace ``outputs`` by the nodes that ``build`` makes, which come right before ``site``.
 
-        ``old`` are the matched nodes in graph order, ``outputs`` those of them whose values are
-        used outside; ``build`` returns their replacements in the same order.  Matched nodes that
-        have other users stay.  ``tier`` is this rewrite's, where it may move less than its rule.
+        ``old`` are the matched nodes in graph order, and ``outputs`` those whose values are used
+        outside; ``build`` returns their replacements in the same order.  Matched nodes with other
+        users stay.  ``tier`` is for this rewrite, if it may move its outputs less than its rule.
         """
         if self.limit is not None and len(self.replaced) >= self.limit:
             return
@@ -102,7 +102,7 @@ class Context:
                 new_output.meta["stack_trace"] = old_output.meta["stack_trace"]
             _keep_memory(old_output, new_output)
         if self.keep_rewrites:
-            # What the new nodes read of the matched ones is computed on both sides.
+            # Matched nodes that the new ones read are computed on both sides.
             new = [*_needed(new, old), *new]
             inputs = external_inputs(list(old))
             inputs += [n for n in external_inputs(new) if n not in inputs]
@@ -122,9 +122,9 @@ class Context:
                 graph.erase_node(node)
 
     def _fake(self, node: fx.Node, spare: list[FakeTensor]) -> Any:
-        """``compute_fake``, but its answer for an equal call of a semantic op is used again, in
-        other memory, if possible that of what it replaces: layers are alike, and making fakes is
-        what a pass spends its time on."""
+        """``compute_fake`` with a cache for calls of semantic ops: layers are alike, and a pass
+        spends its time on making fakes.  A cached fake is given other memory, if possible that of
+        a node that it replaces."""
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
             return compute_fake(node)
@@ -135,7 +135,7 @@ class Context:
 
 
 def _needed(new: Sequence[fx.Node], old: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of ``old`` that ``new`` reads, and what they are computed from, in order."""
+    """The nodes of ``old`` that ``new`` reads, and those that they are computed from, in order."""
     needed: set[fx.Node] = set()
     for node in reversed(old):
         if any(user in needed or user in new for user in node.users):
@@ -152,7 +152,7 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _afresh(spare: list[FakeTensor], value: FakeTensor) -> FakeTensor:
-    """Another tensor like this one, one of ``spare`` if there is one."""
+    """A fake tensor like this one in other memory: one of ``spare`` if that has one."""
     kind = _kind(value)
     for index, other in enumerate(spare):
         if _kind(other) == kind:
@@ -162,7 +162,7 @@ def _afresh(spare: list[FakeTensor], value: FakeTensor) -> FakeTensor:
 
 
 def _kind(arg: Any) -> Any:
-    """What a fake result depends on."""
+    """A hashable form of an argument, with all that a fake result depends on."""
     value = fake_value(arg) if isinstance(arg, fx.Node) else arg
     if isinstance(value, Tensor):
         dims = (*value.shape, *value.stride())
@@ -175,7 +175,7 @@ def _kind(arg: Any) -> Any:
 
 
 class Rule(Protocol):
-    """A pass: options are bound when it is constructed, the graph is rewritten in place."""
+    """A pass.  Its options are bound when it is constructed, and it rewrites the graph in place."""
 
     name: str
     tier: Tier
@@ -187,8 +187,8 @@ _IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, oper
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node does something besides its result: fx takes every method for pure, so
-    ``x.zero_()`` too."""
+    """Whether a node has an effect besides its result.  fx takes every method for pure, even
+    ``x.zero_()``."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = node.op.startswith("call_") and name.endswith("_") and not name.endswith("__")
     in_place |= node.target in _IN_PLACE or bool(node.kwargs.get("inplace"))
@@ -196,7 +196,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments to whose memory a node writes; all of them where that is not known."""
+    """The arguments whose memory a node writes to; all of them if that is not known."""
     if not writes(node):
         return []
     if isinstance(node.target, torch._ops.OpOverload):
@@ -211,8 +211,8 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def writes_shared(node: fx.Node) -> bool:
-    """Whether a node writes to memory that another node may read: not when it overwrites the result
-    of a node that nobody else uses, as ``y = silu(x); y *= z`` does."""
+    """Whether a node writes to memory that another node may read.  It does not if it overwrites a
+    result that nobody else uses, as in ``y = silu(x); y *= z``."""
     if not writes(node):
         return False
     made: Any = node.args[0] if node.args else None
@@ -225,7 +225,7 @@ def writes_shared(node: fx.Node) -> bool:
         sources = [source for source in made.all_input_nodes if held & memory(source)]
         if not sources:
             return False
-        # A view; of a tuple, items that lie elsewhere are no concern.
+        # It is a view.  Of a tuple, only items in the same memory matter.
         readers = {user for source in sources for user in source.users}
         whole = all(isinstance(fake_value(source), Tensor) for source in sources)
         if any(user is not made and (whole or held & memory(user)) for user in readers):
@@ -235,7 +235,7 @@ def writes_shared(node: fx.Node) -> bool:
 
 
 def written_between(first: fx.Node, last: fx.Node) -> str:
-    """Which node between two writes to memory that they may read, as a reason not to join them."""
+    """A reason not to join two nodes: a node between them writes to memory that they may read."""
     node = first.next
     while node is not last:
         if writes_shared(node):
@@ -245,8 +245,8 @@ def written_between(first: fx.Node, last: fx.Node) -> str:
 
 
 def _keep_memory(old: fx.Node, new: fx.Node) -> None:
-    """Views of ``old`` stay, and are known by the memory that they share with it: give its fake
-    value to ``new``, unless that is a view itself."""
+    """Give the fake value of ``old`` to ``new``, unless ``new`` is a view.  Views of ``old`` stay
+    and are known by the memory that they share with it."""
     value = fake_value(new)
     if describe_value(value) != describe_value(fake_value(old)) or not isinstance(value, Tensor):
         return
@@ -256,7 +256,7 @@ def _keep_memory(old: fx.Node, new: fx.Node) -> None:
 
 
 def memory(*nodes: fx.Node) -> set[int]:
-    """The storages in which the values of these nodes lie."""
+    """The storages that hold the values of these nodes."""
     values = tree_leaves([fake_value(node) for node in nodes])
     return {v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)}
 

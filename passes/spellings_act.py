@@ -35,7 +35,7 @@ _ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 @dataclass(frozen=True)
 class Gated:
-    """One site: ``args`` of ``silu_mul``, the matched nodes, the node that has the result."""
+    """One site: the ``args`` of ``silu_mul``, the matched nodes, and the node with the result."""
 
     args: tuple[Any, ...]
     nodes: list[fx.Node]
@@ -44,8 +44,8 @@ class Gated:
 
 
 def clamped_gate(node: fx.Node) -> fx.Node | None:
-    """The product ``gate * sigmoid(alpha * gate)`` of a clamped gate, of which ``node`` is the
-    logistic function; None for any other node."""
+    """The product ``gate * sigmoid(alpha * gate)`` of a clamped gate, if ``node`` is the logistic
+    function in it; else None."""
     if kind(node) != "sigmoid":
         return None
     scaled = node.args[0]
@@ -55,7 +55,7 @@ def clamped_gate(node: fx.Node) -> fx.Node | None:
 
 
 def read_clamped(logistic: fx.Node, glu: fx.Node) -> Gated:
-    """The site; ``Miss`` where the op computes something else."""
+    """Read the site; raises ``Miss`` if the op computes something else."""
     scaled, alpha = logistic.args[0], 1.0
     gate: Any = other_operand(glu, logistic)
     nodes: list[Any] = [logistic, glu, only_user(logistic)]
@@ -92,7 +92,7 @@ def read_clamped(logistic: fx.Node, glu: fx.Node) -> Gated:
 
 
 def _limits(node: Any, nodes: list[Any]) -> tuple[Any, Any]:
-    """Least and greatest value of a clamped tensor; (None, None) of any other."""
+    """The least and the greatest value of a clamped tensor; (None, None) for any other."""
     if kind(node) != "clamp":
         return None, None
     nodes.append(node)
@@ -103,7 +103,7 @@ def _limits(node: Any, nodes: list[Any]) -> tuple[Any, Any]:
 
 
 def _check_dtypes(nodes: list[Any]) -> None:
-    """One dtype throughout: every step is rounded to it, in the op only the last."""
+    """Refuse a mixture of dtypes: every step is rounded to one dtype, in the op only the last."""
     dtypes = {tensor(node).dtype for node in nodes}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
@@ -111,7 +111,7 @@ def _check_dtypes(nodes: list[Any]) -> None:
 
 
 def _packed(gate: Any, up: Any, how: Gate, nodes: list[Any]) -> tuple[Any, ...]:
-    """The op's arguments: one tensor of both where there is one."""
+    """The op's arguments: one tensor of gate and up if there is one, else both."""
     if not same_shape(tensor(gate), tensor(up)):
         raise Miss(f"gate is {[*tensor(gate).shape]}, up {[*tensor(up).shape]}")
     attributes = (how.alpha, how.limit, how.up_offset)
@@ -124,7 +124,8 @@ def _packed(gate: Any, up: Any, how: Gate, nodes: list[Any]) -> tuple[Any, ...]:
 
 
 def _tier(dtype: torch.dtype) -> Tier:
-    """Six roundings.  That of ``alpha * gate`` moves the logistic function of a large gate by more,
-    but then it is next to 0, or to 1, which counts by what is large in a row."""
+    """The tier of six roundings.  The rounding of ``alpha * gate`` moves the logistic function of a
+    large gate by more, but that is then next to 0, or next to 1, where the row's largest values
+    count."""
     step = _ROUNDINGS.get(dtype)
     return Tier(1e-6, 2.0**-18) if step is None else Tier(1e-6, 6 * step, 4 * step)

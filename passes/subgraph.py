@@ -1,7 +1,7 @@
-"""Cut a set of nodes out of a graph as a module of its own, and name a graph by its structure.
+"""Cuts a set of nodes out of a graph as a module of its own, and names a graph by its structure.
 
-Used for both sides of a rewrite (to run them against each other) and for the pieces between
-attention ops (to compile identical ones once).
+Both sides of a rewrite are cut out to run them against each other, and the pieces between attention
+ops to compile identical ones once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch._subclasses import FakeTensor
 
 
 def fake_value(node: fx.Node) -> Any:
-    """The fake tensor (or symbolic int, or tuple) that Dynamo computed for this node; None for a
-    node that returns nothing."""
+    """The fake tensor (or symbolic int, or tuple) that stands for a node's result; None for a node
+    that returns nothing."""
     return node.meta.get("example_value")
 
 
 def layout(value: Any) -> tuple[Any, ...] | None:
-    """What two tensors have in common that differ in their values alone; None for anything else.
+    """A tensor's dtype, device, shape and strides, to be compared; None for anything else.
 
     Sizes are compared as text: to ask whether two symbols are equal would make them so.
     """
@@ -34,9 +34,9 @@ def layout(value: Any) -> tuple[Any, ...] | None:
 
 
 def compute_fake(node: fx.Node) -> Any:
-    """Run ``node`` on its arguments' fake values and return what it gives.
+    """Run ``node`` on its arguments' fake values and return its result.
 
-    Raises whatever the op raises on shapes or dtypes that it does not take.
+    Raises whatever the op raises for shapes or dtypes that it does not take.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake_value)
     tensors = _tensors([args, kwargs, fake_value(node)])
@@ -63,8 +63,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Subgraph:
-    """``module(*values of inputs)`` returns the list of values of ``outputs``; it is a copy of
-    ``nodes``."""
+    """A copy of ``nodes`` as a module: ``module(*values of inputs)`` returns the values of
+    ``outputs`` as a list."""
 
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
@@ -73,8 +73,7 @@ class Subgraph:
 
 
 def external_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Values that ``nodes`` read but do not compute, in order of first use; symbolic sizes that
-    their shapes mention come with them when they are graph inputs."""
+    """Values that ``nodes`` read but do not compute, in order of first use."""
     inside = set(nodes)
     seen: dict[fx.Node, None] = {}
     for node in nodes:
@@ -103,7 +102,7 @@ def extract(
 
 
 def describe_value(value: Any) -> str:
-    """dtype, shape, strides and device of a fake value."""
+    """The dtype, shape, strides and device of a fake value, as text."""
     if isinstance(value, Tensor):
         shape, stride = list(value.shape), list(value.stride())
         return f"{value.dtype}{shape}{stride}@{value.device}"
@@ -145,5 +144,6 @@ def lines(graph: fx.Graph) -> Iterable[str]:
 
 
 def digest(gm: fx.GraphModule) -> str:
-    """Equal for two graphs that compute the same from inputs of the same descriptions."""
+    """A digest of the graph's text.  It is equal for graphs that make the same calls on inputs with
+    the same descriptions, whatever their nodes are called."""
     return hashlib.sha256("\n".join(lines(gm.graph)).encode()).hexdigest()[:16]

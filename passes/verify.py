@@ -1,4 +1,4 @@
-"""Proof of rewrites: the graph stays well formed, both sides of each rewrite agree on data, and
+"""Proves rewrites: the graph stays well formed, both sides of each rewrite agree on data, and
 nothing else changes.
 
 Inputs are drawn from the placeholders' fake values with dynamic sizes made small; a few entries
@@ -33,15 +33,15 @@ _MOST_AT_ONCE = 1 << 24
 _WIDE_SEEDS = 500
 _OF_ROWS = (1.0, 2.0**-20, 2.0**-10, 2.0**4)
 _LARGE = {torch.float16: 2.0**8, torch.float64: 2.0**130, torch.complex128: 2.0**130}
-"""Scales of large rows: of float16 beyond FP8, of doubles beyond float32, of others (2^17) beyond
+"""Scales of large rows: float16 goes beyond FP8, doubles beyond float32, others (2^17) beyond
 float16."""
 _RTOL = {torch.float64: 2.0**-40, torch.complex128: 2.0**-40}
-"""No rewrite may move these more: it would have computed in float32."""
+"""Most that a rewrite may move these dtypes: more would show that it computed in float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """All that a node's fake value depends on, and the value."""
+    """A node's fake value, and everything that it depends on."""
 
     call: tuple[Any, ...]
     values: tuple[Any, ...]
@@ -52,7 +52,7 @@ class State:
         return State(call, tuple(fake_value(n) for n in (node, *node.all_input_nodes)))
 
     def is_of(self, node: fx.Node) -> bool:
-        """Whether ``node`` is as it was: the same call of the same values."""
+        """Whether ``node`` is unchanged: the same call on the same values."""
         now = State.of(node)
         pairs = zip(self.values, now.values, strict=True)
         return self.call == now.call and all(old is new for old, new in pairs)
@@ -61,10 +61,10 @@ class State:
 def check_graph(
     gm: fx.GraphModule, *, after: str, known: Mapping[fx.Node, State] | None = None
 ) -> dict[fx.Node, State]:
-    """Lint ``gm`` and recompute fake values: shapes, strides and dtypes must not have moved.
+    """Lint ``gm`` and recompute fake values: shapes, strides and dtypes must not have changed.
 
-    Returns the state of every node, which is ``known`` to the next check: a node that is still the
-    same is not computed again.
+    Returns the state of every node, to be passed as ``known`` to the next check, which skips nodes
+    that are still the same.
 
     Raises:
         VerificationError: names the pass, the node and both values.
@@ -115,8 +115,8 @@ def _summary(value: Any) -> Any:
 def check_nothing_else(
     before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Rewrite], *, after: str
 ) -> None:
-    """Check that pass ``after`` put ``rewrites`` in place as declared and did nothing else that
-    results or memory could show.
+    """Check that pass ``after`` made its ``rewrites`` as declared, and did nothing else that shows
+    in results or memory.
 
     Raises:
         VerificationError: names the pass and the first difference.
@@ -128,9 +128,9 @@ def check_nothing_else(
 def check_rewrite(
     rewrite: Rewrite, *, proven: set[tuple[str, str]], seed: int = _SEED
 ) -> Check | None:
-    """Run both sides on the same random inputs; ``proven`` holds the pairs already compared, of
-    which there is nothing new to say.  Sides that reduce over ranks run as several, each with
-    inputs of its own.
+    """Run both sides on the same random inputs and compare them.  Pairs in ``proven`` are skipped,
+    and compared pairs are added to it.  Sides that reduce over ranks run as several ranks, each
+    with inputs of its own.
 
     Raises:
         VerificationError: names the rule, site, seed and the two values that differ most.
@@ -148,15 +148,15 @@ def check_rewrite(
 
 
 def _raises_plain_math(rewrite: Rewrite) -> bool:
-    """Whether dtypes are new to a site, as semantic ops have checked theirs; not that of cosines,
-    which of large angles are not the same in a vector and at its end."""
+    """Whether a rewrite raises plain math, whose dtypes no op has checked yet.  Cosines do not
+    count: those of large angles differ between a vector's lanes and its tail."""
     nodes = rewrite.before.module.graph.nodes
     semantic = any(getattr(node.target, "namespace", "") == NAMESPACE for node in nodes)
     return not semantic and not any(kind(node) in ("cos", "sin", "polar") for node in nodes)
 
 
 def _run_both(rewrite: Rewrite, seed: int, *, wide: bool) -> list[tuple[float, float]]:
-    """The errors of each output; see ``check_rewrite``."""
+    """Run both sides; returns the errors of each output, see ``check_rewrite``."""
     before, after = rewrite.before.module, rewrite.after.module
     groups = group_names([before.graph, after.graph])
     seeds = [seed + _SEEDS_A_RANK * rank for rank in range(num_ranks(groups))]
@@ -177,7 +177,7 @@ def _run_both(rewrite: Rewrite, seed: int, *, wide: bool) -> list[tuple[float, f
 
 
 def _inputs(module: fx.GraphModule, seed: int, *, wide: bool) -> list[Any]:
-    """Data for the placeholders of the side before, with which the side after runs too."""
+    """Data for the placeholders of ``module``, the side before; the side after runs on it too."""
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     values = {}
     for i, node in enumerate(placeholders):
@@ -193,13 +193,14 @@ def _inputs(module: fx.GraphModule, seed: int, *, wide: bool) -> list[Any]:
 
 
 def here(device: torch.device) -> torch.device:
-    """Where the data of a device is computed: on a CPU if it is for a GPU that is not there."""
+    """The device to compute on in place of ``device``: the CPU if that is a GPU that is missing."""
     absent = device.type == "cuda" and not torch.cuda.is_available()
     return torch.device("cpu") if absent else device
 
 
 class _Filled(RankInterpreter):
-    """Fills new buffers: memory that the other side has freed could hold the right values."""
+    """Runs a graph with new buffers filled: memory that the other side has freed could hold the
+    right values."""
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
@@ -216,8 +217,8 @@ class _Filled(RankInterpreter):
 
 
 def _run(module: fx.GraphModule, inputs: list[Any], groups: Mapping[str, str]) -> list[Tensor]:
-    """The module's results, then its inputs, which it may have written to; as the rank that knows
-    its process groups as ``groups``."""
+    """Run the module as the rank that knows its process groups as ``groups``.  Returns its results,
+    then its inputs, which it may have written to."""
     values = [v.clone() if isinstance(v, Tensor) else v for v in inputs]
     with torch.no_grad():
         outputs: list[Tensor] = _Filled(module.graph, groups).run(*values)
@@ -225,8 +226,8 @@ def _run(module: fx.GraphModule, inputs: list[Any], groups: Mapping[str, str]) -
 
 
 def _input(value: Any, *, seed: int) -> Any:
-    """Like ``random_value``, but that vectors of integers are fit to index memory that is written
-    to: in random order, distinct and from -1 up, which is the slot of a padding row."""
+    """Like ``random_value``, but vectors of integers can index memory that is written to: they are
+    distinct, in random order, and start at -1, the slot of a padding row."""
     made = random_value(value, seed=seed)
     if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim() == 1:
         order = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
@@ -235,15 +236,15 @@ def _input(value: Any, *, seed: int) -> Any:
 
 
 def _attention_inputs(cache: Tensor, table: Tensor, seq_lens: Tensor, starts: Tensor) -> Any:
-    """The arguments that must agree: one query a sequence, of every length that the table holds."""
+    """The arguments that must agree: one query a sequence, lengths from 1 to what a table holds."""
     num_seqs, capacity = table.shape[0], table.shape[1] * cache.shape[2]
     lengths = 1 + torch.arange(num_seqs) * (capacity - 1) // max(num_seqs - 1, 1)
     return cache, table, lengths.to(seq_lens), torch.arange(num_seqs + 1).to(starts)
 
 
 def _spread(value: Any, first: int) -> Any:
-    """Rows of a tensor, of a vector its elements, scaled by turns, starting with scale ``first``;
-    what is large is so for its dtype: it overflows the next narrower one."""
+    """Scale the rows of a tensor, or the elements of a vector, by turns, starting with scale
+    ``first``.  Large values overflow the next narrower dtype."""
     floats = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     if not floats or value.dtype.itemsize == 1:
         return value
@@ -259,10 +260,10 @@ def _spread(value: Any, first: int) -> Any:
 
 
 def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
-    """Data of a fake value's shape and dtype, dynamic sizes made ``size``: floats are standard
-    normals with a few outliers, of tokens also small and large rows, in all bits of their dtype;
-    complex numbers have two such parts; integers are 0 or 1; anything but tensors and sizes is
-    kept."""
+    """Data of a fake value's shape and dtype, in which dynamic sizes are ``size``.  Floats are
+    standard normals with a few outliers, in all bits of their dtype, and tokens also have small and
+    large rows; complex numbers have two such parts; integers are 0 or 1.  Anything but tensors and
+    sizes is kept."""
     if not isinstance(value, Tensor):
         return _size(value, size) if isinstance(value, torch.SymInt) else value
     shape = [d if isinstance(d, int) else _size(d, size) for d in value.shape]
@@ -293,7 +294,7 @@ def _size(value: torch.SymInt, size: int) -> int:
 
 
 def _large(shape: list[int], dtype: torch.dtype, gen: torch.Generator) -> Tensor:
-    """A weight drawn in parts: an embedding in float32, beside its outliers, is many GB."""
+    """Draw a weight in parts: a whole embedding in float32, with its outliers, takes many GB."""
     made = torch.empty(shape, dtype=dtype, device=gen.device)
     for part in made.view(-1).split(_MOST_AT_ONCE):
         data = torch.randn(part.shape, generator=gen, device=gen.device)
@@ -306,8 +307,8 @@ def _large(shape: list[int], dtype: torch.dtype, gen: torch.Generator) -> Tensor
 def _compare_memory(
     rewrite: Rewrite, index: int, before: list[Tensor], after: list[Tensor]
 ) -> None:
-    """An output must share memory with the same outputs and inputs on both sides: who writes to
-    one writes to the other."""
+    """Check that an output shares memory with the same outputs and inputs on both sides, since a
+    write to one is a write to the other."""
 
     def sharing(values: list[Tensor]) -> list[int]:
         storages = [value.untyped_storage()._cdata for value in values]
@@ -359,7 +360,7 @@ def _compare(
 
 
 def _finite(value: Tensor) -> Tensor:
-    """Infinities as the largest number, next to which a sum that is rounded once may still be."""
+    """Replace infinities by the largest number: the other side may round less and be finite."""
     most = torch.finfo(value.dtype).max
     return value.double().clamp(-most, most)
 

@@ -142,5 +142,5 @@ def _yes(on: bool) -> str:
 
 
 def _opt_in(level: Level) -> str:
-    """Of a pass that a level runs only where it is measured to gain."""
+    """What the table says of a pass that a level runs only where it is measured to gain."""
     return "where it gains" if level.hand_kernels else "-"

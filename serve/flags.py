@@ -36,7 +36,7 @@ def _sampling(name: str, kind: str, text: str, default: Any = None, flag: str = 
 
 
 DEFAULT_MAX_TOKENS = 256
-"""Of the command line; ``SamplingParams`` has vLLM's 16, too short to read."""
+"""Default of the command line.  ``SamplingParams`` has vLLM's 16, which is too short to read."""
 
 SAMPLING: tuple[OptionSpec, ...] = (
     _sampling("max_tokens", "int", "most tokens to generate", DEFAULT_MAX_TOKENS),

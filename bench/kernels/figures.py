@@ -39,7 +39,7 @@ class Figure:
 
     @property
     def share(self) -> float:
-        """Of the ceiling that this work meets first: bytes at the copy rate, or products."""
+        """Share of the ceiling that this work meets first: the copy rate, or the peak FLOP/s."""
         peak = FP8_TFLOP_S if "fp8" in self.op else BF16_TFLOP_S
         return max(self.gb_s / (COPY_TB_S * 1e3), self.tflop_s / peak)
 
@@ -63,7 +63,7 @@ class Change:
 
 
 def figure_of(extra: Mapping[str, Any], seconds: float) -> Figure:
-    """Of what ``harness.measure`` left with a benchmark, and the median of its rounds."""
+    """A figure from what ``harness.measure`` left with a benchmark and the median of its rounds."""
     named = {f.name: extra[f.name] for f in fields(Figure) if f.name != "us"}
     return Figure(us=round(seconds * 1e6 / extra["calls"], 3), **named)
 

@@ -159,7 +159,7 @@ def measure(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _inputs(work: Work, copies: int) -> list[tuple[Any, ...]]:
-    """Of a work once: its contenders are timed one after the other."""
+    """Made once for a work, whose contenders are timed one after the other."""
     return [work.make(CUDA) for _ in range(copies)]
 
 

@@ -172,7 +172,7 @@ def layers_of(weights: Weights, step: Step, form: str, programmatic: bool) -> La
 
 
 def differing(plain: Layers, early: Layers, step: Step) -> int:
-    """Of CHECKS replays on changing inputs, how many end with other bits than plain launches."""
+    """How many of CHECKS replays on changing inputs end with other bits than plain launches."""
     inputs = [draw(*step.x.shape) for _ in range(3)]
     wanted = []
     for x in inputs:

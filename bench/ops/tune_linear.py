@@ -37,7 +37,7 @@ WEIGHTS = {
 """[out_features, in_features] of qkv, o, gate_up, down, lm_head."""
 ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
-"""Of operands; with fewer, products stream."""
+"""Fewest rows that are tuned, by kind of operands; with fewer, products stream."""
 LEAST_GAIN = 0.02
 _NARROW = 8  # rows: what is left of a range at whose other end an algorithm loses
 _MOST_ERROR = 2.0**-8
@@ -77,7 +77,7 @@ class Problem:
         return by_rule(self.x, self.scales[0], weight, self.scales[1], None, torch.bfloat16)
 
     def error(self, algorithm: bytes) -> float:
-        """Of one weight's product, relative to the largest element; infinite for NaN."""
+        """The error of one weight's product relative to its largest element; infinite for NaN."""
         x, weight = self.x.float(), self.weights[0].float()
         if self.scales:
             x, weight = x * self.scales[0], weight * self.scales[1]
@@ -107,7 +107,7 @@ def is_right(algorithm: bytes, p: Problem) -> bool:
 
 
 def stream_us(call: Callable[[int], object]) -> float:
-    """Of a few calls one after the other: enough to tell a slow algorithm from a fast one."""
+    """Mean time of a few calls one after the other, enough to tell slow algorithms from fast."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     call(0)
     torch.cuda._sleep(_HEAD_START_CYCLES)

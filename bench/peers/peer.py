@@ -23,7 +23,7 @@ class PeerOptions:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Of every request; the values of vLLM's names for them."""
+    """Sampling parameters of every request, under vLLM's names."""
 
     temperature: float = 0.0
     top_p: float = 1.0

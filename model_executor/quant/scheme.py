@@ -41,7 +41,7 @@ class QuantScheme:
 
 
 def weight_scale_shape(kind: QuantKind, out_features: int, in_features: int) -> tuple[int, int]:
-    """Of the scale of a weight [out_features, in_features]."""
+    """The shape of the scale of a weight [out_features, in_features]."""
     if kind == "fp8":
         return out_features, 1
     if kind == "fp8_block":

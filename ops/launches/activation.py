@@ -1,4 +1,4 @@
-"""Launches of the gated activations."""
+"""Describes the launches of the gated activations."""
 
 from __future__ import annotations
 

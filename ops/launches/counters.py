@@ -1,4 +1,4 @@
-"""What kernels keep on the device from launch to launch; above all, arrival counters.
+"""Keeps what kernels leave on the device from launch to launch; above all, arrival counters.
 
 A kernel that divides one result among programs counts those that are done; the last one combines
 what the others left in memory, and sets its counter back to zero.
@@ -42,7 +42,7 @@ def zeros_between_launches(device: torch.device, numel: int, dtype: torch.dtype)
 
 
 def _stream(device: torch.device) -> int:
-    """Whose launches come: those of a raw stream, or of graphs."""
+    """The owner of the next launches: a raw stream, or the captured graphs."""
     if device.type != "cuda":
         return 0
     if torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""Launch that copies rows of a matrix picked by an index."""
+"""Describes the launch that copies rows of a matrix picked by an index."""
 
 from __future__ import annotations
 

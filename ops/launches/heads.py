@@ -1,4 +1,4 @@
-"""What launches over [num_tokens, num_heads, head_dim] share: heads a program, strides."""
+"""Computes what launches over [num_tokens, num_heads, head_dim] share: heads a program, strides."""
 
 from __future__ import annotations
 

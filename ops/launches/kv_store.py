@@ -1,4 +1,4 @@
-"""Launch of the KV store."""
+"""Describes the launch of the KV store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of the tiled GEMM."""
+"""Describes the launches of the tiled GEMM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Launch of the tiled FP8 GEMM: tiles by rows and columns, measured, and splits by rule."""
+"""Describes the launch of the tiled FP8 GEMM.
+
+Tiles follow from rows and columns as measured, splits from a rule.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ _MOST_ROWS = {
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8
 _H200_SMS = 132
-# Of each row of a weight tile: lines fetched into L2 while the kernel ahead still runs.
+# Lines of each row of a weight tile that are fetched into L2 while the kernel ahead still runs.
 _LINES_AHEAD = 4
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes, and how.
+    """The tile that a program computes, and how it computes it.
 
     Args:
         rows, columns, depth: of a step; ``depth`` in elements, that is bytes.
@@ -81,8 +84,8 @@ def tile_of(scheme: str, m: int, n: int) -> Tile:
 
 
 def _invariant_tile(m: int) -> Tile:
-    """Of tiles that add the same sums in the same order, unsplit: matrix instructions of 64 rows,
-    partial sums of 128 products."""
+    """Choose between tiles that add the same sums in the same order, unsplit: both use matrix
+    instructions of 64 rows and partial sums of 128 products."""
     return Tile(64, 64, 128, stages=5) if m <= 256 else Tile(128, 128, 128, warps=8, stages=3)
 
 
@@ -143,7 +146,7 @@ def linear_fp8(
             "K": k,
             "splits": splits,
             "x_stride": x.stride(0),
-            # Of one row the stride says nothing: as if there were more.
+            # The stride of a single row is arbitrary: pass 1, as if there were more rows.
             "x_scale_row": x_scale.stride(0) if m > 1 else 1,
             "x_scale_group": x_scale.stride(1),
             "weight_stride": weight.stride(0),

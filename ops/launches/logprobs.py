@@ -1,4 +1,4 @@
-"""Launches of log-sum-exp, rank and top-K by parts of a row, and of their reduction."""
+"""Describes the launches of log-sum-exp, rank and top-K by parts of a row, and their reduction."""
 
 from __future__ import annotations
 

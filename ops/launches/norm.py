@@ -1,4 +1,4 @@
-"""Launches of RMSNorm and add + RMSNorm."""
+"""Describes the launches of RMSNorm and add + RMSNorm."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Launches of paged attention: one for sequences with one query, one for the rest.
+"""Describes the launches of paged attention: one for sequences with one query, one for the rest.
 
-Nothing of them depends on values on the device.
+Nothing in them depends on values on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor)
 
 @dataclass(frozen=True)
 class _Call:
-    """What both kernels take of a call."""
+    """The arguments of a call that both kernels take."""
 
     plan: Plan
     tensors: dict[str, Tensor | None]

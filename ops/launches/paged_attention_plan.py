@@ -1,7 +1,8 @@
-"""What one shape of paged attention launches: grids, tiles and scratch, as pure data.
+"""Plans what one shape of paged attention launches: grids, tiles and scratch, as pure data.
 
-Tiles depend on the model's shape alone; how many splits a long decode has, the kernel decides from
-all lengths of its batch.
+Decode tiles depend on the model's shape and dtypes alone; prefill tiles have more or fewer rows by
+the batch, but never other columns.  How many splits a long decode has, the kernel decides from all
+lengths of its batch.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ MAX_SEQS = 4096
 # Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
 MAX_PARTIALS = 8192
 
-# Of a multiprocessor, sm_90.
+# Shared memory of a multiprocessor, sm_90.
 SHARED_BYTES = 227 << 10
 DECODE_STAGES = 4
 # Tokens of the shortest split; no tile is longer.
 MIN_SPLIT = 128
-# Of a prompt, on average; and of eight of them together.
+# Short prompts have at most this many tokens on average, and at most eight times as many together.
 MOST_SHORT_TOKENS = 512
-# Prompts of fewer on average, and more tokens than this together: many decodes, or very short ones.
+# At most 128 tokens a sequence on average and more than 1024 together are not short prompts, but
+# many decodes or very short prompts.
 FEW_TOKENS, MANY_TOGETHER = 128, 1024
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one shape launches: pure data, cached.  ``scratch_numel`` counts float32 elements."""
+    """The launches of one shape, as cached data.  ``scratch_numel`` counts float32 elements."""
 
     decode_grid: tuple[int, ...]
     decode_constexprs: dict[str, Any]

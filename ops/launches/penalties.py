@@ -1,4 +1,4 @@
-"""Launches of the penalties for tokens seen before, and of the counting that feeds them."""
+"""Describes the launches of the penalties for tokens seen before, and of the counting they need."""
 
 from __future__ import annotations
 

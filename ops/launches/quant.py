@@ -1,4 +1,4 @@
-"""Launches of FP8 quantization, alone or fused behind a norm or a gated activation.
+"""Describes the launches of FP8 quantization, alone or fused behind a norm or a gated activation.
 
 A scheme is a static scale [1, 1], or the size of the groups that share a scale, 0 for whole rows.
 """

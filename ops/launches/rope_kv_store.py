@@ -1,4 +1,7 @@
-"""Launch of [QK-norm +] rotary embedding + KV store: heads of q, and of k with v, in one grid."""
+"""Describes the launch of [QK-norm +] rotary embedding + KV store.
+
+Heads of q, and of k with v, share one grid.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch of the rotary embedding: queries and keys in one."""
+"""Describes the launch of the rotary embedding: queries and keys in one."""
 
 from __future__ import annotations
 

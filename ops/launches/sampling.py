@@ -1,4 +1,4 @@
-"""Launches of the sampling kernels over rows of logits [num_seqs, vocab]."""
+"""Describes the launches of the sampling kernels over rows of logits [num_seqs, vocab]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches that move token ids and step inputs on the device."""
+"""Describes the launches that move token ids and step inputs on the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What each op means, a second time: float64 in numpy, from the definition in a paper or docstring,
-by another route than the op's reference.
+"""Computes what each op means a second time: in float64 numpy, from the definition in a paper or
+docstring, by another route than the op's reference.
 
 A reference that is wrong is otherwise invisible: kernels and rewrites are compared with it, and a
 model that calls the op directly has nothing else.  ``--verify`` and the conformance tests compare
@@ -59,12 +59,12 @@ ORACLES: dict[str, Oracle] = {
 _FEW = 1 << 18
 """Elements of the arguments of a case that is checked at ``--verify``."""
 _FLIPPED, _MANY = 0.05, 64
-"""Of more FP8 values than that, the share that may be rounded to the neighbour: the roundings ahead
-of it are the definition's, so that float32 decides few otherwise."""
+"""An output of more than ``_MANY`` FP8 values may have at most the share ``_FLIPPED`` rounded to a
+neighbour.  The oracle makes the same roundings before that one, so float32 changes few of them."""
 
 
 def tolerance_of(op: SemanticOp, dtype: torch.dtype) -> Tolerance:
-    """That of the op's implementations; integers are exact."""
+    """The tolerance of the op's implementations; integers must be exact."""
     return op.tolerances[dtype] if dtype.is_floating_point else Tolerance(0.0, 0.0)
 
 

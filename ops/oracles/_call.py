@@ -1,4 +1,4 @@
-"""A call as oracles see it: float64 and integers in numpy, decoded from the bits of the tensors."""
+"""Decodes a call for oracles: float64 and integers in numpy, from the bits of the tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracles of rotary embedding, the paged KV cache and attention over it."""
+"""Computes the oracles of rotary embedding, the paged KV cache and attention over it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .norms import normed
 
 
 def _columns(pair: int, half: int, layout: str) -> tuple[int, int]:
-    """Of the pair of this number: neighbours, or half a rotary dimension apart."""
+    """The two columns of a pair: neighbours, or half a rotary dimension apart."""
     return (2 * pair, 2 * pair + 1) if layout == "pairs" else (pair, half + pair)
 
 

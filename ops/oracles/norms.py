@@ -1,4 +1,4 @@
-"""Oracles of norms, gated activations, quantization, and what is made of them."""
+"""Computes the oracles of norms, gated activations and quantization, and of ops made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracles of matrix products and of what is made of them."""
+"""Computes the oracles of linear layers and of ops that are made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracles of the ops that choose, count and move tokens."""
+"""Computes the oracles of the ops that choose, count and move tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a kernel begins that is launched before the kernel ahead has finished.
+"""Begins a kernel that is launched before the kernel ahead has finished.
 
 Its blocks start while the last ones ahead still run, which hides its launch.  It then waits until
 the kernel ahead has finished and its results are visible.  The rule, which ``_triton_compile``

@@ -132,7 +132,7 @@ def _linear_fp8_kernel(
         if SCHEME == "block":
             product = _product(x, w, tl.zeros_like(total), SWAPPED, BLOCK_K)
             total += product * (scale[None, :] if SWAPPED else scale[:, None])
-            # Of the next step: no step waits for its scales.
+            # Load the next step's scales now, so that no step waits for its own.
             ahead = tl.minimum(step + 1, steps - 1)
             scale = tl.load(x_scales + ahead * x_scale_group) * tl.load(weight_scales + ahead)
         else:

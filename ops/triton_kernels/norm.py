@@ -16,10 +16,11 @@ from .float8 import to_float32
 
 @triton.jit
 def sum_of_squares(x, AS_WARPS: tl.constexpr):
-    """Of the rows of ``x``, float32 [ROWS, BLOCK].
+    """The sum of squares of each row of ``x``, which is float32 [ROWS, BLOCK].
 
-    AS_WARPS: 0, or for one row add as that many warps do, though fewer hold it: two-byte elements,
-    16 bytes a lane at a time, those of a lane first, then of a warp, then by halves of the warps.
+    AS_WARPS: 0, or the number of warps in whose order one row is added, even where fewer hold it.
+    A lane loads 16 bytes of two-byte elements at a time; sums are taken over a lane, then a warp,
+    then by halves of the warps.
     """
     if AS_WARPS == 0:
         return tl.sum(x * x, axis=1)

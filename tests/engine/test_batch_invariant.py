@@ -35,7 +35,7 @@ SETUPS: list[dict[str, Any]] = [
 
 
 def results(llm: LLM, rng: random.Random, requests: list[tuple[Any, SamplingParams]]) -> list[Any]:
-    """Of all requests, in random order and at once or in random groups."""
+    """Results of all requests, which run in random order and in groups of random size."""
     order = rng.sample(range(len(requests)), len(requests))
     found: dict[int, Any] = {}
     while order:

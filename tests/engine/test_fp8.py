@@ -137,8 +137,8 @@ DIALECTS = ("compressed static", "compressed channel", "fp8 block")
 def test_logits_are_those_of_a_rounded_model(
     name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float32, so that only what lies within 1e-6 of the middle of two FP8 values may be rounded
-    to the other one; this then shows in the rest of its sequence."""
+    """The model is float32, so that only values within 1e-6 of the middle of two FP8 values may be
+    rounded to the other one; this then shows in the rest of the sequence."""
     dialect = BY_NAME[name]
     tensors = save(dialect, tmp_path)
     model = reference(dialect, tensors)
@@ -207,7 +207,7 @@ def calibrated(folder: Path) -> Path:
 def test_exact_match_stays_within_half_a_point(
     scheme: str, kv_cache_dtype: str, level: int, tmp_path: Path, device: torch.device
 ) -> None:
-    """Of 100 %, which float32 reaches on a CPU and bfloat16 on a GPU."""
+    """Half a point below 100 %, which float32 reaches on a CPU and bfloat16 on a GPU."""
     if device.type == "cuda" and level == 0:
         pytest.skip("-O0 runs the references, which the CPU has run")
     options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}

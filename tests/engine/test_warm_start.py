@@ -48,7 +48,7 @@ SUM = "46"
 
 
 def options(model: Path | str, device: torch.device, level: int, store: Path) -> dict[str, Any]:
-    """Of a cold start."""
+    """Options of a cold start."""
     given = {
         "model": str(model),
         "device": device.type,

@@ -22,7 +22,7 @@ every_tiny_model = pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny:
 
 
 def expected_logits(tiny: TinyModel, tokens: list[int]) -> Tensor:
-    """Of every position, [len(tokens), vocab]."""
+    """Logits of every position, [len(tokens), vocab]."""
     with torch.inference_mode():
         return tiny.model()(torch.tensor([tokens])).logits[0]
 

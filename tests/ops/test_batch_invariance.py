@@ -153,7 +153,7 @@ class Sequences:
 def test_attention(
     implementation: str, window: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Of one sequence, its queries at once, in chunks, one by one, and beside other sequences."""
+    """One sequence's queries run at once, in chunks, one by one, and beside other sequences."""
     lengths = (50, 33, 17) if device.type == "cpu" else (1500, 700, 90, 33, 17, 257)
     made, whole = Sequences(lengths, dtype, device), lengths[0]
     (expected,) = made.attend(implementation, [(0, 0, whole)], window)

@@ -107,7 +107,7 @@ def test_a_library_without_the_entry_point_is_no_module() -> None:
 
 @pytest.fixture(scope="module", params=[64, 128])
 def head_dim(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[int]:
-    """Of a module that is built here and loaded."""
+    """The head_dim of a module that is built here and loaded."""
     if importlib.util.find_spec("flashinfer") is None or shutil.which("nvcc") is None:
         pytest.skip("flashinfer-python and nvcc build the module, and are not both here")
     if not load_cuda_library():

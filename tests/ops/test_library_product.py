@@ -100,8 +100,8 @@ def test_a_missing_library_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Library:
-    """Of cuBLASLt what describes products: descriptors are numbers; ``fails_at``: the one that
-    cannot be made."""
+    """The part of cuBLASLt that describes products.  Descriptors are numbers; ``fails_at`` is the
+    one that cannot be made."""
 
     def __init__(self, fails_at: int = 0) -> None:
         self.made, self.live, self.fails_at = 0, set[int](), fails_at

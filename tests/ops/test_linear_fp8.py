@@ -50,7 +50,8 @@ def spread(scale: Tensor, like: Tensor) -> Tensor:
 
 
 def relative_error(got: Tensor, args: tuple[Any, ...], bias: Tensor | None) -> float:
-    """Of each row relative to its largest element: rows have scales of their own."""
+    """The largest error relative to the largest element of its row: rows have scales of their
+    own."""
     x, x_scale, weight, weight_scale = args
     exact = (x.double() * spread(x_scale, x)) @ (weight.double() * spread(weight_scale, weight)).T
     exact += 0.0 if bias is None else bias.double()

@@ -57,7 +57,7 @@ def kernels_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy(source: Tensor, target: Tensor, nanoseconds: int = 0) -> Launch:
-    """Of equal, contiguous tensors, as bytes."""
+    """A launch that copies between contiguous tensors of equal size, as bytes."""
     source, target = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
     args: dict[str, Any] = {"from_ptr": source, "to_ptr": target, "n": source.numel()}
     name = "copy_kernel"

@@ -93,7 +93,7 @@ def column(values: list[float], num_seqs: int, dtype: torch.dtype = torch.float3
 
 
 def calls(logits: Tensor, gen: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Of rows of every mixture of temperatures and filters, the calls with some of the filters."""
+    """Calls with some of the filters, over rows of every mixture of temperatures and filters."""
     num_seqs, vocab = logits.shape
     temperature = column([0.0, 0.7, 1.0, 1.6], num_seqs)
     top_k = column([0, 1, 5, 40, 10**6, -1, vocab, vocab - 1], num_seqs, torch.int32)
@@ -231,7 +231,7 @@ def test_it_takes_rows_as_long_as_it_says(
 
 @pytest.mark.gpu
 def test_equal_logits_share_the_mass(kernel: Callable[..., Tensor]) -> None:
-    """Of 2^17 equal logits half a unit below 2^10 larger ones, every top_p has one right answer."""
+    """With 2^17 equal logits half a unit below 2^10 larger ones, each top_p has one answer."""
     logits = torch.zeros((64, 1 << 17), dtype=torch.bfloat16, device="cuda")
     logits[:, 77 :: 1 << 7] = 0.5
     high = (1 << 10) * 2.718281828**0.5

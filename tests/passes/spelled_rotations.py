@@ -49,7 +49,7 @@ def heads_last(q: Tensor, k: Tensor, f: Tensor) -> Any:
 
 
 def partial(q: Tensor, k: Tensor, f: Tensor) -> Any:
-    """Of heads of twice the width, the first half rotates."""
+    """Heads are twice as wide, and their first half rotates."""
     cos, sin = (t.unsqueeze(1) for t in angles(f, q.dtype))
     q, k = torch.cat((q, q + 1), -1).transpose(1, 2), torch.cat((k, k), -1).transpose(1, 2)
     first, rest = q[..., :DIM], q[..., DIM:]

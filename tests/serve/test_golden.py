@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).with_name("golden")
 MODELS = ("llama3-8b", "qwen3-8b")
 WEIGHTS = ("bfloat16", "fp8_static", "fp8", "fp8_block")
 MOST_LAUNCHES = {"bfloat16": 6, "fp8_static": 9}
-"""Of a layer at one token (vLLM: 14.9)."""
+"""Most launches of a layer at one token (vLLM: 14.9)."""
 
 
 def explained(model: str, weights: str, level: int) -> Explanation:
