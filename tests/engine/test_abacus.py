@@ -33,21 +33,23 @@ def llm(request: pytest.FixtureRequest, device: torch.device) -> LLM:
     return make(request.param, device)
 
 
-def test_exact_match_of_99_percent(llm: LLM) -> None:
-    given = answers(llm, [p.prompt for p in PROBLEMS])
-    wrong = [p for p, answer in zip(PROBLEMS, given, strict=True) if p.answer != answer]
-    assert len(wrong) <= 10, wrong[:5]
+def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
+    every = device.type == "cuda" or llm.report()["level"] == 2
+    problems = PROBLEMS[: 1000 if every else 400]
+    given = answers(llm, [p.prompt for p in problems])
+    wrong = [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
+    assert len(wrong) <= len(problems) // 100, wrong[:5]
     for task in TASKS:
         assert sum(p.task == task for p in wrong) <= 3, task
 
 
 def test_answers_do_not_depend_on_the_batch_size(llm: LLM, device: torch.device) -> None:
-    prompts = [p.prompt for p in PROBLEMS[:64]]
-    expected = answers(llm, prompts)
     fast = device.type == "cuda" and llm.report()["level"] > 0
-    for size in range(1, 64) if fast else (1, 2, 3, 7, 16, 33, 63):
+    prompts = [p.prompt for p in PROBLEMS[: 64 if fast else 32]]
+    expected = answers(llm, prompts)
+    for size in range(1, 64) if fast else (1, 2, 3, 7, 16, 31):
         given: list[str] = []
-        for start in range(0, 64, size):
+        for start in range(0, len(prompts), size):
             given += answers(llm, prompts[start : start + size])
         assert given == expected, f"batches of {size}"
 

@@ -123,8 +123,17 @@ def errors(model: Any, got: Any, scales: list[tuple[float, float]] | None) -> Te
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["compressed static", "compressed channel", "fp8 block"])
+DIALECTS = ("compressed static", "compressed channel", "fp8 block")
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        *[(name, level) for name in DIALECTS for level in (0, 2)],
+        ("compressed static", 1),
+        ("compressed channel", 3),
+    ],
+)
 def test_logits_are_those_of_a_rounded_model(
     name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,12 +196,12 @@ def calibrated(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize(
-    ("scheme", "kv_cache_dtype"),
+    ("scheme", "kv_cache_dtype", "level"),
     [
-        ("unquantized", "fp8"),
-        *[(scheme, kv) for scheme in KINDS for kv in ("auto", "fp8")],
+        *[(scheme, "fp8", 0) for scheme in ("unquantized", *KINDS)],
+        *[(scheme, "fp8", 2) for scheme in ("unquantized", *KINDS)],
+        *[(scheme, "auto", 2) for scheme in KINDS],
     ],
 )
 def test_exact_match_stays_within_half_a_point(
@@ -216,7 +225,8 @@ def test_exact_match_stays_within_half_a_point(
         max_model_len=64,
         **options,
     )
-    outputs = llm.generate([p.prompt for p in PROBLEMS], GREEDY, use_tqdm=False)
+    problems = PROBLEMS[: 1000 if device.type == "cuda" else 400]
+    outputs = llm.generate([p.prompt for p in problems], GREEDY, use_tqdm=False)
     given = [output.outputs[0].text for output in outputs]
-    wrong = [p for p, answer in zip(PROBLEMS, given, strict=True) if p.answer != answer]
-    assert len(wrong) <= 5, wrong
+    wrong = [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
+    assert len(wrong) <= len(problems) // 200, wrong

@@ -117,8 +117,7 @@ def test_noise_tail_is_finite_and_reaches_as_far_as_it_should() -> None:
     assert abs(noise.mean().item() - 0.57722) < 5 * 1.2825 / math.sqrt(noise.numel())
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-@pytest.mark.parametrize("vary", ["position", "seed"])
+@pytest.mark.parametrize(("temperature", "vary"), [(0.6, "seed"), (1.0, "position"), (1.7, "seed")])
 def test_draws_follow_softmax(
     implementation: str, device: torch.device, temperature: float, vary: str
 ) -> None:
@@ -183,7 +182,7 @@ def filters(device: torch.device, n: int) -> dict[str, Tensor]:
 def test_a_row_draws_the_same_alone_and_in_any_batch(
     implementation: str, device: torch.device, filtered: bool
 ) -> None:
-    n, vocab = (16, 600) if interpreted(implementation, device) else (64, 2500)
+    n, vocab = (8, 600) if interpreted(implementation, device) else (64, 2500)
     logits = 2 * randn(device, n, vocab)
     temperature = torch.linspace(0.0, 2.0, n, device=device)
     seeds = torch.arange(n, device=device) * 7919 - 3
@@ -204,7 +203,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch(
     batch = at(everyone)
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1)).to(device)
     assert torch.equal(at(order), batch[order])
-    for row in range(0, n, 5):
+    for row in range(0, n, 3):
         assert torch.equal(at(everyone[row : row + 1]), batch[row : row + 1])
     assert torch.equal(at(everyone), batch)
     again = draw(implementation, logits, temperature, seeds=seeds + 1, positions=positions)

@@ -142,18 +142,22 @@ FUSED = {
 @pytest.mark.parametrize(
     ("level", "verify", "examples"),
     [
-        ("-O1", False, 300),
-        ("-O2, -O3", False, 850),
-        ("every pass", False, 850),
-        ("every pass", True, 100),
+        ("-O1", False, 150),
+        ("-O2, -O3", False, 400),
+        ("every pass", False, 400),
+        ("every pass", True, 50),
     ],
 )
 def test_no_level_changes_a_random_graph(level: str, verify: bool, examples: int) -> None:
     names = LISTS[level]
     heads = st.sampled_from([False, False, False, True])
-    matched, seen = prove_many(names, STEPS, heads, verify=verify, examples=examples)
-    assert verify or set(matched) == set(names), f"{examples} graphs, and no match of some"
-    assert level != "every pass" or verify or set(seen) == {f"fw.{name}.default" for name in FUSED}
+    expected = {f"fw.{name}.default" for name in FUSED} if level == "every pass" else set()
+    for more in (1, 2, 4):  # now and then so few graphs at random lack a match or an op
+        matched, seen = prove_many(names, STEPS, heads, verify=verify, examples=more * examples)
+        if verify or (set(matched) == set(names) and expected <= set(seen)):
+            break
+    assert verify or set(matched) == set(names), "no match of some"
+    assert verify or not expected or set(seen) == expected
 
 
 def test_every_level_is_among_them() -> None:
