@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,21 +23,21 @@ from ..passes import (
     digest,
     run_passes,
 )
-from .check_kernels import called, check_used
-from .dump import Dump
-from .emit import choose_emitter, emit
-from .flashinfer_modules import build_module, needed, package_version
-from .kernels import outside_variants, program_variants
-from .load import KERNELS, PLAN, flashinfer_file, kernel_file, kernels_json, piece_file
-from .lower import lower
-from .make_plan import limit_ranges, make_plan
-from .partition import Region, partition
-from .plan import Plan
-from .source import Source
+from .capture.source import Source
+from .capture.trace import Traced, trace
+from .capture.unroll import unroll
+from .emit.flashinfer_modules import build_module, needed, package_version
+from .emit.kernels import outside_variants, program_variants
+from .emit.make_plan import limit_ranges, make_plan
+from .emit.pieces import choose_emitter, emit
+from .lowering.check_kernels import called, check_used
+from .lowering.lower import lower
+from .lowering.partition import Region, partition
+from .lowering.tune import Tuner
+from .record import Record
+from .run.load import KERNELS, PLAN, flashinfer_file, kernel_file, kernels_json, piece_file
+from .run.plan import Plan
 from .timer import Timer
-from .trace import Traced, trace
-from .tune import Tuner
-from .unroll import unroll
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def lower_model(
     device: str,
     sm: int,
     timer: Timer,
-    record: Dump,
+    record: Record,
     csrc: bool | None = None,
     tuner: Tuner | None = None,
 ) -> Lowered:
@@ -123,7 +122,7 @@ def build(
     sm: int,
     label: str,
     timer: Timer,
-    dump: Path | None,
+    record: Record,
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Trace, rewrite, split and lower a model, and compile its distinct pieces.
 
@@ -132,7 +131,6 @@ def build(
     Returns:
         The artifact's files, by name, and its report.
     """
-    record = Dump(dump)
     lowered = lower_model(source, config, device=device, sm=sm, timer=timer, record=record)
     traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
     if device == "cuda" and sm != _sm_here():

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .. import ops
 from ..config import CompileConfig
-from .artifact import Artifact, Refusal, printable
-from .check_kernels import called, check_used
-from .key import Key
-from .load import load
-from .plan import Plan
-from .program import Program
-from .source import Source
-from .store import Store
+from .artifacts.artifact import Artifact, Refusal, printable
+from .artifacts.key import Key
+from .artifacts.store import Store
+from .capture.source import Source
+from .lowering.check_kernels import called, check_used
+from .record import Record
+from .run.load import load
+from .run.plan import Plan
+from .run.program import Program
 from .timer import Timer
 
 LOOKUPS = ("find artifact", "load")
@@ -55,7 +55,7 @@ def compile(
     device: str = "cpu",
     sm: int = 0,
     on_phase: Callable[[str], None] = lambda phase: None,
-    dump: Path | None = None,
+    record: Record | None = None,
 ) -> Compiled:
     """Return the program of ``key``, from ``store`` or built and published there.
 
@@ -69,7 +69,7 @@ def compile(
         device: "cpu" or "cuda".
         sm: compute capability of the target GPU, such as 90; 0 for none.
         on_phase: called with the name of each phase as it starts.
-        dump: build in any case and write what each phase made into this folder.
+        record: build in any case and show it what each phase made.
 
     Raises:
         UserError: there is no artifact that may be used and ``require`` is set, with the reason;
@@ -80,18 +80,18 @@ def compile(
     """
     timer = Timer(on_phase)
     built = False
-    found = _find(store, (key, *as_good), require, timer) if dump is None else None
+    found = _find(store, (key, *as_good), require, timer) if record is None else None
     if found is None:
         if require:
             raise store.missing(key, *as_good)
         with store.lock(key, on_wait=lambda: on_phase("another process compiles this")):
-            found = _find(store, (key, *as_good), require, timer) if dump is None else None
+            found = _find(store, (key, *as_good), require, timer) if record is None else None
             if found is None:
                 for refusal in store.refusals:
                     _log.warning(
                         "%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason
                     )
-                from .cpp_compiler import compiler_files
+                from .emit.cpp_compiler import compiler_files
 
                 with compiler_files():
                     with timer.phase("import compiler"):
@@ -99,7 +99,13 @@ def compile(
                     with timer.phase("make model"):
                         model = source()
                     files, report = build(
-                        model, config, device=device, sm=sm, label=label, timer=timer, dump=dump
+                        model,
+                        config,
+                        device=device,
+                        sm=sm,
+                        label=label,
+                        timer=timer,
+                        record=record or Record(),
                     )
                 built = True
                 with timer.phase("publish"):

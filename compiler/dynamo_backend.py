@@ -33,7 +33,7 @@ from ..passes import (
 )
 from ..passes.canonicalize import cast_source
 from ..passes.subgraph import compute_fake, fake_value
-from .lower import lower
+from .lowering.lower import lower
 
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
 """The passes of a level that find sites in unmodified models; the others are about FP8 and paged KV

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..compiler.compiled import LOOKUPS, Compiled
+from ..compiler.record import Record
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
 from .attention_backend import say_where_flashinfer_does_not_fit
 from .hardware import detect_hardware
@@ -51,13 +52,14 @@ def compile_ahead(
         _, spec, config = read_model(options, hardware)
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
     _check(config, absent, dump)
+    record = _record(dump)
     store = configured_store(config.store)
     with (
         show_progress() as progress,
         startup.phase("compile"),
         progress.status("Compiling", quiet=LOOKUPS) as say,
     ):
-        compiled = find_or_compile(spec, config, store, on_phase=say, dump=dump)
+        compiled = find_or_compile(spec, config, store, on_phase=say, record=record)
     say_where_flashinfer_does_not_fit(config, compiled.report.get("choices", ()))
     label = artifact_label(spec, config)
     return CompiledAhead(compiled, label, startup, _left(hardware, absent))
@@ -78,6 +80,14 @@ def target_hardware(options: EngineOptions, target_sm: int | None) -> Hardware:
     target = Hardware(device="cuda", name=f"sm_{target_sm}", sm=target_sm, graphs="cuda")
     here = detect_hardware("auto")
     return here if here.sm == target_sm else target
+
+
+def _record(dump: Path | None) -> Record | None:
+    if dump is None:
+        return None
+    from ..compiler.inspect.dump import Dump
+
+    return Dump(dump)
 
 
 def _check(config: ResolvedConfig, absent: bool, dump: Path | None) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..compiler.store import Store
+from ..compiler.artifacts.store import Store
 from ..config import FLASHINFER, ResolvedConfig
 from ..model_executor.spec import ModelSpec
 from .source import artifact_key, keys_as_good

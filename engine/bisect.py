@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..compiler.source import WEIGHTS
+from ..compiler.capture.source import WEIGHTS
 from ..config import EngineOptions, ResolvedConfig, UserError
 from ..model_executor.kv_cache import allocate_kv_caches
 from ..model_executor.loader import load_model
@@ -30,7 +30,7 @@ from .source import (
 from .startup import read_model
 
 if TYPE_CHECKING:
-    from ..compiler.bisect import Culprit, Inputs, Run
+    from ..compiler.inspect.bisect import Culprit, Inputs, Run
     from ..passes import Rule
 
 PROMPTS = (9, 1, 18)
@@ -63,11 +63,11 @@ def bisect_model(
     Raises:
         UserError: the options are those of -O0.
     """
-    from ..compiler.bisect import Culprit, Run, bisect_kernels, bisect_passes
-    from ..compiler.explain_sites import copied
-    from ..compiler.lower import lower
-    from ..compiler.trace import trace
-    from ..compiler.unroll import unroll
+    from ..compiler.capture.trace import trace
+    from ..compiler.capture.unroll import unroll
+    from ..compiler.inspect.bisect import Culprit, Run, bisect_kernels, bisect_passes
+    from ..compiler.inspect.sites import copied
+    from ..compiler.lowering.lower import lower
     from ..passes import build_passes, run_passes
 
     hardware = detect_hardware(options.device)
@@ -115,7 +115,7 @@ def _code(
     spec: ModelSpec, config: ResolvedConfig, run: Run, say: Callable[[str], None]
 ) -> Culprit | None:
     """The compiled program as a whole: generated code, kernels chosen by measurement."""
-    from ..compiler.bisect import Culprit
+    from ..compiler.inspect.bisect import Culprit
 
     say("the compiled program")
     with artifact_store(config.store) as store:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from .. import ops
-from ..compiler.program import Program
+from ..compiler.run.program import Program
 from ..config import CaptureConfig, Hardware
 
 _log = logging.getLogger(__name__)

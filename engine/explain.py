@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..compiler.dump import Dump
+from ..compiler.record import Record
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.resolve import why_off
 from .ahead import target_hardware
@@ -20,9 +20,9 @@ from .source import artifact_key, artifact_label, configured_store, keys_as_good
 from .startup import read_model
 
 if TYPE_CHECKING:
-    from ..compiler.artifact import Artifact
-    from ..compiler.explain import Explanation
-    from ..compiler.trace import Traced
+    from ..compiler.artifacts.artifact import Artifact
+    from ..compiler.capture.trace import Traced
+    from ..compiler.inspect.explain import Explanation
     from ..model_executor.spec import ModelSpec
 
 _UNMEASURED = (
@@ -34,15 +34,13 @@ _CSRC = "the GPU is not here: the kernels of csrc are taken to be there"
 _CUBLAS = "cuBLAS may split a product into two launches"
 
 
-class _Before(Dump):
+class _Before(Record):
     """Keeps the graph as it was traced."""
 
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.traced: Traced | None = None
+    traced: Traced | None = None
 
     def graph(self, title: str, traced: Traced) -> None:
-        from ..compiler.explain_sites import copied
+        from ..compiler.inspect.sites import copied
 
         self.traced = self.traced or copied(traced)
 
@@ -62,10 +60,10 @@ def explain_model(
         UserError: the options compile nothing.
     """
     from ..compiler.build import lower_model
-    from ..compiler.explain import explain
-    from ..compiler.explain_sites import Where, expected_sites
+    from ..compiler.inspect.explain import explain
+    from ..compiler.inspect.sites import Where, expected_sites
+    from ..compiler.lowering.tune import Tuner
     from ..compiler.timer import Timer
-    from ..compiler.tune import Tuner
 
     hardware = target_hardware(options, target_sm)
     _, spec, config = read_model(options, hardware)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..compiler.program import Program
+from ..compiler.run.program import Program
 from ..graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
 from .sampler import OpTable, Sampled, Sampler

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..compiler.check_kernels import unfit
+from ..compiler.lowering.check_kernels import unfit
 from ..config import CompileConfig, ResolvedConfig
 from ..graph_capture import HostRing
 from ..model_executor.spec import ModelSpec

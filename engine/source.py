@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.artifacts.factors import source_factors, toolchain_factors
+from ..compiler.artifacts.key import Key
+from ..compiler.artifacts.scratch import scratch_folder
+from ..compiler.artifacts.store import Store, open_store
+from ..compiler.capture.source import Example, Repeat, Source
 from ..compiler.compiled import Compiled, compile
-from ..compiler.factors import source_factors, toolchain_factors
-from ..compiler.key import Key
-from ..compiler.scratch import scratch_folder
-from ..compiler.source import Example, Repeat, Source
-from ..compiler.store import Store, open_store
+from ..compiler.record import Record
 from ..config import ResolvedConfig, StoreConfig, key_factors
 from ..model_executor.attention import AttentionInputs
 from ..model_executor.kv_cache import kv_cache_shape
@@ -101,7 +102,7 @@ def find_or_compile(
     *,
     before_build: Callable[[], object] = lambda: None,
     on_phase: Callable[[str], None],
-    dump: Path | None = None,
+    record: Record | None = None,
 ) -> Compiled:
     """``compile()`` for a model; ``before_build`` is called if there is no artifact."""
 
@@ -120,7 +121,7 @@ def find_or_compile(
         device=config.hardware.device,
         sm=config.hardware.sm,
         on_phase=on_phase,
-        dump=dump,
+        record=record,
     )
 
 

@@ -16,10 +16,10 @@ from threading import Event
 import torch
 from torch import Tensor, nn
 
-from ..compiler.check_kernels import check_kernels
+from ..compiler.capture.source import WEIGHTS
 from ..compiler.compiled import LOOKUPS, Compiled
-from ..compiler.program import Program, eager_program
-from ..compiler.source import WEIGHTS
+from ..compiler.lowering.check_kernels import check_kernels
+from ..compiler.run.program import Program, eager_program
 from ..config import (
     EngineOptions,
     Hardware,

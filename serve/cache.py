@@ -21,8 +21,8 @@ from .report import checks_table
 from .table import table
 
 if TYPE_CHECKING:
-    from ..compiler.artifact import Artifact
-    from ..compiler.store import Listed, Store
+    from ..compiler.artifacts.artifact import Artifact
+    from ..compiler.artifacts.store import Listed, Store
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -87,7 +87,7 @@ def ls(folders: _Folders = None, json_output: Json = False) -> None:
 @app.command("show")
 def show(key: _Key, folders: _Folders = None, json_output: Json = False) -> None:
     """Print all that an artifact says of itself."""
-    from ..compiler.signing import signer
+    from ..compiler.artifacts.signing import signer
 
     artifact = _store(folders).get(key)
     facts = {**asdict(artifact.manifest), "path": str(artifact.path), "signer": signer(artifact)}
@@ -117,7 +117,7 @@ def verify(
     json_output: Json = False,
 ) -> None:
     """Read every file as a start would; exit code 2 if one artifact would be refused."""
-    from ..compiler.artifact import Refusal
+    from ..compiler.artifacts.artifact import Refusal
 
     store = _store(folders, trusted_keys)
     paths = [entry.path for entry in store.ls() if entry.path.name.startswith(key or "")]
@@ -150,7 +150,7 @@ def diff(
     json_output: Json = False,
 ) -> None:
     """Print the factors and files in which two artifacts differ."""
-    from ..compiler.key import differences
+    from ..compiler.artifacts.key import differences
 
     store = _store(folders)
     one, two = store.get(left).manifest, store.get(right).manifest
@@ -233,14 +233,14 @@ def sign(
     folders: _Folders = None,
 ) -> None:
     """Sign an artifact where it lies."""
-    from ..compiler import signing
+    from ..compiler.artifacts import signing
 
     artifact: Artifact = _store(folders).get(key)
     typer.echo(f"{artifact.path}: signed by {signing.sign(artifact, private_key)}")
 
 
 def _store(folders: list[str] | None, trusted_keys: list[str] | None = None) -> Store:
-    from ..compiler.store import open_store
+    from ..compiler.artifacts.store import open_store
 
     return open_store(_items(folders), trusted_keys=_items(trusted_keys))
 
@@ -264,7 +264,7 @@ def parse_size(text: str) -> int:
 
 def _apart(entries: list[Listed]) -> dict[Path, dict[str, str]]:
     """For each artifact, the factors that tell it from others of the same label."""
-    from ..compiler.key import tell_apart
+    from ..compiler.artifacts.key import tell_apart
 
     found: dict[Path, dict[str, str]] = {entry.path: {} for entry in entries}
     labels: dict[str, list[Listed]] = {}
@@ -297,7 +297,7 @@ def _listed(entry: Listed) -> dict[str, Any]:
 
 def _checks(report: dict[str, Any]) -> str:
     """The table of verified rewrites; "" for a report that this version did not write."""
-    from ..compiler.artifact import printable
+    from ..compiler.artifacts.artifact import printable
 
     try:
         lines = checks_table(report.get("passes", ())).split("\n")

@@ -18,7 +18,7 @@ from .options import checked, merge, writable
 from .table import table
 
 if TYPE_CHECKING:
-    from ..compiler.explain import Explanation
+    from ..compiler.inspect.explain import Explanation
 
 
 @engine_flags
@@ -60,7 +60,7 @@ def explain(
     check_counts(1, batch=batch, context=context)
     writable("html", html)
     every = [checked(asked) for asked in (options, *_other(options, against))]
-    from ..compiler.explain_diff import differences
+    from ..compiler.inspect.diff import differences
     from ..engine.explain import explain_model
     from .explain_html import page
 

@@ -16,8 +16,8 @@ from .explain_text import (
 )
 
 if TYPE_CHECKING:
-    from ..compiler.explain import Explanation
-    from ..compiler.explain_diff import Differences
+    from ..compiler.inspect.diff import Differences
+    from ..compiler.inspect.explain import Explanation
 
 _TEMPLATE = Path(__file__).with_name("explain.html.jinja")
 

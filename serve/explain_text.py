@@ -9,8 +9,8 @@ from .report import checks_table
 from .table import line_width, table, wrap
 
 if TYPE_CHECKING:
-    from ..compiler.explain import Explanation, LayerFacts, OpFacts
-    from ..compiler.explain_diff import Differences
+    from ..compiler.inspect.diff import Differences
+    from ..compiler.inspect.explain import Explanation, LayerFacts, OpFacts
 
 
 def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:

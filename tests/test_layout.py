@@ -31,6 +31,21 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT["bench"] = {*MAY_IMPORT}
 MAY_IMPORT["serve"] = {*MAY_IMPORT}
 
+# Folder -> room in it -> the rooms of that folder it may import. "" are the modules beside the
+# rooms, which call them in turn: `compile()` and `build()`.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "compiler": {  # in the order of its line
+        "capture": set(),
+        "lowering": {"capture"},
+        "emit": {"capture", "lowering", "artifacts", "run"},
+        "artifacts": set(),
+        "run": {"artifacts"},
+        "": {"capture", "lowering", "emit", "artifacts", "run"},
+        # Imported by nothing above: its sources are in no artifact's key.
+        "inspect": {"capture", "lowering", "emit", "artifacts", "run", ""},
+    },
+}
+
 MAX_FILE_LINES = 400
 MAX_KERNEL_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
@@ -54,6 +69,12 @@ MODULES = {module_name(path): path for path in PACKAGE_FILES}
 
 def top_folder(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
+
+
+def room_in(folder: str, module: str) -> str:
+    """The room of a folder's module, by the table; "" for one beside the rooms."""
+    name = [*module.split("."), ""][2]
+    return name if name in ROOMS[folder] else ""
 
 
 def resolve_base(module: str, path: Path, level: int) -> str:
@@ -106,8 +127,9 @@ def existing_module(name: str) -> str:
     return name
 
 
-def test_the_import_table_itself_has_no_cycle() -> None:
-    TopologicalSorter(MAY_IMPORT).prepare()
+def test_the_import_tables_themselves_have_no_cycle() -> None:
+    for table in (MAY_IMPORT, *ROOMS.values()):
+        TopologicalSorter(table).prepare()
 
 
 def test_folders_import_only_what_the_table_permits() -> None:
@@ -120,6 +142,20 @@ def test_folders_import_only_what_the_table_permits() -> None:
                 continue
             where = MODULES[module].relative_to(ROOT)
             wrong.append(f"{where}:{line}: {folder or 'the root'}/ may not import {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_rooms_import_only_what_their_table_permits(folder: str) -> None:
+    wrong = []
+    for module in (name for name in MODULES if top_folder(name) == folder):
+        room = room_in(folder, module)
+        for line, target in imports_of(module):
+            if top_folder(target) != folder:
+                continue
+            if room_in(folder, target) not in {room, *ROOMS[folder][room]}:
+                where = MODULES[module].relative_to(ROOT)
+                wrong.append(f"{where}:{line}: may not import {target}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -190,11 +226,18 @@ def test_every_length_exception_is_still_needed() -> None:
 
 def test_every_folder_of_the_package_says_what_it_is_for() -> None:
     silent = []
-    for folder in MAY_IMPORT:
+    rooms = [f"{folder}/{room}" for folder in ROOMS for room in ROOMS[folder] if room]
+    for folder in (*MAY_IMPORT, *rooms):
         entry = ROOT / folder / "__init__.py"
         if not entry.is_file() or not ast.get_docstring(ast.parse(entry.read_text())):
             silent.append(f"{folder}/__init__.py")
     assert not silent, f"missing, or without a docstring: {', '.join(silent)}"
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_every_folder_in_a_folder_of_rooms_is_a_room(folder: str) -> None:
+    folders = {path.relative_to(ROOT / folder).parts[0] for path in python_files(folder)}
+    assert {name for name in folders if not name.endswith(".py")} == {*ROOMS[folder]} - {""}
 
 
 def modules_loaded_by(code: str) -> set[str]:

@@ -295,7 +295,7 @@ def measure(work: Work, libraries: Path) -> dict[str, Any]:
 
 def build(folder: Path) -> None:
     """Load the modules; compile what is missing: some minutes, nvcc and flashinfer-python."""
-    from ...compiler.flashinfer_modules import build_module, compile_source
+    from ...compiler.emit.flashinfer_modules import build_module, compile_source
 
     source = Path(__file__).with_name("flashinfer") / "yardstick.cu"
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compiler.tune import graph_us
+from ...compiler.lowering.tune import graph_us
 from ...ops import BY_NAME, load_cuda_library
 from ..environment import environment
 from ..kernels.figures import COPY_TB_S

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compiler.tune import graph_us
+from ...compiler.lowering.tune import graph_us
 from ...ops import _cublaslt, load_cuda_library
 from ...ops._cublaslt import Product
 from ...ops._library_product import TABLE, Algorithm, read_table

@@ -2,8 +2,8 @@
 // needs no plan: its tile scheduler here reads lengths and block table where paged_attention has
 // them, on the device.  So nothing waits for the host, and one captured graph serves any lengths.
 //
-// compiler/flashinfer_modules.py builds it once for each head dimension, from the headers that the
-// package flashinfer-python brings: FW_HEAD_DIM, FW_TILE_Q, FW_TILE_KV and FW_STAGES are set.
+// compiler/emit/flashinfer_modules.py builds it once for each head dimension, from the headers that
+// the package flashinfer-python brings: FW_HEAD_DIM, FW_TILE_Q, FW_TILE_KV and FW_STAGES are set.
 
 // FlashInfer's own version of this header includes CUTLASS's test utilities, which need curand.
 #define FLASHINFER_CUTLASS_UTILS_CUH_

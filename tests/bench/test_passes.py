@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fusewright.bench.passes import Steps, _order, _pairs, _rounds, measure_passes
-from fusewright.compiler.trace import trace
-from fusewright.compiler.unroll import unroll
+from fusewright.compiler.capture.trace import trace
+from fusewright.compiler.capture.unroll import unroll
 from fusewright.config import EngineOptions, UserError, gates
 from fusewright.engine.ahead import target_hardware
 from fusewright.engine.engine import Engine

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fusewright.compiler import disk
-from fusewright.compiler.artifact import FileDigest, Manifest, canonical_json
+from fusewright.compiler.artifacts import disk
+from fusewright.compiler.artifacts.artifact import FileDigest, Manifest, canonical_json
 from tests.compiler.store_process import FILES, REPORT, key
 
 Member = tuple[str, bytes]

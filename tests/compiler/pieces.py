@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import fusewright.model_executor.abacus as abacus
-from fusewright.compiler.lower import lower
-from fusewright.compiler.partition import partition
-from fusewright.compiler.trace import trace
+from fusewright.compiler.capture.trace import trace
+from fusewright.compiler.lowering.lower import lower
+from fusewright.compiler.lowering.partition import partition
 from fusewright.config import LEVELS
 from fusewright.model_executor.attention import AttentionInputs
 from fusewright.model_executor.hf_config import read_spec

@@ -19,10 +19,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fusewright.compiler.artifact import Artifact
-from fusewright.compiler.key import Key
-from fusewright.compiler.store import Store
-from fusewright.compiler.store_folder import StoreError
+from fusewright.compiler.artifacts.artifact import Artifact
+from fusewright.compiler.artifacts.key import Key
+from fusewright.compiler.artifacts.store import Store
+from fusewright.compiler.artifacts.store_folder import StoreError
 from fusewright.config import UserError
 
 FILES: Mapping[str, bytes] = {

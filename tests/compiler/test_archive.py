@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fusewright.compiler.artifact import Refusal
-from fusewright.compiler.store import Store
+from fusewright.compiler.artifacts.artifact import Refusal
+from fusewright.compiler.artifacts.store import Store
 from fusewright.config import UserError
 from tests.compiler.store_process import FILES, contents, key, names_below, own, publish
 

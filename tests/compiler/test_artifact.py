@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusewright.compiler.artifact import (
+from fusewright.compiler.artifacts.artifact import (
     MANIFEST,
     Artifact,
     FileDigest,
@@ -17,7 +17,7 @@ from fusewright.compiler.artifact import (
     Refusal,
     canonical_json,
 )
-from fusewright.compiler.key import Key
+from fusewright.compiler.artifacts.key import Key
 from fusewright.config import UserError
 from tests.compiler.store_process import FILES, REPORT, key, own, publish
 

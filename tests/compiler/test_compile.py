@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fusewright import ops
+from fusewright.compiler.artifacts.key import Key
+from fusewright.compiler.artifacts.store import Store
+from fusewright.compiler.capture.source import Example, Source
+from fusewright.compiler.capture.trace import TraceError
 from fusewright.compiler.compiled import Compiled, compile
-from fusewright.compiler.key import Key
-from fusewright.compiler.plan import OpStep, PieceStep, Plan
-from fusewright.compiler.program import InputError
-from fusewright.compiler.source import Example, Source
-from fusewright.compiler.store import Store
-from fusewright.compiler.trace import TraceError
+from fusewright.compiler.run.plan import OpStep, PieceStep, Plan
+from fusewright.compiler.run.program import InputError
 from fusewright.config import LEVELS, CompileConfig, UserError
 from fusewright.passes import PassReport, RequiredFusionError
 

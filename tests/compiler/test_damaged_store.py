@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fusewright.compiler import disk
-from fusewright.compiler.store import Store
-from fusewright.compiler.store_folder import StoreError
+from fusewright.compiler.artifacts import disk
+from fusewright.compiler.artifacts.store import Store
+from fusewright.compiler.artifacts.store_folder import StoreError
 from fusewright.config import UserError
 from fusewright.serve.cli import main
 from tests.compiler.hostile import nest, sealed, zeros

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fusewright import ops
-from fusewright.compiler.emit import emit
-from fusewright.compiler.lower import lower
-from fusewright.compiler.make_plan import make_plan
-from fusewright.compiler.partition import partition
-from fusewright.compiler.plan import Dtype, OpStep, PieceStep, Plan
-from fusewright.compiler.program import _op_call as op_call
-from fusewright.compiler.runtime import load_piece
-from fusewright.compiler.trace import trace
+from fusewright.compiler.capture.trace import trace
+from fusewright.compiler.emit.make_plan import make_plan
+from fusewright.compiler.emit.pieces import emit
+from fusewright.compiler.lowering.lower import lower
+from fusewright.compiler.lowering.partition import partition
+from fusewright.compiler.run.plan import Dtype, OpStep, PieceStep, Plan
+from fusewright.compiler.run.program import _op_call as op_call
+from fusewright.compiler.run.runtime import load_piece
 
 
 class Quantized(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fusewright.compiler.emit import EmitError, choose_emitter, emit
-from fusewright.compiler.emit_inductor import check_guards, runtime_imports
-from fusewright.compiler.runtime import load_piece
+from fusewright.compiler.emit.inductor import check_guards, runtime_imports
+from fusewright.compiler.emit.pieces import EmitError, choose_emitter, emit
+from fusewright.compiler.run.runtime import load_piece
 from fusewright.passes import Subgraph
 from tests.compiler.pieces import HAND_KERNELS, Pieces, copied, lowered_pieces, piece_inputs
 
@@ -185,7 +185,7 @@ def test_code_imports_what_it_reads_and_nothing_else() -> None:
     assert runtime_imports(body).splitlines() == [
         "import torch",
         "",
-        "from fusewright.compiler.runtime import (",
+        "from fusewright.compiler.run.runtime import (",
         "    aten,",
         "    cpp_kernel,",
         ")",

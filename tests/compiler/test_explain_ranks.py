@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from fusewright import ops
 from fusewright.compiler.build import Lowered, lower_model
-from fusewright.compiler.dump import Dump
-from fusewright.compiler.explain import Explanation, explain
-from fusewright.compiler.explain_sites import Where, copied, expected_sites
-from fusewright.compiler.source import Example, Source
+from fusewright.compiler.capture.source import Example, Source
+from fusewright.compiler.capture.trace import Traced
+from fusewright.compiler.inspect.explain import Explanation, explain
+from fusewright.compiler.inspect.sites import Where, copied, expected_sites
+from fusewright.compiler.record import Record
 from fusewright.compiler.timer import Timer
-from fusewright.compiler.trace import Traced
 from fusewright.config import LEVELS, UserError
 from fusewright.serve.explain_text import explanation
 from tests.compiler.test_compile import config
@@ -36,7 +36,7 @@ class Block(nn.Module):
         return ops.linear(ops.rms_norm(residual, self.weight, 1e-5), self.split, None)
 
 
-class _Before(Dump):
+class _Before(Record):
     traced: Traced | None = None
 
     def graph(self, title: str, traced: Traced) -> None:
@@ -47,7 +47,7 @@ def explained(passes: tuple[str, ...], world_size: int) -> tuple[Lowered, Explan
     named = {n: torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16) for n in ("x", "residual")}
     dynamic = {name: {0: "num_tokens"} for name in named}
     source = Source(Block().requires_grad_(False), Example(tuple(named.values()), named, dynamic))
-    before = _Before(None)
+    before = _Before()
     lowered = lower_model(
         source,
         config(2, passes=passes, verify=False),

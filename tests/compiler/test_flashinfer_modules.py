@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from fusewright.compiler import flashinfer_modules as modules
+from fusewright.compiler.emit import flashinfer_modules as modules
 from fusewright.config import UserError
 from fusewright.ops import PAGED_ATTENTION
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.compiler import disk
+from fusewright.compiler.artifacts import disk
 from fusewright.config import UserError
 from fusewright.serve.cli import main
 from tests.compiler.hostile import ARCHIVES, END, FOLDERS, document, sealed, sound

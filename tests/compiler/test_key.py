@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.compiler.factors import PACKAGE, source_factors
-from fusewright.compiler.key import Key, differences
+from fusewright.compiler.artifacts.factors import PACKAGE, source_factors
+from fusewright.compiler.artifacts.key import Key, differences
 from fusewright.config import (
     EngineOptions,
     Hardware,
@@ -163,23 +164,50 @@ def test_measured_choices_belong_to_the_gpu_they_were_measured_on() -> None:
 SOURCES = ("ops", "passes", "compiler", "csrc", *source._MODEL_SOURCES)
 
 
-def test_editing_a_line_of_any_source_changes_the_key(tmp_path: Path) -> None:
+@pytest.fixture
+def copied_package(tmp_path: Path) -> Path:
+    """The sources elsewhere, to be edited."""
     package = tmp_path / "fusewright"
     for name in dict.fromkeys(part.split("/")[0] for part in SOURCES):
         shutil.copytree(PACKAGE / name, package / name, ignore=shutil.ignore_patterns("*.so"))
-    before = source_factors(source._MODEL_SOURCES, package)
+    return package
+
+
+def changed_factors(package: Path, file: str, before: dict[str, str]) -> list[str]:
+    """The names of the factors that another line in a source changes."""
+    path = package / file
+    text = path.read_text()
+    path.write_text(text + "# another line\n")
+    after = source_factors(source._MODEL_SOURCES, package)
+    path.write_text(text)
+    return [difference.name for difference in differences(before, after)]
+
+
+def test_editing_a_line_of_any_source_changes_the_key(copied_package: Path) -> None:
+    before = source_factors(source._MODEL_SOURCES, copied_package)
     must = {"source.passes/fuse_act.py", "source.ops/rms_norm.py", "source.csrc/gemm/skinny.cu"}
-    must |= {"source.ops/triton_kernels/paged_attention.py", "source.compiler/emit.py"}
+    must |= {"source.ops/triton_kernels/paged_attention.py"}
     must |= {"source.model_executor/models/decoder.py", "source.ops/launches/norm.py"}
+    line = (path.relative_to(PACKAGE) for path in (PACKAGE / "compiler").rglob("*.py"))
+    must |= {f"source.{p.as_posix()}" for p in line if p.parts[1] != "inspect"}
     assert must <= {*before}, must - {*before}
     assert before == source_factors(source._MODEL_SOURCES), "the package's place is a factor"
     for name in before:
-        file = package / name.removeprefix("source.")
-        text = file.read_text()
-        file.write_text(text + "# another line\n")
-        changed = differences(before, source_factors(source._MODEL_SOURCES, package))
-        assert [d.name for d in changed] == [name]
-        file.write_text(text)
+        assert changed_factors(copied_package, name.removeprefix("source."), before) == [name]
+
+
+def test_editing_what_only_inspects_leaves_the_key_as_it_is(copied_package: Path) -> None:
+    before = source_factors(source._MODEL_SOURCES, copied_package)
+    files = {path.name for path in (copied_package / "compiler" / "inspect").glob("*.py")}
+    assert {"explain.py", "diff.py", "bisect.py", "dump.py"} <= files
+    for file in files:
+        assert not changed_factors(copied_package, f"compiler/inspect/{file}", before), file
+
+
+def test_no_source_in_the_key_imports_one_that_only_inspects() -> None:
+    names = [name.removeprefix("source.") for name in source_factors(source._MODEL_SOURCES)]
+    texts = {name: (PACKAGE / name).read_text() for name in names}
+    assert not [name for name in names if re.search(r"\.inspect\b", texts[name])]
 
 
 def test_host_home_checkout_and_log_level_are_not_in_the_key(tmp_path: Path) -> None:
@@ -236,7 +264,7 @@ def test_a_difference_names_both_values() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_toolchain_is_in_the_key(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusewright.compiler.factors import toolchain_factors
+    from fusewright.compiler.artifacts.factors import toolchain_factors
 
     before = toolchain_factors(device)
     assert before["toolchain.torch"] == torch.__version__

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.compiler import runtime
-from fusewright.compiler.emit import PieceCode, emit
-from fusewright.compiler.emit_inductor import compile_piece
-from fusewright.compiler.runtime import load_piece
+from fusewright.compiler.emit.inductor import compile_piece
+from fusewright.compiler.emit.pieces import PieceCode, emit
+from fusewright.compiler.run import runtime
+from fusewright.compiler.run.runtime import load_piece
 from fusewright.passes import Subgraph, fake_value
 from tests.compiler.pieces import HAND_KERNELS, Pieces, copied, lowered_pieces, piece_inputs
 
@@ -42,7 +42,7 @@ class Refuse:  # torch itself looks whether there is a Triton, which is no impor
 sys.meta_path.insert(0, Refuse())
 from pathlib import Path
 import torch
-from fusewright.compiler.runtime import load_piece
+from fusewright.compiler.run.runtime import load_piece
 
 folder = Path(sys.argv[1])
 calls = {file.parent.name: load_piece(file.read_bytes(), file) for file in folder.glob("*/code.py")}
@@ -164,7 +164,7 @@ def test_generated_code_imports_torch_and_the_runtime_only(
 ) -> None:
     for piece in compiled[1].values():
         imports = [n for n in piece.source.splitlines() if n.startswith(("import ", "from "))]
-        assert imports == ["import torch", "from fusewright.compiler.runtime import ("]
+        assert imports == ["import torch", "from fusewright.compiler.run.runtime import ("]
         for word in ("inductor.", "async_compile", "benchmark", "__main__", "globals()"):
             assert word not in piece.source
         assert ",  # bfloat16[512, 256]\n" in piece.source or ",  # bfloat16[256]\n" in piece.source

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from fusewright.compiler import signing
-from fusewright.compiler.artifact import SIGNATURE, Artifact, Refusal
-from fusewright.compiler.store import Store
+from fusewright.compiler.artifacts import signing
+from fusewright.compiler.artifacts.artifact import SIGNATURE, Artifact, Refusal
+from fusewright.compiler.artifacts.store import Store
 from fusewright.config import UserError
 from tests.compiler.store_process import FILES, contents, key, own, publish
 
@@ -261,7 +261,7 @@ def test_without_cryptography_only_signatures_fail(tmp_path: Path, keys: Keys) -
 import sys
 sys.modules["cryptography"] = None
 from pathlib import Path
-from fusewright.compiler.store import Store
+from fusewright.compiler.artifacts.store import Store
 from fusewright.config import UserError
 root = Path({str(tmp_path)!r})
 assert len(Store([root / "store"]).ls()) == 1

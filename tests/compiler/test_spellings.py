@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fusewright.compiler.dynamo_backend import BackendOptions, clear_reports, fusewright, reports
-from fusewright.compiler.lower import lower
+from fusewright.compiler.lowering.lower import lower
 from fusewright.passes import PassReport, VerificationError, run_passes
 from fusewright.passes.fuse_act import FuseAct
 from fusewright.passes.rule import Context

@@ -14,9 +14,9 @@ from threading import Event, Thread
 
 import pytest
 
-from fusewright.compiler import disk, paths
-from fusewright.compiler.store import Store, open_store
-from fusewright.compiler.store_folder import StoreError, staging
+from fusewright.compiler.artifacts import disk, paths
+from fusewright.compiler.artifacts.store import Store, open_store
+from fusewright.compiler.artifacts.store_folder import StoreError, staging
 from fusewright.config import UserError
 from tests.compiler import store_process
 from tests.compiler.store_process import FILES, REPORT, contents, key, names_below, own, publish

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.compiler.artifact import Artifact
-from fusewright.compiler.store import Store
-from fusewright.compiler.store_folder import StoreError
+from fusewright.compiler.artifacts.artifact import Artifact
+from fusewright.compiler.artifacts.store import Store
+from fusewright.compiler.artifacts.store_folder import StoreError
 from tests.compiler.store_process import (
     FILES,
     contents,

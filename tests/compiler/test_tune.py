@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fusewright import ops
-from fusewright.compiler.tune import NUM_TOKENS, Timer, Tuner
+from fusewright.compiler.lowering.tune import NUM_TOKENS, Timer, Tuner
 
 
 def fake_timer(log: list[str], us: dict[str, Sequence[float]]) -> Timer:

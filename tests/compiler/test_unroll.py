@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusewright.compiler.lower import lower
-from fusewright.compiler.make_plan import make_plan
-from fusewright.compiler.partition import partition
-from fusewright.compiler.plan import Plan
-from fusewright.compiler.source import Repeat
-from fusewright.compiler.trace import Traced, TraceError, trace
-from fusewright.compiler.unroll import unroll
+from fusewright.compiler.capture.source import Repeat
+from fusewright.compiler.capture.trace import Traced, TraceError, trace
+from fusewright.compiler.capture.unroll import unroll
+from fusewright.compiler.emit.make_plan import make_plan
+from fusewright.compiler.lowering.lower import lower
+from fusewright.compiler.lowering.partition import partition
+from fusewright.compiler.run.plan import Plan
 from fusewright.config import PASSES
 from fusewright.config.rope import RopeParameters
 from fusewright.engine.source import KV_CACHE, example

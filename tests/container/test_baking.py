@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.compiler.paths import baked_path
+from fusewright.compiler.artifacts.paths import baked_path
 from fusewright.serve.cli import main
 from tests.engine.start_process import environment, open_folder, unprivileged
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusewright import LLM, SamplingParams
-from fusewright.compiler.store import Store
+from fusewright.compiler.artifacts.store import Store
 from fusewright.config import FLASHINFER, EngineOptions, Hardware, ResolvedConfig, UserError
 from fusewright.engine.ahead import compile_ahead
 from fusewright.engine.attention_backend import (

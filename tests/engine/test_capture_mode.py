@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from fusewright import LLM, SamplingParams
-from fusewright.compiler.program import Program, Step
+from fusewright.compiler.run.program import Program, Step
 from fusewright.config import CaptureConfig, CudagraphMode, Hardware
 from fusewright.engine.capture_mode import capturable
 from fusewright.model_executor.abacus.problems import held_out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusewright.compiler.store import Store
+from fusewright.compiler.artifacts.store import Store
 from tests.engine.start_process import begin, environment, result
 
 PROCESSES = 4

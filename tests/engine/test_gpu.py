@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fusewright import LLM
-from fusewright.compiler.tune import NOISE
+from fusewright.compiler.lowering.tune import NOISE
 from fusewright.config import EngineOptions, UserError
 from fusewright.engine.explain import explain_model
 from fusewright.engine.kv_blocks import BlockPool

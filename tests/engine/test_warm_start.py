@@ -15,9 +15,9 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from fusewright.compiler.artifact import Artifact
-from fusewright.compiler.key import Key
-from fusewright.compiler.store import Store
+from fusewright.compiler.artifacts.artifact import Artifact
+from fusewright.compiler.artifacts.key import Key
+from fusewright.compiler.artifacts.store import Store
 from tests.compiler.hostile import nest, zeros
 from tests.compiler.store_process import small_disk
 from tests.engine.start_process import (

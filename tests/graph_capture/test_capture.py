@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.compiler.program import Program, Step
+from fusewright.compiler.run.program import Program, Step
 from fusewright.config import CaptureConfig, CudagraphMode
 from fusewright.graph_capture import (
     CaptureMemoryError,

@@ -112,7 +112,7 @@ def head_dim(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[
         pytest.skip("flashinfer-python and nvcc build the module, and are not both here")
     if not load_cuda_library():
         pytest.skip("needs csrc")
-    from fusewright.compiler.flashinfer_modules import build_module
+    from fusewright.compiler.emit.flashinfer_modules import build_module
 
     dim = int(request.param)
     path = tmp_path_factory.mktemp("flashinfer") / "module.so"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusewright.compiler.trace import trace
+from fusewright.compiler.capture.trace import trace
 
 
 def capture(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 import fusewright.model_executor.abacus as abacus
 from fusewright import ops
-from fusewright.compiler.lower import lower
-from fusewright.compiler.trace import Traced, trace
+from fusewright.compiler.capture.trace import Traced, trace
+from fusewright.compiler.lowering.lower import lower
 from fusewright.config import PASSES
 from fusewright.model_executor.attention import AttentionInputs
 from fusewright.model_executor.hf_config import read_spec

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fusewright import ops
-from fusewright.compiler.lower import lower
+from fusewright.compiler.lowering.lower import lower
 from fusewright.config import LEVELS
 from fusewright.passes import PassReport, VerificationError, build_passes, run_passes
 from fusewright.passes.fuse_rope_store import FuseRopeStore

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from fusewright import ops
-from fusewright.compiler.lower import lower
+from fusewright.compiler.lowering.lower import lower
 from fusewright.config import LEVELS, PASSES
 from fusewright.passes import build_passes, run_passes
 from fusewright.passes.ranks import RankInterpreter, group_names, run_ranks

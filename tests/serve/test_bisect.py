@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from fusewright.compiler.bisect import Difference, compare, first_bad
+from fusewright.compiler.inspect.bisect import Difference, compare, first_bad
 from fusewright.config import EngineOptions
 from fusewright.engine.bisect import bisect_model
 from fusewright.passes import PassReport, build_passes

@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from fusewright.compiler.artifact import Artifact
-from fusewright.compiler.key import Key
-from fusewright.compiler.store import Store, open_store
+from fusewright.compiler.artifacts.artifact import Artifact
+from fusewright.compiler.artifacts.key import Key
+from fusewright.compiler.artifacts.store import Store, open_store
 from fusewright.serve.cache import parse_size
 from fusewright.serve.cli import main
 from fusewright.serve.flags import engine_flags

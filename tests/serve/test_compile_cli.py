@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.compiler.artifact import Artifact
+from fusewright.compiler.artifacts.artifact import Artifact
 from fusewright.ops import KERNELS
 from fusewright.serve.cli import main
 from tests.engine.start_process import environment

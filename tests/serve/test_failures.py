@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusewright.compiler.cpp_compiler import compiler_files
+from fusewright.compiler.emit.cpp_compiler import compiler_files
 from fusewright.config import MachineError, UserError
 from fusewright.serve.cli import main
 

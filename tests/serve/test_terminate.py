@@ -68,7 +68,7 @@ def test_sigterm_while_compiling_leaves_no_folder_and_no_compiler(tmp_path: Path
 
 HOLD = """
 import sys, time
-from fusewright.compiler.scratch import scratch_folder
+from fusewright.compiler.artifacts.scratch import scratch_folder
 with scratch_folder() as folder:
     (folder / "half").write_bytes(b"x")
     print(folder, flush=True)

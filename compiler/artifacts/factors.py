@@ -1,0 +1,91 @@
+"""What compiled code depends on besides configuration: sources, toolchain, processor.
+
+The captured graph itself is not among the factors, since knowing it needs a trace.  What determines
+it is: the model's fields, the sources of model and ops, and the version of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from ...ops import find_cuda_library
+
+PACKAGE = Path(__file__).resolve().parents[2]
+_OWN_SOURCES = ("ops", "passes", "compiler", "csrc")
+_INSPECTS = "compiler/inspect/"
+"""Nothing that compiles or runs imports this folder; ``tests/test_layout.py`` enforces it."""
+_SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
+
+
+def source_factors(folders: Iterable[str] = (), package: Path = PACKAGE) -> dict[str, str]:
+    """Digest of every source file that decides what is compiled, by its path in the package.
+
+    Args:
+        folders: folders or files of the package besides the compiler's own.
+        package: where the package lies; its place is in no factor.
+    """
+    factors: dict[str, str] = {}
+    for folder in (*_OWN_SOURCES, *folders):
+        root = package / folder
+        files = [root] if root.is_file() else sorted(root.rglob("*"))
+        for file in files:
+            name = file.relative_to(package).as_posix()
+            if name.startswith(_INSPECTS):
+                continue
+            if file.suffix in _SUFFIXES and file.is_file():
+                factors[f"source.{name}"] = _digest(file)
+    return factors
+
+
+def toolchain_factors(device: str) -> dict[str, str]:
+    """Versions of what compiles and runs the code on ``device``."""
+    factors = {
+        "toolchain.torch": torch.__version__,
+        "toolchain.triton": _version("triton"),
+        "toolchain.python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "toolchain.machine": platform.machine(),
+    }
+    if device == "cpu":
+        factors["toolchain.cpu"] = _cpu()
+        # Inductor writes it into the code.
+        factors["toolchain.cpu_threads"] = str(torch.get_num_threads())
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            factors["toolchain.triton_interpret"] = "1"
+        return factors
+    factors["toolchain.cuda"] = str(torch.version.cuda)
+    library = find_cuda_library()
+    factors["toolchain.csrc"] = _digest(library) if library else "none"
+    return factors
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """The instruction sets that a kernel compiled here may use."""
+    flags = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{capability} {hashlib.sha256(flags.encode()).hexdigest()[:16]}"

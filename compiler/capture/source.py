@@ -1,0 +1,90 @@
+"""Defines what a build starts from: a module, and the inputs that it is traced with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, fx, nn
+
+from ...passes.place import STACK
+
+WEIGHTS = "weights/"
+"""Begins the name of every parameter and buffer among a program's inputs."""
+
+OutsideCalls: TypeAlias = Callable[[int, int], Iterable[tuple[str, tuple[Any, ...]]]]
+"""(num_tokens, num_seqs) -> ops called outside of the program, with arguments on the meta
+device."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Says how a traced model stands for a deeper one.
+
+    Attributes:
+        module: name of the traced model's list of layers.
+        layers: for each layer of the deeper model, the traced layer that it is a copy of.
+        inputs: names of graph inputs that belong to one layer, as patterns of its number:
+            ``weights/layers.{}.`` for all that starts so, ``kv_cache/{}`` for one.
+    """
+
+    module: str
+    layers: tuple[int, ...]
+    inputs: tuple[str, ...]
+
+    def traced_layer(self, node: fx.Node) -> int | None:
+        """The traced layer that a node was captured in, None outside of the list."""
+        for path, *_ in (node.meta.get(STACK) or {}).values():
+            if found := re.search(rf"\b{self.module}\W+(\d+)\b", path):
+                return int(found[1])
+        return None
+
+    def layer_of(self, module: str) -> tuple[int | None, str]:
+        """(the layer, the path within it) of a module's path; no layer where it is in none."""
+        found = re.fullmatch(rf"(?:.*\b)?{self.module}\.(\d+)(?:\.(.*))?", module)
+        return (int(found[1]), found[2] or "") if found else (None, module)
+
+    def relocate(self, node: fx.Node, layer: int) -> None:
+        """Let ``node``, a copy of one of a traced layer, say that it belongs to ``layer``."""
+        if stack := node.meta.get(STACK):
+            number = rf"(\b{self.module}\W+)\d+\b"
+            node.meta[STACK] = {
+                key: (re.sub(number, rf"\g<1>{layer}", path, count=1), *rest)
+                for key, (path, *rest) in stack.items()
+            }
+
+    def rename(self, name: str, traced: int, layer: int) -> str | None:
+        """The name, in ``layer``, of an input that belongs to ``traced``; None if it does not."""
+        for pattern in self.inputs:
+            own = pattern.format(traced)
+            if name == own or (pattern.endswith(".") and name.startswith(own)):
+                return pattern.format(layer) + name.removeprefix(own)
+        return None
+
+
+@dataclass(frozen=True)
+class Example:
+    """The inputs that a model is traced with: see ``trace()``."""
+
+    args: tuple[Any, ...]
+    named: Mapping[str, Tensor]
+    dynamic: Mapping[str, Mapping[int, str]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Everything that a build starts from.
+
+    Attributes:
+        model: the module; its weights become inputs.  May hold fake tensors.
+        example: arguments to trace with; may be fake tensors.
+        repeat: how the model stands for a deeper one, if it does.
+        outside: the ops that the caller runs beside the program.
+    """
+
+    model: nn.Module
+    example: Example
+    repeat: Repeat | None = None
+    outside: OutsideCalls = lambda num_tokens, num_seqs: ()

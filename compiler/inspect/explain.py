@@ -1,0 +1,331 @@
+"""Explains what a lowered model will do, and why, without compiling it.
+
+A graph and its plan go in; sites, pieces, launches and bytes of a decode step come out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import sympy
+from torch import fx
+
+from ... import ops
+from ...config import UserError
+from ...passes import fake_value
+from ..build import Lowered
+from ..capture.trace import Traced
+from ..emit.direct import is_plain
+from ..emit.kernels import launches_of, on_meta, step_sizes
+from ..emit.piece_code import op_name
+from ..emit.pieces import choose_emitter
+from ..run.plan import PieceStep
+from .graph import draw
+from .products import Product, products
+from .sites import SiteFacts, Where
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_MOST_SEQS = 512
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """One call.  ``launches`` is None if they are not known before it runs: Inductor decides, or a
+    reference runs op by op.  ``bytes`` and ``flops`` are the op's own cost; an ATen op has none."""
+
+    op: str
+    launches: int | None
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """Steps of ``first`` to ``last`` tokens run the same kernels; ``last`` is None at the open end.
+
+    With ``decode``, the steps have one token a sequence, else one prompt.
+    """
+
+    decode: bool
+    first: int
+    last: int | None
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """Layers that are alike, described by their most common form; ``layers`` is empty for what lies
+    outside of all layers."""
+
+    title: str
+    layers: tuple[int, ...]
+    calls: list[OpFacts]
+    ranges: list[TokenRange]
+    before: list[str]
+    after: list[str]
+
+    @property
+    def launches(self) -> int | None:
+        return total_launches(self.calls)
+
+    @property
+    def bytes(self) -> int:
+        return sum(call.bytes for call in self.calls)
+
+
+@dataclass(frozen=True)
+class PieceFacts:
+    """A distinct piece: how many steps run it, which emitter makes its code, and why."""
+
+    piece: str
+    uses: int
+    emitter: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Describes what a decode step of ``num_seqs`` sequences does.
+
+    Attributes:
+        passes: reports of the passes, as plain data.
+        sites: every expected site, also those of passes that are off.
+        products: which neighbours can be one kernel, and how often they are here.
+        choices: kernel choice, printed -> how many calls got it.
+        pieces: the distinct pieces.
+        layers: each kind of layer, then what lies outside of them.
+        launches, bytes, flops: of the whole step, on one rank; launches are None if those of a call
+            are.
+        notes: what these figures do not include.
+    """
+
+    num_seqs: int
+    context: int
+    passes: list[dict[str, Any]]
+    sites: list[SiteFacts]
+    products: list[tuple[Product, int]]
+    choices: Mapping[str, int]
+    pieces: list[PieceFacts]
+    layers: list[LayerFacts]
+    launches: int | None
+    bytes: int
+    flops: int
+    notes: list[str]
+
+    @property
+    def missed(self) -> list[SiteFacts]:
+        return [site for site in self.sites if site.outcome == "missed"]
+
+    def to_json(self) -> dict[str, Any]:
+        sums = [{"launches": layer.launches, "bytes": layer.bytes} for layer in self.layers]
+        facts = asdict(self)
+        facts["layers"] = [f | s for f, s in zip(facts["layers"], sums, strict=True)]
+        facts["products"] = [{**asdict(p), "calls": calls} for p, calls in self.products]
+        return facts
+
+
+def explain(
+    lowered: Lowered,
+    before: Traced,
+    where: Where,
+    sites: list[SiteFacts],
+    *,
+    num_seqs: int,
+    context: int,
+    world_size: int = 1,
+    notes: Iterable[str] = (),
+) -> Explanation:
+    """Explain a decode step.
+
+    Args:
+        before: the graph as the passes found it.
+        where: the model's layers.
+        sites: see ``expected_sites``.
+        num_seqs: sequences, one token each.
+        context: KV positions of each.
+        world_size: ranks of the groups over which the model reduces.
+        notes: kept in the explanation.
+
+    Raises:
+        UserError: the model reduces over ranks, and ``world_size`` is 1.
+    """
+    nodes = [node for region in lowered.regions for node in region.nodes]
+    sums = [semantic_name(node) for node in nodes if _is_collective(node)]
+    if sums and world_size < 2:
+        raise UserError(
+            f"explain: {sums[0]} reduces over ranks, and world_size={world_size}; give the number "
+            "of ranks, 2 or more"
+        )
+    figures = {"query_context_pairs": num_seqs * context, "context_tokens": num_seqs * context}
+    figures["world_size"] = world_size
+    costs = {node: _facts(node, lowered.traced, num_seqs, figures) for node in nodes}
+    step = [call for call in costs.values() if call]
+    uses = Counter(s.piece for s in lowered.plan.steps if isinstance(s, PieceStep))
+    pieces = []
+    for piece, subgraph in lowered.pieces.items():
+        choice = choose_emitter(subgraph)
+        pieces.append(PieceFacts(piece, uses[piece], choice.emitter, choice.reason))
+    return Explanation(
+        num_seqs=num_seqs,
+        context=context,
+        passes=[report.to_json() for report in lowered.reports],
+        sites=sites,
+        products=_products(nodes),
+        choices=dict(lowered.choices),
+        pieces=pieces,
+        layers=_layers(lowered.traced, before, where, costs),
+        launches=total_launches(step),
+        bytes=sum(call.bytes for call in step),
+        flops=sum(call.flops for call in step),
+        notes=list(notes),
+    )
+
+
+def total_launches(calls: Iterable[OpFacts]) -> int | None:
+    """The launches of all calls; None if those of one are not known."""
+    counts = [call.launches for call in calls]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _products(nodes: Iterable[fx.Node]) -> list[tuple[Product, int]]:
+    """Every product, and the number of calls of the model that are one.
+
+    Products with the same op are told apart by its arguments: norm weights, a group, a scale.
+    """
+    found = [(name, node) for node in nodes if (name := semantic_name(node))]
+    return [(p, sum(n == p.op and _is_product(p, node) for n, node in found)) for p in products()]
+
+
+def _is_product(product: Product, node: fx.Node) -> bool:
+    args: dict[str, Any] = {
+        argument.name: value
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
+    }
+    if "FP8 token" in product.parts or "FP8 group" in product.parts:
+        return bool(args["group_size"]) == ("FP8 group" in product.parts)
+    if product.op == "rope_kv_store":
+        return (args.get("q_weight") is not None) == ("QK-norm" in product.parts)
+    return product.op != "paged_attention" or args.get("out_scale") is not None
+
+
+def semantic_name(node: fx.Node) -> str:
+    """The name of the semantic op that a lowered node calls, "" if it calls none."""
+    namespace, _, name = getattr(node.target, "_name", "").partition("::")
+    return name if namespace.startswith(f"{ops.NAMESPACE}_") and name in ops.BY_NAME else ""
+
+
+def _layers(
+    after: Traced,
+    before: Traced,
+    where: Where,
+    costs: Mapping[fx.Node, OpFacts | None],
+) -> list[LayerFacts]:
+    """Each kind of layer, by the most common of its layers, then what lies outside."""
+    new, old = where.by_layer(after.gm.graph), where.by_layer(before.gm.graph)
+    found = []
+    for title, layers in where.kinds:
+        calls = {n: [c for node in new.get(n, ()) if (c := costs[node])] for n in layers}
+        like = Counter(tuple(call.op for call in calls[n]) for n in layers).most_common(1)[0][0]
+        one = next(n for n in layers if tuple(call.op for call in calls[n]) == like)
+        found.append(
+            LayerFacts(
+                title,
+                layers,
+                calls[one],
+                _ranges(new.get(one, []), after),
+                draw(old.get(one, []), before.dims),
+                draw(new.get(one, []), after.dims),
+            )
+        )
+    outside = new.get(None, [])
+    calls_outside = [call for node in outside if (call := costs[node])]
+    drawn = draw(old.get(None, []), before.dims), draw(outside, after.dims)
+    found.append(LayerFacts("outside of layers", (), calls_outside, [], *drawn))
+    return found
+
+
+def _is_collective(node: fx.Node) -> bool:
+    name = semantic_name(node)
+    return bool(name) and ops.BY_NAME[name].collective
+
+
+def _facts(
+    node: fx.Node, traced: Traced, num_seqs: int, figures: Mapping[str, int]
+) -> OpFacts | None:
+    """The facts of one call of a decode step; None if it launches nothing.  ``figures`` has the
+    values of the symbols in costs."""
+    name = semantic_name(node)
+    if not name:
+        return None if is_plain(node) else OpFacts(op_name(node), None, 0, 0)
+    args = arguments(node, traced, num_seqs, num_seqs)
+    op = ops.BY_NAME[name]
+    cost = op.cost(op.describe(args))
+    kernels = kernels_of(node, args)
+    return OpFacts(
+        op_name(node),
+        None if kernels is None else len(kernels),
+        int(sympy.sympify(cost.bytes).subs(figures)),
+        int(sympy.sympify(cost.flops).subs(figures)),
+    )
+
+
+def arguments(node: fx.Node, traced: Traced, num_tokens: int, num_seqs: int) -> list[Any]:
+    """A node's arguments in a step of these sizes; its tensors have no data."""
+    fakes: Any = fx.node.map_arg(node.args, fake_value)
+    sizes = step_sizes(num_tokens, num_seqs)
+    return [on_meta(arg, traced.dims, sizes) for arg in fakes]
+
+
+def kernels_of(node: fx.Node, args: list[Any]) -> tuple[str, ...] | None:
+    """Names of the kernels that a lowered call launches: those that its implementation names, else
+    the Triton launches that it describes, else one with the implementation's name.  None if they
+    are not known: Inductor inlines the call, or it sums over ranks and does the rest op by op."""
+    namespace, _, name = op_name(node).partition("::")
+    made_by = namespace.removeprefix(f"{ops.NAMESPACE}_")
+    implementation = ops.BY_NAME[name].implementation(made_by)
+    if implementation.runs is not None:
+        return implementation.runs(*args)
+    launches = launches_of(node)
+    if launches is not None:
+        described = launches(*args)[0]
+        names = tuple(launch.kernel.partition(":")[2] for launch in described)
+        return names or (f"csrc {name}",)
+    parts = _is_collective(node) or (implementation.inline and name != "linear")
+    return None if parts else (f"{made_by} {name}",)
+
+
+def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
+    """The ranges of numbers of tokens in which a layer runs the same kernels."""
+    calls = [node for node in nodes if semantic_name(node)]
+
+    def at(rows: int, decode: bool) -> tuple[str, ...]:
+        names: list[str] = []
+        for node in calls:
+            args = arguments(node, traced, rows, rows if decode else 1)
+            names += kernels_of(node, args) or (f"those of {op_name(node)}",)
+        return tuple(names)
+
+    found = []
+    for decode in (True, False):
+        rows = [n for n in _ROWS if (n <= _MOST_SEQS if decode else n > 1)]
+        known = {n: at(n, decode) for n in rows}
+        first = rows[0]
+        for low, high in pairwise(rows):
+            if known[low] == known[high]:
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                if at(middle, decode) == known[first]:
+                    low = middle
+                else:
+                    high = middle
+            found.append(TokenRange(decode, first, low, known[first]))
+            first = high
+            known[first] = at(first, decode)
+        found.append(TokenRange(decode, first, None, known[first]))
+    return found

@@ -1,0 +1,75 @@
+"""Lists the rule products: which neighbours are made into one kernel, and what cannot be and why.
+
+Each is a sequence of steps that models have; ``op`` is the semantic op that does all of it, which
+some pass of the pipeline puts in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ... import ops
+
+QUANTS = ("static", "token", "group")
+"""The ways to quantize activations to FP8: one scale, a scale a token, a scale a group of 128."""
+
+_BLOCKS = "the scale follows from values that several blocks of the kernel compute"
+_HIDDEN = "the norm that follows adds for nothing, hidden behind the next product's weights"
+_ROWS = "a scale a {} needs the largest value of a row, which several blocks of a product compute"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A sequence of ``parts``: ``op`` computes it in one kernel, or ``reason`` says why not."""
+
+    parts: tuple[str, ...]
+    op: str = ""
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.parts)
+
+
+def products() -> list[Product]:
+    """Every product, whether a model has it or not."""
+    return [_checked(product) for product in _named()]
+
+
+def _checked(product: Product) -> Product:
+    """The product, without its op if there is no such op."""
+    if product.reason or product.op in ops.BY_NAME:
+        return product
+    return Product(product.parts, reason=f"there is no op {product.op}")
+
+
+def _quantized(op: str, kind: str) -> str:
+    return f"{op}_quant_{'static' if kind == 'static' else 'dynamic'}"
+
+
+def _named() -> Iterator[Product]:
+    for reduce in ("", "all_reduce_"):
+        for add in ("", "add_"):
+            parts = tuple(p for p, used in (("all-reduce", reduce), ("add", add)) if used)
+            op = f"{reduce}{add}rms_norm"
+            yield Product((*parts, "RMSNorm"), op)
+            for kind in QUANTS:
+                yield Product((*parts, "RMSNorm", f"FP8 {kind}"), _quantized(op, kind))
+    for op, name in (("silu_mul", "SiLU-mul"), ("gelu_tanh_mul", "GELU-mul")):
+        yield Product((name,), op)
+        for kind in QUANTS:
+            yield Product((name, f"FP8 {kind}"), _quantized(op, kind))
+    yield Product(("attention", "FP8 static"), "paged_attention")
+    for kind in QUANTS[1:]:
+        yield Product(("attention", f"FP8 {kind}"), reason=_BLOCKS)
+    yield Product(("rope", "KV store"), "rope_kv_store")
+    yield Product(("QK-norm", "rope", "KV store"), "rope_kv_store")
+    yield Product(("linear", "SiLU-mul or GELU-mul"), "gated_linear")
+    yield Product(("FP8 linear", "SiLU-mul or GELU-mul", "FP8 static"), "gated_linear_fp8")
+    yield Product(("linear", "add", "RMSNorm", "linear"), "linear_add_norm_linear")
+    yield Product(("linear", "add"), reason=_HIDDEN)
+    for kind in QUANTS[1:]:
+        reason = _ROWS.format("token" if kind == "token" else "group")
+        yield Product(("linear", f"FP8 {kind}"), reason=reason)
+    yield Product(("linear", "FP8 static"), "linear_quant_static")

@@ -1,0 +1,123 @@
+"""Lists every expected site of the passes: where it is, and whether it matched, was missed or is
+off."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx
+
+from ...passes import PassReport, build_passes, run_passes
+from ...passes.place import module_of
+from ..capture.source import Repeat
+from ..capture.trace import Traced
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """Sites of a pass that are alike, in layers of one kind.
+
+    Attributes:
+        name: of the pass.
+        layers: title of their kind of layer.
+        module: where in a layer, or in the model.
+        outcome: "matched", "missed" or "off".
+        reason: of those that did not match.
+        count: how many.
+        example: the first one's graph node.
+    """
+
+    name: str
+    layers: str
+    module: str
+    outcome: str
+    reason: str
+    count: int
+    example: str
+
+
+class Where:
+    """The layers of a model, by kind.
+
+    Args:
+        repeat: which traced layer each layer is a copy of; None for a model without layers.
+    """
+
+    def __init__(self, repeat: Repeat | None) -> None:
+        self._repeat = repeat
+        kinds: dict[int, list[int]] = {}
+        for layer, kind in enumerate(repeat.layers if repeat else ()):
+            kinds.setdefault(kind, []).append(layer)
+        self.kinds = [(title_of(layers), tuple(layers)) for layers in kinds.values()]
+        self._titles = {layer: title for title, layers in self.kinds for layer in layers}
+
+    def place(self, module: str) -> tuple[str, str]:
+        """(title of the kind of layer, path within the layer) of a module."""
+        layer, inside = self._repeat.layer_of(module) if self._repeat else (None, module)
+        return (self._titles[layer] if layer is not None else "outside of layers", inside)
+
+    def by_layer(self, graph: fx.Graph) -> Mapping[int | None, list[fx.Node]]:
+        """The calls of each layer, in order; None for what is in no layer."""
+        found: dict[int | None, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                layer = self._repeat.layer_of(module_of(node))[0] if self._repeat else None
+                found.setdefault(layer, []).append(node)
+        return found
+
+
+def title_of(layers: Sequence[int]) -> str:
+    """``layers 0 to 31``, ``layers 0, 2 to 24 by 2`` or ``layers 1, 4, 5``."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    steps = {b - a for a, b in pairwise(layers)}
+    if len(steps) > 1:
+        return f"layers {', '.join(map(str, layers))}"
+    by = f" by {step}" if (step := steps.pop()) > 1 else ""
+    return f"layers {layers[0]} to {layers[-1]}{by}"
+
+
+def expected_sites(
+    reports: Iterable[PassReport],
+    before: Traced,
+    on: Sequence[str],
+    off: Mapping[str, str],
+    where: Where,
+) -> list[SiteFacts]:
+    """Sites of the passes that ran, and of those that are off, which are run on a copy.
+
+    Args:
+        reports: of the passes that ran.
+        before: the graph as they found it.
+        on: their names.
+        off: names of other passes -> why they did not run.
+        where: the model's layers.
+    """
+    sites = [site for report in reports for site in _grouped(report, where)]
+    for name, reason in off.items():
+        rules = build_passes([*on, name])
+        report = next(r for r in run_passes(copied(before).gm, rules) if r.name == name)
+        sites += _grouped(report, where, reason)
+    return sites
+
+
+def copied(traced: Traced) -> Traced:
+    """A copy of the graph, which can be rewritten by itself."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.gm.graph, {}))
+    return Traced(fx.GraphModule(traced.gm, graph), traced.inputs, traced.dims)
+
+
+def _grouped(report: PassReport, where: Where, off: str = "") -> list[SiteFacts]:
+    groups: Counter[tuple[str, str, str, str]] = Counter()
+    first: dict[tuple[str, str, str, str], str] = {}
+    for site in report.sites:
+        outcome = "off" if off else "matched" if site.matched else "missed"
+        reasons = [off] if site.matched else [*filter(None, [off]), site.reason]
+        key = (*where.place(site.module), outcome, "; on, it would miss: ".join(reasons))
+        groups[key] += 1
+        first.setdefault(key, site.name)
+    return [SiteFacts(report.name, *key, n, first[key]) for key, n in groups.items()]

@@ -1,0 +1,104 @@
+"""Turns an artifact back into a program: reads files, checks them, loads kernels; compiles nothing.
+
+Imports neither Dynamo nor Inductor nor Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+from ... import ops
+from ...config import UserError
+from ...ops import flashinfer
+from ..artifacts.artifact import Artifact, Refusal, parse_json
+from .plan import PieceStep, Plan
+from .program import Program, link
+from .runtime import load_piece
+
+PLAN = "plan.json"
+KERNELS = "kernels.json"
+
+
+def piece_file(piece: str) -> str:
+    """The file of a piece's generated code; its compiled kernels lie beside it."""
+    return f"pieces/{piece}/code.py"
+
+
+def kernel_file(variant: ops.Variant) -> str:
+    """The file of one Triton kernel variant's compiled code."""
+    return f"kernels/{variant.name}.cubin"
+
+
+def flashinfer_file(head_dim: int) -> str:
+    """The file of FlashInfer's kernels for one head dimension."""
+    return f"flashinfer/prefill_sm90_{head_dim}.so"
+
+
+def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, Any]]:
+    """The facts of each kernel that ``load`` needs besides its machine code."""
+    names = [f.name for f in fields(ops.Binary) if f.name != "cubin"]
+    return [
+        {"variant": variant.to_json(), "binary": {name: getattr(binary, name) for name in names}}
+        for variant, binary in binaries.items()
+    ]
+
+
+def load(artifact: Artifact) -> tuple[Plan, Program]:
+    """Load the plan and the program of an artifact, and add its Triton kernels to ``ops.KERNELS``.
+
+    Raises:
+        Refusal: a file is missing, not what the manifest says, or not what ``build()`` writes.
+    """
+    with _refusing(artifact, PLAN):
+        plan = Plan.from_json(parse_json(artifact.read(PLAN)))
+    with _refusing(artifact, KERNELS):
+        kernels = _kernels(artifact, parse_json(artifact.read(KERNELS)))
+    if any(spec.device == "cuda" for spec in plan.inputs.values()):
+        ops.load_cuda_library()
+    for head_dim in flashinfer.TILES:
+        if (name := flashinfer_file(head_dim)) in artifact.manifest.files:
+            artifact.read(name)
+            flashinfer.load_module(head_dim, artifact.path / name)
+    pieces = {step.piece for step in plan.steps if isinstance(step, PieceStep)}
+    callables = {
+        piece: load_piece(
+            artifact.read(piece_file(piece)),
+            artifact.path / piece_file(piece),
+            partial(_read_beside, artifact, piece),
+        )
+        for piece in pieces
+    }
+    with _refusing(artifact, PLAN):
+        program = link(plan, callables)
+    for variant, binary in kernels:
+        ops.KERNELS.add(variant, binary)
+    return plan, program
+
+
+@contextmanager
+def _refusing(artifact: Artifact, name: str) -> Iterator[None]:
+    """Turn errors in reading a file that ``build()`` did not write into a Refusal."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"is not what fusewright writes: {type(error).__name__}: {error}"
+        raise Refusal(artifact.path / name, reason) from error
+
+
+def _kernels(artifact: Artifact, entries: Any) -> list[tuple[ops.Variant, ops.Binary]]:
+    variants = [ops.Variant.from_json(entry["variant"]) for entry in entries]
+    return [
+        (variant, ops.Binary(**entry["binary"], cubin=artifact.read(kernel_file(variant))))
+        for variant, entry in zip(variants, entries, strict=True)
+    ]
+
+
+def _read_beside(artifact: Artifact, piece: str, name: str) -> bytes:
+    return artifact.read(str(PurePosixPath(piece_file(piece)).with_name(name)))
