@@ -1,6 +1,6 @@
 """``fusewright explain MODEL`` explains a model without loading or compiling it.
 
-The model is traced, rewritten and lowered as for a build; ``compiler.explain`` then describes a
+The model is traced, rewritten and lowered as for a build; ``compiler.inspect`` then describes a
 decode step of the result.
 """
 

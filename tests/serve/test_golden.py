@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.compiler.explain import Explanation
+from fusewright.compiler.inspect.explain import Explanation
 from fusewright.config import EngineOptions
 from fusewright.engine.explain import explain_model
 from fusewright.serve.explain_text import golden
