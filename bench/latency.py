@@ -1,6 +1,7 @@
-"""Time per output token, as vLLM's figures in README.md were taken: a batch of equal requests, 128
-tokens in; (time for 129 tokens out minus time for 1) / 128, each the best of two: of two
-differences the lower would be that with the slower first token.
+"""Time per output token, defined as for vLLM's figures in docs/performance.md.
+
+A batch of equal requests has 128 tokens in; the time is (time for 129 tokens out minus time for 1)
+/ 128, each the best of two: of two differences the lower would be that with the slower first token.
 """
 
 from __future__ import annotations

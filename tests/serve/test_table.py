@@ -18,7 +18,7 @@ ROWS = [
     ["fuse_gated_linear", "5", "a long reason, with several words; and a_name_that_is_one_word"],
     ["fuse_act", "12", "short"],
 ]
-README = Path(__file__).resolve().parents[2] / "README.md"
+LEVELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "levels-and-fusions.md"
 REPORT: dict[str, Any] = {
     "level": 2,
     "hardware": "x86_64",
@@ -63,11 +63,13 @@ def test_words_are_broken_only_where_a_column_is_narrower(monkeypatch: pytest.Mo
     assert "a_name_that_is_one_word" in table(ROWS)
 
 
-def test_the_levels_fit_80_columns_and_are_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_levels_fit_80_columns_and_are_in_the_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     shown = levels_table()
     assert max(map(len, shown.splitlines())) <= 80
-    assert f"```\n{shown}\n```" in README.read_text()
+    assert f"```\n{shown}\n```" in LEVELS_PAGE.read_text()
 
 
 def test_an_explanation_fits_a_narrow_terminal(
