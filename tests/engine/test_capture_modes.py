@@ -120,8 +120,9 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL"])
+@pytest.mark.parametrize(
+    ("mode", "level"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 2), ("FULL", 2)]
+)
 def test_greedy_and_other_requests_share_an_engine(mode: str, level: int) -> None:
     """Each request of a batch gets what it would get alone, through chunks and preemption."""
     params = [MIXED[i % len(MIXED)] for i in range(len(PROBLEMS))]
