@@ -1,4 +1,4 @@
-"""What a build shows of itself while it runs.  ``inspect/dump.py`` writes it down."""
+"""A build shows its graphs and files to a ``Record``; ``inspect/dump.py`` writes them down."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """Is shown the graph after each phase, and the files in the end; keeps nothing of either."""
+    """This one keeps nothing of the graphs and files that it is shown; subclasses do."""
 
     def graph(self, title: str, traced: Traced) -> None:
-        """The graph in its present state: later phases change it in place."""
+        """Called after a phase with its graph, which later phases change in place."""
 
     def write(self, files: Mapping[str, bytes], label: str) -> None:
-        """The artifact's files, and what it is."""
+        """Called at the end with the artifact's files, by name, and its label."""

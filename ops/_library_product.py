@@ -58,7 +58,7 @@ class Algorithm:
 
     @property
     def weight(self) -> tuple[str, int, int]:
-        """What the algorithm is for, except the rows."""
+        """The product that the algorithm was measured for, without its number of rows."""
         return self.operands, self.out_features, self.in_features
 
 

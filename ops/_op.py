@@ -43,7 +43,7 @@ class TensorDesc:
 
 @dataclass(frozen=True)
 class OpDesc:
-    """What kernel choice and cost see of one call: descriptions of its arguments, no data.
+    """One call as kernel choice and cost see it: descriptions of its arguments, without data.
 
     ``csrc`` says whether the machine that runs it has the kernels of csrc; None: as this process.
     """

@@ -65,8 +65,8 @@ def _cases(static: bool) -> Cases:
 
         for shape in [(7, 512), (1, 256), (33, 2 * 129), (3, 2 * 4224), (40, 4608)]:
             yield from calls(f"{list(shape)}", randn(*shape))
-        # By itself in its scale a value counts however small it is, and below -4 PyTorch's
-        # 1 + tanh(u), in float32, is rounding alone.
+        # The only value of its scale becomes 448 however small it is.  Below -4, PyTorch's
+        # 1 + tanh(u) in float32 is nothing but rounding, so gates stay above.
         yield from calls("[2, 2]", randn(2, 2).clamp(min=-3))
         outliers = randn(9, 768)
         outliers[randn(9, 768) > 4] *= 30

@@ -131,7 +131,7 @@ def _shape(node: Any, *, halved: bool = False) -> tuple[str, ...]:
 
 
 def _step(node: Any) -> tuple[Any, ...] | None:
-    """What ``node`` does to each element of its tensor; None if it may do more."""
+    """Return the function that ``node`` applies to each element; None if it may do more."""
     if kind(node) in _TRIGONOMETRY:
         return (kind(node),)
     if kind(node) == "cast" and cast_source(node) is not node:
@@ -159,7 +159,12 @@ def _without_heads(node: Any, nodes: list[Any]) -> fx.Node:
 
 
 def _spread(node: Any, layout: str, nodes: list[Any]) -> Any:
-    """What ``node`` has twice in each row: as a whole ("halves"), or each element ("pairs")."""
+    """Return the node of which ``node`` has every row twice: as a whole ("halves"), or each element
+    ("pairs"); None if there is none.
+
+    Raises:
+        Miss: ``node`` joins two different ones.
+    """
     join = joined(node)
     if join is not None and join.layout == layout:
         if join.first is not join.second:

@@ -95,7 +95,7 @@ def tensor(node: Any) -> Tensor:
 
 
 def cast_source(node: Any) -> Any:
-    """What ``node`` casts; ``node`` itself if it does anything but change the dtype."""
+    """Return the node that ``node`` casts; ``node`` itself if it does anything else."""
     if kind(node) != "cast":
         return node
     source = fake_value(node.args[0])
@@ -107,8 +107,8 @@ def cast_source(node: Any) -> Any:
 
 
 def widened(node: Any) -> Any:
-    """What ``node`` casts to float32 without a loss, so that every value stays what it is; else
-    ``node`` itself."""
+    """Return the node that ``node`` casts to float32, where no value changes by it; else ``node``
+    itself."""
     source = cast_source(node)
     if source is node or tensor(source).dtype not in _COMPUTED:
         return node

@@ -41,7 +41,7 @@ _WIDER = {
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
 }
-"""What holds every value of a dtype."""
+"""The wider dtypes that hold every value of a dtype."""
 
 
 class Cleanup:
@@ -114,7 +114,8 @@ def _noop_input(node: fx.Node) -> fx.Node | None:
 
 
 def _copied_input(node: fx.Node, owned: set[int]) -> fx.Node | None:
-    """What this node copies, or casts back from a wider type, if nobody can tell the two apart."""
+    """Return the node that this one copies, or casts back from a wider dtype; None if the two can
+    be told apart."""
     if not _calls(node, _CASTS | _COPIES):
         return None
     source: Any = node.args[0]

@@ -34,21 +34,21 @@ _SEED = pytest.StashKey[int]()
 def _interpret_calls_faster() -> None:
     """Make Triton's interpreter prepare ``triton.language`` once and not again at every call.
 
-    A launch replaces what ``triton.language`` holds, and puts it back at its end. Triton does the
-    same for each function that a kernel calls, which takes milliseconds, a third of these tests'
-    time, and changes something once only: when Triton's own functions, which see ``tl.core``,
-    are called first.
+    A launch replaces what ``triton.language`` holds, and puts it back at its end.  Triton does the
+    same for each function that a kernel calls.  That takes milliseconds a call, a third of these
+    tests' time, and changes something only once: at the first call of a function of Triton's own,
+    which sees ``tl.core``.
     """
     from triton import language as tl
     from triton.runtime import interpreter
 
-    prepared: list[object] = [tl]
+    prepared = False
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for module in self.fn.__globals__.values():
-            if module is tl.core and module not in prepared:
-                interpreter._patch_lang(self.fn)
-                prepared.append(module)
+        nonlocal prepared
+        if not prepared and any(value is tl.core for value in self.fn.__globals__.values()):
+            interpreter._patch_lang(self.fn)
+            prepared = True
         try:
             return self.rewrite()(*args, **kwargs)
         except Exception as error:

@@ -1,2 +1,4 @@
-"""What a build leaves behind: its key, the folder of files with their manifest, stores of such
-folders.  What the files mean is known to ``run`` alone."""
+"""An artifact keeps what a build made: a folder of files, named by its key, with a manifest.
+
+Stores hold such folders, and archives move them.  Only ``run`` knows what the files mean.
+"""

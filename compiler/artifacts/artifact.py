@@ -106,7 +106,7 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an artifact is.
+    """A manifest says what its artifact is and which files belong to it.
 
     Attributes:
         key: digest of ``factors``; the name of the artifact's folder.

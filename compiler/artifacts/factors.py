@@ -1,4 +1,4 @@
-"""What compiled code depends on besides configuration: sources, toolchain, processor.
+"""The factors of a key besides configuration: sources, toolchain and processor.
 
 The captured graph itself is not among the factors, since knowing it needs a trace.  What determines
 it is: the model's fields, the sources of model and ops, and the version of torch.

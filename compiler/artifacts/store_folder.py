@@ -80,7 +80,7 @@ def touch(root: Path, digest: str) -> None:
 
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """What the system refuses becomes a StoreError."""
+    """Turn an OSError into a StoreError that names the path and the remedy."""
     try:
         yield
     except OSError as error:

@@ -17,7 +17,7 @@ __all__ = ["EmitError", "EmitterChoice", "PieceCode", "choose_emitter", "emit"]
 
 @dataclass(frozen=True)
 class EmitterChoice:
-    """Which emitter makes a piece's code, and why; ``str`` gives both."""
+    """The emitter that makes a piece's code, and the reason; ``str`` gives both."""
 
     emitter: str
     reason: str

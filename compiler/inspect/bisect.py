@@ -25,8 +25,11 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an output differs most.  ``error`` is the norm of the whole output's difference over
-    the norm of ``want``; ``index`` is a position in the flattened output."""
+    """The place where an output differs most.
+
+    ``error`` is the norm of the whole output's difference over the norm of ``want``; ``index`` is a
+    position in the flattened output.
+    """
 
     output: str
     error: float
@@ -37,8 +40,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Culprit:
-    """What moved the outputs: ``stage`` is "trace", "pass", "kernels" or "code", ``name`` the pass
-    or op, and ``site`` its graph node; both are empty where a stage has no such parts."""
+    """The first change that moved the outputs.
+
+    ``stage`` is "trace", "pass", "kernels" or "code"; ``name`` is the pass or op and ``site`` its
+    graph node, both empty where a stage has no such parts.
+    """
 
     stage: str
     name: str

@@ -11,7 +11,7 @@ from .explain import Explanation
 
 @dataclass(frozen=True)
 class Differences:
-    """What differs: name -> (left, right), with "-" if one side has no such thing.
+    """Two explanations' differences: name -> (left, right), "-" where one side has no such thing.
 
     Attributes:
         left, right: labels.

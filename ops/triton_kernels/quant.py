@@ -31,7 +31,7 @@ def _larger(a, b):
 @triton.jit
 def _scale_of(values, axis: tl.constexpr):
     """What makes the largest magnitude along ``axis`` 448; that of zeros still has an inverse."""
-    if _INTERPRETED:  # it calls a function of ours for each element, by Python
+    if _INTERPRETED:  # the interpreter would call _larger in Python, once an element
         is_nan = values != values
         largest = tl.max(tl.where(is_nan, 0.0, tl.abs(values)), axis)
         largest = tl.where(tl.max(is_nan.to(tl.int32), axis) > 0, float("nan"), largest)
