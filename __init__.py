@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "LLM": ".engine.llm",
     "AsyncLLM": ".engine.async_llm",
-    "SamplingParams": ".engine.sampling_params",
-    "RequestOutput": ".engine.outputs",
+    "SamplingParams": ".engine.messages.sampling_params",
+    "RequestOutput": ".engine.frontend.outputs",
     "EngineOptions": ".config",
 }
 __all__ = [*_PUBLIC, "__version__"]

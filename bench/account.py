@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..engine.batch import Batch, PendingStep, StepResult
+from ..engine.core.batch import Batch, PendingStep, StepResult
 from ..engine.engine import Engine
 
 
@@ -67,7 +67,7 @@ def recorded(engine: Engine) -> Iterator[list[StepTimes]]:
         begun = now()
         pending = launch(batch)
         times = StepTimes(
-            batch.is_uniform_decode,
+            batch.query_len == 1,
             chosen[0].kind.value,
             batch.num_seqs,
             batch.num_tokens,

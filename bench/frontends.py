@@ -10,7 +10,7 @@ from typing import Any
 
 from ..engine.async_llm import AsyncLLM
 from ..engine.llm import LLM
-from ..engine.sampling_params import SamplingParams
+from ..engine.messages.sampling_params import SamplingParams
 from .workloads import Work
 
 

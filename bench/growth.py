@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..config import UserError
+from ..engine.core.prefix_cache import extend_keys
+from ..engine.core.request import Request
 from ..engine.engine import Engine
-from ..engine.prefix_cache import extend_keys
-from ..engine.request import Request
-from ..engine.sampling_params import SamplingParams
+from ..engine.messages.sampling_params import SamplingParams
 from ..graph_capture import GraphKind
 from ..model_executor.kv_cache import kv_cache_bytes_per_block
 from .profile_plan import Plan
@@ -108,7 +108,7 @@ def measure_requests(engine: Engine, num_requests: int, steps: int) -> dict[str,
     step_us = statistics.median(step.wall_us for step in found)
     host_us = statistics.median(sum(s.cpu_us.values()) - s.cpu_us["wait"] for s in found)
     row = {"requests": num_requests, "step_us": round(step_us, 1), "host_us": round(host_us, 1)}
-    dispatch = engine.dispatcher.choose(num_requests, num_requests, uniform_decode=True)
+    dispatch = engine.dispatcher.choose(num_requests, num_requests, query_len=1)
     if engine.config.hardware.graphs == "cuda" and dispatch.kind is GraphKind.FULL:
         graph_us = _replay_us(engine, dispatch.num_tokens)
         row |= {"graph_us": round(graph_us, 1), "overhead_us": round(step_us - graph_us, 1)}

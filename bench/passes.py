@@ -22,15 +22,15 @@ import torch
 
 from ..config import PASSES, EngineOptions, UserError
 from ..config.gates import Measured
-from ..engine.collector import collector_at_rest
+from ..engine.core.scheduler import NewToken
 from ..engine.engine import Engine
-from ..engine.hardware import detect_hardware
+from ..engine.frontend.collector import collector_at_rest
 from ..engine.llm import LLM
-from ..engine.progress import Progress, show_progress
-from ..engine.sampling_params import SamplingParams
-from ..engine.scheduler import NewToken
-from ..engine.startup import read_model
+from ..engine.messages.sampling_params import SamplingParams
 from ..engine.variant import Variant, make_variant
+from ..engine.worker.hardware import detect_hardware
+from ..engine.worker.progress import Progress, show_progress
+from ..engine.worker.startup import read_model
 from .environment import environment
 from .profiling import come_to_rest
 from .serving import run
@@ -196,7 +196,6 @@ def _variants(
             matches = matches if is_on else variant.matched[name]
         if matches:
             title = f"{'without' if is_on else 'with'} {name}"
-            _check_attention(variants[_BASES[0]], variant, title)
             variants[title] = variant
             say(f"{title}: compiled in {sum(variant.compiled.seconds.values()):.1f} s")
         elif names:
@@ -204,19 +203,6 @@ def _variants(
     if len(variants) == len(_BASES):
         raise UserError("bench passes: no pass matches anything in this model at this level")
     return variants
-
-
-def _check_attention(base: Variant, other: Variant, title: str) -> None:
-    """Refuse programs that differ in more than a pass: FlashInfer may be in the artifact of one."""
-    found = [
-        sorted(c for c in v.compiled.report["choices"] if c.startswith("paged_attention "))
-        for v in (base, other)
-    ]
-    if found[0] != found[1]:
-        raise UserError(
-            f"bench passes: {title}: attention is {', '.join(found[1])}, and "
-            f"{', '.join(found[0])} otherwise; name one with --attention-backend cuda or triton"
-        )
 
 
 def _rounds(

@@ -6,7 +6,7 @@ import random
 import statistics
 from typing import Any
 
-from ..engine.loop import EngineLoop
+from ..engine.frontend.loop import EngineLoop
 from .serving import Run, check_length, run, warm_up
 from .workloads import Work
 

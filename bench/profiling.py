@@ -20,10 +20,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..config import UserError
-from ..engine.batch import Batch, PendingStep, StepResult
+from ..engine.core.batch import Batch, PendingStep, StepResult
 from ..engine.engine import Engine
 from ..engine.llm import LLM
-from ..engine.sampling_params import SamplingParams
+from ..engine.messages.sampling_params import SamplingParams
 from .environment import environment
 from .profile_plan import Plan
 from .profile_trace import GPU, Activity, busy_times, kernel_rows, layer_groups, read_trace

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..config import UserError
-from ..engine.collector import collector_at_rest
-from ..engine.loop import EngineLoop
-from ..engine.sampling_params import SamplingParams
-from ..engine.scheduler import NewToken
+from ..engine.core.scheduler import NewToken
+from ..engine.frontend.collector import collector_at_rest
+from ..engine.frontend.loop import EngineLoop
+from ..engine.messages.sampling_params import SamplingParams
 from .workloads import Work
 
 PERCENTILES = (50, 90, 99)

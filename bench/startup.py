@@ -113,8 +113,8 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def one_start(options: Mapping[str, Any]) -> dict[str, Any]:
     """Start in this process, generate from one prompt, and say when what was done."""
     from ..engine.llm import LLM
-    from ..engine.sampling_params import SamplingParams
-    from ..engine.startup_report import process_age_s
+    from ..engine.messages.sampling_params import SamplingParams
+    from ..engine.worker.startup_report import process_age_s
 
     llm = LLM(**options)
     ready_s = process_age_s()

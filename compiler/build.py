@@ -6,7 +6,7 @@ It is imported only when something must be compiled: it brings Dynamo, sympy and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from .. import ops
 from ..config import CompileConfig, UserError
+from ..config.device_table import Weight
 from ..passes import (
     PassReport,
     Subgraph,
@@ -26,7 +27,6 @@ from ..passes import (
 from .capture.source import Source
 from .capture.trace import Traced, trace
 from .capture.unroll import unroll
-from .emit.flashinfer_modules import build_module, needed, package_version
 from .emit.kernels import outside_variants, program_variants
 from .emit.make_plan import limit_ranges, make_plan
 from .emit.pieces import choose_emitter, emit
@@ -34,8 +34,9 @@ from .lowering.check_kernels import called, check_used
 from .lowering.lower import lower
 from .lowering.partition import Region, partition
 from .lowering.tune import Tuner
+from .lowering.tune_library import Filled, tune_weights, weights_of
 from .record import Record
-from .run.load import KERNELS, PLAN, flashinfer_file, kernel_file, kernels_json, piece_file
+from .run.load import KERNELS, PLAN, TABLE, kernel_file, kernels_json, piece_file
 from .run.plan import Plan
 from .timer import Timer
 
@@ -50,6 +51,7 @@ class Lowered:
         plan, pieces: what runs, and the distinct pieces by digest.
         reports, choices, tuned_us: what the passes and the choice of kernels report.
         graph: digest of the graph as it was traced.
+        weights: the linear layers that a library product can serve.
     """
 
     traced: Traced
@@ -60,6 +62,7 @@ class Lowered:
     choices: Mapping[str, int]
     tuned_us: Mapping[str, Mapping[str, Mapping[int, float]]]
     graph: str
+    weights: Sequence[Weight]
 
 
 def lower_model(
@@ -98,6 +101,7 @@ def lower_model(
     if tuner is None and config.tune and device == "cuda":
         tuner = Tuner()
     with timer.phase("lower"):
+        weights = weights_of(traced.gm.graph)
         choices = lower(
             traced.gm,
             hand_kernels=config.hand_kernels,
@@ -111,7 +115,7 @@ def lower_model(
         plan, pieces = make_plan(traced, regions)
     record.graph("lowered", traced)
     measured = tuner.measured if tuner else {}
-    return Lowered(traced, regions, plan, pieces, reports, choices, measured, graph)
+    return Lowered(traced, regions, plan, pieces, reports, choices, measured, graph, weights)
 
 
 def build(
@@ -135,11 +139,6 @@ def build(
     traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
     if device == "cuda" and sm != _sm_here():
         _check_direct(pieces.values(), sm)
-    modules: dict[str, bytes] = {}
-    for head_dim in needed(traced.gm):
-        with timer.phase("FlashInfer module"):
-            timer.say(f"head_dim {head_dim}, flashinfer-python {package_version()}")
-            modules[flashinfer_file(head_dim)] = build_module(head_dim)
     with timer.phase("emit"):
         code = emit(
             pieces,
@@ -156,7 +155,15 @@ def build(
         ops.KERNELS.precompile(variants, sm, on_done=timer.count("kernel", len(variants)))
         held = ops.KERNELS.binaries()
         binaries = {variant: held[variant] for variant in sorted(variants, key=lambda v: v.name)}
-    files = {PLAN: _json(plan.to_json()), **modules}
+    files = {PLAN: _json(plan.to_json())}
+    filled = Filled()
+    if config.tune and device == "cuda":
+        with timer.phase("tune"):
+            table, filled = tune_weights(
+                lowered.weights, seconds=config.tune_seconds, on_range=timer.share
+            )
+        if table:
+            files[TABLE] = table.text().encode()
     for name, piece in code.items():
         files[piece_file(name)] = piece.source.encode()
         folder = piece_file(name).rpartition("/")[0]
@@ -172,8 +179,8 @@ def build(
         "pieces": {name: piece.emitter for name, piece in code.items()},
         "steps": len(plan.steps),
         "kernels": len(binaries),
-        "flashinfer": package_version() if modules else None,
         "tuned_us": lowered.tuned_us,
+        "tuned": filled.to_json(),
         "seconds": {name: round(value, 4) for name, value in timer.seconds.items()},
     }
     return files, report

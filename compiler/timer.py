@@ -23,6 +23,10 @@ class Timer:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
+    def share(self, done: int, total: int) -> None:
+        """Say how much of the running phase is done, as "measure 3 of 12"."""
+        self.say(f"measure {done + 1} of {total}")
+
     def count(self, what: str, total: int) -> Callable[[Any], None]:
         """A function that says "kernel 3 of 12" and so on, one for each call, from any thread."""
         numbers = itertools.count(1)

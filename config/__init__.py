@@ -6,7 +6,7 @@
 
 from .errors import EngineDeadError, MachineError, UserError, VerificationError
 from .key_factors import key_factors, outside_fields, outside_key
-from .levels import FLASHINFER, LEVELS, OPT_IN, PASSES, CudagraphMode, Level
+from .levels import LEVELS, OPT_IN, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
 from .ports import engine_options
 from .resolve import capture_sizes, resolve
@@ -21,12 +21,15 @@ from .resolved import (
     SchedulerConfig,
     StoreConfig,
 )
+from .step_fields import FEED, NO_SLOT, STEP, Per, StepField, StepSchema
 
 __all__ = [
-    "FLASHINFER",
+    "FEED",
     "LEVELS",
+    "NO_SLOT",
     "OPT_IN",
     "PASSES",
+    "STEP",
     "CacheConfig",
     "CaptureConfig",
     "CompileConfig",
@@ -39,8 +42,11 @@ __all__ = [
     "ModelConfig",
     "ModelLimits",
     "OptionSpec",
+    "Per",
     "ResolvedConfig",
     "SchedulerConfig",
+    "StepField",
+    "StepSchema",
     "StoreConfig",
     "UserError",
     "VerificationError",

@@ -6,7 +6,7 @@ A start calls this before torch is imported, which takes seconds, and ``resolve`
 from __future__ import annotations
 
 from .errors import UserError
-from .levels import BATCH_INVARIANT_LEVEL, FLASHINFER, JOINS_PRODUCTS, LEVELS, PASSES, Level
+from .levels import BATCH_INVARIANT_LEVEL, JOINS_PRODUCTS, LEVELS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
 
@@ -80,16 +80,12 @@ def forced_kernels(options: EngineOptions, level: Level) -> tuple[tuple[str, str
     if backend != "auto" and not level.trace:
         raise UserError(f"attention_backend={backend}: -O0 runs references; use -O1 or higher")
     kernels = {} if backend == "auto" else {"paged_attention": backend}
-    if backend == "flashinfer":
-        kernels = dict([FLASHINFER])
     for item in options.kernels:
         op, _, implementation = item.partition("=")
         if not op or not implementation:
             raise UserError(
                 f"kernels={item!r}: expected op=implementation, such as rms_norm=triton"
             )
-        if (op, implementation) == (FLASHINFER[0], "flashinfer"):
-            op, implementation = FLASHINFER  # the backend's other name
         if kernels.setdefault(op, implementation) != implementation:
             raise UserError(f"kernels: {op} is given twice, {kernels[op]} and {implementation}")
     return tuple(kernels.items())
@@ -119,6 +115,7 @@ def _check_ranges(options: EngineOptions) -> None:
             "kv_cache_memory_bytes",
             "more than 0",
         ),
+        (o.tune_seconds >= 0, "tune_seconds", "0 (measure none) or a number of seconds"),
         (o.compile_cache_limit_gb > 0, "compile_cache_limit_gb", "a number of more than 0"),
         (
             o.long_prefill_token_threshold >= 0,

@@ -54,9 +54,6 @@ whole Llama-3-8B on an H200 ``fuse_gated_linear_fp8`` gains 2.6 % at one sequenc
 ``fuse_all_reduce_norm`` makes runs the all-reduce of torch.distributed and then the norm's
 reference, slower than the norm's kernel, until one kernel does both."""
 
-FLASHINFER = ("paged_attention", "flashinfer/cuda/triton")
-"""What ``attention_backend=flashinfer`` forces: where FlashInfer does not fit, our own kernels."""
-
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
     "cuda": {"linear": "invariant", "linear_fp8": "invariant", "paged_attention": "invariant"},
     "cpu": {

@@ -69,8 +69,8 @@ class EngineOptions:
     attention_backend: str = _option(
         "auto",
         "compile",
-        "which paged attention; flashinfer is built by `fusewright compile` alone; auto finds it",
-        ("auto", "cuda", "flashinfer", "triton", "native"),
+        "which paged attention; auto takes the fastest that supports the model",
+        ("auto", "cuda", "triton", "native"),
     )
     batch_invariant: bool = _option(
         False,
@@ -78,6 +78,10 @@ class EngineOptions:
         "the same bits for a request at any batch size, order, chunking and cache state; slower",
     )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
+
+    tune_seconds: float = _option(
+        40.0, "compile", "-O3: stop measuring library algorithms then, and keep what was found"
+    )
 
     compile_cache: bool = _option(
         True, "artifact", "keep what was compiled, and load it at the next start", flag="--cache"

@@ -137,6 +137,7 @@ def _compile(
         else forced_kernels(options, level),
         verify=options.verify,
         named_kernels=tuple(item.partition("=")[0] for item in options.kernels),
+        tune_seconds=options.tune_seconds,
     )
 
 

@@ -67,6 +67,10 @@ class CompileConfig:
         default=(), metadata=outside_key("checked against the artifact's report")
     )
     """The ops of ``kernels`` that the user named: each must be called."""
+    tune_seconds: float = field(
+        default=0.0,
+        metadata=outside_key("only measured choices depend on it: -O3 adds it to the key"),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The engine takes requests and gives tokens: the scheduler, the runner and the loop between them.
+"""The engine takes requests and gives tokens.
 
-A request passes ``inputs`` (prompt -> token ids), ``scheduler`` (-> ``batch``), ``runner`` (->
-sampled tokens) and ``output_processor`` (-> text, stop strings); ``loop`` keeps one step in flight.
-Only the runner's side knows torch.
+A request passes ``frontend`` (prompt -> token ids), ``core`` (scheduler -> one step's batch),
+``worker`` (-> sampled tokens) and ``frontend`` again (-> text, stop strings).  The modules beside
+these rooms put them together: ``Engine`` in one process, ``LLM`` and ``AsyncLLM`` on top of it.
 """

@@ -15,12 +15,11 @@ import torch
 from ..compiler.compiled import LOOKUPS, Compiled
 from ..compiler.record import Record
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
-from .attention_backend import say_where_flashinfer_does_not_fit
-from .hardware import detect_hardware
-from .progress import show_progress
-from .source import artifact_label, configured_store, find_or_compile
-from .startup import read_model
-from .startup_report import StartupReport
+from .worker.hardware import detect_hardware
+from .worker.progress import show_progress
+from .worker.source import artifact_label, configured_store, find_or_compile
+from .worker.startup import read_model
+from .worker.startup_report import StartupReport
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ def compile_ahead(
         progress.status("Compiling", quiet=LOOKUPS) as say,
     ):
         compiled = find_or_compile(spec, config, store, on_phase=say, record=record)
-    say_where_flashinfer_does_not_fit(config, compiled.report.get("choices", ()))
     label = artifact_label(spec, config)
     return CompiledAhead(compiled, label, startup, _left(hardware, absent))
 

@@ -15,16 +15,16 @@ from threading import Thread, current_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .collector import collector_at_rest
-from .driver import Driver, Inbox, driver_of
-from .inputs import Prompt
+from .frontend.collector import collector_at_rest
+from .frontend.driver import Driver, Inbox, driver_of
+from .frontend.inputs import Prompt
+from .frontend.loop import CheckedRequest, EngineLoop
+from .frontend.outputs import RequestOutput
 from .llm import start_engine
-from .loop import CheckedRequest, EngineLoop
-from .outputs import RequestOutput
-from .sampling_params import SamplingParams
+from .messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+    from .frontend.tokenizer import Tokenizer
 
 
 class AsyncLLM:

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from ..compiler.capture.source import WEIGHTS
-from ..config import EngineOptions, ResolvedConfig, UserError
+from ..config import STEP, EngineOptions, ResolvedConfig, UserError
 from ..model_executor.kv_cache import allocate_kv_caches
 from ..model_executor.loader import load_model
 from ..model_executor.spec import ModelSpec
-from .hardware import detect_hardware
-from .source import (
+from .worker.hardware import detect_hardware
+from .worker.source import (
     artifact_store,
     find_or_compile,
     kv_cache_name,
     model_source,
     module_arguments,
 )
-from .startup import read_model
+from .worker.startup import read_model
 
 if TYPE_CHECKING:
     from ..compiler.inspect.bisect import Culprit, Inputs, Run
@@ -156,6 +156,9 @@ def inputs(
             "seq_lens": torch.tensor([int(where[-1]) + 1 for where in positions]),
             "query_start_loc": counts.cumsum(0),
         }
-        return {name: value.to(torch.int32).to(device) for name, value in values.items()}
+        return {
+            field.name: values[field.name].to(getattr(torch, field.dtype)).to(device)
+            for field in STEP.program
+        }
 
     return caches, [step((0, n) for n in PROMPTS), step((n, n + 1) for n in PROMPTS)]

@@ -14,20 +14,22 @@ from typing import Any
 
 import torch
 
+from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
 from ..graph_capture import Dispatcher, MemoryReport
-from .capture_mode import capturable
-from .hardware import detect_hardware
-from .loop import EngineLoop
-from .progress import show_progress
-from .runner import Runner
-from .sampler import OpTable, Sampler
-from .startup import (
+from .frontend.inputs import input_processor
+from .frontend.loop import EngineLoop
+from .frontend.tokenizer import find_eos_token_ids
+from .worker.capture_mode import capturable
+from .worker.hardware import detect_hardware
+from .worker.progress import show_progress
+from .worker.runner import Runner
+from .worker.sampler import OpTable, Sampler
+from .worker.startup import (
     account,
     bind_kv_caches,
     capture,
     compile_model,
-    input_processor,
     load_beside,
     make_graphs,
     make_scheduler,
@@ -38,8 +40,7 @@ from .startup import (
     warm_up,
     weight_bytes,
 )
-from .startup_report import StartupReport
-from .tokenizer import find_eos_token_ids
+from .worker.startup_report import StartupReport
 
 
 class Engine(EngineLoop):
@@ -58,7 +59,7 @@ class Engine(EngineLoop):
         with startup.phase("config"):
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware)
-            inputs = input_processor(spec, config)
+            inputs = input_processor(config, spec.vocab_size)
             eos_token_ids = find_eos_token_ids(folder, inputs.tokenizer)
         with show_progress() as progress:
             with load_beside(folder, spec, config, startup, progress) as weights:
@@ -127,6 +128,8 @@ class Engine(EngineLoop):
             "choices": built.get("choices", {}),
             "sampling": dict(self._table.choices),
             "tuned_us": built.get("tuned_us", {}),
+            "tuned": built.get("tuned", {}),
+            "device_table": ops.report_tables(torch.device(self.config.hardware.device)),
             "pieces": {
                 "steps": len(self.compiled.program.steps),
                 "unique": len(built.get("pieces", {})),

@@ -10,14 +10,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from .. import ops
 from ..compiler.record import Record
+from ..compiler.run.load import TABLE
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
+from ..config.device_table import parse_table
 from ..config.resolve import why_off
 from .ahead import target_hardware
-from .attention_backend import with_compiled_attention
-from .hardware import detect_hardware
-from .source import artifact_key, artifact_label, configured_store, keys_as_good, model_source
-from .startup import read_model
+from .worker.hardware import detect_hardware
+from .worker.source import (
+    artifact_key,
+    artifact_label,
+    configured_store,
+    keys_as_good,
+    model_source,
+)
+from .worker.startup import read_model
 
 if TYPE_CHECKING:
     from ..compiler.artifacts.artifact import Artifact
@@ -69,8 +77,6 @@ def explain_model(
     _, spec, config = read_model(options, hardware)
     if not config.compile.trace:
         raise UserError("explain: -O0 rewrites and compiles nothing; use -O1 or higher")
-    if config.store.enabled and options.attention_backend == "auto":
-        config = with_compiled_attention(spec, config, configured_store(config.store))
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
     artifact = _tuned(spec, config) if config.compile.tune else None
     before = _Before()
@@ -91,6 +97,12 @@ def explain_model(
     sites = expected_sites(lowered.reports, before.traced, config.compile.passes, off, where)
     notes = [_UNMEASURED] if config.compile.tune and not artifact else []
     notes += [_MEASURED.format(artifact.manifest.key)] if artifact else []
+    if hardware.device == "cuda":
+        version = ops.installed_cublaslt()
+        if artifact and TABLE in artifact.manifest.files:
+            ops.take_table(parse_table(artifact.read(TABLE), f"artifact {artifact.manifest.key}"))
+        cublaslt = int(version) if version.isdigit() else 0
+        notes += ops.table_notes(lowered.weights, hardware.name, cublaslt)
     notes += [_CUBLAS] if hardware.device == "cuda" else []
     notes += [_CSRC] if absent else []
     facts = explain(

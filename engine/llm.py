@@ -14,17 +14,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..config import UserError, engine_options
-from .chat_template import Message
-from .check import check_start
-from .collector import collector_at_rest
-from .driver import Inbox, driver_of
-from .inputs import Prompt, plain
-from .loop import CheckedRequest, EngineLoop
-from .outputs import RequestOutput
-from .sampling_params import SamplingParams
+from .frontend.chat_template import Message
+from .frontend.check import check_start
+from .frontend.collector import collector_at_rest
+from .frontend.driver import Inbox, driver_of
+from .frontend.inputs import Prompt, plain
+from .frontend.loop import CheckedRequest, EngineLoop
+from .frontend.outputs import RequestOutput
+from .messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+    from .frontend.tokenizer import Tokenizer
 
 _LONGEST_PAUSE_S = 0.001
 """Longest time spent checking new requests between two steps, in seconds."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from ..compiler.compiled import Compiled
 from ..config import UserError
 from ..graph_capture import Dispatcher
-from .capture_mode import capturable
 from .engine import Engine
-from .progress import Progress
-from .runner import Runner
-from .source import kv_cache_name
-from .startup import compile_model, make_graphs
-from .startup_report import StartupReport
+from .worker.capture_mode import capturable
+from .worker.progress import Progress
+from .worker.runner import Runner
+from .worker.source import kv_cache_name
+from .worker.startup import compile_model, make_graphs
+from .worker.startup_report import StartupReport
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,42 @@
 """``StepBuffers`` holds the static inputs of a step, on the device at fixed addresses.
 
-All are int32.  The host fills memory that is pinned for a GPU, ``ops.write_inputs`` unpacks it into
-the device tensors, and captured graphs read prefixes of these; the rest of a captured size is
-padding.
+``STEP`` says which there are.  The host fills memory that is pinned for a GPU, ``ops.write_inputs``
+unpacks it into the device tensors, and captured graphs read prefixes of these; the rest of a
+captured size is padding.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..config import STEP, Per, StepSchema
 from .backend import borrowed
 
-PER_TOKEN = ("input_ids", "positions", "slot_mapping")
-PER_SEQUENCE = ("seq_lens", "slots", "feed_slots")
-NO_SLOT = -1
+_ALIGNED = 32
+"""The device's rows of fields begin at multiples of so many words, 128 bytes."""
 _IN_TURN = 3
 """The two steps that may be in flight when the next is written, and that one."""
 
 
 @dataclass(frozen=True)
 class HostInputs:
-    """One step's inputs on the host: arrays of the step's sizes, one behind the other in pinned
-    memory.  ``block_table`` is all the memory behind the others, for rows without gaps; ``packed``
-    is the whole memory as the device sees it."""
+    """One step's inputs on the host, one behind the other in pinned memory.
+
+    Attributes:
+        packed: the whole memory as the device sees it.
+        arrays: the fields of tokens and rows, of the step's sizes.
+        cells: the memory behind them, for the filled columns of the tables.
+    """
 
     packed: Tensor
-    arrays: dict[str, npt.NDArray[np.int32]]
+    arrays: dict[str, npt.NDArray[Any]]
+    cells: npt.NDArray[np.int32]
 
 
 class HostRing:
@@ -67,67 +73,101 @@ class HostRing:
 
 
 class StepBuffers:
-    """Device tensors input_ids, positions, slot_mapping [max_tokens]; seq_lens, slots (the row's
-    request slot) [max_seqs]; query_start_loc [max_seqs + 1]; block_table [max_seqs, max_blocks].
+    """The static inputs on the device, and the ring of memories that the host fills.
 
-    The host also sends feed_slots [max_seqs]: the row's slot where its input token is on the
-    device, else -1.
+    On the device, fields lie as rows of three int32 tensors: of tokens (without ``FEED``), of
+    sequences and boundaries, and tables [max_seqs, number of tables, max_blocks].
     """
 
     def __init__(
-        self, device: torch.device, *, max_tokens: int, max_seqs: int, max_blocks: int
+        self,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        schema: StepSchema = STEP,
     ) -> None:
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
+        self.schema = schema
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.device = {name: zeros(max_tokens) for name in PER_TOKEN}
-        self.device |= {name: zeros(max_seqs) for name in ("seq_lens", "slots")}
-        self.device["query_start_loc"] = zeros(max_seqs + 1)
-        self.device["block_table"] = zeros(max_seqs, max_blocks)
-        size = 3 * max_tokens + 4 * max_seqs + 1 + max_seqs * max_blocks
-        self._host = HostRing(device, size)
+        self._tokens = zeros(len(schema.tokens) - 1, _aligned(max_tokens))
+        self._rows = zeros(len(schema.rows), _aligned(max_seqs + 1))
+        self._tables = zeros(max_seqs, len(schema.tables), max_blocks)
+        self._views: dict[str, Tensor] = {}
+        for number, field in enumerate(schema.tokens[:-1]):
+            self._views[field.name] = self._tokens[number].view(getattr(torch, field.dtype))
+        for number, field in enumerate(schema.rows):
+            self._views[field.name] = self._rows[number].view(getattr(torch, field.dtype))
+        for number, field in enumerate(schema.tables):
+            self._views[field.name] = self._tables[:, number]
+        self._host = HostRing(device, schema.packed_size(max_tokens, max_seqs, max_blocks))
+
+    @property
+    def device(self) -> torch.device:
+        return self._tokens.device
 
     def next_host(self, *, num_tokens: int, num_seqs: int) -> HostInputs:
         """Host arrays to fill for the next step, while the device may still read the last ones."""
         host, packed = self._host.take()
         memory: npt.NDArray[np.int32] = host.numpy()
-        sizes = dict.fromkeys(PER_TOKEN, num_tokens) | dict.fromkeys(PER_SEQUENCE, num_seqs)
-        sizes["query_start_loc"] = num_seqs + 1
         arrays, start = {}, 0
-        for name, size in sizes.items():
-            arrays[name] = memory[start : start + size]
-            start += size
-        return HostInputs(packed, arrays | {"block_table": memory[start:]})
+        for field in self.schema.tokens:
+            arrays[field.name] = memory[start : start + num_tokens].view(field.dtype)
+            start += num_tokens
+        for field in self.schema.rows:
+            size = num_seqs + (field.per is Per.BOUNDARY)
+            arrays[field.name] = memory[start : start + size].view(field.dtype)
+            start += num_seqs + 1
+        return HostInputs(packed, arrays, memory[start:])
 
-    def filled(self, host: HostInputs, num_blocks: int) -> Tensor:
-        """The filled memory in one piece, as ``ops.write_inputs`` takes it.  The device reads it in
-        place: a copy ahead of that kernel would take longer than the kernel reads.
+    def targets(
+        self, host: HostInputs, *, num_tokens: int, num_seqs: int, columns: int
+    ) -> tuple[Tensor, ...]:
+        """The tensors that ``ops.write_inputs`` takes: the filled memory in one piece, which the
+        device reads in place (a copy ahead of that kernel would take longer than the kernel reads),
+        and where it goes.
 
         Args:
-            num_blocks: filled columns of the block table.
+            columns: filled columns of the tables.
         """
-        table, num_seqs = host.arrays["block_table"], len(host.arrays["seq_lens"])
-        return host.packed[: len(host.packed) - len(table) + num_seqs * num_blocks]
+        size = self.schema.packed_size(num_tokens, num_seqs, columns)
+        return (
+            host.packed[:size],
+            self._tokens[:, :num_tokens],
+            self._rows[:, : num_seqs + 1],
+            self._tables[:num_seqs],
+        )
+
+    def view(self, name: str, size: int) -> Tensor:
+        """The first ``size`` values, or rows of a table, of one field."""
+        return self._views[name][:size]
 
     def views(self, *, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
         """The step inputs of a program, at these sizes."""
-        views = {name: self.device[name][:num_tokens] for name in PER_TOKEN}
-        views["seq_lens"] = self.device["seq_lens"][:num_seqs]
-        views["query_start_loc"] = self.device["query_start_loc"][: num_seqs + 1]
-        views["block_table"] = self.device["block_table"][:num_seqs]
-        return views
+        sizes = {
+            Per.TOKEN: num_tokens,
+            Per.SEQUENCE: num_seqs,
+            Per.BOUNDARY: num_seqs + 1,
+            Per.TABLE: num_seqs,
+        }
+        views = self._views
+        return {field.name: views[field.name][: sizes[field.per]] for field in self.schema.program}
 
     def dummy(self, *, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
         """Views filled with a harmless step, for warm-up and capture: each sequence attends to
         its own query tokens in block 0, and nothing is stored in the cache."""
         views = self.views(num_tokens=num_tokens, num_seqs=num_seqs)
-        views["input_ids"].zero_()
-        views["positions"].zero_()
-        views["slot_mapping"].fill_(NO_SLOT)
+        for field in self.schema.program:
+            views[field.name].fill_(field.padding)
         starts = torch.arange(num_seqs + 1, dtype=torch.int32) * num_tokens // num_seqs
         views["query_start_loc"].copy_(starts)
         views["seq_lens"].copy_(starts.diff())
-        views["block_table"].zero_()
         return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

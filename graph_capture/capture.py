@@ -140,7 +140,7 @@ class Graphs:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            device = self._buffers.device["input_ids"].device
+            device = self._buffers.device
             name = f"{size.kind} graph of {size.num_tokens} tokens"
             raise CaptureMemoryError(name, device) from error
         self._pending.pop(size, None)  # at the end, so that a failed one is tried again when needed

@@ -27,11 +27,13 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The choice for one step: the kind of graph, and the sizes it runs at, padding included."""
+    """The choice for one step: the kind of graph, and the sizes it runs at, padding included.
+    ``query_len`` is the number of tokens of every sequence in a FULL graph of decodes; else 0."""
 
     kind: GraphKind
     num_tokens: int
     num_seqs: int
+    query_len: int = 0
 
 
 _MOST_PROMPT_TOKENS = 256
@@ -50,7 +52,8 @@ class Outside:
 class Dispatcher:
     """Chooses graphs by batch shape; ``counters[step kind, graph kind]`` counts the choices.
 
-    FULL graphs of uniform decode have one token a sequence.  FULL graphs of mixed steps (mode FULL)
+    FULL graphs of uniform decode have ``decode_query_len`` tokens a sequence: one, or more where
+    tokens are drafted.  FULL graphs of mixed steps (mode FULL)
     have a fixed number of sequences, of which the surplus is empty; this number never equals the
     number of tokens, which would mean uniform decode to attention.  In mode FULL_AND_PIECEWISE a
     prompt by itself has FULL graphs too, of one sequence and up to ``_MOST_PROMPT_TOKENS`` tokens:
@@ -60,8 +63,8 @@ class Dispatcher:
     and the first of a kind is logged.
     """
 
-    def __init__(self, config: CaptureConfig, max_num_seqs: int) -> None:
-        mode = config.mode
+    def __init__(self, config: CaptureConfig, max_num_seqs: int, decode_query_len: int = 1) -> None:
+        mode, self._query_len = config.mode, decode_query_len
         self._decode_sizes: tuple[int, ...] = ()
         self._mixed_sizes: tuple[int, ...] = ()
         self._prompt_sizes: tuple[int, ...] = ()
@@ -80,7 +83,7 @@ class Dispatcher:
     @property
     def full_sizes(self) -> list[tuple[int, int]]:
         """(tokens, sequences) of every FULL graph but those of ``prompt_sizes``."""
-        decode = [(size, size) for size in self._decode_sizes]
+        decode = [(size * self._query_len, size) for size in self._decode_sizes]
         return decode + [(size, self._mixed_seqs(size)) for size in self._mixed_sizes]
 
     @property
@@ -98,12 +101,19 @@ class Dispatcher:
         """Number of rows that the static buffers need."""
         return max([self._max_num_seqs, *(seqs for _, seqs in self.full_sizes)])
 
-    def choose(self, num_tokens: int, num_seqs: int, *, uniform_decode: bool) -> Dispatch:
-        """Choose the graph of a step, the smallest that holds it, and count the choice."""
-        kind, step = GraphKind.NONE, "decode" if uniform_decode else "mixed"
-        single = num_seqs == 1 and not uniform_decode
-        if uniform_decode and (size := _round_up(num_tokens, self._decode_sizes)):
-            kind, num_tokens, num_seqs = GraphKind.FULL, size, size
+    def choose(self, num_tokens: int, num_seqs: int, *, query_len: int) -> Dispatch:
+        """Choose the graph of a step, the smallest that holds it, and count the choice.
+
+        Args:
+            query_len: number of tokens of every sequence, if it is the same; else 0.
+        """
+        decode = query_len == self._query_len
+        kind, step = GraphKind.NONE, "decode" if decode else "mixed"
+        single = num_seqs == 1 and not decode
+        uniform = 0
+        if decode and (size := _round_up(num_seqs, self._decode_sizes)):
+            kind, num_tokens, num_seqs = GraphKind.FULL, size * query_len, size
+            uniform = query_len
         elif single and (size := _round_up(num_tokens, self._prompt_sizes)):
             kind, num_tokens = GraphKind.FULL, size
         elif size := _round_up(num_tokens, self._mixed_sizes):
@@ -113,7 +123,7 @@ class Dispatcher:
         if kind is GraphKind.NONE:
             self._count_outside(step, num_tokens)
         self.counters[step, kind.value] += 1
-        return Dispatch(kind, num_tokens, num_seqs)
+        return Dispatch(kind, num_tokens, num_seqs, uniform)
 
     def _count_outside(self, step: str, num_tokens: int) -> None:
         own = self._decode_sizes if step == "decode" else ()

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ..config.errors import UserError
+from ..config import ModelLimits, UserError
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES
 from .models.weight_names import checkpoint_names
@@ -63,3 +63,19 @@ def _architecture(config: HfConfig) -> str:
         if name in ARCHITECTURES:
             return str(name)
     raise UserError(f"architecture {names[0]!r} is not supported; supported: {supported}")
+
+
+def model_folder(model: str) -> Path:
+    """The folder of ``model``: "abacus" is the bundled one."""
+    if model == "abacus" and not Path(model).is_dir():
+        from .abacus import FOLDER
+
+        return Path(FOLDER)
+    return Path(model)
+
+
+def model_limits(spec: ModelSpec) -> ModelLimits:
+    """The limits of a model that ``resolve`` has to know."""
+    return ModelLimits(
+        spec.max_position_embeddings, spec.dtype_name, spec.quant.kind if spec.quant else "none"
+    )

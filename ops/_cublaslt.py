@@ -29,12 +29,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..config.device_table import ALGORITHM_BYTES
+
 WORKSPACE_BYTES = 32 << 20
 """Most workspace that an algorithm may need; torch gives its own GEMMs on Hopper as much."""
-ALGORITHM_BYTES = 64
-
-OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
-"""Kinds of x and weight: bfloat16, or FP8 with a scheme of scales as ``linear_fp8`` names it."""
 
 # cudaDataType_t and cublasComputeType_t
 _BFLOAT16, _FLOAT32, _E4M3, _COMPUTE_FLOAT32 = 14, 0, 28, 68
@@ -114,6 +112,14 @@ def version() -> int:
     return int(_library().cublasLtGetVersion())
 
 
+def installed() -> str:
+    """``version``, or "none" where there is no library."""
+    try:
+        return str(version())
+    except CublasLtError:
+        return "none"
+
+
 def _call(name: str, *args: object) -> None:
     if status := getattr(_library(), name)(*args):
         raise CublasLtError(f"{name}: cuBLAS status {status}")
@@ -144,7 +150,7 @@ class Product:
     a captured graph keeps no descriptor.
 
     Args:
-        operands: one of ``OPERANDS``.
+        operands: one of ``config.device_table.OPERANDS``.
         device: index of the device.
         rows, out_features, in_features: of x [rows, in_features], weight [out_features,
             in_features] and y [rows, out_features], which is bfloat16.

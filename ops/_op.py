@@ -101,8 +101,6 @@ class Implementation:
         launches: Triton only; ``launches(*args)`` returns ``(launch list, result)`` without running
             anything.
         opt_in: only ``--kernels`` chooses it, until its gain inside a whole model is measured.
-        missing: ``missing(desc)`` returns what must be compiled and loaded before a supported call
-            runs here, or "".
         runs: ``runs(*args)`` names the kernels that a call launches, where the number of rows
             decides.
         on_host: it reads values of its tensors on the host, which no CUDA graph can capture.
@@ -115,7 +113,6 @@ class Implementation:
     devices: tuple[str, ...] = ("cpu", "cuda")
     launches: Callable[..., tuple[list[Launch], Any]] | None = None
     opt_in: bool = False
-    missing: Callable[[OpDesc], str] = always
     runs: Callable[..., tuple[str, ...]] | None = None
     on_host: bool = False
 

@@ -15,20 +15,14 @@ import torch
 from torch import Tensor
 
 from ._cuda import why_no_csrc
+from ._device_table import most_rows
 from ._float8 import E4M3
 from ._op import OpDesc
 
 # Rows must be multiples of these bytes, for the kernels' copies; smaller weights are not measured.
 _LINE_BYTES = 128
 _LEAST_BYTES = 8 << 20
-# Above this many rows other kernels are faster; these support up to 32.  For FP8 the next one is
-# the tiled kernel; blocks, which are copied by four, stay ahead of it up to more rows if a weight
-# is not wide.
-_ROWS_BF16 = 16
-_ROWS_FP8 = 32
-_ROWS_FP8_LINEAR = 8
-_ROWS_FP8_BLOCKS = 16
-_WIDE_BLOCKS = 16384
+# The kernels support up to 32 rows; the device table says from where on others are faster.
 _BLOCK_COLUMNS = 512
 
 
@@ -43,7 +37,7 @@ def skinny_rows(out_features: int, in_features: int, itemsize: int = 2) -> int:
     row_bytes = itemsize * in_features
     if row_bytes % _LINE_BYTES or out_features * row_bytes < _LEAST_BYTES:
         return 0
-    return _ROWS_BF16 if itemsize == 2 else _ROWS_FP8
+    return most_rows("stream bfloat16" if itemsize == 2 else "stream fp8", out_features)
 
 
 def refuses_weight(desc: OpDesc, dtype: torch.dtype, name: str = "weight") -> str:
@@ -82,8 +76,8 @@ def rows_to_stream(x: Tensor, *weights: Tensor) -> Tensor | None:
 
 def streams_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
     """Whether the streaming kernel is chosen for an FP8 linear layer."""
-    blocks = weight_scale.shape[1] > 1 and weight.shape[0] < _WIDE_BLOCKS
-    most = _ROWS_FP8_BLOCKS if blocks else _ROWS_FP8_LINEAR
+    kernel = "stream linear fp8 block" if weight_scale.shape[1] > 1 else "stream linear fp8"
+    most = most_rows(kernel, weight.shape[0])
     return x.shape[0] <= most and rows_to_stream(x, weight) is not None
 
 

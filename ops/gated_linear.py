@@ -12,13 +12,11 @@ from torch import Tensor
 from ._launch import Launch
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from ._skinny import refuses_bf16, rows_to_stream
-from .gelu_tanh_mul import OP as GELU_TANH_MUL
+from .gated_act import ACTIVATIONS, GATED_ACTS
 from .launches import activation as kernels
 from .linear import OP as LINEAR
-from .silu_mul import OP as SILU_MUL
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-_ACTIVATIONS = {"silu": SILU_MUL, "gelu_tanh": GELU_TANH_MUL}
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
@@ -44,10 +42,10 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 
 def activation_op(name: str) -> SemanticOp:
     """``silu_mul`` or ``gelu_tanh_mul``.  Raises ValueError for another activation."""
-    if name not in _ACTIVATIONS:
-        expected = " or ".join(map(repr, _ACTIVATIONS))
+    if name not in ACTIVATIONS:
+        expected = " or ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"a gated linear layer's activation is {name!r}, expected {expected}")
-    return _ACTIVATIONS[name]
+    return GATED_ACTS[name, ""]
 
 
 def _reference(x: Tensor, weight: Tensor, activation: str) -> Tensor:

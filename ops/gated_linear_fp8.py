@@ -11,12 +11,12 @@ from torch import Tensor
 from ._float8 import E4M3
 from ._launch import Launch
 from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
-from ._quantize import check, quantize_static
 from ._skinny import linear_fp8_supports, streams_fp8
 from .gated_linear import activation_op
 from .launches.quant import quantize
 from .linear_fp8 import OP as LINEAR_FP8
 from .linear_fp8 import scheme_of
+from .quantize import check, quantize_static
 
 
 def gated_linear_fp8(

@@ -18,12 +18,12 @@ from torch import Tensor
 from ._launch import Launch
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
 from ._skinny import refuses_bf16, rows_to_stream
-from .add_rms_norm import OP as ADD_RMS_NORM
 from .gated_linear import OP as GATED_LINEAR
 from .gated_linear import runs_in_turn
 from .launches import activation as kernels
 from .launches import norm
 from .linear import OP as LINEAR
+from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]
 
@@ -182,7 +182,7 @@ def _launches(
 ) -> tuple[list[Launch], Results]:
     """The launches that must be compiled: those of the add and norm, and of the activation."""
     product = LINEAR.fake(x, weight, None)
-    planned, (_, total) = norm.add_rms_norm(product, residual, norm_weight, eps, None)
+    planned, (_, total) = norm.norm(product, residual, norm_weight, eps)
     y = LINEAR.fake(total, next_weight, None)
     if activation is not None:
         more, y = kernels.gated_activation(y, None, activation)

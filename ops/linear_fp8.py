@@ -14,11 +14,11 @@ from . import _library_product, _rowwise, _skinny
 from ._float8 import E4M3
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
-from ._quantize import refuses_device
 from .launches import linear_fp8 as kernels
 from .launches.counters import counters
 from .launches.quant import GROUP
 from .launches.tiles import cdiv
+from .quantize import refuses_device
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -18,7 +18,6 @@ from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
 from .paged_attention_cases import cases
 from .paged_attention_cuda import by_cuda
-from .paged_attention_flashinfer import by_flashinfer
 
 # The reference holds at most this many float32 logits at once.
 _MAX_LOGITS = 1 << 24
@@ -289,8 +288,6 @@ def context_symbols(
     return {"context_tokens": tokens, "query_context_pairs": pairs}
 
 
-_CUDA = by_cuda(_prefill, _triton_supports)
-
 OP = SemanticOp(
     name="paged_attention",
     reference=_reference,
@@ -298,7 +295,7 @@ OP = SemanticOp(
     cases=cases,
     cost=_cost,
     implementations=(
-        _CUDA,
+        by_cuda(_prefill, _triton_supports),
         Implementation(
             "triton",
             run_launches(_launches),
@@ -306,7 +303,6 @@ OP = SemanticOp(
             devices=("cuda",),
             launches=_launches,
         ),
-        by_flashinfer(_CUDA),
         Implementation("native", _native, on_host=True),
         Implementation(
             "invariant",

@@ -71,11 +71,11 @@ def _run(*args: Any, triton_prefill: Callable[..., None]) -> None:
         decode(*args)
 
 
-def runs(*args: Any, prefill: str = "") -> tuple[str, ...]:
-    """Names of the kernels of a call; ``prefill``: of another prefill kernel that it has."""
-    own = "csrc prefill_attention" if has_own_prefill(args) else "_prefill_kernel"
+def runs(*args: Any) -> tuple[str, ...]:
+    """Names of the kernels that a call launches."""
+    prefill = "csrc prefill_attention" if has_own_prefill(args) else "_prefill_kernel"
     names = [
-        (prefill or own, has_prefills(args)),
+        (prefill, has_prefills(args)),
         ("csrc paged_attention", has_decodes(args)),
     ]
     return tuple(name for name, is_launched in names if is_launched)

@@ -14,7 +14,7 @@ from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
 from .kv_store import OP as KV_STORE
 from .kv_store import check_kv_store
 from .launches import rope_kv_store as kernels
-from .rms_norm import rms_norm_native
+from .norm import rms_norm_native
 from .rotary_embedding import OP as ROTARY_EMBEDDING
 from .rotary_embedding import check_rotary
 

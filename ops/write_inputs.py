@@ -7,120 +7,98 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..config import NO_SLOT, STEP
 from ._launch import Launch, run_launches
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
-from .launches import tokens
+from .launches import tokens as kernels
 
 
 def write_inputs(
-    packed: Tensor,
-    last_tokens: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor,
-    query_start_loc: Tensor,
-    block_table: Tensor,
+    packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
 ) -> None:
-    """Unpack a step's inputs, and put tokens that only the device knows into ``input_ids``.
+    """Unpack a step's inputs, and put tokens that only the device knows into the token ids.
 
     Args:
-        packed: [n] int32: input_ids, positions, slot_mapping of each token, then seq_lens, slots
-            and feed slots of each sequence, query_start_loc, and the filled columns of the block
-            table, row by row.  ``input_ids[i]`` becomes ``last_tokens[feed slot i]`` where that is
-            not -1.
+        packed: [n] int32, the fields of a ``StepSchema`` one behind the other: those of tokens, the
+            feed slots as the last of them; those of rows; the filled columns of the tables, row by
+            row.  Token id i becomes ``last_tokens[feed slot i]`` where that is not -1.
         last_tokens: [max_num_seqs] int32, the newest sampled token of every slot.
-        input_ids, positions, slot_mapping: [num_tokens] int32, written.
-        seq_lens, slots: [num_seqs] int32, written.
-        query_start_loc: [num_seqs + 1] int32, written.
-        block_table: [num_seqs, max_blocks] int32, written in its first columns.
+        tokens: [T, num_tokens] int32, written: the fields of tokens without the feed slots, the
+            token ids first.
+        rows: [R, num_seqs + 1] int32, written.
+        tables: [num_seqs, tables, max_blocks] int32, written in the first columns of each.
 
     Raises:
         ValueError: ``packed`` has not the size that these make.
     """
-    torch.ops.fw.write_inputs.default(
-        packed,
-        last_tokens,
-        input_ids,
-        positions,
-        slot_mapping,
-        seq_lens,
-        slots,
-        query_start_loc,
-        block_table,
-    )
+    torch.ops.fw.write_inputs.default(packed, last_tokens, tokens, rows, tables)
 
 
-def num_table_columns(packed: Tensor, num_tokens: int, num_seqs: int, max_blocks: int) -> int:
-    """Columns of the block table in ``packed``.
+def num_table_columns(packed: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor) -> int:
+    """Filled columns of each table in ``packed``.
 
     Raises:
         ValueError: its size is not that of any number of columns up to ``max_blocks``.
     """
-    rest = packed.shape[0] - 3 * num_tokens - 3 * num_seqs - (num_seqs + 1)
-    if rest < 0 or rest % num_seqs or rest // num_seqs > max_blocks:
+    num_seqs, num_tables, max_blocks = tables.shape
+    cells = packed.shape[0] - (tokens.shape[0] + 1) * tokens.shape[1] - rows.numel()
+    rest = num_seqs * num_tables
+    if rows.shape[1] != num_seqs + 1 or cells < 0 or cells % rest or cells // rest > max_blocks:
         raise ValueError(
-            f"packed has {packed.shape[0]} values for {num_tokens} tokens and {num_seqs} sequences "
-            f"of up to {max_blocks} blocks, expected 3 a token, 4 a sequence, 1, and a block table"
+            f"packed has {packed.shape[0]} values for {tokens.shape[0]} + 1 fields of "
+            f"{tokens.shape[1]} tokens, rows {list(rows.shape)} and {num_tables} tables of "
+            f"{num_seqs} sequences of up to {max_blocks} blocks: expected the sum of these"
         )
-    return rest // num_seqs
+    return cells // rest
 
 
 def _reference(
-    packed: Tensor,
-    last_tokens: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor,
-    query_start_loc: Tensor,
-    block_table: Tensor,
+    packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
 ) -> None:
-    num_tokens, num_seqs = input_ids.shape[0], seq_lens.shape[0]
-    columns = num_table_columns(packed, num_tokens, num_seqs, block_table.shape[1])
-    sizes = [num_tokens] * 3 + [num_seqs] * 3 + [num_seqs + 1, num_seqs * columns]
-    ids, at, stored, lengths, rows, feed, starts, table = packed.split(sizes)
-    outputs = (positions, slot_mapping, seq_lens, slots, query_start_loc)
-    for output, values in zip(outputs, (at, stored, lengths, rows, starts), strict=True):
-        output.copy_(values)
-    block_table[:, :columns].copy_(table.view(num_seqs, columns))
-    input_ids.copy_(ids)
-    feed = feed[:num_tokens]
-    fed = torch.where(feed >= 0, last_tokens[feed.clamp(min=0)], ids[: feed.shape[0]])
-    input_ids[: feed.shape[0]].copy_(fed)
+    columns = num_table_columns(packed, tokens, rows, tables)
+    num_seqs, num_tables, _ = tables.shape
+    given, ends, cells = packed.split(
+        [(tokens.shape[0] + 1) * tokens.shape[1], rows.numel(), num_seqs * num_tables * columns]
+    )
+    *fields, feed = given.view(-1, tokens.shape[1]).unbind()
+    fed = torch.where(feed == NO_SLOT, fields[0], last_tokens[feed.clamp(min=0)])
+    tokens.copy_(torch.stack([fed, *fields[1:]]))
+    rows.copy_(ends.view(rows.shape))
+    tables[:, :, :columns].copy_(cells.view(num_seqs, num_tables, columns))
 
 
 def _fake(packed: Tensor, *rest: Tensor) -> None:
     return None
 
 
-def _launches(packed: Tensor, *rest: Tensor) -> tuple[list[Launch], None]:
-    input_ids, seq_lens, table = rest[1], rest[4], rest[7]
-    columns = num_table_columns(packed, input_ids.shape[0], seq_lens.shape[0], table.shape[1])
-    return tokens.write_inputs(columns, packed, *rest), None
+def _launches(
+    packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
+) -> tuple[list[Launch], None]:
+    columns = num_table_columns(packed, tokens, rows, tables)
+    return kernels.write_inputs(columns, packed, last_tokens, tokens, rows, tables), None
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
-    def ints(size: int, most: int = 1000) -> Tensor:
-        return torch.randint(0, most, (size,), generator=gen, device=device).to(dtype)
+    def ints(*shape: int, most: int = 1000) -> Tensor:
+        return torch.randint(0, most, shape, generator=gen, device=device).to(dtype)
 
-    for num_tokens, num_seqs, columns, max_blocks in [
-        (1, 1, 1, 1),
-        (9, 5, 3, 8),
-        (300, 257, 0, 4),
-        (1500, 2, 700, 900),
-        (3, 40, 2, 2),
+    fields = len(STEP.tokens) - 1, len(STEP.rows)
+    for num_tokens, num_seqs, columns, max_blocks, num_tables, (per_token, per_row) in [
+        (1, 1, 1, 1, 1, fields),
+        (9, 5, 3, 8, 1, fields),
+        (300, 257, 0, 4, 1, fields),
+        (1500, 2, 700, 900, 1, fields),
+        (3, 40, 2, 2, 1, fields),
+        (70, 20, 3, 5, 3, (5, 4)),
     ]:
-        feed = torch.where(ints(num_seqs, 3) > 0, ints(num_seqs, 300), -1).to(dtype)
-        fixed = ints(3 * num_tokens + 2 * num_seqs)
-        packed = torch.cat((fixed, feed, ints(num_seqs + 1 + num_seqs * columns)))
-        table = torch.full((num_seqs, max_blocks), -7, dtype=dtype, device=device)
-        sizes = [num_tokens] * 3 + [num_seqs] * 2 + [num_seqs + 1]
-        outputs = [ints(size) for size in sizes]
+        given = ints(per_token, num_tokens)
+        feed = torch.where(ints(num_tokens, most=3) > 0, ints(num_tokens, most=300), NO_SLOT)
+        rest = ints(per_row * (num_seqs + 1) + num_seqs * num_tables * columns)
+        packed = torch.cat((given.flatten(), feed.to(dtype), rest))
+        tables = torch.full((num_seqs, num_tables, max_blocks), -7, dtype=dtype, device=device)
+        wide = ints(per_token, num_tokens + 3)[:, :num_tokens]
         label = f"{num_tokens} tokens, {num_seqs} sequences, {columns} of {max_blocks} columns"
-        yield Case(label, (packed, ints(300), *outputs, table))
+        yield Case(label, (packed, ints(300), wide, ints(per_row, num_seqs + 1), tables))
 
 
 def _cost(desc: OpDesc) -> Cost:
@@ -133,15 +111,7 @@ OP = SemanticOp(
     fake=_fake,
     cases=_cases,
     cost=_cost,
-    mutates=(
-        "input_ids",
-        "positions",
-        "slot_mapping",
-        "seq_lens",
-        "slots",
-        "query_start_loc",
-        "block_table",
-    ),
+    mutates=("tokens", "rows", "tables"),
     dtypes=(torch.int32,),
     implementations=(
         Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),

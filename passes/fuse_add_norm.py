@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..ops.norm import with_axes
 from .canonicalize import is_dense
 from .report import PassReport
 from .rule import EXACT, Context, is_call, writes_shared, written_between
@@ -44,8 +45,8 @@ class FuseAddNorm:
                 continue
             args = (add.args[1], add.args[0], *norm.args[1:])
 
-            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
-                fused = graph.call_function(torch.ops.fw.add_rms_norm.default, args)
+            def build(graph: fx.Graph, norm: fx.Node = norm, args: Any = args) -> list[fx.Node]:
+                fused = graph.call_function(with_axes(norm.target, add=True), args)
                 normed = graph.call_function(operator.getitem, (fused, 0))
                 total = graph.call_function(operator.getitem, (fused, 1))
                 return [normed, total]

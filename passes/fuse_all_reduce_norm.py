@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.all_reduce_norm import NORMS, OPS
+from ..ops.norm import Norm, norm_axes, with_axes
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
-
-_FUSED = {norm.overload(): op.overload() for norm, op in zip(NORMS, OPS, strict=True)}
 
 
 class FuseAllReduceNorm:
@@ -37,7 +35,7 @@ class FuseAllReduceNorm:
         all_reduce = torch.ops.fw.all_reduce.default
         for reduce in gm.graph.find_nodes(op="call_function", target=all_reduce):
             name = reduce.name
-            norm = min((user for user in reduce.users if is_call(user, *_FUSED)), default=None)
+            norm = min((user for user in reduce.users if _is_norm(user)), default=None)
             reason = _why_not(reduce, norm)
             if reason or norm is None:
                 report.miss(name, reason)
@@ -47,7 +45,7 @@ class FuseAllReduceNorm:
             def build(
                 graph: fx.Graph, norm: Any = norm, args: Any = args, results: Any = results
             ) -> list[fx.Node]:
-                call = graph.call_function(_FUSED[norm.target], args)
+                call = graph.call_function(with_axes(norm.target, reduce=True), args)
                 items = results.values()
                 return [graph.call_function(operator.getitem, (call, i)) for i in items]
 
@@ -57,12 +55,19 @@ class FuseAllReduceNorm:
         return report
 
 
+def _is_norm(node: fx.Node) -> bool:
+    axes = norm_axes(node.target)
+    return axes is not None and not axes.reduce
+
+
+def _axes(norm: fx.Node) -> Norm:
+    axes = norm_axes(norm.target)
+    assert axes is not None
+    return axes
+
+
 def _schema(norm: fx.Node) -> Any:
     return norm.target._schema  # type: ignore[union-attr]
-
-
-def _adds(norm: fx.Node) -> bool:
-    return any(argument.name == "residual" for argument in _schema(norm).arguments)
 
 
 def _why_not(reduce: fx.Node, norm: fx.Node | None) -> str:
@@ -70,10 +75,10 @@ def _why_not(reduce: fx.Node, norm: fx.Node | None) -> str:
     if norm is None:
         names = ", ".join(reader.name for reader in readers)
         return f"its sum is read by {names}, not by a norm" if names else "nobody reads its sum"
-    if reduce not in norm.args[: 1 + _adds(norm)] or norm.args[0] is norm.args[1]:
+    if reduce not in norm.args[: 1 + _axes(norm).add] or norm.args[0] is norm.args[1]:
         return f"{norm.name} does not normalize the sum, or adds it to itself"
     others = [reader for reader in readers if reader is not norm]
-    if _adds(norm) and others:
+    if _axes(norm).add and others:
         return f"the sum is also read without the residual, by {others[0].name}"
     early = [reader for reader in others if reader < norm]
     if early:
@@ -99,4 +104,4 @@ def _results(reduce: fx.Node, norm: fx.Node) -> dict[fx.Node, Any]:
     """The nodes that hold results -> which result of the fused op each of them is."""
     count = len(_schema(norm).returns)
     found = {norm: 0} if count == 1 else {user: user.args[1] for user in norm.users}
-    return found if _adds(norm) else {**found, reduce: count}
+    return found if _axes(norm).add else {**found, reduce: count}

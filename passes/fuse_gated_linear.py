@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops._gated import PLAIN, Gate
+from ..ops.gated_act import PLAIN, Gate, activation_of
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
-
-_ACTIVATIONS = {"silu_mul": "silu", "gelu_tanh_mul": "gelu_tanh"}
 
 
 class FuseGatedLinear:
@@ -55,9 +53,8 @@ class FuseGatedLinear:
 def gated_activations(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
     """Every gated activation, with its name as the fused ops take it."""
     for node in list(gm.graph.nodes):
-        for op, activation in _ACTIVATIONS.items():
-            if is_call(node, getattr(torch.ops.fw, op).default):
-                yield node, activation
+        if activation := activation_of(node.target):
+            yield node, activation
 
 
 def why_not_packed(act: fx.Node, sources: str) -> str:

@@ -17,14 +17,12 @@ from .canonicalize_rope import CanonicalizeRope
 from .check_effects import Snapshot
 from .cleanup import Cleanup
 from .fuse_act import FuseAct
-from .fuse_act_quant import FuseActQuant
 from .fuse_add_norm import FuseAddNorm
 from .fuse_all_reduce_norm import FuseAllReduceNorm
-from .fuse_attn_quant import FuseAttnQuant
 from .fuse_gated_linear import FuseGatedLinear
 from .fuse_gated_linear_fp8 import FuseGatedLinearFp8
 from .fuse_norm_linear import FuseNormLinear
-from .fuse_norm_quant import FuseNormQuant
+from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FuseRopeStore
 from .place import module_of
 from .report import PassReport
@@ -38,10 +36,10 @@ PIPELINE: tuple[Rule, ...] = (
     FuseGatedLinear(),
     FuseGatedLinearFp8(),
     FuseNormLinear(),
-    FuseNormQuant(),
+    NORM,
     FuseAllReduceNorm(),
-    FuseActQuant(),
-    FuseAttnQuant(),
+    ACTIVATION,
+    ATTENTION,
     FuseRopeStore(),
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops._gated import Gate
+from ..ops.gated_act import Gate
 from .canonicalize import (
     Miss,
     argument,

@@ -59,7 +59,7 @@ def passes(
     writable("output", output)
     from ..bench.environment import environment
     from ..bench.passes import BATCHES, CPU_BATCHES, Steps, fitting_prefill, measure_passes
-    from ..engine.hardware import detect_hardware
+    from ..engine.worker.hardware import detect_hardware
 
     on_cpu = detect_hardware(options.get("device", "auto")).device == "cpu"
     if update_gates and on_cpu:

@@ -18,7 +18,7 @@ from .report import level_line, passes_table, ready_s, startup_line
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.messages.sampling_params import SamplingParams
     from ..model_executor.abacus.problems import Problem
 
 

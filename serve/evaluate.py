@@ -16,8 +16,8 @@ from .options import batch, check_finished, load, merge
 from .table import table
 
 if TYPE_CHECKING:
-    from ..engine.outputs import RequestOutput
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.frontend.outputs import RequestOutput
+    from ..engine.messages.sampling_params import SamplingParams
     from ..model_executor.abacus.problems import Problem
 
 SUITES = ("abacus",)
@@ -73,7 +73,7 @@ def evaluate(
 
 def greedy(problems: Sequence[Problem]) -> SamplingParams:
     """``SamplingParams`` that let the longest answer and its end-of-sequence token through."""
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.messages.sampling_params import SamplingParams
 
     # The tokenizer is byte-level and the answers are ASCII: a token a character.
     return SamplingParams(temperature=0.0, max_tokens=1 + max(len(p.answer) for p in problems))

@@ -15,10 +15,10 @@ import typer
 from ..config import EngineDeadError, EngineOptions, MachineError, UserError
 
 if TYPE_CHECKING:
-    from ..engine.inputs import Prompt
+    from ..engine.frontend.inputs import Prompt
+    from ..engine.frontend.outputs import RequestOutput
     from ..engine.llm import LLM
-    from ..engine.outputs import RequestOutput
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.messages.sampling_params import SamplingParams
 
 
 def merge(engine: dict[str, Any], **implied: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def checked(options: dict[str, Any], *, weights: bool = False) -> EngineOptions:
     Raises:
         UserError: an option or the model's folder is bad.
     """
-    from ..engine.check import check_start
+    from ..engine.frontend.check import check_start
 
     asked = EngineOptions(**options)
     check_start(asked, weights=weights)
@@ -136,7 +136,7 @@ def load(options: dict[str, Any], *, text: bool = False) -> LLM:
         UserError: an option or the model's folder is bad.
     """
     if text:
-        from ..engine.check import check_tokenizer
+        from ..engine.frontend.check import check_tokenizer
 
         check_tokenizer(checked(options, weights=True))
     from ..engine.llm import LLM

@@ -118,7 +118,7 @@ def _from_json(where: str, line: str) -> GivenPrompt:
 
 def _check_names(where: str, sampling: Mapping[str, Any]) -> None:
     """Refuse keys that mean nothing here: a misspelled option would be ignored."""
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.messages.sampling_params import SamplingParams
 
     known = [f.name for f in fields(SamplingParams)]
     for name in sampling:

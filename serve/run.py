@@ -18,10 +18,10 @@ from .prompts import GivenPrompt, read_prompts
 from .report import summary
 
 if TYPE_CHECKING:
-    from ..engine.inputs import Prompt
+    from ..engine.frontend.inputs import Prompt
+    from ..engine.frontend.outputs import RequestOutput
     from ..engine.llm import LLM
-    from ..engine.outputs import RequestOutput
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.messages.sampling_params import SamplingParams
 
 
 @takes_flags(engine=option_specs(), sampling=SAMPLING)
@@ -113,7 +113,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def _params(given: GivenPrompt, sampling: dict[str, Any]) -> SamplingParams:
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.messages.sampling_params import SamplingParams
 
     with at(given.where if given.sampling else ""):
         return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling, **given.sampling})
@@ -149,7 +149,7 @@ def _print_json(llm: LLM, requests: Sequence[_Request]) -> list[RequestOutput]:
 
 def _print_in_order(llm: LLM, requests: Sequence[_Request]) -> list[RequestOutput]:
     """Prints each output once all before it are printed, and the others at an interrupt."""
-    from ..engine.progress import Progress, show_progress
+    from ..engine.worker.progress import Progress, show_progress
 
     outputs: dict[int, RequestOutput] = {}
     printed = 0

@@ -44,6 +44,13 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         # Imported by nothing above: its sources are in no artifact's key.
         "inspect": {"capture", "lowering", "emit", "artifacts", "run", ""},
     },
+    "engine": {
+        "messages": set(),
+        "core": {"messages"},
+        "frontend": {"messages", "core"},
+        "worker": {"messages", "core"},
+        "": {"messages", "core", "frontend", "worker"},
+    },
 }
 
 MAX_FILE_LINES = 400

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from ...ops.gated_act import GATED_ACTS
 from .fusion import Fusion
 from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
@@ -19,8 +20,8 @@ def make(intermediate: int, scheme: str, rows: int, device: torch.device) -> tup
 
 
 def works() -> Iterator[Work]:
-    for scheme, ending in QUANTS.items():
-        name = f"silu_mul{ending}"
+    for scheme, quant in QUANTS.items():
+        name = GATED_ACTS["silu", quant].name
         for intermediate in sorted({model.intermediate for model in MODELS}):
             made = partial(make, intermediate, scheme)
             for rows in TOKENS:

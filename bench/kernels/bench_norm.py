@@ -10,6 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from ...ops.norm import NORMS, Norm
 from .fusion import Fusion
 from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
@@ -23,16 +24,16 @@ def make(adds: bool, hidden: int, scheme: str, rows: int, device: torch.device) 
 
 
 def works() -> Iterator[Work]:
-    for op in ("rms_norm", "add_rms_norm"):
-        adds = op == "add_rms_norm"
-        for scheme, ending in QUANTS.items():
+    for adds in (False, True):
+        for scheme, quant in QUANTS.items():
+            op = NORMS[Norm(add=adds, quant=quant)].name
             for hidden in sorted({model.hidden for model in MODELS}):
                 made = partial(make, adds, hidden, scheme)
                 for rows in TOKENS:
                     label = f"{rows} x {hidden}" + f", {scheme}" * bool(scheme)
                     counted = (0, 1) if adds else (0,)
-                    rival = Fusion(op + ending, f"{hidden} {scheme}", rows, made, counted)
-                    yield Work(op + ending, label, partial(made, rows), {}, {"inductor": rival})
+                    rival = Fusion(op, f"{hidden} {scheme}", rows, made, counted)
+                    yield Work(op, label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

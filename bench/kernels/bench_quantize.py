@@ -10,6 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from ...ops.quantize import QUANTIZE
 from .fusion import Fusion
 from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
@@ -20,7 +21,7 @@ def make(columns: int, scheme: str, rows: int, device: torch.device) -> tuple[An
 
 def works() -> Iterator[Work]:
     for scheme in [scheme for scheme in QUANTS if scheme]:
-        name = "quant_fp8" + QUANTS[scheme].removeprefix("_quant")
+        name = QUANTIZE[QUANTS[scheme]].name
         for columns in sorted({model.heads * model.head_dim for model in MODELS}):
             made = partial(make, columns, scheme)
             for rows in TOKENS:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ...engine.progress import show_progress
+from ...engine.worker.progress import show_progress
 from ...ops import KERNELS
 from .figures import add, figure_of
 from .fusion import Fusion, compile_ahead

@@ -112,8 +112,8 @@ def cases(works: Iterable[Work]) -> Iterator[Any]:
             yield pytest.param(work, name, id=f"{work.op}-{work.label}-{name}", marks=mark)
 
 
-QUANTS = {"": "", "static": "_quant_static", "token": "_quant_dynamic", "group": "_quant_dynamic"}
-"""Schemes, and with them the endings of an op's name: not quantized, by a static scale, by one a
+QUANTS = {"": "", "static": "static", "token": "dynamic", "group": "dynamic"}
+"""Schemes, and the axis "quantization" of an op that uses them: none, by a static scale, by one a
 token, by one for each 128 columns of a token."""
 
 

@@ -223,7 +223,7 @@ class DecodeTile:
         return [
             dataclasses.replace(
                 decode,
-                grid=(min(items, self.programs * kernels.num_sms(args[0].device)),),
+                grid=(min(items, self.programs * kernels.programs_at_once(args[0].device)),),
                 constexprs={**decode.constexprs, **tile},
                 num_warps=self.warps,
                 num_stages=self.stages,

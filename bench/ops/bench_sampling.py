@@ -83,7 +83,7 @@ class FlashInfer:
 
     def __init__(self, library: Path) -> None:
         if not library.exists():
-            from ...compiler.emit.flashinfer_modules import compile_source
+            from .flashinfer_modules import compile_source
 
             source = Path(__file__).with_name("flashinfer") / "sampling.cu"
             library.write_bytes(compile_source(source, {}))

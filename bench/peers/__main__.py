@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...config import UserError
 from ...config.numbers import check_counts
-from ...engine.startup_report import process_age_s
+from ...engine.worker.startup_report import process_age_s
 from ..workloads import INPUT_LEN, equal
 from .peer import Peer, PeerOptions
 from .work import THROUGHPUTS, latencies, longest_request, seconds, throughputs

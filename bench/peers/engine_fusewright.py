@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...engine.llm import LLM
-from ...engine.sampling_params import SamplingParams
+from ...engine.messages.sampling_params import SamplingParams
 from ..environment import commit
 from ..serving import capture_graphs
 from ..workloads import Work

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from ...ops import find_cuda_library
+from ...config.device_table import FOLDER
+from ...ops import find_cuda_library, installed_cublaslt
 
 PACKAGE = Path(__file__).resolve().parents[2]
 _OWN_SOURCES = ("ops", "passes", "compiler", "csrc")
@@ -63,6 +64,14 @@ def toolchain_factors(device: str) -> dict[str, str]:
     factors["toolchain.cuda"] = str(torch.version.cuda)
     library = find_cuda_library()
     factors["toolchain.csrc"] = _digest(library) if library else "none"
+    return factors
+
+
+def measured_factors(device: str) -> dict[str, str]:
+    """What decides what ``-O3`` measures: the tables that are shipped, and the library."""
+    factors = {f"devices.{file.name}": _digest(file) for file in sorted(FOLDER.glob("*.json"))}
+    if device == "cuda":
+        factors["toolchain.cublaslt"] = installed_cublaslt()
     return factors
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...config import Per
 from ...passes import Subgraph, digest, fake_value
 from ..capture.trace import GraphInput, Traced
 from ..lowering.partition import Region, free_symbols
@@ -16,7 +17,7 @@ from ..run.plan import Dtype, OpStep, PieceStep, Plan, TensorInput, Value
 from .inductor import MAX_SIZE
 from .piece_code import PieceCode
 
-PER_SEQUENCE = ("num_seqs", "num_seqs_plus_1")
+PER_SEQUENCE = Per.SEQUENCE.dims + Per.BOUNDARY.dims
 """Names of the dynamic dimensions that count sequences."""
 
 PER_BLOCK = ("num_blocks", "max_blocks")

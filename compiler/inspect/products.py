@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ... import ops
+from ...ops.gated_act import ACTIVATIONS, GATED_ACTS
+from ...ops.norm import NORMS
 
 QUANTS = ("static", "token", "group")
 """The ways to quantize activations to FP8: one scale, a scale a token, a scale a group of 128."""
 
+_KINDS = {"": ((),), "static": (("FP8 static",),), "dynamic": (("FP8 token",), ("FP8 group",))}
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
 _HIDDEN = "the norm that follows adds for nothing, hidden behind the next product's weights"
 _ROWS = "a scale a {} needs the largest value of a row, which several blocks of a product compute"
@@ -44,22 +47,14 @@ def _checked(product: Product) -> Product:
     return Product(product.parts, reason=f"there is no op {product.op}")
 
 
-def _quantized(op: str, kind: str) -> str:
-    return f"{op}_quant_{'static' if kind == 'static' else 'dynamic'}"
-
-
 def _named() -> Iterator[Product]:
-    for reduce in ("", "all_reduce_"):
-        for add in ("", "add_"):
-            parts = tuple(p for p, used in (("all-reduce", reduce), ("add", add)) if used)
-            op = f"{reduce}{add}rms_norm"
-            yield Product((*parts, "RMSNorm"), op)
-            for kind in QUANTS:
-                yield Product((*parts, "RMSNorm", f"FP8 {kind}"), _quantized(op, kind))
-    for op, name in (("silu_mul", "SiLU-mul"), ("gelu_tanh_mul", "GELU-mul")):
-        yield Product((name,), op)
-        for kind in QUANTS:
-            yield Product((name, f"FP8 {kind}"), _quantized(op, kind))
+    for axes, op in NORMS.items():
+        steps = (("all-reduce", axes.reduce), ("add", axes.add), ("RMSNorm", True))
+        parts = tuple(part for part, done in steps if done)
+        yield from (Product((*parts, *kind), op.name) for kind in _KINDS[axes.quant])
+    for (activation, quant), op in GATED_ACTS.items():
+        name = f"{ACTIVATIONS[activation].title}-mul"
+        yield from (Product((name, *kind), op.name) for kind in _KINDS[quant])
     yield Product(("attention", "FP8 static"), "paged_attention")
     for kind in QUANTS[1:]:
         yield Product(("attention", f"FP8 {kind}"), reason=_BLOCKS)

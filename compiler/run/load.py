@@ -14,7 +14,7 @@ from typing import Any
 
 from ... import ops
 from ...config import UserError
-from ...ops import flashinfer
+from ...config.device_table import parse_table
 from ..artifacts.artifact import Artifact, Refusal, parse_json
 from .plan import PieceStep, Plan
 from .program import Program, link
@@ -22,6 +22,8 @@ from .runtime import load_piece
 
 PLAN = "plan.json"
 KERNELS = "kernels.json"
+TABLE = "device_table.json"
+"""What ``-O3`` measured, if a shape of the model gained; else there is no such file."""
 
 
 def piece_file(piece: str) -> str:
@@ -32,11 +34,6 @@ def piece_file(piece: str) -> str:
 def kernel_file(variant: ops.Variant) -> str:
     """The file of one Triton kernel variant's compiled code."""
     return f"kernels/{variant.name}.cubin"
-
-
-def flashinfer_file(head_dim: int) -> str:
-    """The file of FlashInfer's kernels for one head dimension."""
-    return f"flashinfer/prefill_sm90_{head_dim}.so"
 
 
 def kernels_json(binaries: Mapping[ops.Variant, ops.Binary]) -> list[dict[str, Any]]:
@@ -58,12 +55,14 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
         plan = Plan.from_json(parse_json(artifact.read(PLAN)))
     with _refusing(artifact, KERNELS):
         kernels = _kernels(artifact, parse_json(artifact.read(KERNELS)))
+    table = None
+    if TABLE in artifact.manifest.files:
+        try:
+            table = parse_table(artifact.read(TABLE), f"artifact {artifact.manifest.key}")
+        except UserError as error:
+            raise Refusal(artifact.path / TABLE, str(error)) from error
     if any(spec.device == "cuda" for spec in plan.inputs.values()):
         ops.load_cuda_library()
-    for head_dim in flashinfer.TILES:
-        if (name := flashinfer_file(head_dim)) in artifact.manifest.files:
-            artifact.read(name)
-            flashinfer.load_module(head_dim, artifact.path / name)
     pieces = {step.piece for step in plan.steps if isinstance(step, PieceStep)}
     callables = {
         piece: load_piece(
@@ -77,6 +76,8 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
         program = link(plan, callables)
     for variant, binary in kernels:
         ops.KERNELS.add(variant, binary)
+    if table:
+        ops.take_table(table)
     return plan, program
 
 

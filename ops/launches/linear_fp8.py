@@ -11,19 +11,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .._device_table import most_rows, num_sms
 from .._launch import Launch
 from .counters import counters
 from .tiles import cdiv, next_power_of_2
 
-# The most rows with which the kernel is ahead of cuBLASLt, by the fewest columns.
-_MOST_ROWS = {
-    "tensor": ((0, 16),),
-    "token": ((4097, 64), (0, 128)),
-    "block": ((4097, 64), (0, 128)),
-}
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8
-_H200_SMS = 132
 # Lines of each row of a weight tile that are fetched into L2 while the kernel ahead still runs.
 _LINES_AHEAD = 4
 
@@ -92,16 +86,17 @@ def _invariant_tile(m: int) -> Tile:
 def splits_of(tile: Tile, m: int, n: int, k: int) -> int:
     """Parts of the depth that different programs sum, where tiles alone leave processors idle.
 
-    By the next power of two of the rows: whether there are any is fixed in the code.
+    By the next power of two of the rows, and by the processors of the table's GPU rather than of
+    that at hand: whether there are any parts is fixed in the code.
     """
     tiles = cdiv(next_power_of_2(m), tile.rows) * cdiv(n, tile.columns)
     most = cdiv(k, tile.depth) // tile.least_steps
-    return max(min(_H200_SMS * tile.an_sm // tiles, most), 1)
+    return max(min(num_sms(torch.device("meta")) * tile.an_sm // tiles, most), 1)
 
 
 def is_ahead(scheme: str, m: int, n: int) -> bool:
-    """Whether the kernel is faster than cuBLASLt, as measured on an H200 (bench/NOTES.md)."""
-    return m <= next(rows for fewest, rows in _MOST_ROWS[scheme] if n >= fewest)
+    """Whether the kernel is faster than cuBLASLt, as measured (bench/NOTES.md)."""
+    return m <= most_rows(f"tiled fp8 {scheme}", n)
 
 
 def linear_fp8(

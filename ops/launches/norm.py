@@ -110,16 +110,13 @@ def _plan(
     return launch, out, residual_out
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float | None
-) -> tuple[list[Launch], Tensor]:
-    launch, out, _ = _plan(x, None, weight, eps, weight_offset)
-    return [launch], out
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float | None
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+def norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float | None = None,
+) -> tuple[list[Launch], tuple[Tensor, ...]]:
+    """The norm of ``x [+ residual]``; with a residual, the sum comes last."""
     launch, out, residual_out = _plan(x, residual, weight, eps, weight_offset)
-    assert residual_out is not None
-    return [launch], (out, residual_out)
+    return [launch], (out,) if residual_out is None else (out, residual_out)

@@ -5,29 +5,23 @@ Nothing in them depends on values on the device.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._device_table import num_sms
 from .._launch import Launch
 from .counters import MAX_COUNTERS
 from .counters import counters as _counters
 from .paged_attention_plan import MAX_SEQS, Plan, plan
 
-_H200_SMS = 132
 
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    if device.type == "meta":
-        return _H200_SMS  # any: variants follow from sizes that fill or leave empty every GPU
+def programs_at_once(device: torch.device) -> int:
+    """Multiprocessors for which a plan is made."""
     # Under the interpreter few programs: it runs them one after the other, and they must loop.
-    if device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 2 if device.type == "cpu" else num_sms(device)
 
 
 def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor) -> None:
@@ -101,7 +95,7 @@ def _call(
         page,
         q.element_size(),
         kv_cache.element_size(),
-        num_sms(q.device),
+        programs_at_once(q.device),
         invariant,
     )
     flags = {"HAS_WINDOW": sliding_window > 0, "HAS_CAP": soft_cap > 0}

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .._device_table import num_sms
 from .._float8 import E4M3
 from .._launch import Launch
 from .counters import zeros_between_launches
@@ -25,7 +26,7 @@ _SPLIT_BLOCK, _LEAST_SPLIT_WIDTH, _MAX_PARTS = 1024, 8192, 32
 _MOST_PROGRAMS_WAITING, _MOST_SPLIT_ROWS = 128, 16
 # More rows than this are normed by programs that take several in turn: as many as run at once, with
 # the registers that they may then have.  A scale for each 128 columns or a residual needs more.
-_MANY_ROWS, _H200_SMS = 1024, 132
+_MANY_ROWS = 1024
 _MANY_ADDED_ROWS, _WIDEST_ADDED = 2048, 2048
 _WARPS_OF_MANY = {"more": (32, 64), "few": (40, 48)}
 
@@ -159,7 +160,7 @@ def norm_quantize(
         tile, num_warps = row_tile(x, rows, adds=False)
         needs = "more" if added is not None or _group(scheme, 0) == GROUP else "few"
         warps, registers = _WARPS_OF_MANY[needs]
-        grid = min(rows, _H200_SMS * (warps // num_warps))
+        grid = min(rows, num_sms(x.device) * (warps // num_warps))
         tile = {name: tile[name] for name in ("BLOCK", "WHOLE")}
     launch = Launch(
         kernel=f"quant:_norm_quant_{'rows_' if many else ''}kernel",

@@ -5,46 +5,43 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._launch import Launch
-from .tiles import cdiv
+from .tiles import cdiv, next_power_of_2
 
 _BLOCK = 256
 
 
 def write_inputs(
-    columns: int,
-    packed: Tensor,
-    last_tokens: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    seq_lens: Tensor,
-    slots: Tensor,
-    query_start_loc: Tensor,
-    block_table: Tensor,
+    columns: int, packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
 ) -> list[Launch]:
-    num_tokens, num_seqs = input_ids.shape[0], seq_lens.shape[0]
+    num_tokens, (num_seqs, num_tables, _) = tokens.shape[1], tables.shape
     sizes = {
         "num_tokens": num_tokens,
         "num_seqs": num_seqs,
         "columns": columns,
-        "table_stride": block_table.stride(0),
+        "tokens_stride": tokens.stride(0),
+        "rows_stride": rows.stride(0),
+        "sequence_stride": tables.stride(0),
+        "table_stride": tables.stride(1),
     }
+    items = max(num_tokens, num_seqs + 1, num_seqs * num_tables * columns)
     launch = Launch(
         kernel="tokens:_write_inputs_kernel",
-        grid=(cdiv(max(num_tokens, num_seqs + 1, num_seqs * columns), _BLOCK),),
+        grid=(cdiv(items, _BLOCK),),
         args={
             "packed_ptr": packed,
             "last_ptr": last_tokens,
-            "ids_ptr": input_ids,
-            "positions_ptr": positions,
-            "slot_mapping_ptr": slot_mapping,
-            "seq_lens_ptr": seq_lens,
-            "slots_ptr": slots,
-            "starts_ptr": query_start_loc,
-            "table_ptr": block_table,
+            "tokens_ptr": tokens,
+            "rows_ptr": rows,
+            "tables_ptr": tables,
             **sizes,
         },
-        constexprs={"BLOCK": _BLOCK},
+        constexprs={
+            "TOKEN_FIELDS": tokens.shape[0],
+            "ROW_FIELDS": rows.shape[0],
+            "TABLES": num_tables,
+            "FIELDS": next_power_of_2(max(tokens.shape[0], rows.shape[0])),
+            "BLOCK": _BLOCK,
+        },
         dynamic=tuple(sizes),
         programmatic=True,
     )

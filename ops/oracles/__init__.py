@@ -18,24 +18,16 @@ from torch import Tensor
 from .._float8 import E4M3
 from .._op import Case, SemanticOp, Tolerance
 from ..conformance import ConformanceError
+from ..gated_act import GATED_ACTS
+from ..norm import NORMS
+from ..quantize import QUANTIZE
 from . import attention, norms, products, tokens
 from ._call import Array, Call, Oracle, decode
 
 ORACLES: dict[str, Oracle] = {
-    "rms_norm": norms.rms_norm,
-    "add_rms_norm": norms.add_rms_norm,
-    "silu_mul": norms.silu_mul,
-    "gelu_tanh_mul": norms.activation_mul("gelu_tanh"),
-    "quant_fp8_static": norms.quantize,
-    "quant_fp8_dynamic": norms.quantize,
-    "rms_norm_quant_static": norms.quantized_norm,
-    "rms_norm_quant_dynamic": norms.quantized_norm,
-    "add_rms_norm_quant_static": norms.quantized_norm,
-    "add_rms_norm_quant_dynamic": norms.quantized_norm,
-    "silu_mul_quant_static": norms.quantized_activation("silu"),
-    "silu_mul_quant_dynamic": norms.quantized_activation("silu"),
-    "gelu_tanh_mul_quant_static": norms.quantized_activation("gelu_tanh"),
-    "gelu_tanh_mul_quant_dynamic": norms.quantized_activation("gelu_tanh"),
+    **{op.name: norms.norm for axes, op in NORMS.items() if not axes.reduce},
+    **{op.name: norms.gated_act(activation) for (activation, _), op in GATED_ACTS.items()},
+    **{op.name: norms.quantize for op in QUANTIZE.values()},
     "rotary_embedding": attention.rotary_embedding,
     "kv_store": attention.kv_store,
     "rope_kv_store": attention.rope_kv_store,

@@ -19,15 +19,13 @@ def normed(
     return rounded(unit, dtype) * weight if offset is None else unit * (weight + offset)
 
 
-def rms_norm(call: Call) -> Expected:
-    offset = call["weight_offset"]
-    return {0: normed(call["x"], call["weight"], call["eps"], offset, call.dtypes["x"])}
-
-
-def add_rms_norm(call: Call) -> Expected:
-    dtype = call.dtypes["x"]
-    total = rounded(call["x"] + call["residual"], dtype)
-    return {0: normed(total, call["weight"], call["eps"], call["weight_offset"], dtype), 1: total}
+def norm(call: Call) -> Expected:
+    """[Add,] norm [and quantize], as the call has arguments for them; the sum comes last."""
+    x, dtype, offset = call["x"], call.dtypes["x"], call.values.get("weight_offset")
+    if "residual" in call.values:
+        x = rounded(x + call["residual"], dtype)
+    results = _quantized(normed(x, call["weight"], call["eps"], offset, dtype), call)
+    return {**results, len(results): x} if "residual" in call.values else results
 
 
 def silu(x: Floats) -> Floats:
@@ -54,21 +52,23 @@ def gated(gate_up: Floats, up: Floats | None, activation: str) -> Floats:
     return ACTIVATIONS[activation](gate_up[..., :width]) * gate_up[..., width:]
 
 
-def activation_mul(activation: str) -> Oracle:
-    return lambda call: {0: gated(call["gate_up"], call["up"], activation)}
+def gated_act(activation: str) -> Oracle:
+    """With alpha 1.702, limit 7, an offset of 1 and interleaved columns SiLU's is gpt-oss's gate
+    (its model card, section 2.2): gate * logistic(alpha * gate) * (up + offset), clamped before."""
 
+    def oracle(call: Call) -> Expected:
+        gate, up = call.values.get("gate_up", call.values.get("x")), call.values.get("up")
+        alpha, limit = call.values.get("alpha", 1.0), call.values.get("limit")
+        if up is None and call.values.get("interleaved"):
+            gate, up = gate[..., 0::2], gate[..., 1::2]
+        elif up is None:
+            gate, up = np.split(gate, 2, axis=-1)
+        if limit is not None:
+            gate, up = np.minimum(gate, limit), np.minimum(np.maximum(up, -limit), limit)
+        up = up + call.values.get("up_offset", 0.0)
+        return _quantized(ACTIVATIONS[activation](alpha * gate) / alpha * up, call)
 
-def silu_mul(call: Call) -> Expected:
-    """With alpha 1.702, limit 7, an offset of 1 and interleaved columns it is gpt-oss's gate (its
-    model card, section 2.2): gate * logistic(alpha * gate) * (up + offset), clamped before."""
-    gate, up, alpha, limit = (call[name] for name in ("gate_up", "up", "alpha", "limit"))
-    if up is None and call["interleaved"]:
-        gate, up = gate[..., 0::2], gate[..., 1::2]
-    elif up is None:
-        gate, up = np.split(gate, 2, axis=-1)
-    if limit is not None:
-        gate, up = np.minimum(gate, limit), np.minimum(np.maximum(up, -limit), limit)
-    return {0: silu(alpha * gate) / alpha * (up + call["up_offset"])}
+    return oracle
 
 
 def quantized(x: Floats, scheme: Any) -> Expected:
@@ -88,27 +88,11 @@ def quantized(x: Floats, scheme: Any) -> Expected:
     return {0: q.reshape(rows, columns), 1: scale.astype(np.float64)}
 
 
-def _scheme(call: Call, name: str) -> Any:
-    return call[name if name in call.values else "group_size"]
+def _quantized(y: Floats, call: Call) -> Expected:
+    """``y`` as it is, or rounded to the dtype of x and quantized, if the call says how."""
+    scheme = call.values.get("scale", call.values.get("group_size"))
+    return {0: y} if scheme is None else quantized(rounded(y, call.dtypes["x"]), scheme)
 
 
 def quantize(call: Call) -> Expected:
-    return quantized(call["x"], _scheme(call, "scale"))
-
-
-def quantized_norm(call: Call) -> Expected:
-    dtype = call.dtypes["x"]
-    x = call["x"]
-    if "residual" in call.values:
-        x = rounded(x + call["residual"], dtype)
-    norm = rounded(normed(x, call["weight"], call["eps"], None, dtype), dtype)
-    results = quantized(norm, _scheme(call, "scale"))
-    return {**results, len(results): x} if "residual" in call.values else results
-
-
-def quantized_activation(activation: str) -> Oracle:
-    def oracle(call: Call) -> Expected:
-        y = rounded(gated(call["x"], None, activation), call.dtypes["x"])
-        return quantized(y, _scheme(call, "scale"))
-
-    return oracle
+    return _quantized(call["x"], call)

@@ -141,25 +141,25 @@ def keep_tokens(call: Call) -> Expected:
 
 def write_inputs(call: Call) -> Expected:
     packed, at = call["packed"].tolist(), 0
-    num_seqs = len(call["seq_lens"])
+    per_token, num_tokens = call["tokens"].shape
+    num_seqs, num_tables, _ = call["tables"].shape
 
     def take(count: int) -> list[int]:
         nonlocal at
         at += count
         return packed[at - count : at]  # type: ignore[no-any-return]
 
-    written: dict[int | str, Array] = {}
-    for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "slots"):
-        written[name] = np.array(take(len(call[name])))
-    for row, slot in enumerate(take(num_seqs)):
-        if slot >= 0 and row < len(written["input_ids"]):
-            written["input_ids"][row] = call["last_tokens"][slot]
-    written["query_start_loc"] = np.array(take(num_seqs + 1))
-    table = call["block_table"].copy()
-    columns = (len(packed) - at) // num_seqs
-    for row in range(num_seqs):
-        table[row, :columns] = take(columns)
-    return {**written, "block_table": table}
+    tokens = np.array([take(num_tokens) for _ in range(per_token)])
+    for token, slot in enumerate(take(num_tokens)):
+        if slot >= 0:
+            tokens[0, token] = call["last_tokens"][slot]
+    rows = np.array([take(num_seqs + 1) for _ in call["rows"]])
+    tables = call["tables"].copy()
+    columns = (len(packed) - at) // (num_seqs * num_tables)
+    for sequence in range(num_seqs):
+        for table in range(num_tables):
+            tables[sequence, table, :columns] = take(columns)
+    return {"tokens": tokens, "rows": rows, "tables": tables}
 
 
 def embedding(call: Call) -> Expected:

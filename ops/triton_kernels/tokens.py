@@ -14,44 +14,50 @@ NOW: tl.constexpr = tl.constexpr(".cv")  # not what a cache has of the host's me
 def _write_inputs_kernel(
     packed_ptr,
     last_ptr,
-    ids_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    seq_lens_ptr,
-    slots_ptr,
-    starts_ptr,
-    table_ptr,
+    tokens_ptr,
+    rows_ptr,
+    tables_ptr,
     num_tokens,
     num_seqs,
     columns,
+    tokens_stride,
+    rows_stride,
+    sequence_stride,
     table_stride,
+    TOKEN_FIELDS: tl.constexpr,
+    ROW_FIELDS: tl.constexpr,
+    TABLES: tl.constexpr,
+    FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """Item i of every part of ``packed``; they lie one behind the other as in ``write_inputs``.
-    All loads of it come before all stores: it may be the host's memory, microseconds away."""
+    """Item i of every field in ``packed``; they lie one behind the other as in ``write_inputs``.
+    FIELDS is a power of two that holds the fields of tokens and of rows.  All loads of ``packed``
+    come before all stores: it may be the host's memory, microseconds away."""
     wait_for_previous(PROGRAMMATIC)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token, row, start = i < num_tokens, i < num_seqs, i <= num_seqs
-    cell = i < num_seqs * columns
-    rows_ptr = packed_ptr + 3 * num_tokens + i
-    feed = tl.load(rows_ptr + 2 * num_seqs, mask=row & token, other=-1, cache_modifier=NOW)
-    ids = tl.load(packed_ptr + i, mask=token, other=0, cache_modifier=NOW)
-    position = tl.load(packed_ptr + num_tokens + i, mask=token, cache_modifier=NOW)
-    slot = tl.load(packed_ptr + 2 * num_tokens + i, mask=token, cache_modifier=NOW)
-    length = tl.load(rows_ptr, mask=row, cache_modifier=NOW)
-    request_slot = tl.load(rows_ptr + num_seqs, mask=row, cache_modifier=NOW)
-    query_start = tl.load(rows_ptr + 3 * num_seqs, mask=start, cache_modifier=NOW)
-    block = tl.load(rows_ptr + 4 * num_seqs + 1, mask=cell, cache_modifier=NOW)
+    field, item = tl.arange(0, FIELDS)[:, None], i[None, :]
+    cell = i < num_seqs * TABLES * columns
+    token = (field < TOKEN_FIELDS) & (item < num_tokens)
+    row = (field < ROW_FIELDS) & (item <= num_seqs)
+    feed_ptr = packed_ptr + TOKEN_FIELDS * num_tokens
+    packed_rows_ptr = feed_ptr + num_tokens
+    cells_ptr = packed_rows_ptr + ROW_FIELDS * (num_seqs + 1)
+    feed = tl.load(feed_ptr + i, mask=i < num_tokens, other=-1, cache_modifier=NOW)
+    given = tl.load(packed_ptr + field * num_tokens + item, mask=token, cache_modifier=NOW)
+    ends_ptr = packed_rows_ptr + field * (num_seqs + 1) + item
+    ends = tl.load(ends_ptr, mask=row, cache_modifier=NOW)
+    block = tl.load(cells_ptr + i, mask=cell, cache_modifier=NOW)
     fed = tl.load(last_ptr + feed, mask=feed >= 0, other=0)
-    tl.store(ids_ptr + i, tl.where(feed >= 0, fed, ids), mask=token)
-    tl.store(positions_ptr + i, position, mask=token)
-    tl.store(slot_mapping_ptr + i, slot, mask=token)
-    tl.store(seq_lens_ptr + i, length, mask=row)
-    tl.store(slots_ptr + i, request_slot, mask=row)
-    tl.store(starts_ptr + i, query_start, mask=start)
-    sequence = i // tl.maximum(columns, 1)
-    tl.store(table_ptr + sequence * table_stride + (i - sequence * columns), block, mask=cell)
+    given = tl.where((field == 0) & (feed >= 0)[None, :], fed[None, :], given)
+    tl.store(tokens_ptr + field * tokens_stride + item, given, mask=token)
+    tl.store(rows_ptr + field * rows_stride + item, ends, mask=row)
+    of_sequence = tl.maximum(TABLES * columns, 1)
+    sequence = i // of_sequence
+    table = (i - sequence * of_sequence) // tl.maximum(columns, 1)
+    column = i - sequence * of_sequence - table * columns
+    to_ptr = tables_ptr + sequence * sequence_stride + table * table_stride + column
+    tl.store(to_ptr, block, mask=cell)
 
 
 @triton.jit

@@ -19,10 +19,10 @@ from fusewright.config import EngineOptions, UserError, gates
 from fusewright.engine.ahead import target_hardware
 from fusewright.engine.engine import Engine
 from fusewright.engine.llm import LLM
-from fusewright.engine.progress import show_progress
-from fusewright.engine.source import model_source
-from fusewright.engine.startup import read_model
 from fusewright.engine.variant import make_variant
+from fusewright.engine.worker.progress import show_progress
+from fusewright.engine.worker.source import model_source
+from fusewright.engine.worker.startup import read_model
 from fusewright.passes import build_passes, run_passes
 from fusewright.serve.cli import main
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusewright.config import EngineOptions, Hardware
-from fusewright.engine.source import artifact_key, keys_as_good
-from fusewright.engine.startup import read_model
+from fusewright.engine.worker.source import artifact_key, keys_as_good
+from fusewright.engine.worker.startup import read_model
 from tests.compiler.store_process import key, own, publish
 
 CPU = Hardware(device="cpu", name="CPU")

@@ -35,7 +35,7 @@ class Quantized(nn.Module):
         weight, scale = self.get_buffer("weight"), self.get_buffer("scale")
         if self.norm:
             norm_weight = self.get_buffer("norm_weight")
-            x = ops.rms_norm_quant_static(x, norm_weight, 1e-5, scale)
+            x = torch.ops.fw.rms_norm_quant_static(x, norm_weight, 1e-5, scale)
         return ops.linear_fp8(x, scale, weight, scale, None, torch.bfloat16)
 
 

@@ -27,9 +27,9 @@ from fusewright.config import (
     outside_fields,
     resolve,
 )
-from fusewright.engine import source
-from fusewright.engine.source import artifact_key
-from fusewright.engine.startup import read_model
+from fusewright.engine.worker import source
+from fusewright.engine.worker.source import artifact_key
+from fusewright.engine.worker.startup import read_model
 from fusewright.model_executor.spec import ModelSpec
 from fusewright.ops._cuda import LIBRARY_NAME, find_cuda_library
 
@@ -103,6 +103,7 @@ OUTSIDE_OPTIONS = {
     "compile_cache_dir": ("/elsewhere",),
     "compile_cache_limit_gb": 1.0,
     "trusted_keys": ("/key.pem",),
+    "tune_seconds": 5.0,
     "require_fusion": ("fuse_act",),
     "cudagraph_mode": "PIECEWISE",
     "cudagraph_capture_sizes": (1, 2, 4),
@@ -185,7 +186,7 @@ def changed_factors(package: Path, file: str, before: dict[str, str]) -> list[st
 
 def test_editing_a_line_of_any_source_changes_the_key(copied_package: Path) -> None:
     before = source_factors(source._MODEL_SOURCES, copied_package)
-    must = {"source.passes/fuse_act.py", "source.ops/rms_norm.py", "source.csrc/gemm/skinny.cu"}
+    must = {"source.passes/fuse_act.py", "source.ops/norm.py", "source.csrc/gemm/skinny.cu"}
     must |= {"source.ops/triton_kernels/paged_attention.py"}
     must |= {"source.model_executor/models/decoder.py", "source.ops/launches/norm.py"}
     line = (path.relative_to(PACKAGE) for path in (PACKAGE / "compiler").rglob("*.py"))
@@ -225,8 +226,8 @@ def test_host_home_checkout_and_log_level_are_not_in_the_key(tmp_path: Path) -> 
         "import sys\n"
         "sys.meta_path = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]\n"
         "from fusewright.config import EngineOptions, Hardware\n"
-        "from fusewright.engine.source import artifact_key\n"
-        "from fusewright.engine.startup import read_model\n"
+        "from fusewright.engine.worker.source import artifact_key\n"
+        "from fusewright.engine.worker.startup import read_model\n"
         "import fusewright\n"
         "gpu = Hardware('cuda', 'a GPU', sm=90, num_sms=1, graphs='none')\n"
         "_, spec, config = read_model(EngineOptions(), gpu)\n"

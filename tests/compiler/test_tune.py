@@ -101,4 +101,3 @@ def test_what_is_opt_in_is_chosen_by_name_alone() -> None:
         ("triton", "only by --kernels: not yet measured inside a whole model"),
     )
     assert ops.choose(op, desc, inline_first=False).implementation == "triton"
-    assert ops.BY_NAME["paged_attention"].implementation("flashinfer").opt_in

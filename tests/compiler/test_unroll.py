@@ -18,7 +18,7 @@ from fusewright.compiler.lowering.partition import partition
 from fusewright.compiler.run.plan import Plan
 from fusewright.config import PASSES
 from fusewright.config.rope import RopeParameters
-from fusewright.engine.source import KV_CACHE, example
+from fusewright.engine.worker.source import KV_CACHE, example
 from fusewright.model_executor.loader import fake_model
 from fusewright.model_executor.models.decoder import distinct_layers
 from fusewright.model_executor.spec import ModelSpec

@@ -185,7 +185,7 @@ def start_all(starts: list[dict[str, Any]], batches: list[Any]) -> Any:
     """Start with each set of options in turn, generate for the batches, tell what came of it."""
     from fusewright import ops
     from fusewright.engine.llm import LLM
-    from fusewright.engine.sampling_params import SamplingParams
+    from fusewright.engine.messages.sampling_params import SamplingParams
 
     told = []
     for options in starts:

@@ -12,7 +12,7 @@ import torch
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, Hardware, UserError
-from fusewright.engine.startup import read_model
+from fusewright.engine.worker.startup import read_model
 from fusewright.model_executor.abacus.problems import held_out
 from tests.model_executor.tiny_models import BY_NAME
 
@@ -101,7 +101,6 @@ GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
         ({"optimization_level": 0}, "batch_invariant: kernels of -O0 may add in another order"),
         ({"optimization_level": 3}, "kernels of -O3 .*; use -O2"),
         ({"attention_backend": "cuda"}, "which attention_backend=cuda contradicts: drop one"),
-        ({"attention_backend": "flashinfer"}, "attention_backend=flashinfer contradicts"),
         ({"kernels": ("linear=native",)}, "kernels=linear=native contradicts"),
         ({"passes": ("cleanup", "fuse_norm_linear")}, "passes=fuse_norm_linear contradicts"),
     ],

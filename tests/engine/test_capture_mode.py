@@ -9,7 +9,7 @@ import pytest
 from fusewright import LLM, SamplingParams
 from fusewright.compiler.run.program import Program, Step
 from fusewright.config import CaptureConfig, CudagraphMode, Hardware
-from fusewright.engine.capture_mode import capturable
+from fusewright.engine.worker.capture_mode import capturable
 from fusewright.model_executor.abacus.problems import held_out
 
 GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from fusewright.engine.detokenizer import Detokenizer, StopStrings, TextStream
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.frontend.detokenizer import Detokenizer, StopStrings, TextStream
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 from .toy import TOKENIZER
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusewright.engine.loop import EngineLoop
-from fusewright.engine.outputs import CompletionOutput, RequestOutput
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.frontend.loop import EngineLoop
+from fusewright.engine.frontend.outputs import CompletionOutput, RequestOutput
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 from .toy import TOKENIZER, Setup, ToyRunner, check_invariants, logprobs_of, next_token, solo
 

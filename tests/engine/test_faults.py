@@ -11,10 +11,10 @@ import torch
 
 from fusewright import LLM
 from fusewright.config import EngineDeadError
-from fusewright.engine.loop import EngineLoop
-from fusewright.engine.outputs import RequestOutput
-from fusewright.engine.runner import Runner
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.frontend.loop import EngineLoop
+from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.engine.worker.runner import Runner
 
 from .toy import Setup, ToyRunner, ToyStep, check_invariants, solo
 

@@ -15,8 +15,8 @@ import torch
 from fusewright import LLM
 from fusewright.compiler.lowering.tune import NOISE
 from fusewright.config import EngineOptions, UserError
+from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.explain import explain_model
-from fusewright.engine.kv_blocks import BlockPool
 from tests.engine.test_abacus import GREEDY, PROBLEMS, answers
 from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, references
 from tests.model_executor.tiny_models import BY_NAME

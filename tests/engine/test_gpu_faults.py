@@ -14,7 +14,7 @@ import torch
 
 from fusewright import LLM, SamplingParams
 from fusewright.engine.engine import Engine
-from fusewright.engine.outputs import RequestOutput
+from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.graph_capture.backend import CudaGraphs
 from fusewright.model_executor.abacus.problems import held_out
 
@@ -152,7 +152,7 @@ def test_a_capture_that_fails_ends_the_requests_of_its_step(
 _LOST = """
 import sys
 import torch
-from fusewright.engine.runner import Runner
+from fusewright.engine.worker.runner import Runner
 from fusewright.serve.cli import main
 
 launch, launched = Runner.launch, []

@@ -15,7 +15,7 @@ from fusewright.bench.profile_trace import read_trace
 from fusewright.config import EngineOptions
 from fusewright.engine.engine import Engine
 from fusewright.engine.explain import explain_model
-from fusewright.engine.startup import step_buffers
+from fusewright.engine.worker.startup import step_buffers
 
 pytestmark = pytest.mark.gpu
 CONFIG = Path(__file__).parents[1] / "serve" / "golden" / "llama3-8b" / "config.json"

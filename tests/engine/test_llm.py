@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fusewright.config import UserError
+from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.llm import LLM
-from fusewright.engine.outputs import RequestOutput
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 from .toy import TOKENIZER, Setup, solo
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import fusewright.model_executor.abacus as abacus
 from fusewright import LLM
-from fusewright.engine.outputs import CompletionOutput
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.frontend.outputs import CompletionOutput
+from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.cli import main
 
 from .test_faults import failed, run

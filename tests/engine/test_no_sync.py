@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fusewright import LLM, SamplingParams
-from fusewright.engine.outputs import RequestOutput
+from fusewright.engine.frontend.outputs import RequestOutput
 
 pytestmark = pytest.mark.gpu
 STEPS = 100

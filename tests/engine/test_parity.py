@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusewright import LLM, SamplingParams
-from fusewright.engine.kv_blocks import BlockPool
+from fusewright.engine.core.kv_blocks import BlockPool
 from tests.model_executor.tiny_models import BY_NAME, TINY_MODELS
 
 PROMPT_LENGTHS = (1, 5, 17, 40)

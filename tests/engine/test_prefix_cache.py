@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fusewright.engine.kv_blocks import BlockPool
-from fusewright.engine.request import Request, RequestStatus
-from fusewright.engine.sampling_params import SamplingParams
-from fusewright.engine.scheduler import Scheduler
+from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.request import Request, RequestStatus
+from fusewright.engine.core.scheduler import Scheduler
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 from .test_scheduler import run, shape
 from .toy import EOS, Setup, check_invariants

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fusewright.compiler.compiled import LOOKUPS
-from fusewright.engine.progress import show_progress
+from fusewright.engine.worker.progress import show_progress
 
 
 class Terminal(io.StringIO):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusewright.config import UserError
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 BAD = [
     ("n", 0, r"in \[1, 16384\]"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fusewright.config import UserError
-from fusewright.engine.batch import Batch, StepResult
-from fusewright.engine.kv_blocks import BlockPool
-from fusewright.engine.request import Request, RequestStatus
-from fusewright.engine.sampling_params import SamplingParams
-from fusewright.engine.scheduler import Scheduler
+from fusewright.engine.core.batch import Batch, StepResult
+from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.request import Request, RequestStatus
+from fusewright.engine.core.scheduler import Scheduler
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 from ..effort import calls
 from .toy import EOS, Setup, check_invariants, in_order
@@ -73,7 +73,7 @@ def test_the_next_step_uses_a_token_that_is_still_in_flight() -> None:
     assert first is not None and second is not None
     assert not first.scheduled[0].input_on_device
     assert second.scheduled[0].input_on_device
-    assert second.is_uniform_decode and not first.is_uniform_decode
+    assert second.query_len == 1 and first.query_len != 1
 
 
 def test_nothing_runs_beyond_max_tokens_counting_tokens_in_flight() -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from fusewright import LLM
 from fusewright.config import UserError
-from fusewright.engine.loop import EngineLoop
-from fusewright.engine.outputs import RequestOutput
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.frontend.loop import EngineLoop
+from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.model_executor.abacus.problems import held_out
 
 from .toy import Setup, check_invariants, solo

@@ -17,7 +17,7 @@ import pytest
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineDeadError, UserError
 from fusewright.engine.engine import Engine
-from fusewright.engine.loop import EngineLoop
+from fusewright.engine.frontend.loop import EngineLoop
 
 from .test_faults import InterruptedRunner, faulty
 from .toy import TOKENIZER, Setup, check_invariants, solo

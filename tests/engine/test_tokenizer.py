@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from fusewright.config import UserError
-from fusewright.engine.chat_template import ChatTemplate
-from fusewright.engine.inputs import InputProcessor
-from fusewright.engine.sampling_params import SamplingParams
-from fusewright.engine.tokenizer import Tokenizer, find_eos_token_ids, load_tokenizer
+from fusewright.engine.frontend.chat_template import ChatTemplate
+from fusewright.engine.frontend.inputs import InputProcessor
+from fusewright.engine.frontend.tokenizer import Tokenizer, find_eos_token_ids, load_tokenizer
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 from .toy import TOKENIZER
 

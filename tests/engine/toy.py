@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fusewright.model_executor.abacus as abacus
-from fusewright.engine.batch import Batch, StepResult, TokenLogprobs
-from fusewright.engine.inputs import InputProcessor
-from fusewright.engine.kv_blocks import BlockPool
-from fusewright.engine.loop import EngineLoop
-from fusewright.engine.request import Request
-from fusewright.engine.sampling_params import SamplingParams
-from fusewright.engine.scheduler import Scheduler
-from fusewright.engine.tokenizer import Tokenizer
+from fusewright.engine.core.batch import Batch, StepResult, TokenLogprobs
+from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.request import Request
+from fusewright.engine.core.scheduler import Scheduler
+from fusewright.engine.frontend.inputs import InputProcessor
+from fusewright.engine.frontend.loop import EngineLoop
+from fusewright.engine.frontend.tokenizer import Tokenizer
+from fusewright.engine.messages.sampling_params import SamplingParams
 
 TOKENIZER = Tokenizer(Path(abacus.__file__).parent)
 VOCAB_SIZE = 272
@@ -143,7 +143,7 @@ class ToyRunner:
         assert len(counts) <= self.max_num_seqs
         longer = [count > 1 for count in counts]
         assert longer == sorted(longer), "decodes come first"
-        assert batch.is_uniform_decode == (max(counts) == 1)
+        assert (batch.query_len == 1) == (max(counts) == 1)
         assert batch.num_tokens == sum(counts)
         slots = [entry.request.slot for entry in batch.scheduled]
         assert len(set(slots)) == len(slots)

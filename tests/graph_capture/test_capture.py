@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,16 @@ import torch
 from torch import Tensor
 
 from fusewright.compiler.run.program import Program, Step
-from fusewright.config import CaptureConfig, CudagraphMode
+from fusewright.config import (
+    FEED,
+    NO_SLOT,
+    STEP,
+    CaptureConfig,
+    CudagraphMode,
+    Per,
+    StepField,
+    StepSchema,
+)
 from fusewright.graph_capture import (
     CaptureMemoryError,
     Dispatch,
@@ -244,15 +252,46 @@ def test_a_dummy_step_stores_nothing_and_is_well_formed(num_tokens: int, num_seq
 
 
 def test_a_step_is_read_in_one_piece_of_its_own_size() -> None:
-    made = buffers()
-    host = made.next_host(num_tokens=3, num_seqs=2)
-    for first, (name, values) in enumerate(host.arrays.items()):
-        count = 4 if name == "block_table" else len(values)
-        values[:count] = 10 * first + np.arange(count)
-    filled = made.filled(host, num_blocks=2)
-    parts = ([0, 1, 2], [10, 11, 12], [20, 21, 22], [30, 31], [40, 41], [50, 51], [60, 61, 62])
-    assert filled.tolist() == [*itertools.chain(*parts), 70, 71, 72, 73]
-    assert made.next_host(num_tokens=3, num_seqs=2).packed is not host.packed
+    made, sizes = buffers(), {"num_tokens": 3, "num_seqs": 2}
+    host = made.next_host(**sizes)
+    for first, values in enumerate(host.arrays.values()):
+        values[:] = 10 * first + np.arange(len(values))
+    host.cells[:4] = [70, 71, 72, 73]
+    packed, *targets = made.targets(host, **sizes, columns=2)
+    torch.ops.fw.write_inputs(packed, torch.zeros(100, dtype=torch.int32), *targets)
+    views = made.views(**sizes)
+    assert views["positions"].tolist() == [10, 11, 12] and views["slot_mapping"][0] == 20
+    assert views["seq_lens"].tolist() == [40, 41] and made.view("slots", 2).tolist() == [50, 51]
+    assert views["query_start_loc"].tolist() == [60, 61, 62]
+    assert views["block_table"].tolist() == [[70, 71], [72, 73]]
+    assert made.next_host(**sizes).packed is not host.packed
+
+
+def test_a_step_takes_a_field_that_is_added_to_the_schema() -> None:
+    """A field of each kind beside those of ``STEP``, one of them in floating point."""
+    added = (
+        StepField("adapter", Per.TOKEN, padding=-1),
+        StepField("temperature", Per.SEQUENCE, dtype="float32"),
+        StepField("window_table", Per.TABLE),
+    )
+    schema = StepSchema((*added, *STEP.fields))
+    made = StepBuffers(torch.device("cpu"), max_tokens=9, max_seqs=4, max_blocks=3, schema=schema)
+    sizes = {"num_tokens": 3, "num_seqs": 2}
+    host = made.next_host(**sizes)
+    for values in host.arrays.values():
+        values[:] = 0
+    host.arrays[FEED][:] = [NO_SLOT, 2, NO_SLOT]
+    host.arrays["adapter"][:] = [5, 6, 7]
+    host.arrays["temperature"][:] = [0.5, 1.5]
+    host.cells[:4] = [1, 2, 3, 4]  # of each sequence, a column of each table
+    packed, *targets = made.targets(host, **sizes, columns=1)
+    torch.ops.fw.write_inputs(packed, torch.tensor([0, 0, 9, 0], dtype=torch.int32), *targets)
+    views = made.views(**sizes)
+    assert views["input_ids"].tolist() == [0, 9, 0]
+    assert views["adapter"].tolist() == [5, 6, 7]
+    assert views["temperature"].tolist() == [0.5, 1.5]
+    assert views["window_table"][:, 0].tolist() == [1, 3]
+    assert views["block_table"][:, 0].tolist() == [2, 4]
 
 
 def test_steps_run_before_they_are_captured_unless_they_have_at_this_size() -> None:

@@ -41,15 +41,16 @@ def test_modes(
     mode: str, decode: tuple[GraphKind, int, int], mixed: tuple[GraphKind, int, int]
 ) -> None:
     chooser = dispatcher(mode)
-    assert chooser.choose(5, 5, uniform_decode=True) == Dispatch(*decode)
-    assert chooser.choose(5, 3, uniform_decode=False) == Dispatch(*mixed)
+    query_len = int(decode[0] is FULL)
+    assert chooser.choose(5, 5, query_len=1) == Dispatch(*decode, query_len)
+    assert chooser.choose(5, 3, query_len=0) == Dispatch(*mixed)
 
 
 def test_a_prompt_by_itself_has_one_graph_while_it_is_short() -> None:
     chooser = dispatcher("FULL_AND_PIECEWISE", max_num_seqs=256)
-    assert chooser.choose(5, 1, uniform_decode=False) == Dispatch(FULL, 8, 1)
-    assert chooser.choose(256, 1, uniform_decode=False) == Dispatch(FULL, 256, 1)
-    assert chooser.choose(257, 1, uniform_decode=False) == Dispatch(PIECEWISE, 272, 1)
+    assert chooser.choose(5, 1, query_len=0) == Dispatch(FULL, 8, 1)
+    assert chooser.choose(256, 1, query_len=0) == Dispatch(FULL, 256, 1)
+    assert chooser.choose(257, 1, query_len=0) == Dispatch(PIECEWISE, 272, 1)
     assert (1, 1) not in chooser.prompt_sizes  # that is a decode
     for mode in ("PIECEWISE", "FULL_DECODE_ONLY", "FULL"):
         assert not dispatcher(mode).prompt_sizes
@@ -57,8 +58,8 @@ def test_a_prompt_by_itself_has_one_graph_while_it_is_short() -> None:
 
 def test_beyond_the_sizes_there_is_no_graph() -> None:
     chooser = dispatcher("FULL_AND_PIECEWISE")
-    assert chooser.choose(40, 7, uniform_decode=False).kind is PIECEWISE
-    assert chooser.choose(41, 7, uniform_decode=False) == Dispatch(NONE, 41, 7)
+    assert chooser.choose(40, 7, query_len=0).kind is PIECEWISE
+    assert chooser.choose(41, 7, query_len=0) == Dispatch(NONE, 41, 7)
 
 
 def test_full_decode_graphs_stop_at_max_num_seqs() -> None:
@@ -75,14 +76,14 @@ def test_mixed_full_graphs_never_look_like_decode() -> None:
 
 def test_a_mixed_step_of_single_tokens_is_not_decode_in_full_mode() -> None:
     """20 tokens of 3 sequences must not replay the graph of 20 decodes."""
-    assert dispatcher("FULL").choose(20, 3, uniform_decode=False) == Dispatch(FULL, 20, 21)
+    assert dispatcher("FULL").choose(20, 3, query_len=0) == Dispatch(FULL, 20, 21)
 
 
 def test_every_choice_is_counted() -> None:
     chooser = dispatcher("FULL_AND_PIECEWISE")
     for tokens, uniform in [(1, True), (3, True), (30, False), (99, False)]:
-        chooser.choose(tokens, 1, uniform_decode=uniform)
-    chooser.choose(30, 2, uniform_decode=False)
+        chooser.choose(tokens, 1, query_len=int(uniform))
+    chooser.choose(30, 2, query_len=0)
     mixed = {"FULL": 1, "NONE": 1, "PIECEWISE": 1}
     assert chooser.report() == {"decode": {"FULL": 2}, "mixed": mixed}
 
@@ -91,8 +92,8 @@ def test_steps_beyond_the_sizes_are_counted_and_said_once(said: list[logging.Log
     config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 8), True)
     made = Dispatcher(config, 20)
     for tokens in (8, 12, 9):
-        made.choose(tokens, tokens, uniform_decode=True)
-        made.choose(tokens + 100 * (tokens > 8), 3, uniform_decode=False)
+        made.choose(tokens, tokens, query_len=1)
+        made.choose(tokens + 100 * (tokens > 8), 3, query_len=0)
     assert made.report_outside() == {
         "decode": {"steps": 2, "most_tokens": 12},
         "mixed": {"steps": 2, "most_tokens": 112},
@@ -111,5 +112,15 @@ def test_steps_that_the_mode_does_not_capture_are_not_outside(
     mode: str, step: bool, said: list[logging.LogRecord]
 ) -> None:
     made = dispatcher(mode)
-    made.choose(900, 3, uniform_decode=step)
+    made.choose(900, 3, query_len=int(step))
     assert not made.outside and not said
+
+
+def test_decodes_of_several_tokens_have_graphs_of_their_own() -> None:
+    """Two query tokens a sequence, as with a drafted token; a padded row has as many."""
+    config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8), True)
+    chooser = Dispatcher(config, 8, decode_query_len=2)
+    assert chooser.full_sizes == [(2, 1), (4, 2), (8, 4), (16, 8)]
+    assert chooser.choose(6, 3, query_len=2) == Dispatch(FULL, 8, 4, 2)
+    assert chooser.choose(3, 3, query_len=1) == Dispatch(PIECEWISE, 4, 3)
+    assert chooser.choose(6, 3, query_len=0) == Dispatch(PIECEWISE, 8, 3)

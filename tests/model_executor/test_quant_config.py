@@ -12,8 +12,8 @@ import pytest
 
 from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.config.options import option_specs
-from fusewright.engine.source import artifact_key, artifact_label
-from fusewright.engine.startup import read_model
+from fusewright.engine.worker.source import artifact_key, artifact_label
+from fusewright.engine.worker.startup import read_model
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.models.decoder import distinct_layers
 from fusewright.model_executor.quant.scheme import KINDS, QuantScheme

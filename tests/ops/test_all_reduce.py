@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import ops
 from fusewright.ops.all_reduce import CASES_GROUP
-from fusewright.ops.all_reduce_norm import NORMS
 from fusewright.ops.conformance import check_case
+from fusewright.ops.norm import NORMS as PRODUCT
 from tests.ranks import in_ranks, name_world
 
+NORMS = [op for axes, op in PRODUCT.items() if not axes.reduce]
 COLLECTIVES = [op for op in ops.ALL_OPS if op.collective]
 CPU = torch.device("cpu")
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusewright.ops.launches as host
 from fusewright import ops
+from fusewright.config import STEP
 from fusewright.ops import BY_NAME, Launch, Variant, representative_sizes, variants_of
 
 META = torch.device("meta")
@@ -105,9 +106,9 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield x, starts
     elif op == "write_inputs":
         for columns in (0, 1, 5):
-            packed = empty(3 * tokens + 4 * seqs + 1 + seqs * columns, dtype=torch.int32)
-            rows = (per_seq, per_seq, starts, empty(seqs, 5, dtype=torch.int32))
-            yield packed, slots, per_token, per_token, per_token, *rows
+            packed = empty(STEP.packed_size(tokens, seqs, columns), dtype=torch.int32)
+            fields = (len(STEP.tokens) - 1, tokens), (len(STEP.rows), seqs + 1), (seqs, 1, 5)
+            yield packed, slots, *(empty(*shape, dtype=torch.int32) for shape in fields)
     elif op == "keep_tokens":
         yield slots, per_seq, per_seq, per_seq
     elif op == "argmax":

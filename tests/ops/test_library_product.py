@@ -3,13 +3,12 @@ against float64."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from ctypes import c_void_p
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,68 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.bench.ops.tune_linear import LEAST_ROWS, main
-from fusewright.config import UserError
-from fusewright.ops import BY_NAME, _cublaslt, _library_product, load_cuda_library
-from fusewright.ops._library_product import TABLE, Algorithm, Table, read_table, table_of
+from fusewright.bench.ops.tune_linear import main
+from fusewright.compiler.lowering.tune_library import LEAST_ROWS
+from fusewright.config.device_table import Algorithm, DeviceTable, read_table, shipped
+from fusewright.ops import BY_NAME, _cublaslt, _device_table, _library_product, load_cuda_library
 
-SHIPPED = read_table()
+(SHIPPED,) = shipped().tables
 ONE = Algorithm("bfloat16", 4096, 1024, 33, 64, "0a" * 64, 10.0, 12.0)
-
-
-def written(folder: Path, *algorithms: Algorithm, **changes: Any) -> Path:
-    content = {"gpu": "a GPU", "cublaslt": 1, "algorithms": [asdict(a) for a in algorithms]}
-    path = folder / "algorithms.json"
-    path.write_text(json.dumps(content | changes))
-    return path
-
-
-def test_the_table_answers_for_its_rows_and_weights_alone(tmp_path: Path) -> None:
-    more = replace(ONE, least_rows=65, most_rows=128, algorithm="0b" * 64)
-    fp8 = replace(ONE, operands="fp8 token", algorithm="0c" * 64)
-    table = read_table(written(tmp_path, more, ONE, fp8))
-    found = {rows: table.find("bfloat16", rows, 4096, 1024) for rows in (32, 33, 64, 65, 128, 129)}
-    first, second = b"\x0a" * 64, b"\x0b" * 64
-    assert found == {32: None, 33: first, 64: first, 65: second, 128: second, 129: None}
-    assert table.find("fp8 token", 64, 4096, 1024) == b"\x0c" * 64
-    assert table.find("fp8 tensor", 64, 4096, 1024) is None
-    assert table.find("bfloat16", 64, 1024, 4096) is None
-
-
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        ({"operands": "float16"}, "operands 'float16', expected one of"),
-        ({"algorithm": "0a"}, "expected 128 digits"),
-        ({"algorithm": "zz" * 64}, "hexadecimal"),
-        ({"least_rows": 65}, "rows 65 to 64"),
-        ({"least_rows": 0}, "rows 0 to 64"),
-        ({"rows": 3}, "unexpected keyword argument 'rows'"),
-    ],
-)
-def test_a_bad_entry_is_refused_by_name(entry: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = written(tmp_path, algorithms=[asdict(ONE) | entry])
-    with pytest.raises(UserError, match=words) as refused:
-        read_table(path)
-    assert str(path) in str(refused.value)
-    assert "tune_linear" in str(refused.value)
-
-
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "algorithms.json"
-    for text in ("", "[]", "{}", '{"gpu": "a", "cublaslt": 1}'):
-        path.write_text(text)
-        with pytest.raises(UserError, match="not a table of algorithms"):
-            read_table(path)
-        read_table.cache_clear()
-    with pytest.raises(UserError, match="not a table of algorithms"):
-        read_table(tmp_path / "none.json")
-
-
-def test_two_algorithms_for_one_call_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, ONE, replace(ONE, least_rows=64, most_rows=96))
-    with pytest.raises(UserError, match="two algorithms for 64 rows"):
-        read_table(path)
 
 
 def test_every_shipped_algorithm_gained_when_it_was_measured() -> None:
@@ -146,8 +90,8 @@ def test_descriptors_go_with_their_product(library: Library) -> None:
 def test_an_evicted_plan_goes_unless_somebody_runs_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Table("a GPU", 1, (replace(ONE, least_rows=1, most_rows=1 << 20),))
-    monkeypatch.setattr(_library_product, "table_of", lambda device: found)
+    found = replace(SHIPPED, algorithms=(replace(ONE, least_rows=1, most_rows=1 << 20),))
+    monkeypatch.setattr(_device_table, "serving", lambda device: (found,))
     _library_product._planned.cache_clear()
 
     def planned(rows: int) -> Any:
@@ -180,11 +124,11 @@ def test_operands_of_two_devices_are_refused_by_name() -> None:
 
 
 @pytest.fixture
-def table() -> Table:
-    found = table_of(torch.device("cuda", torch.cuda.current_device()))
-    if found is None:
-        pytest.skip(f"{TABLE.name} is of {SHIPPED.gpu} with cuBLASLt {SHIPPED.cublaslt}")
-    return found
+def table() -> DeviceTable:
+    found = _device_table.serving(torch.device("cuda", torch.cuda.current_device()))
+    if SHIPPED not in found:
+        pytest.skip(f"{SHIPPED.name} is of {SHIPPED.gpu} with cuBLASLt {SHIPPED.cublaslt}")
+    return SHIPPED
 
 
 def operands(a: Algorithm, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -206,7 +150,7 @@ def operands(a: Algorithm, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
 @pytest.mark.parametrize(
     "a", SHIPPED.algorithms, ids=lambda a: f"{a.operands}-{a.out_features}-{a.most_rows}"
 )
-def test_each_algorithm_is_near_float64(a: Algorithm, table: Table, fw_seed: int) -> None:
+def test_each_algorithm_is_near_float64(a: Algorithm, table: DeviceTable, fw_seed: int) -> None:
     torch.manual_seed(fw_seed)
     name = "linear" if a.operands == "bfloat16" else "linear_fp8"
     rest: tuple[Any, ...] = (None,) if name == "linear" else (None, torch.bfloat16)
@@ -230,7 +174,7 @@ def test_each_algorithm_is_near_float64(a: Algorithm, table: Table, fw_seed: int
 
 
 @pytest.mark.gpu
-def test_the_library_takes_each_algorithm_for_every_number_of_rows(table: Table) -> None:
+def test_the_library_takes_each_algorithm_for_every_number_of_rows(table: DeviceTable) -> None:
     refused = {}
     for a in table.algorithms:
         for rows in range(a.least_rows, a.most_rows + 1):
@@ -241,7 +185,7 @@ def test_the_library_takes_each_algorithm_for_every_number_of_rows(table: Table)
 
 
 @pytest.mark.gpu
-def test_a_graph_holds_the_algorithm(table: Table) -> None:
+def test_a_graph_holds_the_algorithm(table: DeviceTable) -> None:
     a = next(a for a in table.algorithms if a.operands == "bfloat16" and a.most_rows <= 128)
     (x, weight), _ = operands(a, a.most_rows)
     op = BY_NAME["linear"].overload("skinny")
@@ -271,7 +215,7 @@ def split(rows: int, n: int, k: int) -> tuple[_cublaslt.Product, bytes]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "a graph beside"])
-def test_products_of_two_streams_at_the_same_time(table: Table, captured: bool) -> None:
+def test_products_of_two_streams_at_the_same_time(table: DeviceTable, captured: bool) -> None:
     rows, n, k, count = 64, 1024, 8192, 200
     product, algorithm = split(rows, n, k)
     xs, weights = (torch.randn(2, m, k, device="cuda").bfloat16() for m in (rows, n))
@@ -314,7 +258,7 @@ def test_products_of_two_streams_at_the_same_time(table: Table, captured: bool) 
 
 @pytest.mark.gpu
 def test_a_plan_outlives_its_eviction_while_threads_run_it(
-    table: Table, monkeypatch: pytest.MonkeyPatch
+    table: DeviceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = next(a for a in table.algorithms if a.operands == "fp8 token" and a.most_rows <= 64)
     calls, call = Counter[str](), _cublaslt._call
@@ -361,17 +305,17 @@ def test_a_plan_outlives_its_eviction_while_threads_run_it(
 
 @pytest.mark.gpu
 def test_tuning_writes_a_table_that_keeps_other_weights(
-    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: DeviceTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not load_cuda_library():
         pytest.skip("needs csrc")
     some = next(a for a in table.algorithms if a.operands == "bfloat16")
     other, old = replace(some, out_features=64), replace(some, out_features=4096, in_features=4096)
-    path = written(tmp_path, other, old, gpu=table.gpu, cublaslt=table.cublaslt)
+    path = tmp_path / "table.json"
+    path.write_text(replace(table, algorithms=(other, old)).text())
     words = "tune_linear --models llama3-8b --operands bfloat16 --rows 96 --output"
     monkeypatch.setattr("sys.argv", [*words.split(), str(path)])
     main()
-    read_table.cache_clear()
     new = read_table(path)
     assert (new.gpu, new.cublaslt) == (table.gpu, table.cublaslt)
     assert other in new.algorithms

@@ -16,7 +16,10 @@ from torch import Tensor
 from fusewright.ops import ALL_OPS, BY_NAME, SemanticOp
 from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import ConformanceError
+from fusewright.ops.gated_act import ACTIVATIONS
+from fusewright.ops.norm import Norm
 from fusewright.ops.oracles import ORACLES, check_case, few_cases, tolerance_of
+from fusewright.ops.quantize import SCHEMES
 from fusewright.serve.cli import main
 
 # Those of ranks are sums and other ops of this list: test_all_reduce.py.
@@ -213,12 +216,12 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
     **{
         f"{norm}_quant_{kind}": [("eps", lambda eps: eps + 1e-1), ("weight", torch.neg)]
         for norm in ("rms_norm", "add_rms_norm")
-        for kind in ("static", "dynamic")
+        for kind in SCHEMES
     },
     **{
         f"{act}_mul_quant_{kind}": [("x", swap_halves), ("x", torch.neg)]
-        for act in ("silu", "gelu_tanh")
-        for kind in ("static", "dynamic")
+        for act in ACTIVATIONS
+        for kind in SCHEMES
     },
 }
 
@@ -263,9 +266,14 @@ def test_verify_refuses_a_rotary_embedding_of_the_wrong_sign() -> None:
 def test_a_wrong_rewrite_is_one_line_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module("fusewright.ops.add_rms_norm")
-    right = module.rms_norm_native
-    monkeypatch.setattr(module, "rms_norm_native", lambda *args: 1.01 * right(*args))
+    module = importlib.import_module("fusewright.ops.norm")
+    right = module.definition
+
+    def wrong(axes: Norm, *args: Any) -> Any:
+        results = right(axes, *args)
+        return (1.01 * results[0], results[1]) if axes == Norm(add=True) else results
+
+    monkeypatch.setattr(module, "definition", wrong)
     command = ["run", "-p", "1+1=", "--device", "cpu", "-O2", "--no-cache", "--verify"]
     assert main(command) == 1
     said = capfd.readouterr().err

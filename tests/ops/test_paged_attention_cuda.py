@@ -110,24 +110,6 @@ def test_shapes_decide_what_is_launched(
         assert [*IMPL.runs(*sized(*sizes, kv=kv, dim=dim))] == expected
 
 
-def test_flashinfer_has_the_prefills_of_many_tokens() -> None:
-    flashinfer = PAGED_ATTENTION.implementation("flashinfer")
-    assert IMPL.launches is not None
-    assert IMPL.runs is not None
-    assert flashinfer.launches is not None
-    assert flashinfer.runs is not None
-    for sizes in [(9, 8), (256, 1), (300, 300)]:
-        args = sized(*sizes)
-        assert flashinfer.runs(*args) == IMPL.runs(*args)
-        assert [x.variant() for x in flashinfer.launches(*args)[0]] == [
-            x.variant() for x in IMPL.launches(*args)[0]
-        ]
-    for sizes, decode in [((257, 1), ()), ((300, 64), ("csrc paged_attention",))]:
-        args = sized(*sizes)
-        assert flashinfer.runs(*args) == ("flashinfer paged_attention", *decode)
-        assert flashinfer.launches(*args)[0] == []
-
-
 def test_what_it_leaves_is_launched_as_by_triton() -> None:
     assert IMPL.launches is not None
     for sizes in [(9, 8), (300, 64), (2000, 1)]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusewright.ops import BY_NAME, load_cuda_library
 from fusewright.ops._float8 import E4M3
-from fusewright.ops.rms_norm import OP as RMS_NORM
+from fusewright.ops.norm import RMS_NORM
 
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32)
 

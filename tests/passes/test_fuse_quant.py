@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from fusewright import ops
 from fusewright.passes import PassReport, VerificationError, build_passes, run_passes
-from fusewright.passes.fuse_norm_quant import FuseNormQuant
+from fusewright.passes.fuse_quant import NORM, FuseQuant
 from fusewright.passes.rule import Context
 from tests.passes.graphs import capture, hidden, targets
 from tests.passes.quantizers import Quantize, per_group, per_token, static
@@ -133,8 +133,26 @@ def test_a_miss_says_why(model: Callable[..., Any], reason: str) -> None:
     assert targets(gm) == before
 
 
+@pytest.mark.parametrize(("model", "rule"), [(norm, "fuse_norm_quant"), (act, "fuse_act_quant")])
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_dynamic_quantization_not_read_once_is_a_miss(
+    model: Callable[..., Any], rule: str, times: int
+) -> None:
+    gm, _ = captured(model, tensors(2 * SIZE if model is act else SIZE), per_token)
+    (output,) = gm.graph.find_nodes(op="output")
+    values, scales = output.args[0]
+    with gm.graph.inserting_after(scales):
+        again = [gm.graph.node_copy(scales) for _ in range(times)]
+    output.args = ((values, *again),)
+    gm.graph.erase_node(scales)
+    (report,) = run_passes(gm, build_passes([rule]))
+    reason = f"its values are taken 1 times and its scales {times} times, not once"
+    assert [site.reason for site in report.missed] == [reason]
+    assert "quant_fp8_dynamic.default" in targets(gm)
+
+
 def test_verify_catches_a_fusion_that_swaps_its_scale() -> None:
-    class Wrong(FuseNormQuant):
+    class Wrong(FuseQuant):
         def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
             report = super().__call__(gm, context)
             (rewrite,) = context.rewrites
@@ -147,7 +165,7 @@ def test_verify_catches_a_fusion_that_swaps_its_scale() -> None:
 
     gm, _ = captured(norm, tensors(), static)
     with pytest.raises(VerificationError, match="fuse_norm_quant"):
-        run_passes(gm, [Wrong()], verify=True)
+        run_passes(gm, [Wrong(NORM.name, NORM.tier, NORM.site)], verify=True)
 
 
 HEADS, KV_HEADS, DIM, BLOCK, SEQS = 4, 2, 32, 8, 5

@@ -18,7 +18,7 @@ import typer
 
 from fusewright import __version__
 from fusewright.config import LEVELS, OPT_IN, PASSES, EngineOptions, option_specs
-from fusewright.engine.sampling_params import SamplingParams
+from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.cli import main
 from fusewright.serve.env import collect
 from fusewright.serve.flags import SAMPLING, takes_flags

@@ -1,0 +1,372 @@
+"""Finds cuBLASLt's fastest algorithm for each weight and range of rows, within a time.
+
+``fill()`` asks for what a model's shapes need and no table has; ``LibraryMeasure`` answers on the
+GPU.  From the fastest of what the library's heuristic names, and of what it found for other shapes,
+it walks to algorithms that differ in one setting.  Every call reads a weight that is not in L2.
+The last ones are timed in CUDA graphs beside what the op runs without the table, and compared with
+a product in float32: the library also accepts settings with which it computes something else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ... import ops
+from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight, file_name
+from ...ops import _cublaslt
+from ...ops._cublaslt import Product
+from ...ops._device_table import gpu_of, num_sms, serving
+from ...ops.linear_fp8 import by_rule
+from ...passes import fake_value
+from .tune import graph_us
+
+ROWS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
+"""Fewest rows that are tuned, by kind of operands; with fewer, products stream."""
+LEAST_GAIN = 0.02
+_log = logging.getLogger(__name__)
+_NARROW = 8  # rows: what is left of a range at whose other end an algorithm loses
+_MOST_ERROR = 2.0**-8
+_COLD_BYTES, _MOST_COPIES = 512 << 20, 16
+_SCREENED, _FINALISTS, _VERIFIED = 4, 10, 5
+_HEAD_START_CYCLES = 200_000  # of the host, which enqueues slower than the GPU runs
+_TILE_STEPS = (-8, -4, -3, -2, -1, 1, 2, 3, 4, 8)
+_CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
+_SPLITS, _REDUCTIONS = range(2, 7), (1, 2, 4)
+_OPTIONS = range(12)
+
+Measure: TypeAlias = Callable[[Weight, int, int], Algorithm | None]
+"""(weight, fewest rows, most rows) -> the entry, if one gains enough."""
+
+
+@dataclass
+class Filled:
+    """What a search did.
+
+    Attributes:
+        algorithms: the entries that it found.
+        known: ranges of rows that a table had already, so that nothing was measured.
+        measured, skipped: ranges that were measured, and for which no time was left.
+    """
+
+    algorithms: list[Algorithm] = field(default_factory=list)
+    known: int = 0
+    measured: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "known": self.known,
+            "measured": self.measured,
+            "found": len(self.algorithms),
+            "skipped": self.skipped,
+        }
+
+
+def fill(
+    weights: Iterable[Weight],
+    tables: Sequence[DeviceTable],
+    measure: Measure,
+    *,
+    seconds: float,
+    rows: Sequence[int] = ROWS,
+    on_range: Callable[[int, int], None] = lambda done, total: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Filled:
+    """Measure the ranges of rows for which the tables have no entry, until the time is up.
+
+    A weight of which a table has any entry was measured when the table was written, and where
+    nothing gained there is none: it is known as a whole.
+
+    Args:
+        on_range: called with the number of ranges that are done and of all.
+    """
+    end, filled = clock() + seconds, Filled()
+    seen = {a.weight for table in tables for a in table.algorithms}
+    pending: list[tuple[int, Weight, int]] = []
+    for weight in dict.fromkeys(weights):
+        least = LEAST_ROWS[weight[0]]
+        ranges = [most for most in sorted(rows) if most >= least]
+        if weight in seen:
+            filled.known += len(ranges)
+            continue
+        for most in ranges:
+            pending.append((most, weight, least))
+            least = most + 1
+    # Every weight at one range before any at the next: what time leaves out is the same for all.
+    pending.sort(key=lambda item: item[0])
+    for done, (most, weight, least) in enumerate(pending):
+        on_range(done, len(pending))
+        if clock() >= end:
+            filled.skipped.append(f"{weight[0]} {list(weight[1:])} rows {least} to {most}")
+            continue
+        filled.measured += 1
+        if entry := measure(weight, least, most):
+            filled.algorithms.append(entry)
+    return filled
+
+
+def weights_of(graph: fx.Graph) -> list[Weight]:
+    """The weights of unlowered linear ops that a library product can serve, each once."""
+    found: dict[Weight, None] = {}
+    for node in graph.nodes:
+        namespace, _, name = getattr(node.target, "_name", "").partition("::")
+        op = ops.BY_NAME.get(name) if namespace == ops.NAMESPACE else None
+        if op is None or "linear" not in name:
+            continue
+        args: Any = fx.node.map_arg(node.args, fake_value)
+        desc = op.describe(args)
+        named: dict[str, Any] = dict(desc.args)
+        for arg, value in desc.args:
+            shape: Sequence[int] = getattr(value, "shape", ())
+            if not arg.endswith("weight") or len(shape) != 2:
+                continue
+            if operands := _operands(value.dtype, shape, named.get(f"{arg}_scale")):
+                found[operands, int(shape[0]), int(shape[1])] = None
+    return list(found)
+
+
+def _operands(dtype: torch.dtype, shape: Sequence[int], scale: Any) -> str:
+    """One of ``OPERANDS``, or "" where the library has no product."""
+    if dtype == torch.bfloat16:
+        return "bfloat16"
+    if dtype != torch.float8_e4m3fn or scale is None:
+        return ""
+    kinds = {(1, 1): "fp8 tensor", (shape[0], 1): "fp8 token"}
+    return kinds.get(tuple(scale.shape), "")
+
+
+def tune_weights(
+    weights: Sequence[Weight], *, seconds: float, on_range: Callable[[int, int], None]
+) -> tuple[DeviceTable | None, Filled]:
+    """Measure what a model's weights need on this GPU; the table of what was found, if anything."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    measure = LibraryMeasure(weights)
+    with torch.inference_mode():
+        filled = fill(weights, serving(device), measure, seconds=seconds, on_range=on_range)
+    measure.free()
+    table = table_here(filled.algorithms) if filled.algorithms else None
+    return table, filled
+
+
+def table_here(algorithms: Iterable[Algorithm], **measured: str) -> DeviceTable:
+    """A table of this GPU and this cuBLASLt."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    (gpu, sm), version = gpu_of(device), _cublaslt.version()
+    name, sms = file_name(gpu, version), num_sms(device)
+    return DeviceTable(name, gpu, sm, sms, version, tuple(algorithms), measured=measured)
+
+
+class LibraryMeasure:
+    """Measures on the GPU; what was fastest for one shape is where it starts for the next.
+
+    Args:
+        weights: all that will be asked for: one pool of memory serves them.
+        seeds: algorithms known to be good for something.
+        say: called with a line about every range.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        seeds: Iterable[Algorithm] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._seeds: dict[str, set[bytes]] = {operands: set() for operands in OPERANDS}
+        for a in seeds:
+            self._seeds[a.operands].add(bytes.fromhex(a.algorithm))
+        self._say = say
+        self._nbytes = max((_copies(w) * _nbytes(w) for w in weights), default=0)
+        self._pools: dict[torch.dtype, Tensor] = {}
+
+    def __call__(self, weight: Weight, least: int, most: int) -> Algorithm | None:
+        torch.manual_seed(0)
+        try:
+            pool = self._pool(_dtype(weight[0]))
+            p, fewest = (problem(weight, rows, pool) for rows in (most, least))
+            entry, line = tuned(p, fewest, self._seeds[weight[0]])
+        except torch.OutOfMemoryError:
+            _log.warning("%s %s: no memory to measure its algorithms", weight[0], weight[1:])
+            return None
+        self._say(line)
+        return entry
+
+    def free(self) -> None:
+        """Give the memory of the weights back."""
+        self._pools.clear()
+        torch.cuda.empty_cache()
+
+    def _pool(self, dtype: torch.dtype) -> Tensor:
+        """Random weights; those of one dtype are held at a time."""
+        if dtype not in self._pools:
+            self._pools.clear()
+            pool = torch.empty(self._nbytes // 2, dtype=torch.bfloat16, device="cuda")
+            pool.uniform_(-0.05, 0.05)
+            if dtype != torch.bfloat16:
+                pool = torch.cat([(half * 1000).to(dtype) for half in pool.chunk(2)]).repeat(2)
+            self._pools[dtype] = pool
+        return self._pools[dtype]
+
+
+def _dtype(operands: str) -> torch.dtype:
+    return torch.bfloat16 if operands == "bfloat16" else torch.float8_e4m3fn
+
+
+def _nbytes(weight: Weight) -> int:
+    return weight[1] * weight[2] * _dtype(weight[0]).itemsize
+
+
+def _copies(weight: Weight) -> int:
+    """Copies of a weight that take turns, so that none is in L2."""
+    return min(_MOST_COPIES, max(2, _COLD_BYTES // _nbytes(weight)))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A product and the inputs that it takes turns over."""
+
+    operands: str
+    rows: int
+    product: Product
+    x: Tensor
+    weights: list[Tensor]
+    scales: tuple[Tensor, ...]
+    y: Tensor
+
+    def call(self, algorithm: bytes, i: int) -> Tensor:
+        weight = self.weights[i % len(self.weights)]
+        return self.product.run(self.x, weight, self.y, algorithm, *self.scales)
+
+    def before(self, i: int) -> Tensor:
+        """What the op runs without the table."""
+        weight = self.weights[i % len(self.weights)]
+        if self.operands == "bfloat16":
+            return F.linear(self.x, weight)
+        return by_rule(self.x, self.scales[0], weight, self.scales[1], None, torch.bfloat16)
+
+    def error(self, algorithm: bytes) -> float:
+        """The error of one weight's product relative to its largest element; infinite for NaN."""
+        x, weight = self.x.float(), self.weights[0].float()
+        if self.scales:
+            x, weight = x * self.scales[0], weight * self.scales[1]
+        exact = x @ weight.T
+        self.y.fill_(torch.nan)
+        apart = (self.call(algorithm, 0).float() - exact).abs().max() / exact.abs().max()
+        return float(apart.nan_to_num(torch.inf))
+
+
+def problem(weight: Weight, rows: int, pool: Tensor) -> Problem:
+    operands, n, k = weight
+    copies = _copies(weight)
+    weights = list(pool[: copies * n * k].view(copies, n, k).unbind())
+    x = torch.randn(rows, k, device="cuda").to(pool.dtype)
+    scales: tuple[Tensor, ...] = ()
+    if operands != "bfloat16":
+        many = operands == "fp8 token"
+        sizes = (rows, n) if many else (1, 1)
+        scales = tuple(0.5 + torch.rand(size, 1, device="cuda") for size in sizes)
+    y = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+    product = Product(operands, torch.cuda.current_device(), rows, n, k)
+    return Problem(operands, rows, product, x, weights, scales, y)
+
+
+def is_right(algorithm: bytes, p: Problem) -> bool:
+    return not p.product.refuses(algorithm) and p.error(algorithm) <= _MOST_ERROR
+
+
+def stream_us(call: Callable[[int], object]) -> float:
+    """Mean time of a few calls one after the other, enough to tell slow algorithms from fast."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    call(0)
+    torch.cuda._sleep(_HEAD_START_CYCLES)
+    start.record()
+    for i in range(_SCREENED):
+        call(i + 1)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / _SCREENED
+
+
+def neighbours(algorithm: bytes, kind: str) -> Iterator[bytes | None]:
+    """Algorithms that differ in one setting, or in two that belong together."""
+    if kind == "tile":
+        here = _cublaslt.setting(algorithm, "tile")
+        for step in _TILE_STEPS:
+            if here + step > 0:
+                yield _cublaslt.changed(algorithm, tile=here + step)
+    elif kind == "cluster":
+        for cluster in _CLUSTERS:
+            yield _cublaslt.changed(algorithm, cluster=cluster)
+    elif kind == "split":
+        yield _cublaslt.changed(algorithm, split_k=1, reduction=0)
+        for split in _SPLITS:
+            for reduction in _REDUCTIONS:
+                yield _cublaslt.changed(algorithm, split_k=split, reduction=reduction)
+    else:
+        for option in _OPTIONS:
+            yield _cublaslt.changed(algorithm, option=option)
+
+
+def screened(p: Problem, seeds: Iterable[bytes]) -> list[bytes]:
+    """Algorithms, the fastest first; ``seeds``: known to be good for something."""
+    times: dict[bytes, float] = {}
+
+    def take(algorithm: bytes | None) -> None:
+        if algorithm and algorithm not in times and not p.product.refuses(algorithm):
+            times[algorithm] = stream_us(partial(p.call, algorithm))
+
+    def fastest(most: int) -> list[bytes]:
+        return sorted(times, key=times.__getitem__)[:most]
+
+    for algorithm in (*p.product.algorithms(64), *seeds):
+        take(algorithm)
+    for kind, most in (("tile", 3), ("cluster", 6), ("tile", 3), ("split", 3), ("option", 4)):
+        for algorithm in fastest(most):
+            for other in neighbours(algorithm, kind):
+                take(other)
+    return fastest(_FINALISTS)
+
+
+def graph_time(call: Callable[[int], object], rounds: int) -> float:
+    return graph_us([partial(call, i) for i in range(_MOST_COPIES)], calls=16, rounds=rounds)
+
+
+def tuned(p: Problem, fewest: Problem, seeds: set[bytes]) -> tuple[Algorithm | None, str]:
+    """The entry, if one gains enough, and a line about it; the fastest joins the seeds.
+
+    Args:
+        p: with the most rows that the entry is for.
+        fewest: with the fewest.  Where it loses there, the entry is for fewer numbers of rows.
+    """
+    before = graph_time(p.before, 5)
+    finals = {a: graph_time(partial(p.call, a), 3) for a in screened(p, sorted(seeds))}
+    ordered = sorted(finals, key=finals.__getitem__)[:_VERIFIED]
+    right = [a for a in ordered if is_right(a, p) and is_right(a, fewest)]
+    times = {a: graph_time(partial(p.call, a), 9) for a in right}
+    n, k = p.weights[0].shape
+    line = f"{p.operands:10s} {n:6d} {k:5d} {p.rows:3d} {before:7.1f}"
+    if not times:
+        return None, f"{line}: none of {len(finals)} is right"
+    best = min(times, key=times.__getitem__)
+    seeds.add(best)
+    settings = ",".join(str(_cublaslt.setting(best, name)) for name in _cublaslt.SETTINGS)
+    us = times[best]
+    line += f" {us:7.1f} {us / before - 1:+6.1%}  {settings}  wrong {len(ordered) - len(right)}"
+    if us > before * (1 - LEAST_GAIN):
+        return None, line
+    least = fewest.rows
+    with_fewest = [graph_time(call, 5) for call in (partial(fewest.call, best), fewest.before)]
+    line += f"  {least} rows {with_fewest[0]:.1f} against {with_fewest[1]:.1f}"
+    if with_fewest[0] > with_fewest[1]:
+        least = max(least, p.rows - _NARROW + 1)
+    entry = Algorithm(p.operands, n, k, least, p.rows, best.hex(), round(us, 2), round(before, 2))
+    return entry, line

@@ -1,0 +1,121 @@
+"""``Request`` is what the scheduler and the runner know about one request on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ..messages.sampling_params import SamplingParams
+
+
+class RequestStatus(IntEnum):
+    """Where a request is; everything from ``FINISHED_STOPPED`` on is final."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request; the scheduler alone changes it.
+
+    Token positions count prompt and output together.  ``num_computed_tokens`` advances when a step
+    is scheduled, not when it ends, so up to ``num_in_flight`` sampled tokens are not yet in
+    ``output_token_ids``: their values exist only on the device.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_total_tokens: int
+    """Prompt and output together end here: by max_tokens or by max_model_len."""
+    eos_token_ids: frozenset[int] = frozenset()
+    prompt: str | None = None
+    priority: int = 0
+    """Lower runs first, where the scheduler heeds it."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+
+    arrival: int = -1
+    """Position in the order of arrival, given by the scheduler."""
+    slot: int = -1
+    """The runner's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
+    block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    """Keys of its full blocks, as far as they were needed; they stay valid when it is preempted."""
+    num_kept_blocks: int = 0
+    """Number of blocks, from the first on, that others may find."""
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | str | None = None
+    """The stop id or stop string that ended the request; None for end-of-sequence."""
+    error: str | None = None
+    """Why the request failed; None unless it did."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Number of tokens whose values the CPU has: prompt and outputs."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of known and in-flight tokens."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def finish_reason(self) -> str | None:
+        return _FINISH_REASONS.get(self.status)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end the request; a sampler must not choose them before ``min_tokens``."""
+        eos = frozenset() if self.sampling_params.ignore_eos else self.eos_token_ids
+        return eos.union(self.sampling_params.stop_ids)
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether the last output token ended the request; its text is then not output."""
+        stopped = self.status is RequestStatus.FINISHED_STOPPED
+        return stopped and not isinstance(self.stop_reason, str)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known token ids at positions ``start`` to ``end``; fewer when the last is in flight."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : end - num_prompt]
+        head = self.prompt_token_ids[start:end]
+        return head + self.output_token_ids[: end - num_prompt] if end > num_prompt else head
+
+    def status_after_last_token(self) -> RequestStatus:
+        """The status that the newest output token leads to.  Also sets ``stop_reason``."""
+        params = self.sampling_params
+        token_id = self.output_token_ids[-1]
+        if len(self.output_token_ids) >= params.min_tokens:
+            if not params.ignore_eos and token_id in self.eos_token_ids:
+                return RequestStatus.FINISHED_STOPPED
+            if token_id in params.stop_ids:
+                self.stop_reason = token_id
+                return RequestStatus.FINISHED_STOPPED
+        if self.num_known_tokens >= self.max_total_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        return self.status

@@ -1,0 +1,378 @@
+"""The scheduler decides which tokens of which requests the next step computes.
+
+``schedule`` returns a ``Batch``, and ``update`` takes the tokens that it sampled.  Waiting requests
+start in order of (priority, arrival); the last in that order is preempted first.  Under first come,
+first served all priorities count as equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ...config import UserError
+from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
+from .kv_blocks import BlockPool
+from .prefix_cache import extend_keys
+from .request import Request, RequestStatus
+
+_WHY_NO_TOKEN = {
+    -1: "logits are NaN or infinite at output token {}: check the weights (a damaged checkpoint "
+    "has NaN) and dtype (float16 overflows where bfloat16 does not)",
+    -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
+    "or ban fewer stop_token_ids, else check the weights",
+}
+"""Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
+
+
+@dataclass(slots=True)
+class NewToken:
+    """A sampled token that ``Scheduler.update`` appended to its request."""
+
+    request: Request
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Scheduler:
+    """Continuous batching under one token budget, with chunked prefill and preemption by recompute.
+
+    Steps overlap: ``schedule`` may be called before ``update`` has seen the step before, and then
+    counts the tokens in flight as if they were known.
+
+    Args:
+        pool: the KV blocks; the scheduler alone allocates from it.
+        max_num_seqs: most requests that run at the same time, and the number of slots.
+        max_num_batched_tokens: most query tokens of one step.
+        max_model_len: most prompt and output tokens of one request.
+        enable_chunked_prefill: a prompt may be computed over several steps.
+        long_prefill_token_threshold: most tokens of one prompt in a step, so that others get their
+            share; 0: as many as fit.
+        prefix_caching: start behind the longest prefix whose blocks are still cached.
+        heed_priority: order by priority before arrival.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_chunked_prefill: bool = True,
+        long_prefill_token_threshold: int = 0,
+        prefix_caching: bool = False,
+        heed_priority: bool = False,
+    ) -> None:
+        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
+            raise ValueError(
+                f"{max_num_seqs=}, {max_num_batched_tokens=}, {max_model_len=}: expected at least 1"
+            )
+        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"{max_num_batched_tokens=} < {max_model_len=}: whole prompts would not fit a step"
+            )
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.long_prefill_token_threshold = long_prefill_token_threshold
+        self.prefix_caching = prefix_caching
+        self.heed_priority = heed_priority
+        self.running: OrderedDict[str, Request] = OrderedDict()
+        self.waiting: dict[str, Request] = {}
+        # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
+        self._queue: list[tuple[int, int, Request]] = []
+        self.num_prefix_tokens = 0
+        """Tokens looked up in the prefix cache."""
+        self.num_prefix_hits = 0
+        """Tokens found in the prefix cache."""
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._released_slots: list[int] = []
+        self._num_arrived = 0
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self.running or request_id in self.waiting
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            UserError: its id is in use, or the KV cache could never hold it.
+        """
+        if request.request_id in self:
+            raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
+        self.check_size(request)
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._enqueue(request)
+
+    def check_size(self, request: Request) -> None:
+        """Raise ``UserError`` if the KV cache could never hold the request."""
+        # The last token is sampled but never computed, so it needs no room in the cache.
+        needed = self.pool.blocks_for(request.max_total_tokens - 1)
+        if needed > self.pool.num_blocks:
+            num_prompt = len(request.prompt_token_ids)
+            raise UserError(
+                f"KV cache too small for one request: {num_prompt} prompt + "
+                f"{request.max_total_tokens - num_prompt} output tokens need {needed} blocks of "
+                f"{self.pool.block_size}, it has {self.pool.num_blocks}; lower max_tokens or "
+                "enlarge the cache (kv_cache_memory_bytes, num_gpu_blocks_override)"
+            )
+
+    def abort(self, request_id: str) -> Request | None:
+        """Finish a request at once and free what it holds; returns None if the id is unknown."""
+        request = self.running.get(request_id) or self.waiting.get(request_id)
+        if request is not None:
+            self.finish(request, RequestStatus.FINISHED_ABORTED)
+        return request
+
+    def finish(
+        self, request: Request, status: RequestStatus, stop_reason: int | str | None = None
+    ) -> None:
+        """Finish a request; tokens that it has in flight will be discarded.
+
+        A request that has already finished only changes its reason: the token that reached
+        ``max_tokens`` may also complete a stop string.
+        """
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+        elif not request.is_finished:
+            del self.waiting[request.request_id]
+        request.status = status
+        if stop_reason is not None:
+            request.stop_reason = stop_reason
+
+    def schedule(self) -> Batch | None:
+        """Choose the next step's work; returns None if nothing can run before the step in flight
+        ends."""
+        decodes: list[ScheduledRequest] = []
+        prefills: list[ScheduledRequest] = []
+        budget, block_size = self.max_num_batched_tokens, self.pool.block_size
+        preempted_before = self.num_preemptions
+        for request in self._running_in_order():
+            if budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted just now
+            num_tokens = request.num_tokens
+            if num_tokens >= request.max_total_tokens:
+                continue  # its last token is in flight
+            if num_tokens > len(request.block_ids) * block_size and not self._make_room(request):
+                continue
+            entry = self._take(request, num_tokens, budget)
+            budget -= entry.num_tokens
+            (decodes if entry.num_tokens == 1 else prefills).append(entry)
+        # Admit nothing after a preemption: the preempted request would return and be preempted
+        # again.
+        while budget > 0 and self.num_preemptions == preempted_before:
+            admitted = self._admit(budget)
+            if admitted is None:
+                break
+            entry = self._take(admitted, admitted.num_tokens, budget)
+            budget -= entry.num_tokens
+            (decodes if entry.num_tokens == 1 else prefills).append(entry)
+        if not decodes and not prefills:
+            return None
+        released, self._released_slots = self._released_slots, []
+        return Batch(decodes + prefills, released)
+
+    def update(self, batch: Batch, result: StepResult) -> tuple[list[NewToken], list[Request]]:
+        """Apply the sampled tokens of a step and finish the requests that they end.
+
+        Tokens of requests that finished while the step was in flight are dropped.  Tokens of
+        preempted requests are kept, since they were sampled before the preemption.  A request whose
+        logits give no token ends with an error.
+
+        Returns:
+            The tokens, and the requests that ended without one.
+
+        Raises:
+            RuntimeError: the result does not have one token per entry of the batch.
+        """
+        if len(result.token_ids) != len(batch.scheduled):
+            raise RuntimeError(
+                f"step result has {len(result.token_ids)} tokens for {batch.num_seqs} requests"
+            )
+        new_tokens: list[NewToken] = []
+        failed: list[Request] = []
+        for i, entry in enumerate(batch.scheduled):
+            if not entry.samples:
+                continue
+            request = entry.request
+            request.num_in_flight -= 1
+            if request.is_finished:
+                continue
+            token_id = result.token_ids[i]
+            if token_id < 0:
+                self._fail_without_token(request, token_id)
+                failed.append(request)
+                continue
+            request.output_token_ids.append(token_id)
+            logprobs = None if result.logprobs is None else result.logprobs[i]
+            new_tokens.append(NewToken(request, token_id, logprobs))
+            if self.prefix_caching:
+                self._keep_blocks(request)
+            status = request.status_after_last_token()
+            if status is not request.status:
+                self.finish(request, status)
+        return new_tokens, failed
+
+    def drop(self, batch: Batch) -> None:
+        """Forget a step: none of its tokens will come."""
+        for entry in batch.scheduled:
+            entry.request.num_in_flight -= entry.samples
+
+    def fail(self, batch: Batch, error: str) -> list[Request]:
+        """Finish the requests of a step that failed; call it when no step is in flight.
+
+        Keys and values that the step should have stored may be missing.  So no block is found by
+        its content any more, and all other running requests, which may share blocks, are computed
+        anew.
+
+        Returns:
+            The requests that this ended.
+        """
+        self.drop(batch)
+        failed = [e.request for e in batch.scheduled if not e.request.is_finished]
+        for request in failed:
+            request.error = error
+            self.finish(request, RequestStatus.FINISHED_ERROR)
+        for request in list(self.running.values()):
+            self._preempt(request)
+        self.pool.forget_all()
+        return failed
+
+    def _fail_without_token(self, request: Request, token_id: int) -> None:
+        """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
+        blocks, not even a shared one, is found by its content any more."""
+        request.error = _WHY_NO_TOKEN[token_id].format(len(request.output_token_ids) + 1)
+        self.finish(request, RequestStatus.FINISHED_ERROR)
+        self.pool.forget(request.block_keys)
+
+    def _take(self, request: Request, end: int, budget: int) -> ScheduledRequest:
+        """Schedule as many of the request's tokens up to ``end`` as fit; it has their blocks."""
+        start = request.num_computed_tokens
+        remaining = end - start
+        num_tokens = remaining
+        if remaining > 1:
+            num_tokens = min(remaining, budget, self.long_prefill_token_threshold or budget)
+        request.num_computed_tokens = start + num_tokens
+        if self.prefix_caching:
+            self._keep_blocks(request)
+        samples = num_tokens == remaining
+        if samples:
+            request.num_in_flight += 1
+        return ScheduledRequest(request, start, num_tokens, samples)
+
+    def _make_room(self, request: Request) -> bool:
+        """Give a running request the blocks for all its tokens; False if it had to be preempted."""
+        missing = self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
+        while missing > self.pool.num_free:
+            victim = max(self.running.values(), key=self._rank)
+            if len(self.running) == 1:
+                raise RuntimeError(
+                    f"request {request.request_id!r} alone exceeds the KV cache of "
+                    f"{self.pool.num_blocks} blocks: blocks were lost"
+                )
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if missing > 0:
+            request.block_ids.extend(self.pool.allocate(missing))
+        return True
+
+    def _admit(self, budget: int) -> Request | None:
+        """Start the first waiting request if a slot, the budget and the blocks allow it."""
+        request = self._first_waiting()
+        if request is None or not self._free_slots:
+            return None
+        # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.
+        if request.num_in_flight > 0:
+            return None
+        if not self.enable_chunked_prefill and request.num_tokens > budget:
+            return None
+        found = self._find_prefix(request)
+        needed = self.pool.blocks_for(request.num_tokens) - len(found)
+        # Leave one block for each running request, or the newcomer would soon be preempted.
+        if needed + self.pool.num_idle(found) + len(self.running) > self.pool.num_free:
+            return None
+        heapq.heappop(self._queue)
+        del self.waiting[request.request_id]
+        self.pool.share(found)
+        request.slot = self._free_slots.pop()
+        request.block_ids = found + self.pool.allocate(needed)
+        request.num_kept_blocks = len(found)
+        request.num_computed_tokens = len(found) * self.pool.block_size
+        if self.prefix_caching:
+            self.num_prefix_tokens += request.num_tokens
+            self.num_prefix_hits += request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        self.running[request.request_id] = request
+        return request
+
+    def _first_waiting(self) -> Request | None:
+        while self._queue:
+            request = self._queue[0][-1]
+            if self.waiting.get(request.request_id) is request:
+                return request
+            heapq.heappop(self._queue)
+        return None
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the request's first tokens; the last token is always computed, since
+        its hidden state gives the next."""
+        if not self.prefix_caching:
+            return []
+        size = self.pool.block_size
+        keys = extend_keys(request, size)
+        return self.pool.find(keys[: (request.num_tokens - 1) // size])
+
+    def _keep_blocks(self, request: Request) -> None:
+        """Let others find the blocks that are full of known tokens.  They may be found before they
+        are written: whoever reads them runs in this step or later, and a step stores before it
+        reads."""
+        size, num_computed = self.pool.block_size, request.num_computed_tokens
+        if num_computed < (request.num_kept_blocks + 1) * size:
+            return
+        full = min(num_computed, request.num_known_tokens) // size
+        keys = extend_keys(request, size)
+        for index in range(request.num_kept_blocks, full):
+            self.pool.keep(request.block_ids[index], keys[index])
+        request.num_kept_blocks = full
+
+    def _running_in_order(self) -> list[Request]:
+        """Running requests, the one that is preempted last first.  So a request that is preempted
+        to make room has no entry in the step yet.  By arrival this is the order of starting."""
+        running = list(self.running.values())
+        return sorted(running, key=self._rank) if self.heed_priority else running
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        return (request.priority if self.heed_priority else 0, request.arrival)
+
+    def _enqueue(self, request: Request) -> None:
+        self.waiting[request.request_id] = request
+        heapq.heappush(self._queue, (*self._rank(request), request))
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._enqueue(request)
+
+    def _release(self, request: Request) -> None:
+        del self.running[request.request_id]
+        self.pool.free(request.block_ids)
+        request.block_ids, request.num_kept_blocks = [], 0
+        self._free_slots.append(request.slot)
+        self._released_slots.append(request.slot)
+        request.slot = -1

@@ -1,0 +1,56 @@
+"""Checks options and folders before torch is imported, which takes seconds.
+
+What a start can refuse without knowing the hardware is refused here.
+"""
+
+from __future__ import annotations
+
+from ...config import EngineOptions, UserError
+from ...config.check import check_limits, check_options
+from ...model_executor.checkpoint import checkpoint_files
+from ...model_executor.hf_config import model_folder, model_limits, read_spec
+from ...model_executor.spec import check_online_kind
+from .tokenizer import missing_tokenizer
+
+
+def check_start(options: EngineOptions, *, weights: bool = True) -> None:
+    """Check options and the model's folder, as far as no hardware decides.
+
+    Args:
+        options: as for a start.
+        weights: whether they will be read; their files must be there then.
+
+    Raises:
+        UserError: an option or a file is bad.
+    """
+    check_options(options)
+    if not options.model:
+        raise UserError("model='': expected a Hugging Face model folder, or abacus")
+    folder = model_folder(options.model)
+    spec = read_spec(folder)
+    check_limits(options, model_limits(spec))
+    if spec.quant is None and options.quantization is not None:
+        check_online_kind(spec, options.quantization)
+    if options.tokenizer is not None:
+        check_tokenizer(options)
+    if weights and options.load_format != "dummy":
+        checkpoint_files(folder)
+
+
+def check_tokenizer(options: EngineOptions) -> None:
+    """Refuse a folder without ``tokenizer.json``; the model's has been checked otherwise.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    if options.tokenizer is None:
+        folder = model_folder(options.model)
+        if not (folder / "tokenizer.json").is_file():
+            raise missing_tokenizer(folder)
+        return
+    folder = model_folder(options.tokenizer)
+    if not (folder / "tokenizer.json").is_file():
+        what = "no tokenizer.json in it" if folder.is_dir() else "not a folder"
+        raise UserError(
+            f"tokenizer={options.tokenizer!r}: {what}; name a folder that has tokenizer.json"
+        )

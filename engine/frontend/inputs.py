@@ -1,0 +1,153 @@
+"""Turns prompts into token ids, and checks them before anything is queued.
+
+A prompt is text, token ids or a dict of them; a conversation becomes one by the chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ...config import ResolvedConfig, UserError
+from ...model_executor.hf_config import model_folder
+from ..messages.sampling_params import SamplingParams
+from .chat_template import Message
+from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a dict with ``prompt_token_ids`` and/or ``prompt`` (the text of the ids), and
+``cache_salt`` to share cached prefixes only with prompts of the same salt."""
+
+
+@dataclass(frozen=True)
+class InputProcessor:
+    """Checks and encodes prompts.
+
+    Without a ``tokenizer`` token-id prompts still work; ``tokenizer_folder`` is then named in the
+    error for the others.
+    """
+
+    tokenizer: Tokenizer | None
+    tokenizer_folder: Path
+    vocab_size: int
+    max_model_len: int
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], str | None]:
+        """(token ids, text) of a prompt; the text is None when only ids were given.
+
+        Raises:
+            UserError: the prompt is empty, too long, of an unknown form, has ids outside the
+                vocabulary, or needs a tokenizer that is not there.
+        """
+        if params.stop_strings and self.tokenizer is None:
+            raise UserError(f"stop={params.stop!r} needs text: {self._missing()}")
+        token_ids, text = self._token_ids(prompt)
+        if not token_ids:
+            raise UserError("prompt is empty: expected at least one token")
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                token_ids = [_integer(each) for each in token_ids]
+                break
+        # min and max beat a comparison of every id by far on long prompts.
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise UserError(
+                    f"prompt token id {token_id}: outside the vocabulary, 0..{self.vocab_size - 1}"
+                )
+        for token_id in params.stop_ids:
+            if token_id >= self.vocab_size:
+                raise UserError(
+                    f"SamplingParams: stop_token_ids has {token_id}: outside the vocabulary, "
+                    f"0..{self.vocab_size - 1}"
+                )
+        if len(token_ids) >= self.max_model_len:
+            raise UserError(
+                f"prompt of {len(token_ids)} tokens: max_model_len={self.max_model_len} leaves "
+                f"room for {self.max_model_len - 1} and one output token; shorten it or raise "
+                "max_model_len"
+            )
+        return token_ids, text
+
+    @staticmethod
+    def cache_salt(prompt: Prompt) -> str | None:
+        """The salt that a prompt brings.
+
+        Raises:
+            UserError: it is not text.
+        """
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise UserError(f"cache_salt {salt!r}: expected a non-empty string")
+        return salt
+
+    def max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The most tokens of prompt and output together."""
+        if params.max_tokens is None:
+            return self.max_model_len
+        return min(num_prompt_tokens + params.max_tokens, self.max_model_len)
+
+    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> Prompt:
+        """The prompt of a conversation, through the model's chat template."""
+        tokenizer = self.require_tokenizer()
+        text = tokenizer.render_chat(messages, **variables)
+        # The template wrote the special tokens itself.
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise self._missing()
+        return self.tokenizer
+
+    def _missing(self) -> UserError:
+        return missing_tokenizer(self.tokenizer_folder)
+
+    def _token_ids(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            return (self.require_tokenizer().encode(prompt) if prompt else []), prompt
+        if isinstance(prompt, Mapping):
+            unknown = [str(key) for key in prompt if key not in _KEYS and prompt[key] is not None]
+            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            if not unknown and ids is not None and (text is None or isinstance(text, str)):
+                return _id_list(ids, "prompt_token_ids (a list of integers)"), text
+            if not unknown and ids is None and isinstance(text, str):
+                return self._token_ids(text)
+            refused = f"{', '.join(unknown)} is not served; " if unknown else ""
+            raise UserError(
+                f"prompt has keys {sorted(map(str, prompt))}: {refused}expected prompt (text) "
+                "or prompt_token_ids (a list of integers), and perhaps cache_salt"
+            )
+        return _id_list(prompt, "text, token ids or {'prompt_token_ids': […]}"), None
+
+
+def plain(value: Any) -> Any:
+    """Arrays and tensors as lists; anything else as it is."""
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
+        return value.tolist()
+    return value
+
+
+def _id_list(ids: Any, expected: str) -> list[int]:
+    if isinstance(ids, bytes | bytearray | memoryview):
+        raise UserError(f"prompt of type {type(ids).__name__}: expected {expected}; use .decode()")
+    ids = plain(ids)
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        raise UserError(f"prompt of type {type(ids).__name__}: expected {expected}")
+    return [*ids]
+
+
+def _integer(token_id: object) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+        raise UserError(f"prompt token id {token_id!r}: expected an integer")
+    return int(token_id)
+
+
+def input_processor(config: ResolvedConfig, vocab_size: int) -> InputProcessor:
+    """Make the processor of a model's prompts; without a tokenizer it takes token ids alone."""
+    folder = model_folder(config.model.tokenizer)
+    return InputProcessor(load_tokenizer(folder), folder, vocab_size, config.model.max_model_len)

@@ -1,0 +1,1 @@
+"""What the rooms of the engine exchange.  It imports none of them."""

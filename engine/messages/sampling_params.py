@@ -1,0 +1,144 @@
+"""``SamplingParams`` says how to choose the tokens of one request, under vLLM's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ...config import UserError
+
+MAX_OUTPUTS = 16384
+"""Most outputs ``n`` of one prompt; vLLM has the same limit."""
+MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling options of one request; checked and normalized once, immutable afterwards.
+
+    ``stop`` and ``stop_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.
+    With ``max_tokens=None`` generation runs until the model's length limit.
+
+    Raises:
+        UserError: a value has the wrong type or is out of range; the message names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(_is_list(stop), self, "stop", "text or a list of texts")
+        _require(_is_list(self.stop_token_ids), self, "stop_token_ids", "a list of token ids")
+        for name, value in {"stop": stop, "stop_token_ids": self.stop_token_ids}.items():
+            object.__setattr__(self, name, () if value is None else tuple(value))
+        self._check_types()
+        self._check_ranges()
+        # Only after the checks: -1 means "off" for these two and nothing for any other field.
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @cached_property
+    def plain_greedy(self) -> bool:
+        """Every token is the likeliest, whatever came before."""
+        return self.greedy and not self.has_penalties and self.min_tokens == 0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop  # type: ignore[return-value]  # normalized in __post_init__
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.stop_token_ids  # type: ignore[return-value]  # normalized in __post_init__
+
+    def of_child(self, index: int) -> SamplingParams:
+        """The parameters of output ``index`` of ``n``; seeds differ so that the outputs do."""
+        seed = None if self.seed is None else (self.seed + index) % 2**63
+        return replace(self, n=1, seed=seed)
+
+    def _check_types(self) -> None:
+        for name in ("n", "top_k", "min_tokens"):
+            _require(_is_int(getattr(self, name)), self, name, "an integer")
+        for name in ("seed", "max_tokens", "logprobs"):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value), self, name, "an integer or None")
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            _require(_is_number(getattr(self, name)), self, name, "a finite number")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), self, name, "True or False")
+        ids_ok = all(_is_int(i) and i >= 0 for i in self.stop_ids)
+        _require(ids_ok, self, "stop_token_ids", "token ids of at least 0")
+        texts_ok = all(isinstance(s, str) and s for s in self.stop_strings)
+        _require(texts_ok, self, "stop", "strings that are not empty")
+
+    def _check_ranges(self) -> None:
+        _require(1 <= self.n <= MAX_OUTPUTS, self, "n", f"in [1, {MAX_OUTPUTS}]")
+        _require(self.temperature >= 0, self, "temperature", "at least 0 (0 is greedy)")
+        _require(0 < self.top_p <= 1, self, "top_p", "in (0, 1]")
+        _require(self.top_k >= -1, self, "top_k", "at least 1, or 0 or -1 for off")
+        _require(0 <= self.min_p <= 1, self, "min_p", "in [0, 1]")
+        _require(self.repetition_penalty > 0, self, "repetition_penalty", "more than 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, self, name, "in [-2, 2]")
+        seed_ok = self.seed is None or -1 <= self.seed < 2**63
+        _require(seed_ok, self, "seed", "in [0, 2**63), or None or -1 for none")
+        _require(self.max_tokens is None or self.max_tokens >= 1, self, "max_tokens", "at least 1")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _require(0 <= self.min_tokens <= most, self, "min_tokens", f"in [0, max_tokens={most}]")
+        logprobs_ok = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        _require(logprobs_ok, self, "logprobs", f"in [0, {MAX_LOGPROBS}] or None")
+        if self.greedy:
+            _require(self.n == 1, self, "n", "1 with temperature=0: greedy outputs are all equal")
+
+
+def _require(ok: bool, params: SamplingParams, name: str, expected: str) -> None:
+    if not ok:
+        raise UserError(f"SamplingParams: {name}={getattr(params, name)!r}: expected {expected}")
+
+
+def _is_list(value: object) -> bool:
+    return value is None or isinstance(value, Iterable)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))

@@ -1,0 +1,1 @@
+"""The device side, one a GPU: start-up, runner and sampler."""

@@ -1,0 +1,185 @@
+"""Gives the compiler its view of a model: its key and, when it must be compiled, what to trace.
+
+The model that is traced has one layer of each kind, on fake tensors: it needs no memory and no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compiler.artifacts.factors import measured_factors, source_factors, toolchain_factors
+from ...compiler.artifacts.key import Key
+from ...compiler.artifacts.scratch import scratch_folder
+from ...compiler.artifacts.store import Store, open_store
+from ...compiler.capture.source import Example, Repeat, Source
+from ...compiler.compiled import Compiled, compile
+from ...compiler.record import Record
+from ...config import STEP, Per, ResolvedConfig, StoreConfig, key_factors
+from ...model_executor.attention import AttentionInputs
+from ...model_executor.kv_cache import kv_cache_shape
+from ...model_executor.loader import fake_model
+from ...model_executor.models.decoder import distinct_layers
+from ...model_executor.spec import ModelSpec
+from .sampler import outside_calls
+
+STEP_INPUTS = tuple(field.name for field in STEP.program if field.per is Per.TOKEN)
+ATTENTION_INPUTS = AttentionInputs._fields
+KV_CACHE = "kv_cache/{}"
+_MODEL_SOURCES = (
+    "model_executor/models",
+    "model_executor/attention",
+    "model_executor/layers.py",
+    "model_executor/quant/scheme.py",
+    "model_executor/kv_cache.py",
+    "engine/worker/source.py",
+    "engine/worker/sampler.py",
+)
+
+
+def kv_cache_name(layer: int) -> str:
+    return KV_CACHE.format(layer)
+
+
+def module_arguments(values: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
+    """The arguments of ``DecoderModel.forward``, from values by name."""
+    attention = AttentionInputs(*(values[name] for name in ATTENTION_INPUTS))
+    kv_caches = [values[kv_cache_name(i)] for i in range(num_layers)]
+    return (*(values[name] for name in STEP_INPUTS), attention, kv_caches)
+
+
+def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
+    """The key of a model's artifact: its fields, the configuration, sources and toolchain."""
+    hardware = config.hardware
+    factors = key_factors(spec, "model") | key_factors(config, "config")
+    factors |= source_factors(_MODEL_SOURCES) | toolchain_factors(hardware.device)
+    if config.compile.tune:
+        factors["config.hardware.name"] = hardware.name
+        factors |= measured_factors(hardware.device)
+        factors["config.compile.tune_seconds"] = str(config.compile.tune_seconds)
+    return Key(factors)
+
+
+def keys_as_good(spec: ModelSpec, config: ResolvedConfig) -> list[Key]:
+    """Keys of other artifacts that serve as well.  Where rewrites need not be verified, an artifact
+    in which they were does, as ``fusewright compile`` makes it."""
+    if config.compile.verify:
+        return []
+    verified = replace(config, compile=replace(config.compile, verify=True))
+    return [artifact_key(spec, verified)]
+
+
+def configured_store(config: StoreConfig, spare: Callable[[], Path] | None = None) -> Store:
+    """The store that the options name; for ``spare`` see ``Store``."""
+    return open_store(
+        config.search,
+        trusted_keys=config.trusted_keys,
+        size_limit_bytes=config.size_limit_bytes,
+        spare=spare,
+    )
+
+
+@contextmanager
+def artifact_store(config: StoreConfig) -> Iterator[Store]:
+    """The store of a start: the configured one, with a temporary folder for what it cannot keep."""
+    with ExitStack() as stack:
+
+        def scratch() -> Path:
+            return stack.enter_context(scratch_folder())
+
+        yield configured_store(config, scratch) if config.enabled else Store((), write_to=scratch())
+
+
+def find_or_compile(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    store: Store,
+    *,
+    before_build: Callable[[], object] = lambda: None,
+    on_phase: Callable[[str], None],
+    record: Record | None = None,
+) -> Compiled:
+    """``compile()`` for a model; ``before_build`` is called if there is no artifact."""
+
+    def source() -> Source:
+        before_build()
+        return model_source(spec, config)
+
+    return compile(
+        source,
+        config.compile,
+        key=artifact_key(spec, config),
+        as_good=keys_as_good(spec, config),
+        store=store,
+        require=config.store.require,
+        label=artifact_label(spec, config),
+        device=config.hardware.device,
+        sm=config.hardware.sm,
+        on_phase=on_phase,
+        record=record,
+    )
+
+
+def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
+    """A description of the artifact for people."""
+    hardware = config.hardware
+    target = f"sm_{hardware.sm}" if hardware.sm else hardware.device
+    dtypes = config.model.dtype
+    if config.model.quantization != "none":
+        dtypes += f", {config.model.quantization} weights"
+    if config.cache.dtype != config.model.dtype:
+        dtypes += f", {config.cache.dtype} KV cache"
+    return (
+        f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}, "
+        f"{dtypes}, -O{config.compile.level}, {target}"
+    )
+
+
+def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
+    """The module that is traced for ``spec``, with its example inputs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    short, layers = distinct_layers(spec)
+    device = torch.device(config.hardware.device)
+    with FakeTensorMode():
+        model = fake_model(short, device)
+        given = example(short, config.cache.block_size, device)
+    return Source(
+        model,
+        given,
+        Repeat("layers", layers, ("weights/layers.{}.", KV_CACHE)),
+        partial(outside_calls, spec),
+    )
+
+
+def example(
+    spec: ModelSpec, block_size: int, device: torch.device, num_tokens: int = 37
+) -> Example:
+    """Example inputs, in which sizes that count different things differ."""
+    num_seqs, num_blocks, max_blocks = 3, 5, 11
+    named: dict[str, Tensor] = {}
+    dynamic: dict[str, dict[int, str]] = {}
+
+    def add(name: str, dtype: torch.dtype, shape: tuple[int, ...], *counts: str) -> None:
+        named[name] = torch.empty(shape, dtype=dtype, device=device)
+        dynamic[name] = dict(enumerate(counts))
+
+    sizes = {
+        Per.TOKEN: (num_tokens,),
+        Per.SEQUENCE: (num_seqs,),
+        Per.BOUNDARY: (num_seqs + 1,),
+        Per.TABLE: (num_seqs, max_blocks),
+    }
+    for field in STEP.program:
+        add(field.name, getattr(torch, field.dtype), sizes[field.per], *field.per.dims)
+    for layer in range(spec.num_layers):
+        shape = kv_cache_shape(spec, num_blocks, block_size)
+        add(kv_cache_name(layer), spec.kv_cache_dtype, shape, "num_blocks")
+    return Example(module_arguments(named, spec.num_layers), named, dynamic)

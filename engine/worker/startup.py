@@ -1,0 +1,360 @@
+"""The stages of a start; ``Engine.__init__`` calls them in order.
+
+Each takes the model's spec, the resolved configuration and what earlier stages made: weights, the
+program, input buffers, graphs, KV caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+
+import torch
+from torch import Tensor, nn
+
+from ...compiler.capture.source import WEIGHTS
+from ...compiler.compiled import LOOKUPS, Compiled
+from ...compiler.lowering.check_kernels import check_kernels
+from ...compiler.run.program import Program, eager_program
+from ...config import (
+    EngineOptions,
+    Hardware,
+    ResolvedConfig,
+    UserError,
+    resolve,
+)
+from ...graph_capture import (
+    Dispatcher,
+    Graphs,
+    MemoryReport,
+    StepBuffers,
+    make_backend,
+    say_free,
+)
+from ...model_executor.hf_config import model_folder, model_limits, read_spec
+from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
+from ...model_executor.loader import load_model, out_of_memory
+from ...model_executor.models.decoder import DecoderModel
+from ...model_executor.quant.scheme import KINDS
+from ...model_executor.spec import ModelSpec, quantize_online
+from ..core.kv_blocks import BlockPool
+from ..core.scheduler import Scheduler
+from .missing_kernels import say_where_csrc_is_missing
+from .progress import Progress
+from .source import (
+    ATTENTION_INPUTS,
+    STEP_INPUTS,
+    artifact_store,
+    find_or_compile,
+    kv_cache_name,
+    module_arguments,
+)
+from .startup_report import StartupReport
+
+_CPU_CACHE_BYTES = 2**30
+
+
+def read_model(
+    options: EngineOptions, hardware: Hardware
+) -> tuple[Path, ModelSpec, ResolvedConfig]:
+    """Read the model's folder; returns it, the spec as it will run, and the resolved configuration.
+
+    Raises:
+        UserError: the folder or an option is bad.
+    """
+    folder = model_folder(options.model)
+    spec = read_spec(folder)
+    config = resolve(options, hardware, model_limits(spec))
+    check_kernels(dict(config.compile.kernels))
+    return folder, with_options(spec, config), config
+
+
+def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
+    """A checkpoint's spec with the dtype, KV cache dtype and online quantization of ``config``."""
+    spec = replace(
+        spec,
+        dtype_name=config.model.dtype,
+        fp8_kv_cache=config.cache.dtype == "fp8_e4m3",
+    )
+    for kind in KINDS:
+        if spec.quant is None and kind == config.model.quantization:
+            return quantize_online(spec, kind)
+    return spec
+
+
+class Stopped(Exception):
+    """Ends the loading of weights that nobody waits for any more."""
+
+
+@contextmanager
+def load_beside(
+    folder: Path,
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    startup: StartupReport,
+    progress: Progress,
+) -> Iterator[Future[DecoderModel]]:
+    """Load the model in a thread while the block runs; an error in the block stops the loading."""
+    stop = Event()
+
+    @contextmanager
+    def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+        with progress.bar(label, total) as advance:
+
+            def checked(count: int) -> None:
+                if stop.is_set():
+                    raise Stopped
+                advance(count)
+
+            yield checked
+
+    def load() -> DecoderModel:
+        with startup.phase("weights", beside=True):
+            return load_model(
+                spec,
+                folder,
+                config.hardware.device,
+                load_format=config.model.load_format,
+                seed=config.model.seed,
+                progress=bar,
+            )
+
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+        try:
+            yield pool.submit(load)
+        except BaseException:
+            stop.set()
+            raise
+
+
+def compile_model(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    weights: Future[DecoderModel],
+    startup: StartupReport,
+    progress: Progress,
+) -> Compiled:
+    """Make the model a program with its weights bound.  The program is loaded or compiled while
+    the weights are read; at ``-O0`` it is the model as it is."""
+    if not config.compile.trace:
+        names = [kv_cache_name(i) for i in range(spec.num_layers)]
+        return Compiled(
+            eager_program(
+                weights.result(),
+                lambda values: module_arguments(values, spec.num_layers),
+                [*STEP_INPUTS, *ATTENTION_INPUTS, *names],
+            )
+        )
+
+    def on_phase(phase: str) -> None:
+        if weights.done():
+            weights.result()  # a bad checkpoint ends the start now, not when compilation is done
+        say(phase)
+
+    with (
+        startup.phase("compile"),
+        artifact_store(config.store) as store,
+        progress.status("Compiling", quiet=LOOKUPS) as say,
+    ):
+        # -O3 measures kernels, so the weights are loaded first and the device is idle.
+        before_build = weights.result if config.compile.tune else lambda: None
+        compiled = find_or_compile(
+            spec, config, store, before_build=before_build, on_phase=on_phase
+        )
+    say_where_csrc_is_missing(config.hardware)
+    with startup.phase("wait for weights"):
+        model = weights.result()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    compiled.program.bind({WEIGHTS + name: tensor for name, tensor in tensors})
+    return compiled
+
+
+def _max_blocks(config: ResolvedConfig) -> int:
+    """Number of KV blocks that the longest request needs."""
+    return -(-config.model.max_model_len // config.cache.block_size)
+
+
+def step_buffers(config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
+    """Allocate the static inputs for the largest step."""
+    return StepBuffers(
+        torch.device(config.hardware.device),
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        max_seqs=dispatcher.max_seqs,
+        max_blocks=_max_blocks(config),
+    )
+
+
+def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
+    """Make the scheduler over ``num_blocks`` KV blocks."""
+    return Scheduler(
+        BlockPool(num_blocks, config.cache.block_size),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.model.max_model_len,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        prefix_caching=config.scheduler.prefix_caching,
+        heed_priority=config.scheduler.policy == "priority",
+    )
+
+
+def bind_kv_caches(
+    program: Program, spec: ModelSpec, config: ResolvedConfig, num_blocks: int
+) -> list[Tensor]:
+    """Allocate ``num_blocks`` KV blocks in every layer and bind them to the program.
+
+    Raises:
+        UserError: the device has no room for them.
+    """
+    size = config.cache.block_size
+    device = torch.device(config.hardware.device)
+    try:
+        caches = allocate_kv_caches(spec, num_blocks, size, spec.kv_cache_dtype, device)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
+        raise UserError(
+            f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
+            f"{config.hardware.device} has left; lower num_gpu_blocks_override, "
+            "kv_cache_memory_bytes or gpu_memory_utilization"
+        ) from error
+    program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
+    return caches
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of device memory that steps and graphs will take beyond what is in use."""
+
+    activations: int = 0
+    graphs: int = 0
+
+
+def num_kv_blocks(
+    spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers, needs: Needs
+) -> int:
+    """The number of KV blocks: as the options say, else as many as fit beside ``needs`` and a full
+    batch can use.
+
+    Raises:
+        UserError: not even one block fits.
+    """
+    per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.kv_cache_dtype)
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    if config.cache.kv_cache_memory_bytes is not None:
+        budget, source = config.cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    elif config.hardware.device == "cpu":
+        budget, source = _CPU_CACHE_BYTES, "1 GiB of memory"
+    else:
+        free, total = torch.cuda.mem_get_info()
+        share = config.cache.gpu_memory_utilization
+        budget = int(share * total) - (total - free) - needs.activations - needs.graphs
+        source = f"gpu_memory_utilization={share} of {total / 1e9:.1f} GB"
+    num_blocks = budget // per_block
+    if num_blocks < 1:
+        raise UserError(
+            f"KV cache: {source} leaves {budget} bytes, one block of {config.cache.block_size} "
+            f"tokens takes {per_block}; raise it, or use a smaller model or max_num_batched_tokens"
+        )
+    most_useful = config.scheduler.max_num_seqs * buffers.max_blocks
+    return min(num_blocks, most_useful)
+
+
+def make_graphs(
+    program: Program, buffers: StepBuffers, dispatcher: Dispatcher, config: ResolvedConfig
+) -> Graphs:
+    """Make the graphs that the dispatcher may choose; none of them is captured yet."""
+    hardware = config.hardware
+    device = torch.device(hardware.device)
+    backend = make_backend(hardware.graphs, device) if dispatcher.num_graphs else None
+    return Graphs(program, buffers, dispatcher, backend, lambda: outside_bytes(hardware))
+
+
+@torch.inference_mode()
+def warm_up(
+    program: Program,
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    buffers: StepBuffers,
+    graphs: Graphs,
+) -> Needs:
+    """On a GPU, run the largest step and decodes and capture the largest graphs, over a KV cache of
+    one block.  This measures the memory that they need, and lets kernels and libraries allocate
+    what they keep for good.
+
+    Raises:
+        UserError: the device has no room for the largest step, or for a graph.
+    """
+    if config.hardware.device == "cpu":
+        return Needs()
+    bind_kv_caches(program, spec, config, 1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    most = config.scheduler.max_num_seqs
+    try:
+        for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
+            program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"max_num_batched_tokens={buffers.max_tokens}: a step of so many finds no room beside "
+            f"the weights{say_free(torch.device('cuda'))}; lower it or max_num_seqs, or use a "
+            "smaller model"
+        ) from error
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    graphs.capture_largest()
+    torch.cuda.empty_cache()
+    return Needs(peak, graphs.predict_bytes() - graphs.pool_bytes)
+
+
+@torch.inference_mode()
+def capture(graphs: Graphs, config: ResolvedConfig, progress: Progress) -> None:
+    """Capture the largest graphs, and the others too unless capture is lazy."""
+    total = graphs.num_pending + graphs.num_captured
+    with progress.bar("Capturing graphs", total) as advance:
+        graphs.capture_largest()
+        advance(graphs.num_captured)
+        while not config.capture.lazy and graphs.capture_next():
+            advance(1)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters and buffers; shared ones count once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
+def driver_bytes(hardware: Hardware) -> int:
+    """Device memory in use as the driver counts it; 0 on a CPU."""
+    if hardware.device == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def outside_bytes(hardware: Hardware) -> int:
+    """``driver_bytes`` less what PyTorch's allocator holds: the CUDA context, loaded kernels and
+    library workspaces; 0 on a CPU."""
+    if hardware.device == "cpu":
+        return 0
+    return driver_bytes(hardware) - torch.cuda.memory_reserved()
+
+
+def account(
+    hardware: Hardware, graphs: Graphs, *, context: int, weights: int, kv_cache: int, predicted: int
+) -> MemoryReport:
+    """Say where the device memory is now; ``context`` is ``outside_bytes`` before the graphs."""
+    report = MemoryReport(
+        weights=weights, kv_cache=kv_cache, graphs=graphs.bytes, graphs_predicted=predicted
+    )
+    if hardware.device == "cuda":
+        reserved, pool = torch.cuda.memory_reserved(), graphs.pool_bytes
+        report.context, report.driver = context, driver_bytes(hardware)
+        report.activations = reserved - weights - kv_cache - pool
+    return report

@@ -1,0 +1,249 @@
+"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]``, a product of axes.
+
+``Norm`` is a point of the product, and ``NORMS`` has the op of each.  An op computes, in this
+order, the sum over ranks of x, the sum with the residual, RMSNorm (Zhang and Sennrich, 2019, eq. 4)
+and its quantization to FP8.  Every step rounds as the op of that step alone, so passes that attach
+a step to a norm change no bit.  Models call ``rms_norm``.
+
+Arguments: x, [residual,] weight, eps, weight_offset | scale | group_size[, group_name].  Results:
+the norm, or its FP8 values [and scales]; then the last sum, if the op makes one: the next residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._launch import Launch, run_launches
+from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp
+from .all_reduce import CASES_GROUP, sum_flops, sum_over_ranks, wire_bytes
+from .all_reduce import check as check_sum
+from .launches import norm as plans
+from .launches.quant import empty_results, norm_quantize
+from .quantize import (
+    ONE_STEP,
+    SCHEMES,
+    alone_or_all,
+    check,
+    finish,
+    parameter,
+    quantizing_cost,
+    refuses_device,
+    schemes,
+    signed,
+    too_wide_for,
+)
+
+_MAX_HIDDEN = 16384
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What a norm does besides normalizing: sum over ranks, add a residual, quantize."""
+
+    reduce: bool = False
+    add: bool = False
+    quant: str = ""
+
+    @property
+    def name(self) -> str:
+        quant = f"_quant_{self.quant}" if self.quant else ""
+        return f"{'all_reduce_' * self.reduce}{'add_' * self.add}rms_norm{quant}"
+
+    @property
+    def sums(self) -> bool:
+        """Whether a sum is the last result."""
+        return self.reduce or self.add
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None) -> Tensor:
+    """Root-mean-square normalization over the last dimension (Zhang and Sennrich, 2019, eq. 4).
+
+    Args:
+        x: [..., hidden], floating point.
+        weight: [hidden], same dtype as ``x``; with a ``weight_offset`` also float32.
+        eps: added to the mean square.
+        weight_offset: None rounds to x's dtype, then multiplies by the weight, as Llama does.  A
+            number multiplies by weight + weight_offset in float32 and rounds once: 1 is Gemma's
+            norm, 0 that of ``torch.nn.functional.rms_norm``.
+
+    Returns:
+        [..., hidden] in x's dtype, contiguous; statistics and scaling in float32.
+    """
+    return torch.ops.fw.rms_norm.default(  # type: ignore[no-any-return]
+        x, weight, eps, weight_offset
+    )
+
+
+def rms_norm_native(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float | None = None
+) -> Tensor:
+    """The definition in plain ATen."""
+    plans.check(x, None, weight)
+    x_f32 = x.float()
+    scale = torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
+    if weight_offset is None:
+        return ((x_f32 * scale).to(x.dtype) * weight).contiguous()
+    return (x_f32 * scale * (weight.float() + weight_offset)).to(x.dtype).contiguous()
+
+
+def definition(axes: Norm, *args: Any) -> Any:
+    """The results of the op of ``axes``, step by step."""
+    (x, *rest), total = args, None
+    if axes.reduce:
+        total = x = sum_over_ranks(x, rest.pop())
+    if axes.add:
+        residual, *rest = rest
+        plans.check(x, residual, rest[0])
+        total = x = (x + residual).contiguous()
+    weight, eps, *how = rest
+    if axes.quant:
+        made = finish(rms_norm_native(x, weight, eps), how[0])
+    else:
+        made = (rms_norm_native(x, weight, eps, *how),)
+    return alone_or_all(made if total is None else (*made, total))
+
+
+def _fake(axes: Norm, *args: Any) -> Any:
+    x, *rest = args
+    if axes.reduce:
+        check_sum(x, rest.pop())
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    made: tuple[Tensor, ...] = (total,)
+    if axes.quant:
+        check(x, rest[-1])
+        made = empty_results(x, x.shape[1], rest[-1])
+    elif axes.sums:
+        made = (torch.empty_like(total),)
+    return alone_or_all((*made, total) if axes.sums else made)
+
+
+def _launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
+    residual, rest = (rest[0], rest[1:]) if axes.add else (None, rest)
+    if axes.quant:
+        check(x, rest[-1])
+        planned, results = norm_quantize(x, residual, *rest)
+    else:
+        planned, results = plans.norm(x, residual, *rest)
+    return planned, alone_or_all(results)
+
+
+def _cases(
+    axes: Norm, dtype: torch.dtype, device: torch.device, gen: torch.Generator
+) -> Iterator[Case]:
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen, device=device)
+
+    def calls(
+        label: str, x: Tensor, eps: float = 1e-5, offset: float | None = None, weight: Any = None
+    ) -> Iterator[Case]:
+        x = x.to(dtype) if x.dtype == torch.float32 else x
+        weight = randn(x.shape[-1]).to(dtype) if weight is None else weight
+        residual = (randn(*x.shape).to(dtype),) if axes.add else ()
+        group = (CASES_GROUP,) if axes.reduce else ()
+        if not axes.quant:
+            offsets = (offset,) if axes.reduce or offset is not None else ()
+            yield Case(label, (x, *residual, weight, eps, *offsets, *group))
+        elif x.dim() == 2 and offset is None:
+            for name, scheme in schemes(axes.quant, device, gen, x.shape[1]):
+                yield Case(f"{label}, {name}", (x, *residual, weight, eps, scheme, *group))
+
+    for shape in [(1, 64), (7, 256), (1, 128), (33, 96), (5, 4, 128), (2, 1001), (3, 4096)]:
+        yield from calls(f"{list(shape)}", randn(*shape))
+    outliers = randn(9, 384)
+    outliers[randn(9, 384) > 2] *= 300
+    outliers[4] = 0
+    yield from calls("outliers, zeros", outliers)
+    yield from calls("slice of [6, 640]", randn(6, 640).to(dtype)[:, 128:512], 1e-6)
+    heads = randn(9, 8 * 64).to(dtype).view(9, 8, 64)[:, 5:7]
+    yield from calls("heads of a packed qkv", heads, 1e-6)
+    yield from calls("Gemma's 1 + weight", randn(7, 1001), 1e-6, 1.0)
+    yield from calls("float32 weight", randn(7, 1001), 1e-6, 0.0, randn(1001))
+    yield from calls("columns as rows", randn(128, 6).to(dtype).t(), 1e-6)
+    yield from calls("no rows", randn(0, 128))
+
+
+def _cost(axes: Norm, desc: OpDesc) -> Cost:
+    x, flops = desc["x"], 4 + axes.add
+    if axes.quant:
+        alone = quantizing_cost(desc, x.shape[1], flops + SCHEMES[axes.quant].flops)
+    else:
+        moved = (2 + axes.add) * x.nbytes + desc["weight"].nbytes
+        alone = Cost(moved, flops * x.numel)
+    summed = alone.bytes + (x.nbytes if axes.sums else 0)
+    if not axes.reduce:
+        return Cost(summed, alone.flops)
+    return Cost(summed + wire_bytes(x), alone.flops + sum_flops(x))
+
+
+def _supports(axes: Norm, desc: OpDesc) -> str:
+    width = desc["x"].shape[-1]
+    if axes.quant:
+        return too_wide_for(SCHEMES[axes.quant], width, _MAX_HIDDEN) or refuses_device(desc)
+    return plans.too_wide(width)
+
+
+def _op(axes: Norm) -> SemanticOp:
+    """The op of one point.  One that sums over ranks has no kernel yet, and Inductor sees one op
+    where it runs several; its arguments have no defaults, since the group comes last."""
+    offset = parameter("weight_offset", float | None, None)
+    if axes.reduce:
+        offset = offset.replace(default=offset.empty)
+    parameters = [
+        parameter("x", Tensor),
+        *([parameter("residual", Tensor)] if axes.add else []),
+        parameter("weight", Tensor),
+        parameter("eps", float),
+        SCHEMES[axes.quant].parameter if axes.quant else offset,
+        *([parameter("group_name", str)] if axes.reduce else []),
+    ]
+    results = (SCHEMES[axes.quant].results if axes.quant else 1) + axes.sums
+
+    def reference(*args: Any) -> Any:
+        return definition(axes, *args)
+
+    def launches(*args: Any) -> tuple[list[Launch], Any]:
+        return _launches(axes, *args)
+
+    def supports(desc: OpDesc) -> str:
+        return _supports(axes, desc)
+
+    def native_supports(desc: OpDesc) -> str:
+        return refuses_device(desc) if axes.quant else ""
+
+    native = Implementation("native", reference, native_supports, inline=not axes.reduce)
+    triton = Implementation(
+        "triton", run_launches(launches), supports, devices=("cuda",), launches=launches
+    )
+    return SemanticOp(
+        name=axes.name,
+        reference=signed(reference, parameters, results),
+        fake=lambda *args: _fake(axes, *args),
+        cases=lambda *given: _cases(axes, *given),
+        cost=lambda desc: _cost(axes, desc),
+        implementations=(native,) if axes.reduce else (triton, native),
+        tolerances=ONE_STEP if axes.quant else TOLERANCES,
+    )
+
+
+NORMS = {
+    axes: _op(axes)
+    for axes in (Norm(*point) for point in product((False, True), (False, True), ("", *SCHEMES)))
+}
+RMS_NORM, ADD_RMS_NORM = NORMS[Norm()], NORMS[Norm(add=True)]
+_POINTS = {op.overload(): axes for axes, op in NORMS.items()}
+
+
+def norm_axes(target: Any) -> Norm | None:
+    """The axes of a norm by its dispatcher op ``fw::name``; None for anything else."""
+    return _POINTS.get(target)
+
+
+def with_axes(target: Any, **changes: Any) -> Any:
+    """The dispatcher op that does what the norm ``target`` does, with these axes changed."""
+    return NORMS[replace(_POINTS[target], **changes)].overload()

@@ -1,0 +1,260 @@
+"""Attaches the FP8 quantization of a result to the op that makes it: one pass a kind of producer.
+
+``fuse_norm_quant``: ``y[, r] = [add_]rms_norm(...); q[, s] = quant_fp8_*(y, ...)`` becomes
+``q[, s][, r] = [add_]rms_norm_quant_*(...)``.  ``fuse_act_quant`` does the same to ``silu_mul`` and
+``gelu_tanh_mul``.  ``fuse_attn_quant`` gives ``paged_attention`` a buffer of FP8 and the scale.
+The unquantized tensor is neither written nor read, and a launch is saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ops.gated_act import GATED_ACTS, activation_of
+from ..ops.norm import norm_axes, with_axes
+from ..ops.quantize import QUANTIZE
+from .fuse_gated_linear import why_not_packed
+from .report import PassReport
+from .rule import EXACT, Context, Tier, is_call
+from .subgraph import fake_value
+
+_QUANTS = {op.overload(): quant for quant, op in QUANTIZE.items()}
+_EMPTY = ("new_empty", torch.empty_like, torch.empty, torch.ops.aten.empty_like.default)
+_VIEWS = ("view", "reshape", "flatten")
+_OUT, _OUT_SCALE = 5, 10
+"""Positions of ``out`` and ``out_scale`` among the arguments of ``paged_attention``."""
+
+
+@dataclass(frozen=True)
+class Quant:
+    """One quantization.  ``outputs`` are its values and, if it is dynamic, its scales; ``how`` is
+    its argument after the tensor: the static scale, or the group size."""
+
+    node: fx.Node
+    kind: str
+    source: Any
+    how: Any
+    outputs: tuple[fx.Node, ...]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return sorted({self.node, *self.outputs})
+
+
+@dataclass(frozen=True)
+class Site:
+    """A quantization and its producer, which is replaced at ``at``: as ``Context.replace`` takes
+    them.  With a ``reason`` it is a miss."""
+
+    at: fx.Node
+    reason: str
+    old: Sequence[fx.Node] = ()
+    outputs: Sequence[fx.Node] = ()
+    build: Callable[[fx.Graph], list[fx.Node]] = lambda graph: []
+
+
+@dataclass(eq=False)
+class FuseQuant:
+    """Expected sites: every FP8 quantization of a result of one kind of producer.
+
+    Attributes:
+        site: reads a quantization; None: another kind of node made its input.
+    """
+
+    name: str
+    tier: Tier
+    site: Callable[[Quant], Site | None]
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = PassReport(self.name)
+        for quant in _quantizations(gm):
+            name, site = quant.node.name, self.site(quant)
+            if site is None:
+                continue
+            if reason := site.reason or _why_not_read(quant):
+                report.miss(name, reason)
+                continue
+            old, outputs = sorted(set(site.old)), list(site.outputs)
+            context.replace(self, site.at, old=old, outputs=outputs, build=site.build)
+            report.match(name)
+        return report
+
+
+def _quantizations(gm: fx.GraphModule) -> Iterator[Quant]:
+    """Every FP8 quantization of the graph, in order."""
+    for node in list(gm.graph.nodes):
+        if kind := _QUANTS.get(node.target):
+            outputs: tuple[fx.Node, ...] = (node,)
+            if kind == "dynamic":
+                items = [user for user in node.users if is_call(user, operator.getitem)]
+                outputs = tuple(sorted(items, key=lambda item: item.args[1]))  # type: ignore[arg-type,return-value]
+            yield Quant(node, kind, node.args[0], node.args[1], outputs)
+
+
+def _why_not_read(quant: Quant) -> str:
+    """Why not to fuse: values or scales are not taken from a dynamic quantization once each."""
+    if quant.kind == "static":
+        return ""
+    whole = [user for user in quant.node.users if user not in quant.outputs]
+    if whole:
+        return f"values and scales are read as one, by {whole[0].name}"
+    taken = [sum(item.args[1] == i for item in quant.outputs) for i in (0, 1)]
+    if taken != [1, 1]:
+        return f"its values are taken {taken[0]} times and its scales {taken[1]} times, not once"
+    return ""
+
+
+def _why_not(quant: Quant, producer: fx.Node) -> str:
+    """Why not to fuse: somebody else reads the unquantized tensor, which would disappear, or the
+    static scale is not known yet."""
+    others = [user for user in quant.source.users if user is not quant.node]
+    if others:
+        return f"{quant.source.name} is also read unquantized, by {others[0].name}"
+    return _why_not_known(quant, producer)
+
+
+def _why_not_known(quant: Quant, producer: fx.Node) -> str:
+    if isinstance(quant.how, fx.Node) and not quant.how < producer:
+        return f"the scale {quant.how.name} is not known before {producer.name}"
+    return ""
+
+
+def _call(target: Any, args: Any, count: int) -> Callable[[fx.Graph], list[fx.Node]]:
+    """Makes a call, and nodes of its ``count`` results."""
+
+    def build(graph: fx.Graph) -> list[fx.Node]:
+        call = graph.call_function(target, args)
+        if count == 1:
+            return [call]
+        return [graph.call_function(operator.getitem, (call, i)) for i in range(count)]
+
+    return build
+
+
+def _norm(quant: Quant) -> Site | None:
+    """Exact: the norm is rounded to the model's dtype before it is quantized, as without fusion."""
+    norm: Any = quant.source
+    if is_call(norm, operator.getitem) and norm.args[1] == 0:
+        norm = norm.args[0]
+    axes = norm_axes(getattr(norm, "target", None))
+    if axes is None or axes.reduce or axes.quant or axes.add is (norm is quant.source):
+        return None
+    count = 3 + axes.add
+    reason = _why_not(quant, norm)
+    if any(offset is not None for offset in norm.args[count:]):
+        reason = "its weight has an offset, for which there is no fused kernel"
+    if reason := reason or _why_not_read(quant):
+        return Site(norm, reason)
+    outputs = [*quant.outputs, *([_total_of(norm)] if axes.add else [])]
+    build = _call(
+        with_axes(norm.target, quant=quant.kind), (*norm.args[:count], quant.how), len(outputs)
+    )
+    return Site(norm, "", [norm, quant.source, *quant.nodes, *outputs], outputs, build)
+
+
+def _total_of(norm: fx.Node) -> fx.Node:
+    """The sum of an ``add_rms_norm``, as one node.  It is made if nobody reads it, since the fused
+    op returns it too."""
+    totals = [user for user in norm.users if user.args[1] == 1]
+    if not totals:
+        with norm.graph.inserting_after(norm):
+            total = norm.graph.call_function(operator.getitem, (norm, 1))
+        total.meta["example_value"] = norm.meta["example_value"][1]
+        return total
+    for again in totals[1:]:
+        again.replace_all_uses_with(totals[0])
+    return totals[0]
+
+
+def _activation(quant: Quant) -> Site | None:
+    """Exact: the product is rounded to the model's dtype before it is quantized, as without
+    fusion."""
+    act: Any = quant.source
+    activation = activation_of(getattr(act, "target", None))
+    if activation is None:
+        return None
+    reason = why_not_packed(act, "tensors, for which there is no fused kernel")
+    target = GATED_ACTS[activation, quant.kind].overload()
+    build = _call(target, (act.args[0], quant.how), len(quant.outputs))
+    reason = reason or _why_not(quant, act)
+    return Site(act, reason, [act, *quant.nodes], quant.outputs, build)
+
+
+def _attention(quant: Quant) -> Site | None:
+    """Before: ``out = empty_like(q); paged_attention(q, ..., out, ...); y = out.view(...);
+    y8 = quant_fp8_static(y, s)``.  After: ``out8 = empty_like(q, dtype=float8);
+    paged_attention(q, ..., out8, ..., out_scale=s); y8 = out8.view(...)``.
+
+    Only a static scale can be fused: a scale a token or a group follows from the largest value over
+    heads that other blocks of the kernel compute.
+
+    Tolerant: unfused, the output is rounded to the model's dtype before it is quantized; fused, it
+    is rounded once.  A value between two FP8 numbers may then go to the other one, a step of 2^-3
+    of the value (2^-9 of the scale's unit for subnormals).
+    """
+    views, out = _through_views(quant.source)
+    attention = _attention_into(out)
+    if attention is None:
+        return None
+
+    def build(graph: fx.Graph) -> list[fx.Node]:
+        y = graph.node_copy(out)
+        y.kwargs = {**out.kwargs, "dtype": torch.float8_e4m3fn}
+        args = (*attention.args, *[None] * (_OUT_SCALE - len(attention.args)))
+        args = (*args[:_OUT], y, *args[_OUT + 1 : _OUT_SCALE], quant.how)
+        graph.call_function(torch.ops.fw.paged_attention.default, args)
+        for view in views:
+            y = graph.call_method(str(view.target), (y, *view.args[1:]), dict(view.kwargs))
+        return [y]
+
+    reason = _why_not_attention(quant, attention, out, views)
+    return Site(attention, reason, [out, attention, *views, *quant.nodes], quant.outputs, build)
+
+
+def _through_views(source: Any) -> tuple[list[fx.Node], Any]:
+    """(the reshapes from the buffer to ``source``, in order; the buffer)."""
+    views: list[fx.Node] = []
+    while is_call(source, *_VIEWS):
+        views.insert(0, source)
+        source = source.args[0]
+    return views, source
+
+
+def _attention_into(out: Any) -> fx.Node | None:
+    """The attention that writes the uninitialized buffer ``out``, if there is exactly one."""
+    if not is_call(out, *_EMPTY):
+        return None
+    writers = [
+        user
+        for user in out.users
+        if is_call(user, torch.ops.fw.paged_attention.default) and user.args[_OUT] is out
+    ]
+    return writers[0] if len(writers) == 1 else None
+
+
+def _why_not_attention(quant: Quant, attention: fx.Node, out: fx.Node, views: list[fx.Node]) -> str:
+    if quant.kind != "static":
+        kind = "group of 128" if quant.how else "token"
+        return f"a scale a {kind} follows from values of several blocks of the kernel"
+    if len(attention.args) > _OUT_SCALE and attention.args[_OUT_SCALE] is not None:
+        return f"{attention.name} quantizes already"
+    path = [attention, *views, quant.node]
+    for node in [out, *views]:
+        others = [user for user in node.users if user not in path]
+        if others:
+            return f"the output is also read unquantized, by {others[0].name}"
+    q: Any = attention.args[0]
+    if tuple(fake_value(q).shape) != tuple(fake_value(out).shape):
+        return f"the output has another shape than {q.name}"
+    return _why_not_known(quant, attention)
+
+
+NORM = FuseQuant("fuse_norm_quant", EXACT, _norm)
+ACTIVATION = FuseQuant("fuse_act_quant", EXACT, _activation)
+ATTENTION = FuseQuant("fuse_attn_quant", Tier(atol=2.0**-9, rtol=2.0**-3), _attention)
