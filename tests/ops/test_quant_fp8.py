@@ -108,7 +108,7 @@ def test_programs_that_take_several_rows_change_no_bit(
     one = [run_fused(name, "triton", args, scheme) for scheme in SCHEMES]
     monkeypatch.setattr(kernels, "_MANY_ROWS", 4)
     monkeypatch.setattr(kernels, "_MANY_ADDED_ROWS", 4)
-    monkeypatch.setattr(kernels, "_H200_SMS", 1)
+    monkeypatch.setattr(kernels, "num_sms", lambda device: 1)
     monkeypatch.setattr(kernels, "_WARPS_OF_MANY", dict.fromkeys(("more", "few"), (12, 64)))
     added = residual if name.startswith("add") else None
     (launch,), _ = kernels.norm_quantize(x, added, weight, 1e-6, GROUP)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from fusewright import ops
+from fusewright.ops.norm import RMS_NORM
 from fusewright.passes import (
     CANONICALIZE,
     PassReport,
@@ -125,7 +125,7 @@ def test_every_spelling_is_raised(fn: Any, dtype: torch.dtype, graph: Any) -> No
     report = raised(gm)
     assert report.matched == 1 and not report.missed
     assert targets(gm) == ["rms_norm.default"]
-    (norm,) = gm.graph.find_nodes(op="call_function", target=ops.RMS_NORM.overload())
+    (norm,) = gm.graph.find_nodes(op="call_function", target=RMS_NORM.overload())
     assert norm.args[2] == pytest.approx(1e-6)
     wide = fn in (weight_before_cast, weight_promoted) and dtype != torch.float32
     expected = 1.0 if fn is gemma else 0.0 if wide or fn is call else None

@@ -56,7 +56,7 @@ sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module_
 from fusewright.serve.cli import main
 assert main(["env", "--json"]) == 0
 from fusewright.config import Hardware
-from fusewright.engine.missing_kernels import say_where_csrc_is_missing
+from fusewright.engine.worker.missing_kernels import say_where_csrc_is_missing
 say_where_csrc_is_missing(Hardware("cuda", "an H100", sm=90))
 say_where_csrc_is_missing(Hardware("cuda", "an A100", sm=80))
 say_where_csrc_is_missing(Hardware("cpu", "a CPU"))
