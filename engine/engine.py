@@ -17,6 +17,7 @@ import torch
 from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
 from ..graph_capture import Dispatcher, MemoryReport
+from .core.loop import EngineCore, make_core
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
@@ -32,7 +33,6 @@ from .worker.startup import (
     compile_model,
     load_beside,
     make_graphs,
-    make_scheduler,
     num_kv_blocks,
     outside_bytes,
     read_model,
@@ -44,7 +44,7 @@ from .worker.startup_report import StartupReport
 
 
 class Engine(EngineLoop):
-    """A model that is ready to serve.
+    """A model that is ready to serve: frontend, core and worker in one process.
 
     Args:
         options: see ``EngineOptions``.
@@ -53,6 +53,8 @@ class Engine(EngineLoop):
     Raises:
         UserError: the model folder or an option is bad, or the model does not fit.
     """
+
+    core: EngineCore
 
     def __init__(self, options: EngineOptions, hardware: Hardware | None = None) -> None:
         startup = StartupReport()
@@ -98,14 +100,8 @@ class Engine(EngineLoop):
             table,
             block_size=config.cache.block_size,
         )
-        scheduler = make_scheduler(config, num_blocks)
-        super().__init__(
-            scheduler=scheduler,
-            runner=runner,
-            inputs=inputs,
-            eos_token_ids=eos_token_ids,
-            async_scheduling=config.scheduler.async_scheduling,
-        )
+        core = make_core(config, num_blocks, runner)
+        super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
         self.spec, self._table = spec, table
         self.config = config
         self.compiled, self.weights, self.buffers = compiled, weights, buffers

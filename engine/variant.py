@@ -23,7 +23,7 @@ from .worker.startup_report import StartupReport
 
 @dataclass(frozen=True)
 class Variant:
-    """A runner that ``engine.runner`` may be set to between steps, and how it was compiled."""
+    """A runner that ``engine.core.runner`` may be set to between steps, and how it was compiled."""
 
     runner: Runner
     compiled: Compiled
@@ -53,7 +53,7 @@ def make_variant(engine: Engine, passes: Sequence[str], progress: Progress) -> V
         capturable(config.capture, program, config.hardware),
         config.scheduler.max_num_seqs,
     )
-    runner = engine.runner
+    runner = engine.core.runner
     assert isinstance(runner, Runner)
     graphs = make_graphs(program, engine.buffers, dispatcher, config)
     return Variant(runner.with_program(program, graphs, dispatcher), compiled)

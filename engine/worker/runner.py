@@ -7,7 +7,6 @@ samples from the logits.  It waits for nothing; ``LaunchedStep.result`` does, on
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,38 +16,38 @@ import torch
 from torch import Tensor
 
 from ...compiler.run.program import Program
-from ...config import FEED, NO_SLOT
+from ...config import FEED
 from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
-from ..core.batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
+from ..messages.step import Batch, BlockTableUpdate, Logprobs, StepResult
 from .sampler import OpTable, Sampled, Sampler
 
 
 class BlockTables:
-    """Every slot's KV block ids on the host, [max_num_seqs, max_blocks], updated incrementally;
-    ``filled`` counts those of each slot."""
+    """Every slot's KV block ids of one group on the host, [max_num_seqs, max_blocks]; ``filled``
+    counts those of each slot."""
 
     def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
         self.rows: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.filled = [0] * max_num_seqs
+        self.filled: npt.NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
 
-    def release(self, slot: int) -> None:
-        self.filled[slot] = 0
-
-    def update(self, slot: int, block_ids: Sequence[int]) -> bool:
-        """Append the blocks that the slot's request has gained; returns whether it is new there."""
-        filled, total = self.filled[slot], len(block_ids)
-        if filled != total:
-            self.rows[slot, filled:total] = block_ids[filled:]
-            self.filled[slot] = total
-        return filled == 0
+    def update(self, batch: Batch, change: BlockTableUpdate) -> None:
+        """Drop the released slots' blocks, then append those that the batch's rows have gained."""
+        if batch.released_slots:
+            self.filled[batch.released_slots] = 0
+        if not len(change.rows):
+            return
+        slots, start = batch.slots[change.rows].tolist(), 0
+        for slot, count in zip(slots, change.counts.tolist(), strict=True):
+            filled = self.filled[slot]
+            self.rows[slot, filled : filled + count] = change.block_ids[start : start + count]
+            self.filled[slot] += count
+            start += count
 
 
 @dataclass
 class LaunchedStep:
-    """A launched step.  Its results are in the host's memory once the event ``done`` has passed;
-    ``num_logprobs`` has the number of top logprobs that each row wants, or None."""
+    """A launched step.  Its results are in the host's memory once the event ``done`` has passed."""
 
-    num_logprobs: list[int | None]
     token_ids: Tensor
     logprobs: tuple[Tensor, ...] | None
     done: torch.cuda.Event | None
@@ -57,18 +56,10 @@ class LaunchedStep:
         """Wait for the step; returns its tokens and, where asked for, their logprobs."""
         if self.done is not None:
             self.done.synchronize()
-        token_ids: list[int] = self.token_ids.tolist()
+        token_ids = self.token_ids.numpy().copy()  # a later step writes there
         if self.logprobs is None:
             return StepResult(token_ids)
-        chosen, ranks, top, top_ids = (tensor.tolist() for tensor in self.logprobs)
-        rows: list[TokenLogprobs | None] = []
-        for row, count in enumerate(self.num_logprobs):
-            if count is None:
-                rows.append(None)
-                continue
-            best = list(zip(top_ids[row][:count], top[row][:count], strict=True))
-            rows.append(TokenLogprobs(chosen[row], ranks[row], best))
-        return StepResult(token_ids, rows)
+        return StepResult(token_ids, Logprobs(*(tensor.numpy() for tensor in self.logprobs)))
 
 
 class Runner:
@@ -111,19 +102,17 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Enqueue one step and return without waiting for the device."""
-        for slot in batch.finished_slots:
-            self._tables.release(slot)
-        num_tokens, num_seqs = batch.num_tokens, batch.num_seqs
-        dispatch = self._dispatcher.choose(
-            num_tokens,
-            num_seqs,
-            query_len=batch.query_len,
-        )
+        (change,) = batch.block_tables
+        self._tables.update(batch, change)
+        num_seqs = batch.num_seqs
+        dispatch = self._dispatcher.choose(batch.num_tokens, num_seqs, query_len=batch.query_len)
         self.graphs.ensure(dispatch)
+        for sequence in batch.new:
+            self._sampler.admit(sequence)
         self._write_inputs(batch, dispatch)
         logits = self._run(dispatch, num_seqs)
         slots, seq_lens = (self._buffers.view(name, num_seqs) for name in ("slots", "seq_lens"))
-        return self._start_readback(batch, self._sampler.sample(logits, batch, slots, seq_lens))
+        return self._start_readback(self._sampler.sample(logits, batch, slots, seq_lens))
 
     def check(self) -> None:
         """Wait for the device; raises if it can run nothing any more."""
@@ -146,90 +135,50 @@ class Runner:
         buffers, padded_seqs = self._buffers, dispatch.num_seqs
         sizes = {"num_tokens": dispatch.num_tokens, "num_seqs": padded_seqs}
         host = buffers.next_host(**sizes)
-        arrays, slots = host.arrays, self._update_tables(batch)
-        num_seqs, num_blocks = len(slots), max(map(self._tables.filled.__getitem__, slots))
-        num_tokens = self._write_rows(arrays, batch.scheduled, slots)
+        arrays, tables = host.arrays, self._tables
+        num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
+        self._write_rows(arrays, batch)
         for field in buffers.schema.tokens:
             arrays[field.name][num_tokens:] = field.padding
         for field in buffers.schema.rows:
             arrays[field.name][num_seqs:] = field.padding
         padding = np.arange(padded_seqs - num_seqs + 1, dtype=np.int32) * dispatch.query_len
         arrays["query_start_loc"][num_seqs:] = num_tokens + padding
+        num_blocks = int(tables.filled[batch.slots].max())
         table = host.cells[: padded_seqs * num_blocks].reshape(padded_seqs, num_blocks)
-        table[:num_seqs] = self._tables.rows[arrays["slots"][:num_seqs], :num_blocks]
+        table[:num_seqs] = tables.rows[batch.slots, :num_blocks]
         table[num_seqs:] = 0
         packed, *targets = buffers.targets(host, **sizes, columns=num_blocks)
         self._ops("write_inputs", packed, self._sampler.last_tokens, *targets)
 
-    def _update_tables(self, batch: Batch) -> list[int]:
-        """Set up the blocks and the sampling state of each row's request; returns the slots."""
-        tables, slots = self._tables, []
-        for entry in batch.scheduled:
-            request = entry.request
-            slot = request.slot
-            slots.append(slot)
-            if tables.filled[slot] != len(request.block_ids) and tables.update(
-                slot, request.block_ids
-            ):
-                self._sampler.admit(request, slot)
-        return slots
-
-    def _write_rows(
-        self,
-        arrays: dict[str, npt.NDArray[Any]],
-        scheduled: Sequence[ScheduledRequest],
-        slots: list[int],
-    ) -> int:
-        """Write the inputs of rows and tokens, without padding; returns the number of tokens.
-        Rows of one token are written together, since every step may have hundreds of them."""
-        rows, size = self._tables.rows, self._block_size
-        starts = np.array([entry.start for entry in scheduled], np.int32)
-        counts = np.array([entry.num_tokens for entry in scheduled], np.int32)
-        arrays["slots"][: len(slots)] = slots
-        arrays["seq_lens"][: len(slots)] = starts + counts
+    def _write_rows(self, arrays: dict[str, npt.NDArray[Any]], batch: Batch) -> None:
+        """Write the inputs of rows and tokens, without padding."""
+        num_seqs, num_tokens, size = batch.num_seqs, batch.num_tokens, self._block_size
+        arrays["slots"][:num_seqs] = batch.slots
+        seq_lens = np.add(batch.starts, batch.query_lens, out=arrays["seq_lens"][:num_seqs])
         arrays["query_start_loc"][0] = 0
-        ends = np.cumsum(counts, out=arrays["query_start_loc"][1 : len(slots) + 1])
-        ones = int(np.searchsorted(counts > 1, True))  # they come first
-        arrays[FEED][:ones] = [
-            slot if entry.input_on_device else NO_SLOT
-            for slot, entry in zip(slots[:ones], scheduled, strict=False)
-        ]
-        at, of = starts[:ones], arrays["slots"][:ones]
-        arrays["positions"][:ones] = at
-        arrays["slot_mapping"][:ones] = rows[of, at // size] * size + at % size
-        arrays["input_ids"][:ones] = 0
-        for row in np.flatnonzero(arrays[FEED][:ones] == NO_SLOT):
-            entry = scheduled[row]
-            arrays["input_ids"][row] = entry.request.tokens(entry.start, entry.start + 1)[0]
-        for entry, slot, end in zip(
-            scheduled[ones:], slots[ones:], ends[ones:].tolist(), strict=True
-        ):
-            tokens = slice(end - entry.num_tokens, end)
-            positions = np.arange(entry.start, entry.start + entry.num_tokens, dtype=np.int32)
-            last = entry.start + entry.num_tokens
-            known = entry.request.tokens(entry.start, last)
-            arrays[FEED][tokens] = NO_SLOT
-            if len(known) < entry.num_tokens:  # the last one is sampled by the step in flight
-                arrays[FEED][end - 1] = slot
-                known = [*known, 0]
-            arrays["input_ids"][tokens] = known
-            arrays["positions"][tokens] = positions
-            arrays["slot_mapping"][tokens] = rows[slot, positions // size] * size + positions % size
-        return int(ends[-1])
+        ends = np.cumsum(batch.query_lens, out=arrays["query_start_loc"][1 : num_seqs + 1])
+        slots, positions = batch.slots, batch.starts
+        if batch.query_len != 1:
+            slots = np.repeat(slots, batch.query_lens)
+            positions = np.repeat(seq_lens - ends, batch.query_lens)
+            positions += np.arange(num_tokens, dtype=np.int32)
+        arrays["positions"][:num_tokens] = positions
+        arrays["slot_mapping"][:num_tokens] = (
+            self._tables.rows[slots, positions // size] * size + positions % size
+        )
+        arrays["input_ids"][:num_tokens] = batch.input_ids
+        arrays[FEED][:num_tokens] = batch.feed_slots
 
-    def _start_readback(self, batch: Batch, sampled: Sampled) -> LaunchedStep:
-        logprobs, wanted = None, []
+    def _start_readback(self, sampled: Sampled) -> LaunchedStep:
+        logprobs = None
         if sampled.logprobs is not None:
             logprobs = tuple(self._to_host(tensor) for tensor in sampled.logprobs)
-            wanted = [
-                entry.request.sampling_params.logprobs if entry.samples else None
-                for entry in batch.scheduled
-            ]
         done = None
         if self._on_gpu:
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(wanted, sampled.token_ids, logprobs, done)
+        return LaunchedStep(sampled.token_ids, logprobs, done)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._on_gpu:

@@ -41,8 +41,6 @@ from ...model_executor.loader import load_model, out_of_memory
 from ...model_executor.models.decoder import DecoderModel
 from ...model_executor.quant.scheme import KINDS
 from ...model_executor.spec import ModelSpec, quantize_online
-from ..core.kv_blocks import BlockPool
-from ..core.scheduler import Scheduler
 from .missing_kernels import say_where_csrc_is_missing
 from .progress import Progress
 from .source import (
@@ -185,20 +183,6 @@ def step_buffers(config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_seqs=dispatcher.max_seqs,
         max_blocks=_max_blocks(config),
-    )
-
-
-def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
-    """Make the scheduler over ``num_blocks`` KV blocks."""
-    return Scheduler(
-        BlockPool(num_blocks, config.cache.block_size),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=config.model.max_model_len,
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-        prefix_caching=config.scheduler.prefix_caching,
-        heed_priority=config.scheduler.policy == "priority",
     )
 
 

@@ -11,18 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 import fusewright.model_executor.abacus as abacus
-from fusewright.engine.core.batch import Batch, StepResult, TokenLogprobs
+from fusewright.config import NO_SLOT
 from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.loop import EngineCore
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.frontend.inputs import InputProcessor
 from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.engine.messages.step import Batch, Logprobs, StepResult
 
 TOKENIZER = Tokenizer(Path(abacus.__file__).parent)
 VOCAB_SIZE = 272
+MOST_LOGPROBS = 3
 EOS = 257
 # What the model may say: letters, a space, the bytes of "é" (also apart, so that text breaks) and
 # end-of-sequence.  Token ids of the tokenizer are byte values.
@@ -34,16 +39,23 @@ def next_token(seen: Sequence[tuple[int, int] | None], seed: int | None = None) 
     return ALPHABET[h % len(ALPHABET)]
 
 
-def logprobs_of(seen: Sequence[tuple[int, int] | None], count: int) -> TokenLogprobs:
+def logprobs_of(
+    seen: Sequence[tuple[int, int] | None], count: int
+) -> tuple[float, int, list[float], list[int]]:
+    """(logprob, rank, the likeliest logprobs, their ids)."""
     h = hash((1, *seen))
-    top = [(ALPHABET[-i - 1], -float(h % (i + 5))) for i in range(count)]
-    return TokenLogprobs(-float(h % 7), 1 + h % 3, top)
+    top = [-float(h % (i + 5)) for i in range(count)]
+    return -float(h % 7), 1 + h % 3, top, [ALPHABET[-i - 1] for i in range(count)]
 
 
 @dataclass
 class _Row:
-    request: Request
-    block_ids: list[int]
+    """What the runner was told of the request in a slot."""
+
+    sampling_params: SamplingParams
+    num_tokens: int | None = None
+    """Computed so far; None before its first step."""
+    block_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -53,9 +65,9 @@ class _Entry:
     slot: int
     block_ids: list[int]
     start: int
-    token_ids: list[int | None]
-    samples: bool
-    num_logprobs: int | None
+    token_ids: list[int]
+    feed: list[int]
+    num_sampled: int
     seed: int | None
 
 
@@ -84,19 +96,28 @@ class ToyRunner:
     max_num_batched_tokens: int
     lazy: bool = True
     shares: bool = False
+    tokens_per_step: int = 1
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.kv: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
-        self.last_token: list[int | None] = [None] * self.max_num_seqs
+        self.last_tokens: list[int | None] = [None] * (self.max_num_seqs * self.tokens_per_step)
         self.rows: dict[int, _Row] = {}
         self.queue: list[ToyStep] = []
 
     def launch(self, batch: Batch) -> ToyStep:
         self._check(batch)
-        for slot in batch.finished_slots:
+        for slot in batch.released_slots:
             del self.rows[slot]
-        step = ToyStep(self, [self._entry(batch, i) for i in range(batch.num_seqs)])
+        for sequence in batch.new:
+            assert sequence.slot not in self.rows, "the slot's former request was never released"
+            self.rows[sequence.slot] = _Row(sequence.sampling_params)
+        (gained,) = batch.block_tables
+        block_ids = gained.block_ids.tolist()
+        for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
+            self.rows[int(batch.slots[row])].block_ids += block_ids[:count]
+            del block_ids[:count]
+        step = ToyStep(self, self._entries(batch))
         self.queue.append(step)
         self.batches.append(batch)
         if not self.lazy:
@@ -112,69 +133,83 @@ class ToyRunner:
         step = self.queue.pop(0)
         written: set[int] = set()
         for entry in step.entries:
-            for offset, token in enumerate(entry.token_ids):
+            for offset, (token, feed) in enumerate(zip(entry.token_ids, entry.feed, strict=True)):
                 position = entry.start + offset
-                known = self.last_token[entry.slot] if token is None else token
+                known = token if feed == NO_SLOT else self.last_tokens[feed]
                 assert known is not None, "no token was ever sampled in this slot"
                 address = self._address(entry, position)
                 assert address not in written, "two tokens of a step in one place"
                 written.add(address)
                 self.kv[address] = (position, known)
         token_ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
+        logprobs: list[tuple[float, int, list[float], list[int]]] = []
         for entry in step.entries:
             end = entry.start + len(entry.token_ids)
             seen = [self.kv[self._address(entry, position)] for position in range(end)]
-            token_ids.append(next_token(seen, entry.seed) if entry.samples else -1)
-            count = entry.num_logprobs
-            logprobs.append(None if count is None else logprobs_of(seen, count))
-            if entry.samples:
-                self.last_token[entry.slot] = token_ids[-1]
-        step.output = StepResult(token_ids, logprobs)
+            for number in range(self.tokens_per_step):
+                samples = number < entry.num_sampled
+                logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
+                token_ids.append(next_token(seen, entry.seed) if samples else -1)
+                seen.append((end + number, token_ids[-1]))
+                if samples:
+                    self.last_tokens[entry.slot * self.tokens_per_step + number] = token_ids[-1]
+        chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
+        step.output = StepResult(
+            np.array(token_ids, np.int32),
+            Logprobs(
+                np.array(chosen, np.float32),
+                np.array(ranks, np.int32),
+                np.array(top, np.float32),
+                np.array(top_ids, np.int32),
+            ),
+        )
 
     def _address(self, entry: _Entry, position: int) -> int:
         block = entry.block_ids[position // self.block_size]
         return block * self.block_size + position % self.block_size
 
     def _check(self, batch: Batch) -> None:
-        counts = [entry.num_tokens for entry in batch.scheduled]
+        counts = batch.query_lens.tolist()
         assert counts and min(counts) >= 1
         assert sum(counts) <= self.max_num_batched_tokens
         assert len(counts) <= self.max_num_seqs
-        longer = [count > 1 for count in counts]
+        longer = [count > self.tokens_per_step for count in counts]
         assert longer == sorted(longer), "decodes come first"
-        assert (batch.query_len == 1) == (max(counts) == 1)
-        assert batch.num_tokens == sum(counts)
-        slots = [entry.request.slot for entry in batch.scheduled]
+        assert batch.query_len == (counts[0] if len({*counts}) == 1 else 0)
+        assert batch.num_tokens == sum(counts) == len(batch.feed_slots)
+        slots = batch.slots.tolist()
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.max_num_seqs))
+        assert {sequence.slot for sequence in batch.new} <= {*slots}
 
-    def _entry(self, batch: Batch, index: int) -> _Entry:
-        entry = batch.scheduled[index]
-        request = entry.request
-        row = self.rows.get(request.slot)
-        if row is None:
-            shared = entry.start // self.block_size
-            assert entry.start % self.block_size == 0 and (shared == 0 or self.shares), (
-                "a request that is new in its slot starts at 0 or behind shared blocks"
+    def _entries(self, batch: Batch) -> list[_Entry]:
+        entries, token_ids, feed = [], batch.input_ids.tolist(), batch.feed_slots.tolist()
+        columns = (batch.slots, batch.starts, batch.query_lens, batch.num_sampled)
+        for slot, start, count, num_sampled in zip(*(c.tolist() for c in columns), strict=True):
+            row = self.rows[slot]
+            if row.num_tokens is None:
+                shared = start // self.block_size
+                assert start % self.block_size == 0 and (shared == 0 or self.shares), (
+                    "a request that is new in its slot starts at 0 or behind shared blocks"
+                )
+            else:
+                assert start == row.num_tokens, "a step computes what comes next"
+            row.num_tokens = start + count
+            assert len(row.block_ids) * self.block_size >= row.num_tokens
+            entries.append(
+                _Entry(
+                    slot,
+                    row.block_ids[:],
+                    start,
+                    token_ids[:count],
+                    feed[:count],
+                    num_sampled,
+                    row.sampling_params.seed,
+                )
             )
-            row = self.rows[request.slot] = _Row(request, [])
-        assert row.request is request, "the slot's former request was never released"
-        # A block table on a device only grows: what it has must not change.
-        assert request.block_ids[: len(row.block_ids)] == row.block_ids
-        row.block_ids = list(request.block_ids)
-        end = entry.start + entry.num_tokens
-        token_ids: list[int | None] = [*request.tokens(entry.start, end)]
-        assert entry.input_on_device == (not token_ids)
-        if entry.input_on_device:
-            assert entry.num_tokens == 1
-            token_ids = [None]
-        params = request.sampling_params
-        count = params.logprobs if entry.samples else None
-        blocks = row.block_ids[:]
-        return _Entry(
-            request.slot, blocks, entry.start, token_ids, entry.samples, count, params.seed
-        )
+            assert all(token == 0 for token, of in zip(token_ids, feed, strict=True) if of >= 0)
+            del token_ids[:count], feed[:count]
+        return entries
 
 
 @dataclass
@@ -227,6 +262,7 @@ class Setup:
     prefix_caching: bool = False
     heed_priority: bool = False
     long_prefill_token_threshold: int = 0
+    tokens_per_step: int = 1
 
     def scheduler(self) -> Scheduler:
         return Scheduler(
@@ -238,6 +274,7 @@ class Setup:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             prefix_caching=self.prefix_caching,
             heed_priority=self.heed_priority,
+            tokens_per_step=self.tokens_per_step,
         )
 
     def runner(self) -> ToyRunner:
@@ -248,16 +285,17 @@ class Setup:
             self.max_num_batched_tokens,
             self.lazy,
             self.prefix_caching,
+            self.tokens_per_step,
         )
 
     def engine(self, tokenizer: Tokenizer | None = TOKENIZER) -> EngineLoop:
         folder = Path("/no/such/folder") if tokenizer is None else tokenizer.folder
         return EngineLoop(
-            scheduler=self.scheduler(),
-            runner=self.runner(),
+            core=EngineCore(
+                self.scheduler(), self.runner(), async_scheduling=self.async_scheduling
+            ),
             inputs=InputProcessor(tokenizer, folder, VOCAB_SIZE, self.max_model_len),
             eos_token_ids=frozenset({EOS}),
-            async_scheduling=self.async_scheduling,
         )
 
 
@@ -284,13 +322,14 @@ def check_invariants(scheduler: Scheduler) -> None:
         arrivals = [request.arrival for request in running + waiting]
         assert arrivals == sorted(arrivals), "first come, first served"
     for request in running:
-        assert 0 <= request.num_in_flight <= 1
+        assert 0 <= request.num_in_flight <= scheduler.tokens_per_step
         assert request.num_tokens <= request.max_total_tokens
         assert len(request.block_ids) >= pool.blocks_for(request.num_computed_tokens)
         full = min(request.num_computed_tokens, request.num_known_tokens) // pool.block_size
         assert request.num_kept_blocks == (full if scheduler.prefix_caching else 0)
     if not scheduler.long_prefill_token_threshold:
         for request in running[:-1]:
-            assert request.num_tokens - request.num_computed_tokens <= 1, "only the last prefills"
+            left = request.num_tokens - request.num_computed_tokens
+            assert left <= scheduler.tokens_per_step, "only the last prefills"
     for request in waiting:
         assert request.slot == -1 and not request.block_ids and not request.num_kept_blocks
