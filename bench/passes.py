@@ -352,10 +352,9 @@ def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]
 def _facts(engine: Engine) -> dict[str, Any]:
     config, spec = engine.config, engine.spec
     about = environment()
-    quantization = config.model.quantization
     return {
         "sm": config.hardware.sm,
-        "dtype": config.model.dtype if quantization == "none" else quantization,
+        "dtype": config.precision.weights,
         "gpu": about["device"],
         "model": f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}",
         "commit": about["commit"],

@@ -21,7 +21,7 @@ from .core.loop import EngineCore, make_core
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
-from .worker.capture_mode import capturable
+from .worker.graph_mode import graph_mode
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
 from .worker.runner import Runner
@@ -67,10 +67,8 @@ class Engine(EngineLoop):
             with load_beside(folder, spec, config, startup, progress) as weights:
                 compiled = compile_model(spec, config, weights, startup, progress)
             with startup.phase("warm-up"):
-                dispatcher = Dispatcher(
-                    capturable(config.capture, compiled.program, hardware),
-                    config.scheduler.max_num_seqs,
-                )
+                mode = graph_mode(config.capture.mode, compiled.program, hardware)
+                dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
                 buffers = step_buffers(config, dispatcher)
                 table = OpTable(config.compile, hardware.sm)
                 sampler = Sampler(table, config, spec.vocab_size)
@@ -103,7 +101,7 @@ class Engine(EngineLoop):
         core = make_core(config, num_blocks, runner)
         super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
         self.spec, self._table = spec, table
-        self.config = config
+        self.options, self.config = options, config
         self.compiled, self.weights, self.buffers = compiled, weights, buffers
         self.dispatcher = dispatcher
         self.startup = startup

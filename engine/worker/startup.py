@@ -72,14 +72,15 @@ def read_model(
 
 
 def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
-    """A checkpoint's spec with the dtype, KV cache dtype and online quantization of ``config``."""
+    """A checkpoint's spec with the precision of ``config``."""
+    precision = config.precision
     spec = replace(
         spec,
-        dtype_name=config.model.dtype,
-        fp8_kv_cache=config.cache.dtype == "fp8_e4m3",
+        dtype_name=precision.dtype,
+        fp8_kv_cache=precision.kv_cache_dtype == "fp8_e4m3",
     )
     for kind in KINDS:
-        if spec.quant is None and kind == config.model.quantization:
+        if spec.quant is None and kind == precision.quantization:
             return quantize_online(spec, kind)
     return spec
 
