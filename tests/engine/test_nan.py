@@ -108,7 +108,7 @@ def test_one_nan_output_of_several_ends_with_what_it_had() -> None:
         engine.step()
     child = next(iter(engine.scheduler.running.values()))
     known = len(child.output_token_ids)
-    address = child.block_ids[0] * engine.scheduler.pool.block_size
+    address = child.blocks.tables[0][0] * engine.scheduler.pool.block_size
     engine.runner.check()
     engine.runner.kv[address] = (0, POISON)
     engine.runner.poisoned = True
