@@ -171,9 +171,9 @@ def compile_model(
     return compiled
 
 
-def cache_groups(spec: ModelSpec) -> tuple[CacheGroup, ...]:
+def block_groups(groups: Sequence[LayerGroup]) -> tuple[CacheGroup, ...]:
     """What the scheduler needs to know of the groups of layers."""
-    specs = [group.spec for group in spec.cache_groups]
+    specs = [group.spec for group in groups]
     return tuple(CacheGroup(spec.window, spec.kind.per_sequence) for spec in specs)
 
 
@@ -191,7 +191,7 @@ def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher
 def make_scheduler(spec: ModelSpec, config: ResolvedConfig, num_blocks: int) -> Scheduler:
     """Make the scheduler over ``num_blocks`` KV blocks."""
     return Scheduler(
-        BlockPool(num_blocks, config.cache.block_size, cache_groups(spec)),
+        BlockPool(num_blocks, config.cache.block_size, block_groups(spec.cache_groups)),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.model.max_model_len,
@@ -262,7 +262,7 @@ def num_kv_blocks(spec: ModelSpec, config: ResolvedConfig, needs: Needs) -> int:
             f"tokens takes {per_block}; raise it, or use a smaller model or max_num_batched_tokens"
         )
     longest, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens
-    each = sum(group.most_blocks(longest, chunk, size) for group in cache_groups(spec))
+    each = sum(group.most_blocks(longest, chunk, size) for group in block_groups(spec.cache_groups))
     return min(num_blocks, config.scheduler.max_num_seqs * each)
 
 

@@ -38,9 +38,8 @@ class NaNRunner(ToyRunner):
         super().run_next()
         assert step.output is not None
         for row, entry in enumerate(step.entries):
-            end = entry.start + len(entry.token_ids)
-            seen = [self.kv[self._address(entry, position)] for position in range(end)]
-            if entry.samples and self.poisoned and any(kv and kv[1] == POISON for kv in seen):
+            found = any(kv and kv[1] == POISON for kv in self.seen(entry))
+            if entry.samples and self.poisoned and found:
                 step.output.token_ids[row] = -1
                 self.last_token[entry.slot] = 0
 

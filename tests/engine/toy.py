@@ -131,19 +131,23 @@ class ToyRunner:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for entry in step.entries:
-            end = entry.start + len(entry.token_ids)
             self._check_what_is_seen(entry)
-            seen = [
-                self.kv[self._address(table, position)]
-                for window, table in zip(self.windows, entry.tables, strict=True)
-                for position in range(max(0, end - window) if window else 0, end)
-            ]
+            seen = self.seen(entry)
             token_ids.append(next_token(seen, entry.seed) if entry.samples else -1)
             count = entry.num_logprobs
             logprobs.append(None if count is None else logprobs_of(seen, count))
             if entry.samples:
                 self.last_token[entry.slot] = token_ids[-1]
         step.output = StepResult(token_ids, logprobs)
+
+    def seen(self, entry: _Entry) -> list[tuple[int, int] | None]:
+        """What the last query of a request finds in its KV blocks."""
+        end = entry.start + len(entry.token_ids)
+        return [
+            self.kv[self._address(table, position)]
+            for window, table in zip(self.windows, entry.tables, strict=True)
+            for position in range(max(0, end - window) if window else 0, end)
+        ]
 
     def _address(self, table: list[int], position: int) -> int:
         block = table[position // self.block_size]
