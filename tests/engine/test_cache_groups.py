@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from fusewright import LLM, SamplingParams
-from fusewright.config import UserError
+from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine.core.batch import StepResult
 from fusewright.engine.core.kv_blocks import BlockPool, CacheGroup
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.engine import Engine
 from fusewright.model_executor.cache_spec import KV_PAIRS, KVCacheSpec, group_layers
-from tests.model_executor.tiny_models import TinyModel
+from tests.model_executor.tiny_models import BY_NAME, TinyModel
 
+from .test_parity import MAX_LEN, NUM_TOKENS, references
 from .test_prefix_cache import finish, request
 from .test_scheduler import run, shape
 from .toy import Setup, check_invariants
@@ -115,6 +116,16 @@ def test_blocks_that_went_back_serve_others_and_are_then_not_found() -> None:
     check_invariants(scheduler)
 
 
+def test_a_block_that_went_back_before_its_token_was_known_is_not_found() -> None:
+    scheduler = Setup(block_size=1, windows=(1,), prefix_caching=True).scheduler()
+    scheduler.add(request("a", [5, 6], max_tokens=9))
+    batches = [scheduler.schedule() for _ in range(3)]
+    assert scheduler.pool.num_kept == 2 and scheduler.pool.num_held == [1]
+    assert batches[0] is not None
+    scheduler.update(batches[0], StepResult([7]))  # of position 2, which is behind the window
+    assert scheduler.pool.num_kept == 2
+
+
 def test_a_request_is_refused_by_what_it_needs_at_once() -> None:
     setup = Setup(num_blocks=24, block_size=4, max_num_batched_tokens=8, windows=(8, 8, 0))
     scheduler = setup.scheduler()
@@ -196,3 +207,25 @@ def test_a_model_of_windows_answers_alike_and_takes_the_memory_of_its_windows(
     scheduler.pool = BlockPool(pool.num_blocks, pool.block_size, (CacheGroup(),) * 5)
     assert generate()[0] == token_ids
     assert scheduler.pool.peak_held == [514] * 5
+
+
+def test_graphs_read_the_table_of_each_group(tmp_path: Path) -> None:
+    BY_NAME["qwen2_window"].save(tmp_path)
+    options = EngineOptions(
+        model=str(tmp_path),
+        dtype="float32",
+        max_num_seqs=4,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=16,
+        block_size=8,
+        cudagraph_mode="FULL_AND_PIECEWISE",
+        cudagraph_capture_sizes=(1, 2, 4, 8, 16),
+    )
+    recording = Hardware(device="cpu", name="recording", graphs="recording")
+    llm = LLM.from_engine(Engine(options, recording))
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = references("qwen2_window")
+    outputs = llm.generate([list(r.prompt) for r in expected], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [r.token_ids for r in expected]
+    dispatch = llm.report()["dispatch"]
+    assert dispatch["decode"]["FULL"] > 0 and dispatch["mixed"]["PIECEWISE"] > 0
