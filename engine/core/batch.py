@@ -44,7 +44,7 @@ def make_batch(
         if known > 0:
             known_ids += request.tokens(start, start + entry.num_tokens)
         rows += (request.slot, start, entry.num_tokens, entry.num_sampled, known)
-        if len(request.block_ids) != request.num_sent_blocks:
+        if request.blocks.num_entries != request.blocks.num_sent:
             changed.append((row, request))
     slots, starts, query_lens, num_sampled, num_known = _ints(rows).reshape(-1, 5).T.copy()
     query_len = scheduled[0].num_tokens
@@ -61,8 +61,11 @@ def make_batch(
         num_sampled=num_sampled,
         input_ids=input_ids,
         feed_slots=feed_slots,
-        new=[_new_sequence(request) for _, request in changed if request.num_sent_blocks == 0],
-        block_tables=[_block_table_update(changed)],
+        new=[_new_sequence(request) for _, request in changed if request.blocks.num_sent == 0],
+        block_tables=[
+            _block_table_update(changed, group)
+            for group in range(len(scheduled[0].request.blocks.tables))
+        ],
         released_slots=released_slots,
         query_len=query_len,
     )
@@ -84,17 +87,15 @@ def _inputs(
     return input_ids, behind
 
 
-def _block_table_update(changed: list[tuple[int, Request]]) -> BlockTableUpdate:
+def _block_table_update(changed: list[tuple[int, Request]], group: int) -> BlockTableUpdate:
     if not changed:
         return _UNCHANGED
-    counts: list[int] = []
-    block_ids: list[int] = []
-    for _, request in changed:
-        gained = request.block_ids[request.num_sent_blocks :]
-        request.num_sent_blocks += len(gained)
-        counts.append(len(gained))
-        block_ids += gained
-    return BlockTableUpdate(_ints([row for row, _ in changed]), _ints(counts), _ints(block_ids))
+    gained = [request.blocks.take_unsent(group) for _, request in changed]
+    return BlockTableUpdate(
+        rows=_ints([row for row, _ in changed]),
+        counts=_ints([len(blocks) for blocks in gained]),
+        block_ids=_ints([block for blocks in gained for block in blocks]),
+    )
 
 
 def _ints(values: list[int]) -> Ints:

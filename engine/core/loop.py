@@ -5,10 +5,12 @@ While a step runs, the one before is waited for, so that the device always has w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
 from ...config import EngineDeadError, ResolvedConfig, UserError
+from ..messages.cache_group import CacheGroup
 from ..messages.requests import AbortRequests, AddRequest, CoreStats, StepOutputs
 from ..messages.step import PendingStep, Runner
 from .batch import ScheduledStep
@@ -116,6 +118,8 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             num_kv_blocks=pool.num_blocks,
             num_free_kv_blocks=pool.num_free,
+            num_held=[*pool.num_held],
+            peak_held=[*pool.peak_held],
             num_preemptions=scheduler.num_preemptions,
             prefix_caching=scheduler.prefix_caching,
             num_prefix_tokens=scheduler.num_prefix_tokens,
@@ -173,10 +177,12 @@ def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def make_core(config: ResolvedConfig, num_blocks: int, runner: Runner) -> EngineCore:
-    """Make the core over ``num_blocks`` KV blocks."""
+def make_core(
+    config: ResolvedConfig, num_blocks: int, groups: Sequence[CacheGroup], runner: Runner
+) -> EngineCore:
+    """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share."""
     scheduler = Scheduler(
-        BlockPool(num_blocks, config.cache.block_size),
+        BlockPool(num_blocks, config.cache.block_size, groups),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.model.max_model_len,

@@ -70,12 +70,15 @@ class StepOutputs(Struct, frozen=True):
 
 
 class CoreStats(Struct, frozen=True):
-    """The state of the scheduler and of its KV cache, and counts since the start."""
+    """The state of the scheduler and of its KV cache, and counts since the start.  ``num_held`` has
+    the blocks of each group that requests hold, ``peak_held`` the most that they ever held."""
 
     num_running: int
     num_waiting: int
     num_kv_blocks: int
     num_free_kv_blocks: int
+    num_held: list[int]
+    peak_held: list[int]
     num_preemptions: int
     prefix_caching: bool
     num_prefix_tokens: int

@@ -7,6 +7,8 @@ samples from the logits.  It waits for nothing; ``LaunchedStep.result`` does, on
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,32 +18,49 @@ import torch
 from torch import Tensor
 
 from ...compiler.run.program import Program
-from ...config import FEED
+from ...config import FEED, slot_mapping_of
 from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
-from ..messages.step import Batch, BlockTableUpdate, Logprobs, StepResult
+from ..messages.cache_group import CacheGroup
+from ..messages.step import Batch, Ints, Logprobs, StepResult
 from .sampler import OpTable, Sampled, Sampler
 
 
 class BlockTables:
-    """Every slot's KV block ids of one group on the host, [max_num_seqs, max_blocks]; ``filled``
-    counts those of each slot."""
+    """Every slot's KV block ids of each group on the host, [max_num_seqs, groups, max_blocks];
+    ``filled`` [max_num_seqs, groups] counts them."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        self.rows: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.filled: npt.NDArray[np.int32] = np.zeros(max_num_seqs, np.int32)
+    def __init__(
+        self, groups: Sequence[CacheGroup], block_size: int, max_num_seqs: int, max_blocks: int
+    ) -> None:
+        shape = (max_num_seqs, len(groups), max_blocks)
+        self.rows: npt.NDArray[np.int32] = np.zeros(shape, np.int32)
+        self.filled: npt.NDArray[np.int32] = np.zeros(shape[:2], np.int32)
+        self.block_size = block_size
+        self._groups = groups
 
-    def update(self, batch: Batch, change: BlockTableUpdate) -> None:
+    def update(self, batch: Batch) -> None:
         """Drop the released slots' blocks, then append those that the batch's rows have gained."""
         if batch.released_slots:
             self.filled[batch.released_slots] = 0
-        if not len(change.rows):
-            return
-        slots, start = batch.slots[change.rows].tolist(), 0
-        for slot, count in zip(slots, change.counts.tolist(), strict=True):
-            filled = self.filled[slot]
-            self.rows[slot, filled : filled + count] = change.block_ids[start : start + count]
-            self.filled[slot] += count
-            start += count
+        for group, gained in enumerate(batch.block_tables):
+            start = 0
+            for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
+                slot, end = batch.slots[row], start + count
+                filled = self.filled[slot, group]
+                self.rows[slot, group, filled : filled + count] = gained.block_ids[start:end]
+                self.filled[slot, group] += count
+                start = end
+
+    def write_slots(self, arrays: dict[str, npt.NDArray[Any]], of: Ints, positions: Ints) -> None:
+        """Write where each group stores the tokens at ``positions`` of the requests in the slots
+        ``of``."""
+        size = self.block_size
+        index, offset = positions // size, positions % size
+        for number, group in enumerate(self._groups):
+            slots = self.rows[of, number, 0 if group.per_sequence else index]
+            if not group.per_sequence:
+                slots = slots * size + offset
+            arrays[slot_mapping_of(number)][: len(slots)] = slots
 
 
 @dataclass
@@ -73,6 +92,7 @@ class Runner:
         sampler: turns logits into tokens.
         table: implementations of the ops that run outside of the program.
         block_size: tokens a KV block.
+        groups: the layers' groups, each of which has a block table.
     """
 
     def __init__(
@@ -85,11 +105,11 @@ class Runner:
         table: OpTable,
         *,
         block_size: int,
+        groups: Sequence[CacheGroup],
     ) -> None:
         self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
         self._buffers, self._sampler, self._ops = buffers, sampler, table
-        self._block_size = block_size
-        self._tables = BlockTables(buffers.max_seqs, buffers.max_blocks)
+        self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
 
     def with_program(self, program: Program, graphs: Graphs, dispatcher: Dispatcher) -> Runner:
@@ -102,8 +122,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Enqueue one step and return without waiting for the device."""
-        (change,) = batch.block_tables
-        self._tables.update(batch, change)
+        self._tables.update(batch)
         num_seqs = batch.num_seqs
         dispatch = self._dispatcher.choose(batch.num_tokens, num_seqs, query_len=batch.query_len)
         self.graphs.ensure(dispatch)
@@ -135,25 +154,25 @@ class Runner:
         buffers, padded_seqs = self._buffers, dispatch.num_seqs
         sizes = {"num_tokens": dispatch.num_tokens, "num_seqs": padded_seqs}
         host = buffers.next_host(**sizes)
-        arrays, tables = host.arrays, self._tables
-        num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
+        arrays, num_seqs, num_tokens = host.arrays, batch.num_seqs, batch.num_tokens
         self._write_rows(arrays, batch)
+        num_blocks = -(-int(arrays["seq_lens"][:num_seqs].max()) // self._tables.block_size)
         for field in buffers.schema.tokens:
             arrays[field.name][num_tokens:] = field.padding
         for field in buffers.schema.rows:
             arrays[field.name][num_seqs:] = field.padding
         padding = np.arange(padded_seqs - num_seqs + 1, dtype=np.int32) * dispatch.query_len
         arrays["query_start_loc"][num_seqs:] = num_tokens + padding
-        num_blocks = int(tables.filled[batch.slots].max())
-        table = host.cells[: padded_seqs * num_blocks].reshape(padded_seqs, num_blocks)
-        table[:num_seqs] = tables.rows[batch.slots, :num_blocks]
-        table[num_seqs:] = 0
+        shape = (padded_seqs, self._tables.rows.shape[1], num_blocks)
+        tables = host.cells[: math.prod(shape)].reshape(shape)
+        tables[:num_seqs] = self._tables.rows[batch.slots, :, :num_blocks]
+        tables[num_seqs:] = 0
         packed, *targets = buffers.targets(host, **sizes, columns=num_blocks)
         self._ops("write_inputs", packed, self._sampler.last_tokens, *targets)
 
     def _write_rows(self, arrays: dict[str, npt.NDArray[Any]], batch: Batch) -> None:
         """Write the inputs of rows and tokens, without padding."""
-        num_seqs, num_tokens, size = batch.num_seqs, batch.num_tokens, self._block_size
+        num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
         arrays["slots"][:num_seqs] = batch.slots
         seq_lens = np.add(batch.starts, batch.query_lens, out=arrays["seq_lens"][:num_seqs])
         arrays["query_start_loc"][0] = 0
@@ -164,9 +183,7 @@ class Runner:
             positions = np.repeat(seq_lens - ends, batch.query_lens)
             positions += np.arange(num_tokens, dtype=np.int32)
         arrays["positions"][:num_tokens] = positions
-        arrays["slot_mapping"][:num_tokens] = (
-            self._tables.rows[slots, positions // size] * size + positions % size
-        )
+        self._tables.write_slots(arrays, slots, positions)
         arrays["input_ids"][:num_tokens] = batch.input_ids
         arrays[FEED][:num_tokens] = batch.feed_slots
 

@@ -44,7 +44,7 @@ def test_a_pass_is_measured_against_the_same_engine_without_it() -> None:
     assert base.passes == again.passes
     assert set(base.passes) - set(without.passes) == {"fuse_act"}
     assert set(with_gated.passes) - set(base.passes) == {"fuse_gated_linear"}
-    assert (base.matched["fuse_act"], with_gated.matched["fuse_gated_linear"]) == (5, 0)
+    assert (base.matched["fuse_act"], with_gated.matched["fuse_gated_linear"]) == (5, 5)
     act, gated = found["rows"]
     assert (act.name, act.sm, act.on_ms, act.off_ms) == (
         "fuse_act",

@@ -22,6 +22,7 @@ from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.frontend.inputs import InputProcessor
 from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.engine.frontend.tokenizer import Tokenizer
+from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.messages.step import Batch, Logprobs, StepResult
 
@@ -32,6 +33,12 @@ EOS = 257
 # What the model may say: letters, a space, the bytes of "é" (also apart, so that text breaks) and
 # end-of-sequence.  Token ids of the tokenizer are byte values.
 ALPHABET = [*b"aaabbbccd  ", 0xC3, 0xA9, EOS]
+
+
+def in_windows(tokens: Sequence[int], windows: Sequence[int]) -> list[tuple[int, int]]:
+    """(position, token) of all that layers of these windows see behind ``tokens``."""
+    known = list(enumerate(tokens))
+    return [entry for window in windows for entry in known[-window:]]
 
 
 def next_token(seen: Sequence[tuple[int, int] | None], seed: int | None = None) -> int:
@@ -53,9 +60,9 @@ class _Row:
     """What the runner was told of the request in a slot."""
 
     sampling_params: SamplingParams
+    tables: list[list[int]]
     num_tokens: int | None = None
     """Computed so far; None before its first step."""
-    block_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -63,7 +70,7 @@ class _Entry:
     """All that the device knows of one scheduled request: copies, as a real runner makes."""
 
     slot: int
-    block_ids: list[int]
+    tables: list[list[int]]
     start: int
     token_ids: list[int]
     feed: list[int]
@@ -96,6 +103,7 @@ class ToyRunner:
     max_num_batched_tokens: int
     lazy: bool = True
     shares: bool = False
+    windows: tuple[int, ...] = (0,)
     tokens_per_step: int = 1
     batches: list[Batch] = field(default_factory=list)
 
@@ -111,12 +119,13 @@ class ToyRunner:
             del self.rows[slot]
         for sequence in batch.new:
             assert sequence.slot not in self.rows, "the slot's former request was never released"
-            self.rows[sequence.slot] = _Row(sequence.sampling_params)
-        (gained,) = batch.block_tables
-        block_ids = gained.block_ids.tolist()
-        for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
-            self.rows[int(batch.slots[row])].block_ids += block_ids[:count]
-            del block_ids[:count]
+            self.rows[sequence.slot] = _Row(sequence.sampling_params, [[] for _ in self.windows])
+        for group, gained in enumerate(batch.block_tables):
+            block_ids = gained.block_ids.tolist()
+            for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
+                self.rows[int(batch.slots[row])].tables[group] += block_ids[:count]
+                del block_ids[:count]
+            assert not block_ids
         step = ToyStep(self, self._entries(batch))
         self.queue.append(step)
         self.batches.append(batch)
@@ -137,22 +146,24 @@ class ToyRunner:
                 position = entry.start + offset
                 known = token if feed == NO_SLOT else self.last_tokens[feed]
                 assert known is not None, "no token was ever sampled in this slot"
-                address = self._address(entry, position)
-                assert address not in written, "two tokens of a step in one place"
-                written.add(address)
-                self.kv[address] = (position, known)
+                for table in entry.tables:
+                    address = self._address(table, position)
+                    assert address not in written, "two tokens of a step in one place"
+                    written.add(address)
+                    self.kv[address] = (position, known)
         token_ids: list[int] = []
         logprobs: list[tuple[float, int, list[float], list[int]]] = []
         for entry in step.entries:
-            end = entry.start + len(entry.token_ids)
-            seen = [self.kv[self._address(entry, position)] for position in range(end)]
+            self._check_what_is_seen(entry)
+            sampled: list[int] = []
             for number in range(self.tokens_per_step):
+                seen = self.seen(entry, sampled)
                 samples = number < entry.num_sampled
                 logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
-                token_ids.append(next_token(seen, entry.seed) if samples else -1)
-                seen.append((end + number, token_ids[-1]))
+                sampled.append(next_token(seen, entry.seed) if samples else -1)
                 if samples:
-                    self.last_tokens[entry.slot * self.tokens_per_step + number] = token_ids[-1]
+                    self.last_tokens[entry.slot * self.tokens_per_step + number] = sampled[-1]
+            token_ids += sampled
         chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
         step.output = StepResult(
             np.array(token_ids, np.int32),
@@ -164,9 +175,29 @@ class ToyRunner:
             ),
         )
 
-    def _address(self, entry: _Entry, position: int) -> int:
-        block = entry.block_ids[position // self.block_size]
+    def seen(self, entry: _Entry, sampled: Sequence[int] = ()) -> list[tuple[int, int] | None]:
+        """What the last query of a request finds in its KV blocks, or will behind tokens that are
+        not stored yet."""
+        end = entry.start + len(entry.token_ids)
+        later: list[tuple[int, int] | None] = [*enumerate(sampled, start=end)]
+        found: list[tuple[int, int] | None] = []
+        for window, table in zip(self.windows, entry.tables, strict=True):
+            first = max(0, end + len(sampled) - window) if window else 0
+            found += [self.kv[self._address(table, position)] for position in range(first, end)]
+            found += later[max(0, first - end) :]
+        return found
+
+    def _address(self, table: list[int], position: int) -> int:
+        block = table[position // self.block_size]
         return block * self.block_size + position % self.block_size
+
+    def _check_what_is_seen(self, entry: _Entry) -> None:
+        """Every query of the step, not the last alone, finds each position of its windows."""
+        for window, table in zip(self.windows, entry.tables, strict=True):
+            first = max(0, entry.start - window + 1) if window else 0
+            for position in range(first, entry.start):
+                found = self.kv[self._address(table, position)]
+                assert found is not None and found[0] == position
 
     def _check(self, batch: Batch) -> None:
         counts = batch.query_lens.tolist()
@@ -195,11 +226,11 @@ class ToyRunner:
             else:
                 assert start == row.num_tokens, "a step computes what comes next"
             row.num_tokens = start + count
-            assert len(row.block_ids) * self.block_size >= row.num_tokens
+            assert all(len(table) * self.block_size >= row.num_tokens for table in row.tables)
             entries.append(
                 _Entry(
                     slot,
-                    row.block_ids[:],
+                    [table[:] for table in row.tables],
                     start,
                     token_ids[:count],
                     feed[:count],
@@ -222,13 +253,18 @@ class Solo:
     stop_reason: int | str | None
 
 
-def solo(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Solo:
+def solo(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    windows: Sequence[int] = (0,),
+) -> Solo:
     """Generate one token after the other with no engine at all."""
     out: list[int] = []
     room = max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     while True:
-        out.append(next_token(list(enumerate([*prompt, *out])), params.seed))
+        out.append(next_token(in_windows([*prompt, *out], windows), params.seed))
         eos = out[-1] == EOS and not params.ignore_eos
         if len(out) >= params.min_tokens and (eos or out[-1] in params.stop_ids):
             visible = out if params.include_stop_str_in_output else out[:-1]
@@ -262,11 +298,17 @@ class Setup:
     prefix_caching: bool = False
     heed_priority: bool = False
     long_prefill_token_threshold: int = 0
+    windows: tuple[int, ...] = (0,)
+    """One group of layers each; 0: no window."""
     tokens_per_step: int = 1
+
+    def pool(self) -> BlockPool:
+        groups = [CacheGroup(window) for window in self.windows]
+        return BlockPool(self.num_blocks, self.block_size, groups)
 
     def scheduler(self) -> Scheduler:
         return Scheduler(
-            BlockPool(self.num_blocks, self.block_size),
+            self.pool(),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -285,6 +327,7 @@ class Setup:
             self.max_num_batched_tokens,
             self.lazy,
             self.prefix_caching,
+            self.windows,
             self.tokens_per_step,
         )
 
@@ -310,12 +353,13 @@ def check_invariants(scheduler: Scheduler) -> None:
     """What must hold between any two steps."""
     running, waiting = list(scheduler.running.values()), in_order(scheduler)
     pool = scheduler.pool
-    holds = Counter(block for request in running for block in request.block_ids)
+    holds = Counter(block for request in running for block in request.blocks.held())
     assert all(pool.holders(block) == holds[block] for block in range(pool.num_blocks))
     if not scheduler.prefix_caching:
         assert not holds or max(holds.values()) == 1, "a block with two owners"
         assert pool.num_kept == 0
     assert len(holds) + pool.num_free == pool.num_blocks, "a block was lost"
+    assert sum(pool.num_held) == len(holds)
     slots = [request.slot for request in running]
     assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
     if not scheduler.heed_priority:
@@ -324,7 +368,11 @@ def check_invariants(scheduler: Scheduler) -> None:
     for request in running:
         assert 0 <= request.num_in_flight <= scheduler.tokens_per_step
         assert request.num_tokens <= request.max_total_tokens
-        assert len(request.block_ids) >= pool.blocks_for(request.num_computed_tokens)
+        tables = zip(pool.groups, request.blocks.tables, request.blocks.num_freed, strict=True)
+        for group, table, freed in tables:
+            computed = request.num_computed_tokens, pool.block_size
+            assert len(table) >= group.num_blocks(*computed)
+            assert freed <= group.num_behind(*computed)
         full = min(request.num_computed_tokens, request.num_known_tokens) // pool.block_size
         assert request.num_kept_blocks == (full if scheduler.prefix_caching else 0)
     if not scheduler.long_prefill_token_threshold:
@@ -332,4 +380,4 @@ def check_invariants(scheduler: Scheduler) -> None:
             left = request.num_tokens - request.num_computed_tokens
             assert left <= scheduler.tokens_per_step, "only the last prefills"
     for request in waiting:
-        assert request.slot == -1 and not request.block_ids and not request.num_kept_blocks
+        assert request.slot == -1 and not request.blocks.tables and not request.num_kept_blocks
