@@ -21,17 +21,12 @@ from fusewright.model_executor.loader import load_model
 from fusewright.passes import Subgraph, build_passes, digest, fake_value, run_passes
 
 BLOCK_SIZE = 16
-HAND_KERNELS = (
-    "rms_norm",
-    "add_rms_norm",
-    "silu_mul",
-    "gated_linear",
-    "linear_add_norm_linear",
-    "rotary_embedding",
-    "kv_store",
-    "rope_kv_store",
-    "embedding",
-)
+HAND_KERNELS = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "silu_mul"), "triton"),
+    **dict.fromkeys(("rotary_embedding", "kv_store", "rope_kv_store", "embedding"), "triton"),
+    "linear_add_norm_linear": "library",
+}
+"""Op -> the implementation that is a kernel of ours, or runs around one."""
 
 
 @dataclass(frozen=True)
