@@ -156,7 +156,7 @@ def large_launches() -> Iterator[Needed]:
 
 
 def compile_each_value(launches: Iterator[Needed]) -> Iterator[dict[str, Any]]:
-    """Compile what shows an op, or a value of a kernel's parameter in its dtype, for the first time.
+    """Compile what first shows an op, or a value of a kernel's parameter in one of its dtypes.
 
     A GPU compiles every combination of them, in the conformance tests.  Alignment is no value here:
     it changes the width of accesses, not the program.
