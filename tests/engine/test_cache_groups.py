@@ -117,10 +117,10 @@ def test_blocks_that_went_back_serve_others_and_are_then_not_found() -> None:
 
 
 def test_a_block_that_went_back_before_its_token_was_known_is_not_found() -> None:
-    scheduler = Setup(block_size=1, windows=(1,), prefix_caching=True).scheduler()
+    scheduler = Setup(block_size=1, windows=(2,), prefix_caching=True).scheduler()
     scheduler.add(request("a", [5, 6], max_tokens=9))
-    steps = [scheduler.schedule() for _ in range(3)]
-    assert scheduler.pool.num_kept == 2 and scheduler.pool.num_held == [1]
+    steps = [scheduler.schedule() for _ in range(4)]
+    assert scheduler.pool.num_kept == 2 and scheduler.pool.num_held == [2]
     assert steps[0] is not None
     scheduler.update(steps[0], result(steps[0]))  # of position 2, which is behind the window
     assert scheduler.pool.num_kept == 2
