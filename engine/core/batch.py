@@ -76,8 +76,11 @@ def _inputs(
 ) -> tuple[Ints, Ints]:
     """``input_ids`` and ``feed_slots``.  Of each row's tokens ``num_known`` are known; the step in
     flight samples the others, from number ``first_fed`` on."""
-    first = np.cumsum(query_lens, dtype=np.int32) - query_lens
-    behind = np.arange(first[-1] + query_lens[-1], dtype=np.int32)
+    ends = np.cumsum(query_lens, dtype=np.int32)
+    num_tokens, first = int(ends[-1]), ends - query_lens
+    if num_tokens == len(known_ids):
+        return _ints(known_ids), np.full(num_tokens, NO_SLOT, np.int32)
+    behind = np.arange(num_tokens, dtype=np.int32)
     behind -= np.repeat(first + num_known, query_lens)
     known = behind < 0
     input_ids = np.zeros_like(behind)
