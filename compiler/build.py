@@ -29,7 +29,7 @@ from .capture.trace import Traced, trace
 from .capture.unroll import unroll
 from .emit.kernels import outside_variants, program_variants
 from .emit.make_plan import limit_ranges, make_plan
-from .emit.pieces import choose_emitter, emit
+from .emit.pieces import PieceCode, choose_emitter, emit
 from .lowering.check_kernels import called, check_used
 from .lowering.lower import lower
 from .lowering.partition import Region, partition
@@ -39,6 +39,9 @@ from .record import Record
 from .run.load import KERNELS, PLAN, TABLE, kernel_file, kernels_json, piece_file
 from .run.plan import Plan
 from .timer import Timer
+
+_COMPILED: dict[str, PieceCode] = {}
+"""Inductor's code of this process's pieces: levels and passes that are compared share most."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ def build(
             pieces,
             tune=config.tune,
             dims=traced.dims,
+            compiled=_COMPILED,
             on_piece=lambda number: timer.say(f"piece {number}"),
         )
         plan = limit_ranges(plan, code.values())

@@ -9,14 +9,16 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
+from tests.interpreter import interpret_faster
+
 # Triton reads this once, at import: it must be set before any test module is collected.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    interpret_faster()
 
 # pytest-xdist gives its workers one of 80, for which tables would be wrapped.
 os.environ.pop("COLUMNS", None)
@@ -29,36 +31,6 @@ if "FUSEWRIGHT_CACHE_DIR" not in os.environ:
 os.environ["FUSEWRIGHT_BAKED_DIR"] = os.environ["FUSEWRIGHT_CACHE_DIR"] + "/baked"
 
 _SEED = pytest.StashKey[int]()
-
-
-def _interpret_calls_faster() -> None:
-    """Make Triton's interpreter prepare ``triton.language`` once and not again at every call.
-
-    A launch replaces what ``triton.language`` holds, and puts it back at its end.  Triton does the
-    same for each function that a kernel calls.  That takes milliseconds a call, a third of these
-    tests' time, and changes something only once: at the first call of a function of Triton's own,
-    which sees ``tl.core``.
-    """
-    from triton import language as tl
-    from triton.runtime import interpreter
-
-    prepared = False
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal prepared
-        if not prepared and any(value is tl.core for value in self.fn.__globals__.values()):
-            interpreter._patch_lang(self.fn)
-            prepared = True
-        try:
-            return self.rewrite()(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
-
-    interpreter.InterpretedFunction.__call__ = call
-
-
-if not torch.cuda.is_available():
-    _interpret_calls_faster()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

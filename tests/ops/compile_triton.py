@@ -1,20 +1,17 @@
 """Compiles the launches of every Triton implementation for sm_90, without a GPU.
 
 A program, not a test module: ``test_triton_compile.py`` runs it in a process of its own, because
-Triton decides between interpreter and compiler when it is imported.  Prints one JSON line a kernel
-variant; with ``--self-test`` it compiles kernels of its own instead, most of them wrong; with
-``--table`` it fills a table and prints one line about it.
+Triton decides between interpreter and compiler when it is imported.  Prints one JSON line about a
+table that it fills, then one a kernel variant; the last are kernels of its own, most of them wrong.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-import time
 from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +24,15 @@ from fusewright.ops.triton_kernels.dependent import prefetch, start_next_and_wai
 SM = 90
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
 SEED = 0  # contents do not matter to the compiler, shapes and strides do
+
+
+class Needed(NamedTuple):
+    """A launch, and the op, case and dtype that need it."""
+
+    op: str
+    case: str
+    dtype: torch.dtype
+    launch: Launch
 
 
 @triton.jit
@@ -86,18 +92,18 @@ PROGRAMMATIC = (
 )  # fmt: skip
 
 
-def self_test_launches() -> Iterator[tuple[str, str, Launch]]:
+def self_test_launches() -> Iterator[Needed]:
     # A launch names its kernel by module and function: this program is such a module.
     sys.modules["fusewright.ops.triton_kernels.self_test"] = sys.modules["__main__"]
     args = {"x_ptr": torch.empty(8), "n": 8}
     for kernel in (*PLAIN, *PROGRAMMATIC):
         name, fixed = f"self_test:{kernel}", {"BLOCK": 8}
         launch = Launch(name, (1,), args, fixed, programmatic=kernel in PROGRAMMATIC)
-        yield "self_test", "case", launch
+        yield Needed("self_test", kernel, torch.float32, launch)
 
 
-def op_launches() -> Iterator[tuple[str, str, Launch]]:
-    """(op, case, launch) of every case and dtype that an implementation takes on an sm_90 GPU.
+def op_launches() -> Iterator[Needed]:
+    """Launches of every case and dtype that an implementation takes on an sm_90 GPU.
 
     float16 differs from bfloat16 in the type alone: where an op has both, its first case stands for
     the rest.
@@ -115,11 +121,11 @@ def op_launches() -> Iterator[tuple[str, str, Launch]]:
                     if impl.supports(op.describe(case.args, sm=SM)):
                         continue
                     for launch in impl.launches(*case.args)[0]:
-                        yield op.name, f"{case.label}, {dtype}", launch
+                        yield Needed(op.name, case.label, dtype, launch)
 
 
-def large_launches() -> Iterator[tuple[str, str, Launch]]:
-    """Launches that only a model's sizes need, as (op, case, launch), on tensors without data."""
+def large_launches() -> Iterator[Needed]:
+    """Launches that only a model's sizes need, on tensors without data."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -147,22 +153,27 @@ def large_launches() -> Iterator[tuple[str, str, Launch]]:
         describe = BY_NAME[name].implementation("triton").launches
         assert describe is not None
         for launch in describe(*args)[0]:
-            yield name, "a model's size", launch
+            yield Needed(name, "a model's size", torch.bfloat16, launch)
 
 
-def compile_unique(launches: Iterator[tuple[str, str, Launch]]) -> Iterator[dict[str, Any]]:
-    seen: set[Variant] = set()
-    for op, case, launch in launches:
+def compile_each_value(launches: Iterator[Needed]) -> Iterator[dict[str, Any]]:
+    """Compile what first shows an op, or a value of a kernel's parameter in one of its dtypes.
+
+    A GPU compiles every combination of them, in the conformance tests.  Alignment is no value here:
+    it changes the width of accesses, not the program.
+    """
+    seen: set[Any] = set()
+    for op, case, dtype, launch in launches:
         variant = launch.variant()
-        # Alignment alone makes no new variant here: it changes the width of accesses, not the
-        # program.
-        plain = dataclasses.replace(variant, divisible=())
-        if plain in seen:
+        fixed = (("num_warps", variant.num_warps), ("num_stages", variant.num_stages))
+        values: set[Any] = {op}
+        for value in (*variant.signature, *variant.constexprs, *fixed):
+            values.add((variant.kernel, dtype, value))
+        if values <= seen:
             continue
-        seen.add(plain)
-        result: dict[str, Any] = {"op": op, "case": case, "kernel": variant.function}
+        seen |= values
+        result: dict[str, Any] = {"op": op, "case": f"{case}, {dtype}", "kernel": variant.function}
         result["programmatic"] = variant.programmatic
-        started = time.perf_counter()
         try:
             binary = compile_variant(variant, SM)
             if op == "self_test":  # no instruction that an older GPU lacks
@@ -173,13 +184,12 @@ def compile_unique(launches: Iterator[tuple[str, str, Launch]]) -> Iterator[dict
             result["error"] = ""
         except Exception as error:  # every failure is a line of the report
             result["error"] = f"{type(error).__name__}: {error}"
-        result["seconds"] = round(time.perf_counter() - started, 3)
         yield result
 
 
 def table_report() -> dict[str, Any]:
     """What a table compiled: two variants ahead, in threads, and a third when asked for it."""
-    found = (launch for _, _, launch in op_launches() if launch.kernel.startswith("activation:"))
+    found = (c.launch for c in op_launches() if c.launch.kernel.startswith("activation:"))
     *ahead, late = sorted(variants_of(islice(found, 3)), key=lambda variant: variant.name)
     table, done = KernelTable(), list[Variant]()
     table.precompile(ahead, SM, on_done=done.append, jobs=2)
@@ -201,13 +211,8 @@ def table_report() -> dict[str, Any]:
 def main() -> None:
     if triton.knobs.runtime.interpret:
         sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
-    if "--table" in sys.argv:
-        print(json.dumps(table_report()))
-        return
-    launches = chain(op_launches(), large_launches())
-    if "--self-test" in sys.argv:
-        launches = self_test_launches()
-    for result in compile_unique(launches):
+    print(json.dumps(table_report()))
+    for result in compile_each_value(chain(op_launches(), large_launches(), self_test_launches())):
         print(json.dumps(result), flush=True)
 
 
