@@ -61,7 +61,6 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
-    num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
     stop_id: int | None = None
     """The stop id that ended the request; None for end-of-sequence."""

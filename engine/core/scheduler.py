@@ -386,7 +386,6 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         self.num_preemptions += 1
         self._preempted.append(request.request_id)
         self._enqueue(request)

@@ -138,7 +138,7 @@ _REQUEST = np.dtype(
         ("likeliest", np.bool_),  # is asked for, but where it is banned
         ("plain", np.bool_),  # nothing but the likeliest token, whatever came before
         ("num_logprobs", np.int64),  # -1: none are wanted
-        ("min_tokens", np.int64),
+        ("has_min_tokens", np.bool_),
         ("min_len", np.int64),  # of prompt and output; shorter sequences must not end
     ],
     align=True,
@@ -182,7 +182,7 @@ class Sampler:
         params, slot = sequence.sampling_params, sequence.slot
         self._slots[slot] = (
             params.temperature,
-            params.top_k,
+            min(params.top_k, self._vocab_size),
             params.top_p,
             params.min_p,
             params.repetition_penalty,
@@ -193,8 +193,8 @@ class Sampler:
             params.greedy and not params.has_penalties,
             params.plain_greedy and params.logprobs is None,
             -1 if params.logprobs is None else params.logprobs,
-            params.min_tokens,
-            sequence.num_prompt_tokens + params.min_tokens,
+            params.min_tokens > 0,
+            min(sequence.num_prompt_tokens + params.min_tokens, 1 << 62),
         )
         self._stop_ids[slot] = sequence.stop_ids
         self._num_admitted += 1
@@ -254,7 +254,7 @@ class Sampler:
                 requests=requests,
                 samples=samples,
                 draws=bool((samples & ~requests["likeliest"]).any()),
-                has_min_tokens=bool(requests["min_tokens"].any()),
+                has_min_tokens=bool(requests["has_min_tokens"].any()),
                 num_logprobs=int(requests["num_logprobs"].max(initial=-1, where=samples)),
             )
         return self._rows
