@@ -92,9 +92,18 @@ def folder() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="module")
+def abacus(folder: Path, device: torch.device) -> Cold:
+    return start_cold("abacus", folder, device)
+
+
 @pytest.fixture(scope="module", params=["abacus", "llama_gqa"])
-def cold(request: pytest.FixtureRequest, folder: Path, device: torch.device) -> Cold:
-    model, store = request.param, folder / request.param / "cold"
+def cold(request: pytest.FixtureRequest, abacus: Cold, folder: Path, device: torch.device) -> Cold:
+    return abacus if request.param == "abacus" else start_cold(request.param, folder, device)
+
+
+def start_cold(model: str, folder: Path, device: torch.device) -> Cold:
+    store = folder / model / "cold"
     store.parent.mkdir()
     more = {}
     if model in BY_NAME:
@@ -169,11 +178,14 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path, device: torch.device) -> Made:
-    store = folder / "made"
-    env, start = environment(folder), options("abacus", device, 2, store)
-    (told,) = run("start_all", env=env, starts=[start], batches=[[ADD]])["told"]
-    return Made(folder, store, told["artifact"]["key"], device.type)
+def made(folder: Path, abacus: Cold, device: torch.device) -> Made:
+    store, key = folder / "made", abacus.told[2]["artifact"]["key"]
+    subprocess.run(["cp", "-a", abacus.store, store], check=True)
+    writable(store, True)
+    for artifact in (store / "artifacts").iterdir():
+        if artifact.name != key:
+            shutil.rmtree(artifact)
+    return Made(folder, store, key, device.type)
 
 
 def answer(out: str) -> str:
@@ -204,30 +216,27 @@ def test_no_way_of_sampling_compiles_anything(made: Made) -> None:
     assert counts == [[5]] * 16 + [[5] * 16, [9, 9]]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("-O1",), ["config.compile.level: 2 -> 1", "config.compile.hand_kernels: True -> False"]),
-        (("--block-size", "32"), ["config.cache.block_size: 16 -> 32"]),
-        (("--require-fusion", "fuse_act:999"), ["fuse_act"]),
-    ],
-    ids=["level", "block size", "fusion"],
-)
-def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(
-    made: Made, flags: tuple[str, ...], expected: list[str]
-) -> None:
+REFUSED = {
+    ("-O1",): ["config.compile.level: 2 -> 1", "config.compile.hand_kernels: True -> False"],
+    ("--block-size", "32"): ["config.cache.block_size: 16 -> 32"],
+    ("--require-fusion", "fuse_act:999"): ["fuse_act"],
+}
+
+
+def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(made: Made) -> None:
     with open_folder() as folder:
         sandbox = Sandbox(folder)
-        argv = made.argv("--require-cache", *flags)
-        done = run("commands", env=sandbox.env(), guard=True, argvs=[argv])
+        argvs = [made.argv("--require-cache", *flags) for flags in REFUSED]
+        done = run("commands", env=sandbox.env(), guard=True, argvs=argvs)
         assert sandbox.traces() == []
-    ((code, out, err),) = done["told"]
-    assert (code, out, err.count("\n"), done["loaded"]) == (2, "", 1, [])
-    assert err.startswith("error: ")
-    for words in expected:
-        assert words in err
-    if "--require-fusion" not in flags:
-        assert f" is {made.key} (LlamaForCausalLM, 5 layers, " in err
+    assert done["loaded"] == []
+    for (flags, expected), (code, out, err) in zip(REFUSED.items(), done["told"], strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), flags
+        assert err.startswith("error: ")
+        for words in expected:
+            assert words in err
+        if "--require-fusion" not in flags:
+            assert f" is {made.key} (LlamaForCausalLM, 5 layers, " in err
 
 
 # Damage
@@ -346,41 +355,68 @@ def test_damage_is_refused_under_require_cache_and_else_repaired(
 # Caches that are not wanted or cannot be written
 
 
-def test_no_cache_leaves_nothing_behind(made: Made, tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+@dataclass(frozen=True)
+class Unkept:
+    """What starts said that could keep nothing, and what lay about behind them."""
+
+    told: list[Any]
+    scratch: list[Path]
+    at_home: list[Path]
+    read_only: list[Path]
+    full: list[list[Path]]
+
+
+@pytest.fixture(scope="module")
+def unkept(made: Made) -> Iterator[Unkept]:
+    """One process starts without a cache, with one that it cannot write, and on a full disk."""
+    top = made.folder / "unkept"
+    scratch, home, read_only = top / "scratch", top / "absent" / "home", top / "read-only"
+    scratch.mkdir(parents=True)
+    read_only.mkdir()
     link = scratch / inductor_folder().name
     inductor_folder().mkdir(exist_ok=True)
     link.symlink_to(inductor_folder())  # torch's own, not ours
-    env = environment(tmp_path)
-    argv = ["--no-cache" if w == "--compile-cache-dir" else w for w in made.argv()[:-1]]
-    ((code, out, err),) = run("commands", env=env | {"TMPDIR": str(scratch)}, argvs=[argv])["told"]
+    writable(read_only, False)
+    without = ["--no-cache" if w == "--compile-cache-dir" else w for w in made.argv()[:-1]]
+    with small_disk(top / "disk", 64) as disk:
+        stores = [made.argv(store=folder / "store") for folder in (read_only, disk)]
+        done = run(
+            "commands",
+            env=environment(top) | {"TMPDIR": str(scratch)},
+            before=bound_by_modes(),
+            argvs=[without, *stores],
+        )
+        full = [list((disk / "store" / name).iterdir()) for name in ("artifacts", "tmp")]
+    at_home = [*home.parent.rglob("*")] if home.parent.exists() else []
+    yield Unkept(
+        done["told"],
+        [path for path in scratch.iterdir() if path != link],
+        [p for p in at_home if p != home and home / ".nv" not in (p, *p.parents)],
+        list(read_only.iterdir()),
+        full,
+    )
+    writable(top, True)
+
+
+def test_no_cache_leaves_nothing_behind(unkept: Unkept) -> None:
+    code, out, err = unkept.told[0]
     assert (code, answer(out), err) == (0, SUM, "")
-    assert list(scratch.iterdir()) == [link]
-    home = tmp_path / "absent" / "home"
-    made_there = [*home.parent.rglob("*")] if home.parent.exists() else []
-    ours = [p for p in made_there if p != home and home / ".nv" not in (p, *p.parents)]
-    assert not ours, "HOME, but for what NVIDIA's driver keeps there, and stores of a fresh user"
+    assert not unkept.scratch
+    assert not unkept.at_home, "HOME, but for what NVIDIA's driver keeps there, and stores"
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(made: Made) -> None:
-    with open_folder() as folder:
-        writable(folder, False)
-        argv = made.argv(store=folder / "store")
-        done = run("commands", env=environment(folder), before=bound_by_modes(), argvs=[argv])
-        assert list(folder.iterdir()) == []
-    ((code, out, err),) = done["told"]
+def test_a_cache_that_cannot_be_written_is_a_warning(made: Made, unkept: Unkept) -> None:
+    code, out, err = unkept.told[1]
+    assert unkept.read_only == []
     assert (code, answer(out), err.count("\n")) == (0, SUM, 1)
-    assert f"{folder}/store cannot be written: what is compiled now will be compiled again" in err
+    store = made.folder / "unkept" / "read-only" / "store"
+    assert f"{store} cannot be written: what is compiled now will be compiled again" in err
 
 
-def test_a_cache_whose_disk_is_full_is_a_warning(made: Made, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 64) as disk:
-        argv = made.argv(store=disk / "store")
-        done = run("commands", env=environment(tmp_path), argvs=[argv])
-        left = [list((disk / "store" / name).iterdir()) for name in ("artifacts", "tmp")]
-    ((code, out, err),) = done["told"]
+def test_a_cache_whose_disk_is_full_is_a_warning(made: Made, unkept: Unkept) -> None:
+    code, out, err = unkept.told[2]
     assert (code, answer(out), err.count("\n")) == (0, SUM, 1), err
-    assert f"{disk}/store cannot be written: what is compiled now will be compiled again" in err
+    store = made.folder / "unkept" / "disk" / "store"
+    assert f"{store} cannot be written: what is compiled now will be compiled again" in err
     assert "No space left on device; free space" in err
-    assert left == [[], []]
+    assert unkept.full == [[], []]

@@ -142,9 +142,9 @@ FUSED = {
 @pytest.mark.parametrize(
     ("level", "verify", "examples"),
     [
-        ("-O1", False, 150),
-        ("-O2, -O3", False, 400),
-        ("every pass", False, 400),
+        ("-O1", False, 80),
+        ("-O2, -O3", False, 200),
+        ("every pass", False, 300),
         ("every pass", True, 50),
     ],
 )
