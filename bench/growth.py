@@ -17,7 +17,6 @@ from ..engine.core.request import Request
 from ..engine.engine import Engine
 from ..engine.messages.sampling_params import SamplingParams
 from ..graph_capture import GraphKind
-from ..model_executor.kv_cache import kv_cache_bytes_per_block
 from .profile_plan import Plan
 from .profiling import drive
 from .serving import check_length, run, warm_up
@@ -45,7 +44,8 @@ def pretend_computed(engine: Engine, works: Sequence[Work]) -> None:
         UserError: the KV cache does not hold them all, with what they will generate.
     """
     pool = engine.scheduler.pool
-    needed = sum(pool.blocks_for(len(w.prompt_token_ids) + w.output_len) + 1 for w in works)
+    lengths = [len(work.prompt_token_ids) + work.output_len for work in works]
+    needed = sum(pool.most_blocks(length, length) + len(pool.groups) for length in lengths)
     if needed > pool.num_blocks:
         raise UserError(f"{needed} KV blocks are needed, the cache has {pool.num_blocks}")
     pool.forget_all()
@@ -53,10 +53,11 @@ def pretend_computed(engine: Engine, works: Sequence[Work]) -> None:
         tokens = len(work.prompt_token_ids)
         request = Request("", work.prompt_token_ids, SamplingParams(), tokens, frozenset())
         keys = extend_keys(request, pool.block_size)
-        blocks = pool.allocate(len(keys))
-        for block_id, key in zip(blocks, keys, strict=True):
-            pool.keep(block_id, key)
-        pool.free(blocks)
+        for group in range(len(pool.groups)):
+            blocks = pool.allocate(len(keys), group)
+            for block_id, key in zip(blocks, keys, strict=True):
+                pool.keep(block_id, key)
+            pool.free(blocks)
 
 
 def bytes_to_read(engine: Engine, batch: int, context: int) -> int:
@@ -66,8 +67,13 @@ def bytes_to_read(engine: Engine, batch: int, context: int) -> int:
     weights = engine.memory().weights
     if not spec.tie_word_embeddings:
         weights -= spec.vocab_size * spec.hidden_size * spec.dtype.itemsize
-    per_block = kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
-    return weights + batch * context * per_block // size
+    cached = sum(
+        min(context, group.spec.window or context)
+        * len(group.layers)
+        * group.spec.block_bytes(size)
+        for group in spec.cache_groups
+    )
+    return weights + batch * cached // size
 
 
 def has_limit(engine: Engine) -> bool:

@@ -21,7 +21,17 @@ from .resolved import (
     SchedulerConfig,
     StoreConfig,
 )
-from .step_fields import FEED, NO_SLOT, STEP, Per, StepField, StepSchema
+from .step_fields import (
+    FEED,
+    NO_SLOT,
+    STEP,
+    Per,
+    StepField,
+    StepSchema,
+    block_table_of,
+    slot_mapping_of,
+    step_schema,
+)
 
 __all__ = [
     "FEED",
@@ -50,6 +60,7 @@ __all__ = [
     "StoreConfig",
     "UserError",
     "VerificationError",
+    "block_table_of",
     "capture_sizes",
     "engine_options",
     "key_factors",
@@ -57,4 +68,6 @@ __all__ = [
     "outside_fields",
     "outside_key",
     "resolve",
+    "slot_mapping_of",
+    "step_schema",
 ]

@@ -22,9 +22,9 @@ OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
 ALGORITHM_BYTES = 64
 ROWS = (
     "stream bfloat16",
-    "stream fp8",
-    "stream linear fp8",
-    "stream linear fp8 block",
+    "stream fp8 tensor",
+    "stream fp8 token",
+    "stream fp8 block",
     "tiled fp8 tensor",
     "tiled fp8 token",
     "tiled fp8 block",

@@ -36,7 +36,6 @@ PASSES: tuple[str, ...] = (
     "fuse_add_norm",
     "fuse_act",
     "fuse_gated_linear",
-    "fuse_gated_linear_fp8",
     "fuse_norm_linear",
     "fuse_norm_quant",
     "fuse_all_reduce_norm",
@@ -46,33 +45,21 @@ PASSES: tuple[str, ...] = (
 )
 """Every pass, in the order in which they run."""
 
-OPT_IN = ("fuse_gated_linear_fp8", "fuse_all_reduce_norm")
-"""Passes that a level runs where the gates say that they gain, and ``--passes`` anywhere.  In a
-whole Llama-3-8B on an H200 ``fuse_gated_linear_fp8`` gains 2.6 % at one sequence, and measured
-1.1 % slower at a prompt of 2048 tokens, with noise of 4.5 %, which its gate counts as a loss
-(docs/passes.md).  What
+OPT_IN = ("fuse_all_reduce_norm",)
+"""Passes that a level runs where the gates say that they gain, and ``--passes`` anywhere.  What
 ``fuse_all_reduce_norm`` makes runs the all-reduce of torch.distributed and then the norm's
 reference, slower than the norm's kernel, until one kernel does both."""
 
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
-    "cuda": {"linear": "invariant", "linear_fp8": "invariant", "paged_attention": "invariant"},
-    "cpu": {
-        "linear": "rowwise",
-        "linear_fp8": "rowwise",
-        "paged_attention": "rowwise",
-        "token_logprobs": "rowwise",
-    },
+    "cuda": {"linear": "invariant", "paged_attention": "invariant"},
+    "cpu": dict.fromkeys(("linear", "paged_attention", "token_logprobs"), "rowwise"),
 }
 """Implementations by device and op that ``batch_invariant`` forces: those of which a row's bits do
 not depend on the other rows.  What ``-O2`` chooses of the other ops has that property anyhow, but
 for those of ``JOINS_PRODUCTS``."""
 
-JOINS_PRODUCTS = (
-    "fuse_gated_linear",
-    "fuse_gated_linear_fp8",
-    "fuse_norm_linear",
-)
-"""Passes that make a product part of another op, whose kernels follow the number of rows:
+JOINS_PRODUCTS = ("fuse_gated_linear", "fuse_norm_linear")
+"""Passes that attach more to a linear layer, whose kernels then follow the number of rows:
 ``batch_invariant`` leaves them out."""
 
 BATCH_INVARIANT_LEVEL = 2

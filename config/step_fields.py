@@ -1,4 +1,5 @@
-"""``STEP`` declares what a step takes from the host, once.
+"""``step_schema`` declares what a step takes from the host, once; ``STEP`` is that of models whose
+layers are one group.
 
 The host's packed memory, the device's static inputs, the kernel that unpacks one into the other,
 the example that is traced and the inputs that a bisection makes all derive from it.
@@ -94,15 +95,32 @@ TOKEN_IDS = "input_ids"
 FEED = "feed_slots"
 """The slot whose newest sampled token, on the device alone, is the token's id; or ``NO_SLOT``."""
 
-STEP = StepSchema(
-    (
-        StepField(TOKEN_IDS, Per.TOKEN),
-        StepField("positions", Per.TOKEN),
-        StepField("slot_mapping", Per.TOKEN, padding=NO_SLOT),
-        StepField(FEED, Per.TOKEN, padding=NO_SLOT, program=False),
-        StepField("seq_lens", Per.SEQUENCE),
-        StepField("slots", Per.SEQUENCE, program=False),
-        StepField("query_start_loc", Per.BOUNDARY),
-        StepField("block_table", Per.TABLE),
+
+def slot_mapping_of(group: int) -> str:
+    """The field that says where a group's layers store each token of the step."""
+    return f"slot_mapping/{group}" if group else "slot_mapping"
+
+
+def block_table_of(group: int) -> str:
+    """The field with the block ids of each sequence in a group."""
+    return f"block_table/{group}" if group else "block_table"
+
+
+def step_schema(num_groups: int) -> StepSchema:
+    """The fields of a step of a model whose layers make ``num_groups`` groups of KV caches."""
+    groups = range(num_groups)
+    return StepSchema(
+        (
+            StepField(TOKEN_IDS, Per.TOKEN),
+            StepField("positions", Per.TOKEN),
+            *(StepField(slot_mapping_of(group), Per.TOKEN, padding=NO_SLOT) for group in groups),
+            StepField(FEED, Per.TOKEN, padding=NO_SLOT, program=False),
+            StepField("seq_lens", Per.SEQUENCE),
+            StepField("slots", Per.SEQUENCE, program=False),
+            StepField("query_start_loc", Per.BOUNDARY),
+            *(StepField(block_table_of(group), Per.TABLE) for group in groups),
+        )
     )
-)
+
+
+STEP = step_schema(1)

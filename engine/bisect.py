@@ -7,7 +7,8 @@ tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor
 
 from ..compiler.capture.source import WEIGHTS
-from ..config import STEP, EngineOptions, ResolvedConfig, UserError
+from ..config import (
+    EngineOptions,
+    ResolvedConfig,
+    UserError,
+    block_table_of,
+    slot_mapping_of,
+    step_schema,
+)
 from ..model_executor.kv_cache import allocate_kv_caches
 from ..model_executor.loader import load_model
 from ..model_executor.spec import ModelSpec
@@ -83,7 +91,7 @@ def bisect_model(
     caches, steps = inputs(spec, config, options.seed)
 
     def eager(values: Inputs) -> Any:
-        return model(*module_arguments(values, spec.num_layers))
+        return model(*module_arguments(values, spec))
 
     say("-O0")
     run = Run(fixed, caches, steps, {}, tolerance)
@@ -138,27 +146,30 @@ def inputs(
     device, size = torch.device(config.hardware.device), config.cache.block_size
     gen = torch.Generator().manual_seed(seed)
     per_sequence = max(PROMPTS) // size + 1
-    blocks = torch.randperm(len(PROMPTS) * per_sequence, generator=gen)
-    table = blocks.view(len(PROMPTS), per_sequence)
-    made = allocate_kv_caches(spec, len(blocks), size, spec.kv_cache_dtype, device)
+    shape = (len(spec.cache_groups), len(PROMPTS), per_sequence)
+    blocks = torch.randperm(math.prod(shape), generator=gen)
+    made = allocate_kv_caches(spec.cache_groups, len(blocks), size, device)
     caches = {kv_cache_name(i): cache for i, cache in enumerate(made)}
 
     def step(spans: Iterable[tuple[int, int]]) -> dict[str, Tensor]:
         positions = [torch.arange(first, last) for first, last in spans]
-        slots = [table[i][where // size] * size + where % size for i, where in enumerate(positions)]
         counts = torch.tensor([0, *(len(where) for where in positions)])
         total = int(counts.sum())
-        values: Mapping[str, Tensor] = {
+        values = {
             "input_ids": torch.randint(spec.vocab_size, (total,), generator=gen),
             "positions": torch.cat(positions),
-            "slot_mapping": torch.cat(slots),
-            "block_table": table,
             "seq_lens": torch.tensor([int(where[-1]) + 1 for where in positions]),
             "query_start_loc": counts.cumsum(0),
         }
+        for group, table in enumerate(blocks.view(shape)):
+            slots = [
+                row[at // size] * size + at % size for row, at in zip(table, positions, strict=True)
+            ]
+            values[slot_mapping_of(group)] = torch.cat(slots)
+            values[block_table_of(group)] = table
         return {
             field.name: values[field.name].to(getattr(torch, field.dtype)).to(device)
-            for field in STEP.program
+            for field in step_schema(len(spec.cache_groups)).program
         }
 
     return caches, [step((0, n) for n in PROMPTS), step((n, n + 1) for n in PROMPTS)]

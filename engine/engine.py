@@ -17,6 +17,7 @@ import torch
 from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
 from ..graph_capture import Dispatcher, MemoryReport
+from ..model_executor.kv_cache import kv_cache_bytes_per_block
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
@@ -36,6 +37,7 @@ from .worker.startup import (
     num_kv_blocks,
     outside_bytes,
     read_model,
+    report_kv_groups,
     step_buffers,
     warm_up,
     weight_bytes,
@@ -69,14 +71,17 @@ class Engine(EngineLoop):
                     capturable(config.capture, compiled.program, hardware),
                     config.scheduler.max_num_seqs,
                 )
-                buffers = step_buffers(config, dispatcher)
+                buffers = step_buffers(spec, config, dispatcher)
                 table = OpTable(config.compile, hardware.sm)
                 sampler = Sampler(table, config, spec.vocab_size)
                 sampler.warm_up(spec.dtype)
                 graphs = make_graphs(compiled.program, buffers, dispatcher, config)
                 needs = warm_up(compiled.program, spec, config, buffers, graphs)
             with startup.phase("kv cache"):
-                num_blocks = num_kv_blocks(spec, config, buffers, needs)
+                num_blocks = num_kv_blocks(spec, config, needs)
+                self._bytes_per_block = kv_cache_bytes_per_block(
+                    spec.cache_groups, config.cache.block_size
+                )
                 self.kv_caches = bind_kv_caches(compiled.program, spec, config, num_blocks)
                 self._account = partial(
                     account,
@@ -84,11 +89,12 @@ class Engine(EngineLoop):
                     graphs,
                     context=outside_bytes(hardware),
                     weights=weight_bytes(weights.result()),
-                    kv_cache=sum(cache.nbytes for cache in self.kv_caches),
+                    kv_cache=num_blocks * self._bytes_per_block,
                     predicted=graphs.predict_bytes(),
                 )
             with startup.phase("capture"):
                 capture(graphs, config, progress)
+        scheduler = make_scheduler(spec, config, num_blocks)
         runner = Runner(
             compiled.program,
             graphs,
@@ -97,8 +103,8 @@ class Engine(EngineLoop):
             sampler,
             table,
             block_size=config.cache.block_size,
+            groups=scheduler.pool.groups,
         )
-        scheduler = make_scheduler(config, num_blocks)
         super().__init__(
             scheduler=scheduler,
             runner=runner,
@@ -147,7 +153,12 @@ class Engine(EngineLoop):
                 "outside": self.dispatcher.report_outside(),
             },
             "dispatch": self.dispatcher.report(),
-            "memory": self.memory().to_json(),
+            "memory": {
+                **self.memory().to_json(),
+                "kv_groups": report_kv_groups(
+                    self.spec.cache_groups, self.scheduler.pool, self._bytes_per_block
+                ),
+            },
             **super().report(),
         }
 

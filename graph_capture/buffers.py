@@ -96,7 +96,8 @@ class StepBuffers:
 
         self._tokens = zeros(len(schema.tokens) - 1, _aligned(max_tokens))
         self._rows = zeros(len(schema.rows), _aligned(max_seqs + 1))
-        self._tables = zeros(max_seqs, len(schema.tables), max_blocks)
+        # Each table is contiguous, as programs want it.
+        self._tables = zeros(len(schema.tables), max_seqs, max_blocks).transpose(0, 1)
         self._views: dict[str, Tensor] = {}
         for number, field in enumerate(schema.tokens[:-1]):
             self._views[field.name] = self._tokens[number].view(getattr(torch, field.dtype))

@@ -1,35 +1,48 @@
-"""The paged KV cache of every layer: its size in bytes and its memory."""
+"""The paged KV caches of all layers: their size in bytes and their memory."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .spec import ModelSpec
+from .cache_spec import LayerGroup
 
 
-def kv_cache_bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block of ``block_size`` tokens takes over all layers."""
-    per_token = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return spec.num_layers * block_size * per_token
-
-
-def kv_cache_shape(spec: ModelSpec, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """One layer's: [num_blocks, 2, block_size, num_kv_heads, head_dim]; index 1: K, V."""
-    return (num_blocks, 2, block_size, spec.num_kv_heads, spec.head_dim)
+def kv_cache_bytes_per_block(groups: Sequence[LayerGroup], block_size: int) -> int:
+    """Bytes that one block id takes, in all layers of the group that holds it."""
+    return _num_tensors(groups) * _layer_bytes(groups, block_size)
 
 
 def allocate_kv_caches(
-    spec: ModelSpec,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    groups: Sequence[LayerGroup], num_blocks: int, block_size: int, device: torch.device | str
 ) -> list[Tensor]:
-    """One cache a layer, of ``kv_cache_shape``.
+    """One cache a layer, [num_blocks, *block shape of its spec].  Layers of different groups share
+    memory, since a block id belongs to one group at a time.
 
     Zeroed: a kernel may read whole blocks and mask by length afterwards, where a NaN left in
     fresh memory survives as 0 * NaN.
     """
-    shape = kv_cache_shape(spec, num_blocks, block_size)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+    num_bytes = _layer_bytes(groups, block_size)
+    memory = [
+        torch.zeros((num_blocks, num_bytes), dtype=torch.uint8, device=device)
+        for _ in range(_num_tensors(groups))
+    ]
+    caches: dict[int, Tensor] = {}
+    for group in groups:
+        spec = group.spec
+        shape = (num_blocks, *spec.block_shape(block_size))
+        for layer, blocks in zip(group.layers, memory, strict=False):
+            content = blocks[:, : spec.block_bytes(block_size)]
+            caches[layer] = content.view(spec.dtype).view(shape)
+    return [caches[layer] for layer in sorted(caches)]
+
+
+def _num_tensors(groups: Sequence[LayerGroup]) -> int:
+    return max(len(group.layers) for group in groups)
+
+
+def _layer_bytes(groups: Sequence[LayerGroup], block_size: int) -> int:
+    """Bytes of a block in one layer: of the kind that needs most."""
+    return max(group.spec.block_bytes(block_size) for group in groups)

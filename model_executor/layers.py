@@ -132,7 +132,7 @@ class Linear(nn.Module):
         else:
             group_size = BLOCK if self.quant == "fp8_block" else 0
             quantized, scale = ops.quant_fp8_dynamic(x, group_size)
-        return ops.linear_fp8(quantized, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+        return ops.linear(quantized, self.weight, self.bias, scale, self.weight_scale, x.dtype)
 
 
 def _by_block(rule: ShardRule) -> ShardRule:

@@ -8,10 +8,12 @@ that a bad config is refused before torch is imported, which takes seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..config import UserError
 from ..config.rope import RopeParameters
+from .cache_spec import KV_PAIRS, KVCacheSpec, LayerGroup, group_layers, torch_dtype
 from .quant.scheme import BLOCK, LINEARS, QuantKind, QuantScheme
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class ModelSpec:
     ``max_position_embeddings`` counts the positions that rope scaling reaches;
     ``sliding_windows`` has one entry a layer, tokens including the current one, 0 for none;
     ``dtype_name`` is the ``dtype`` of activations and of weights that ``quant`` leaves as they
-    are.
+    are; ``group_of_layer`` has the cache group of each layer, if not as ``group_layers`` would.
     """
 
     architecture: str
@@ -49,14 +51,30 @@ class ModelSpec:
     dtype_name: str
     quant: QuantScheme | None = None
     fp8_kv_cache: bool = False
+    group_of_layer: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
-        return _torch_dtype(self.dtype_name)
+        return torch_dtype(self.dtype_name)
 
-    @property
-    def kv_cache_dtype(self) -> torch.dtype:
-        return _torch_dtype("float8_e4m3fn") if self.fp8_kv_cache else self.dtype
+    @cached_property
+    def cache_groups(self) -> tuple[LayerGroup, ...]:
+        """Layers by the KV cache that they share."""
+        dtype_name = "float8_e4m3fn" if self.fp8_kv_cache else self.dtype_name
+        specs = [
+            KVCacheSpec(KV_PAIRS, self.num_kv_heads, (self.head_dim,), dtype_name, window)
+            for window in self.sliding_windows
+        ]
+        if not self.group_of_layer:
+            return group_layers(specs)
+        found: dict[int, list[int]] = {group: [] for group in sorted(set(self.group_of_layer))}
+        for layer, group in enumerate(self.group_of_layer):
+            found[group].append(layer)
+        return tuple(LayerGroup(specs[layers[0]], tuple(layers)) for layers in found.values())
+
+    def cache_group(self, layer: int) -> int:
+        """Number of the group that a layer belongs to."""
+        return next(i for i, group in enumerate(self.cache_groups) if layer in group.layers)
 
     def quant_of(self, layer: int, linear: str) -> QuantKind | None:
         """How one of ``quant.scheme.LINEARS`` is quantized; None: not at all."""
@@ -97,10 +115,3 @@ def check_online_kind(spec: ModelSpec, kind: str) -> None:
 def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
     """The ``LINEARS`` that no whole blocks read."""
     return tuple(n for n in LINEARS if kind == "fp8_block" and spec.in_features(n) % BLOCK)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

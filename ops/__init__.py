@@ -37,10 +37,6 @@ from .count_tokens import count_tokens
 from .embedding import OP as EMBEDDING
 from .embedding import embedding
 from .gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
-from .gated_linear import OP as GATED_LINEAR
-from .gated_linear import gated_linear
-from .gated_linear_fp8 import OP as GATED_LINEAR_FP8
-from .gated_linear_fp8 import gated_linear_fp8
 from .gather_last_token import OP as GATHER_LAST_TOKEN
 from .gather_last_token import gather_last_token
 from .keep_tokens import OP as KEEP_TOKENS
@@ -51,8 +47,6 @@ from .linear import OP as LINEAR
 from .linear import linear
 from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
 from .linear_add_norm_linear import linear_add_norm_linear
-from .linear_fp8 import OP as LINEAR_FP8
-from .linear_fp8 import linear_fp8
 from .norm import NORMS, rms_norm
 from .paged_attention import OP as PAGED_ATTENTION
 from .paged_attention import paged_attention
@@ -81,9 +75,6 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     ROPE_KV_STORE,
     PAGED_ATTENTION,
     LINEAR,
-    LINEAR_FP8,
-    GATED_LINEAR,
-    GATED_LINEAR_FP8,
     LINEAR_ADD_NORM_LINEAR,
     EMBEDDING,
     GATHER_LAST_TOKEN,
@@ -119,8 +110,6 @@ __all__ = [
     "count_tokens",
     "embedding",
     "find_cuda_library",
-    "gated_linear",
-    "gated_linear_fp8",
     "gather_last_token",
     "gelu_tanh_mul",
     "installed_cublaslt",
@@ -128,7 +117,6 @@ __all__ = [
     "kv_store",
     "linear",
     "linear_add_norm_linear",
-    "linear_fp8",
     "load_cuda_library",
     "paged_attention",
     "quant_fp8_dynamic",

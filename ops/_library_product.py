@@ -1,19 +1,20 @@
-"""Chooses the library's algorithm for the linear layers that the streaming kernels leave to it.
+"""Runs linear layers by the algorithms of cuBLASLt that a device table names.
 
 A device table (``config/device_table.py``) names the fastest measured for a GPU, a version of
-cuBLASLt, a shape of weight and a range of rows.  Where none does, torch's own call serves.  The
-choice is by shapes alone, when an op is called, so that a captured graph holds it.
+cuBLASLt, a shape of weight and a range of rows.  Where none does, ``_linear_kernels.py`` chooses
+another kernel.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import _cublaslt, _device_table
+from ._linear_desc import format_of
 
 _SHAPES = 4096
 
@@ -45,51 +46,38 @@ def _plain(*tensors: Tensor) -> bool:
     return all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def _check_devices(op: str, x: Tensor, **others: Tensor) -> None:
+def _check_devices(x: Tensor, **others: Tensor | None) -> None:
     """Refuse operands on several devices: the library would take any address for x's device."""
     for name, t in others.items():
-        if t.device != x.device:
+        if t is not None and t.device != x.device:
             raise ValueError(
-                f"{op}: {name} is on {t.device}, expected {x.device}, where x is: move one of them"
+                f"linear: {name} is on {t.device}, expected {x.device}, where x is: move one of "
+                "them"
             )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``; for bfloat16 on a GPU by the table's algorithm, if it names one.
-
-    Raises:
-        ValueError: x and weight are on different devices.
-    """
-    _check_devices("linear", x, weight=weight)
-    fits = x.dtype == weight.dtype == torch.bfloat16 and x.shape[-1] == weight.shape[1]
-    if not fits or bias is not None or not _plain(x, weight):
-        return F.linear(x, weight, bias)
-    planned = _planned("bfloat16", x.device, x.numel() // max(x.shape[-1], 1), *weight.shape)
-    if planned is None:
-        return F.linear(x, weight, bias)
-    product, algorithm = planned
-    return product.run(x, weight, x.new_empty((*x.shape[:-1], weight.shape[0])), algorithm)
-
-
-def linear_fp8(
-    scheme: str,
+def run(
     x: Tensor,
-    x_scale: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
     bias: Tensor | None,
-    out_dtype: torch.dtype,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    *_: Any,
 ) -> Tensor | None:
-    """``linear_fp8`` on a GPU by the table's algorithm; None if it names none.
+    """A linear layer without bias to bfloat16, by the table's algorithm for its shape; None if the
+    table names none, or the operands are not like those on which it was measured.
 
     Raises:
         ValueError: the operands are on different devices.
     """
-    _check_devices("linear_fp8", x, x_scale=x_scale, weight=weight, weight_scale=weight_scale)
-    planned = _planned(f"fp8 {scheme}", x.device, x.shape[0], *weight.shape)
-    other = bias is not None or out_dtype != torch.bfloat16
-    if planned is None or other or not _plain(x, x_scale, weight, weight_scale):
-        return None  # scheme_of has compared shapes and dtypes
+    _check_devices(x, weight=weight, x_scale=x_scale, weight_scale=weight_scale)
+    operands = format_of(x, weight, x_scale, weight_scale).name
+    scales = () if x_scale is None or weight_scale is None else (x_scale, weight_scale)
+    rows = x.numel() // max(x.shape[-1], 1)
+    planned = _planned(operands, x.device, rows, *weight.shape)
+    if planned is None or not _plain(x, weight, *scales):
+        return None
     product, algorithm = planned
-    y = x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-    return product.run(x, weight, y, algorithm, x_scale, weight_scale)
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.bfloat16)
+    return product.run(x, weight, y, algorithm, *scales)

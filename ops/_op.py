@@ -67,17 +67,19 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call for conformance tests and benchmarks: positional arguments with a readable label."""
-
-    label: str
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Tolerance:
     atol: float
     rtol: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call for conformance tests and benchmarks: positional arguments with a readable label,
+    and tolerances where they are not the op's."""
+
+    label: str
+    args: tuple[Any, ...]
+    tolerances: Mapping[torch.dtype, Tolerance] | None = None
 
 
 TOLERANCES: Mapping[torch.dtype, Tolerance] = {
@@ -154,6 +156,13 @@ class SemanticOp:
     def collective(self) -> bool:
         """Whether the ranks of a process group, its argument ``group_name``, call it together."""
         return any(a.name == "group_name" for a in self.overload()._schema.arguments)
+
+    def tolerance(self, case: Case, dtype: torch.dtype) -> Tolerance:
+        """How far a result of a case may be from the reference; integers must be equal."""
+        if not dtype.is_floating_point:
+            return Tolerance(0.0, 0.0)
+        found = self.tolerances if case.tolerances is None else case.tolerances
+        return found[dtype]
 
     def implementation(self, name: str) -> Implementation:
         for impl in self.implementations:

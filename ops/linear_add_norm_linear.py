@@ -4,11 +4,16 @@ It is one op, and not a linear layer with a residual and a norm with a linear la
 the sum is best made depends on the number of rows, which is known only when a program runs.  With
 few rows the first linear layer's kernel adds, and the second's normalizes; with many rows, one
 kernel between the two library GEMMs adds and normalizes.
+
+Both layers are of the linear family: the first has the epilogue ``add``, the second the prologue
+"norm", and the chain streams where the table's streaming kernel is selected for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._launch import Launch
+from ._linear_desc import LinearDesc, describe
+from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
 from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
-from ._skinny import refuses_bf16, rows_to_stream
-from .gated_linear import OP as GATED_LINEAR
-from .gated_linear import runs_in_turn
-from .launches import activation as kernels
 from .launches import norm
+from .linear import GATED
 from .linear import OP as LINEAR
 from .norm import ADD_RMS_NORM
 
@@ -31,6 +35,7 @@ Results = tuple[Tensor, Tensor]
 def linear_add_norm_linear(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -43,31 +48,32 @@ def linear_add_norm_linear(
     Args:
         x: [..., in_features], floating point.
         weight: [hidden, in_features], same dtype, as all that follow.
+        bias: [hidden], or None.
         residual: [..., hidden].
         norm_weight: [hidden].
         eps: added to the mean square.
         next_weight: [out_features, hidden]; with an activation gate rows, then as many up rows.
-        next_bias: [out_features], or None; None with an activation.
-        activation: None, or "silu" or "gelu_tanh", as of ``gated_linear``.
+        next_bias: [out_features], or None.
+        activation: None, or "silu" or "gelu_tanh", as of ``linear``.
 
     Returns:
-        (y, residual_out), contiguous.  ``residual_out`` is [..., hidden]: ``x @ weight.T`` rounded,
+        (y, residual_out), contiguous.  ``residual_out`` is [..., hidden]: ``linear`` of x, rounded,
         plus ``residual``, rounded.  y is [..., out_features], with an activation half of that:
-        ``linear`` or ``gated_linear`` of the norm of ``residual_out``.  The streaming kernels scale
-        sums where the norm scales what is summed: y has a rounding less than by the ops in turn.
+        ``linear`` of the norm of ``residual_out``.  The streaming kernels scale sums where the norm
+        scales what is summed: y has a rounding less than by the ops in turn.
 
     Raises:
-        ValueError: shapes that are not these (native: PyTorch's RuntimeError), or a bias with an
-            activation.
+        ValueError: shapes that are not these (native: PyTorch's RuntimeError).
     """
     return torch.ops.fw.linear_add_norm_linear.default(  # type: ignore[no-any-return]
-        x, weight, residual, norm_weight, eps, next_weight, next_bias, activation
+        x, weight, bias, residual, norm_weight, eps, next_weight, next_bias, activation
     )
 
 
 def _reference(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -75,25 +81,15 @@ def _reference(
     next_bias: Tensor | None,
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_bias(next_bias, activation)
-    product = F.linear(x, weight)
+    product = F.linear(x, weight, bias)
     normed, total = ADD_RMS_NORM.reference(product, residual, norm_weight, eps)
-    if activation is None:
-        return F.linear(normed, next_weight, next_bias), total
-    return GATED_LINEAR.reference(normed, next_weight, activation), total
-
-
-def _refuse_bias(next_bias: Tensor | None, activation: str | None) -> None:
-    if activation is not None and next_bias is not None:
-        raise ValueError(
-            f"linear_add_norm_linear: next_bias with activation {activation!r}, expected one of "
-            "them"
-        )
+    return LINEAR.reference(normed, next_weight, next_bias, activation=activation), total
 
 
 def _fake(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -101,25 +97,29 @@ def _fake(
     next_bias: Tensor | None,
     activation: str | None,
 ) -> Results:
-    _refuse_bias(next_bias, activation)
-    total = LINEAR.fake(x, weight, None)
+    total = LINEAR.fake(x, weight, bias)
     if total.shape != residual.shape or norm_weight.shape != total.shape[-1:]:
         raise ValueError(
             f"linear_add_norm_linear: x {list(x.shape)} times weight {list(weight.shape)} is "
             f"{list(total.shape)}: expected a residual like it, found {list(residual.shape)}, and "
             f"a norm of {total.shape[-1]}, found {list(norm_weight.shape)}"
         )
-    if activation is None:
-        return LINEAR.fake(total, next_weight, next_bias), total
-    return GATED_LINEAR.fake(total, next_weight, activation), total
+    return LINEAR.fake(total, next_weight, *_after(next_bias, activation)), total
 
 
-def _in_turn(linear: str, gated: str) -> Callable[..., Results]:
-    """One op after the other, by these implementations of the products."""
+def _after(bias: Tensor | None, activation: str | None) -> tuple[Any, ...]:
+    """The arguments of the second ``linear`` behind its weight."""
+    return bias, None, None, None, activation, None
+
+
+def _in_turn(first: str, second: str) -> Callable[..., Results]:
+    """One op after the other, by these implementations of ``linear``, without and with an
+    activation."""
 
     def run(
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         residual: Tensor,
         norm_weight: Tensor,
         eps: float,
@@ -127,13 +127,11 @@ def _in_turn(linear: str, gated: str) -> Callable[..., Results]:
         next_bias: Tensor | None,
         activation: str | None,
     ) -> Results:
-        _refuse_bias(next_bias, activation)
-        product = LINEAR.implementation(linear).fn
         add_norm = ADD_RMS_NORM.implementation("triton").fn
-        normed, total = add_norm(product(x, weight, None), residual, norm_weight, eps)
-        if activation is None:
-            return product(normed, next_weight, next_bias), total
-        return GATED_LINEAR.implementation(gated).fn(normed, next_weight, activation), total
+        product = LINEAR.implementation(first).fn(x, weight, bias)
+        normed, total = add_norm(product, residual, norm_weight, eps)
+        then = LINEAR.implementation(first if activation is None else second).fn
+        return then(normed, next_weight, *_after(next_bias, activation)), total
 
     return run
 
@@ -141,6 +139,7 @@ def _in_turn(linear: str, gated: str) -> Callable[..., Results]:
 def _skinny(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -149,17 +148,48 @@ def _skinny(
     activation: str | None,
 ) -> Results:
     """Two streaming kernels for few rows, else the ops in turn."""
-    rows, rest = rows_to_stream(x, weight, next_weight), (eps, next_weight, next_bias, activation)
-    if rows is None:
-        return _OPS_OF_SKINNY(x, weight, residual, norm_weight, *rest)
+    rest = (norm_weight.contiguous(), eps, next_weight, next_bias, activation)
+    rows = streamable(x, weight, next_weight)
+    if rows is None or not _streams(x, weight, bias, next_weight, next_bias, activation):
+        return _IN_TURN(x, weight, bias, residual, *rest)
     added = residual.reshape(rows.shape[0], -1).contiguous()
     y, total = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default(
-        rows, weight, added, norm_weight.contiguous(), *rest
+        rows, weight, bias, added, *rest
     )
     return y.view(*x.shape[:-1], y.shape[1]), total.view(residual.shape)
 
 
-_OPS_OF_SKINNY = _in_turn("skinny", "skinny")
+_IN_TURN = _in_turn("skinny", "skinny")
+
+
+def _layers(
+    x: Any, weight: Any, bias: Any, next_weight: Any, next_bias: Any, activation: str | None
+) -> tuple[LinearDesc, LinearDesc]:
+    """The descriptions of both layers."""
+    hidden = TensorDesc(x.dtype, (x.shape[0], weight.shape[0]))
+    second = describe(hidden, next_weight, *_after(next_bias, activation))
+    return replace(describe(x, weight, bias), add=True), replace(second, prologue="norm")
+
+
+def _why_not_streamed(layers: tuple[LinearDesc, ...], rows: int, target: Target) -> str:
+    return next((why for d in layers if (why := STREAM.refuses(d, rows, target))), "")
+
+
+@lru_cache(4096)
+def _are_streamed(
+    shapes: tuple[Any, ...], activation: str | None, rows: int, device: torch.device
+) -> bool:
+    x, weight, bias, then, then_bias = (None if s is None else TensorDesc(*s) for s in shapes)
+    layers = _layers(x, weight, bias, then, then_bias, activation)
+    return not _why_not_streamed(layers, rows, here(device))
+
+
+def _streams(x: Tensor, *rest: Any) -> bool:
+    """Whether the streaming kernels are selected for both layers of a call."""
+    *others, activation = rest
+    shapes = tuple(None if t is None else (t.dtype, t.shape) for t in (x, *others))
+    rows = x.numel() // max(x.shape[-1], 1)
+    return _are_streamed(shapes, activation, rows, x.device)
 
 
 def _supports(desc: OpDesc) -> str:
@@ -167,12 +197,16 @@ def _supports(desc: OpDesc) -> str:
 
 
 def _skinny_supports(desc: OpDesc) -> str:
-    return _supports(desc) or refuses_bf16(desc) or refuses_bf16(desc, "next_weight")
+    if reason := _supports(desc):
+        return reason
+    names = ("x", "weight", "bias", "next_weight", "next_bias", "activation")
+    return _why_not_streamed(_layers(*(desc[name] for name in names)), 1, Target.of(desc))
 
 
 def _launches(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -181,26 +215,22 @@ def _launches(
     activation: str | None,
 ) -> tuple[list[Launch], Results]:
     """The launches that must be compiled: those of the add and norm, and of the activation."""
-    product = LINEAR.fake(x, weight, None)
+    product = LINEAR.fake(x, weight, bias)
     planned, (_, total) = norm.norm(product, residual, norm_weight, eps)
-    y = LINEAR.fake(total, next_weight, None)
-    if activation is not None:
-        more, y = kernels.gated_activation(y, None, activation)
-        planned += more
-    return planned, (y, total)
+    more, y = plan_epilogue(LINEAR.fake(total, next_weight, next_bias), activation, None)
+    return [*planned, *more], (y, total)
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
-    x, weight, *_, next_weight, _, activation = args
-    if rows_to_stream(x, weight, next_weight) is None:
-        return _runs_in_turn(*args)
-    gated = "" if activation is None else "gated_"
-    return "skinny_linear, add", f"norm, skinny_{gated}linear"
+    x, weight, bias, *_, next_weight, next_bias, activation = args
+    if _streams(x, weight, bias, next_weight, next_bias, activation):
+        return f"{STREAM.name}, add", f"norm, {STREAM.name}"
+    return _runs_in_turn(*args)
 
 
 def _runs_in_turn(*args: Any) -> tuple[str, ...]:
-    last = ("cuBLAS",) if args[-1] is None else runs_in_turn()
-    return "cuBLAS", "_rms_norm_kernel", *last
+    names = [launch.kernel.partition(":")[2] for launch in _launches(*args)[0]]
+    return "cuBLAS", names[0], "cuBLAS", *names[1:]
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -212,6 +242,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         n: int,
         activation: str | None = None,
         bias: bool = False,
+        first_bias: bool = False,
     ) -> Case:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=gen, device=device)
@@ -219,36 +250,45 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         residual = randn(*rows, hidden)
         residual[randn(*rows, hidden) > 3] *= 20  # the residual stream has outliers
         weights = randn(hidden, k) * k**-0.5, randn(n, hidden) * hidden**-0.5
-        made = (randn(*rows, k), weights[0], residual, 1 + randn(hidden) / 4)
-        added = randn(n).to(dtype) if bias else None
-        args = (*(t.to(dtype) for t in made), 1e-5, weights[1].to(dtype), added, activation)
-        return Case(label, args)
+        x, first, then = (t.to(dtype) for t in (randn(*rows, k), *weights))
+        biases = [
+            randn(n).to(dtype) if there else None for n, there in ((hidden, first_bias), (n, bias))
+        ]
+        between = (residual.to(dtype), (1 + randn(hidden) / 4).to(dtype), 1e-5)
+        return Case(label, (x, first, biases[0], *between, then, biases[1], activation))
 
     yield call("one row", (1,), 64, 96, 80)
     yield call("SiLU", (5,), 40, 64, 2 * 48, "silu")
     yield call("bias, odd sizes", (19,), 37, 77, 31, bias=True)
     yield call("three dimensions, GELU", (2, 3), 32, 40, 2 * 24, "gelu_tanh")
+    yield call("two biases, SiLU", (3,), 32, 48, 2 * 40, "silu", bias=True, first_bias=True)
     yield call("no rows", (0,), 16, 32, 16)
     if device.type == "cuda":  # large enough for the streaming kernels
         yield call("1 row, 8 MiB", (1,), 2048, 2048, 4096)
         yield call("7 rows, bias", (7,), 4096, 2048, 2049, bias=True)
         yield call("13 rows of three dimensions, SiLU", (1, 13), 2048, 3072, 2 * 1501, "silu")
         yield call("16 rows, GELU", (16,), 8192, 1024, 2 * 4096, "gelu_tanh")
+        yield call("8 rows, two biases", (8,), 4096, 2048, 2048, bias=True, first_bias=True)
         yield call("17 rows", (17,), 2048, 2048, 2048)
 
 
 def _cost(desc: OpDesc) -> Cost:
-    x, weight, residual = desc["x"], desc["weight"], desc["residual"]
-    first = LINEAR.cost(_part(desc, x=x, weight=weight, bias=None))
-    then = _part(desc, x=residual, weight=desc["next_weight"], bias=desc["next_bias"])
-    second = (LINEAR if desc["activation"] is None else GATED_LINEAR).cost(then)
+    residual, rest = desc["residual"], dict.fromkeys(("x_scale", "weight_scale", "out_dtype"))
+    layers = (
+        {"x": desc["x"], "weight": desc["weight"], "bias": desc["bias"]},
+        {"x": residual, "weight": desc["next_weight"], "bias": desc["next_bias"]},
+    )
+    first, second = (
+        LINEAR.cost(_part(desc, **layer, **rest, activation=activation, out_scale=None))
+        for layer, activation in zip(layers, (None, desc["activation"]), strict=True)
+    )
     return Cost(
         bytes=first.bytes + residual.nbytes + desc["norm_weight"].nbytes + second.bytes,
         flops=first.flops + 5 * residual.numel + second.flops,
     )
 
 
-def _part(desc: OpDesc, **args: TensorDesc | None) -> OpDesc:
+def _part(desc: OpDesc, **args: Any) -> OpDesc:
     """Describe a part of the call by some of its arguments, to ask that part's op about it."""
     return OpDesc(desc.op, tuple(args.items()), desc.device, desc.sm)
 
@@ -269,8 +309,8 @@ OP = SemanticOp(
             runs=_runs,
         ),
         Implementation(
-            "triton",
-            _in_turn("native", "triton"),
+            "library",
+            _in_turn("native", "library"),
             _supports,
             devices=("cuda",),
             launches=_launches,
@@ -278,6 +318,6 @@ OP = SemanticOp(
         ),
         Implementation("native", _reference, inline=True),
     ),
-    # Those of gated_linear, wider in bfloat16: the streaming kernels leave out a rounding.
-    tolerances={**GATED_LINEAR.tolerances, torch.bfloat16: Tolerance(5e-2, 5e-2)},
+    # Those of gated layers, wider in bfloat16: the streaming kernels leave out a rounding.
+    tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},
 )

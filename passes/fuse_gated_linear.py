@@ -1,8 +1,9 @@
-"""``fuse_gated_linear`` joins the gate and up projections and their gated activation.
+"""``fuse_gated_linear`` attaches a gated activation to the linear layer whose sums it takes.
 
-Before: ``y = silu_mul(linear(x, w))`` (or ``gelu_tanh_mul``).  After:
-``y = gated_linear(x, w, "silu")``.  With few rows that is one kernel, which reads the weight as the
-linear layer did and writes half as much; with many rows it runs as before.
+Before: ``y = silu_mul(linear(x, w[, b]))`` (or ``gelu_tanh_mul``).  After: ``y = linear(x, w[, b],
+activation="silu")``.  A quantization of the result by a static scale is attached with it to a layer
+of FP8 operands.  With few rows that is one kernel, which reads the weight as the linear layer did
+and writes a half or a quarter as much; with many rows it runs as before.
 """
 
 from __future__ import annotations
@@ -17,14 +18,29 @@ from torch import fx
 from ..ops.gated_act import PLAIN, Gate, activation_of
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
+from .subgraph import fake_value
+
+LINEAR = torch.ops.fw.linear.default
+_ARGS = ("x", "weight", "bias", "x_scale", "weight_scale", "out_dtype", "activation", "out_scale")
+
+
+def linear_args(node: Any) -> dict[str, Any] | None:
+    """The arguments of a call of ``linear`` by name, with defaults; None for anything else."""
+    if not is_call(node, LINEAR):
+        return None
+    return {**dict.fromkeys(_ARGS), **dict(zip(_ARGS, node.args, strict=False)), **node.kwargs}
+
+
+def has_epilogue(args: dict[str, Any]) -> bool:
+    """Whether something is attached to a layer already."""
+    return args["activation"] is not None or args["out_scale"] is not None
 
 
 class FuseGatedLinear:
-    """Expected sites: every gated activation that ``fuse_act`` has raised, except those of FP8
-    linear layers.
+    """Expected sites: every gated activation that ``fuse_act`` has raised.
 
-    Exact: gate and up are rounded before the activation, as without fusion.  A kernel may sum in
-    another order than the kernel that it replaces.
+    Exact: gate and up are rounded before the activation, and its result before it is quantized, as
+    without fusion.  A kernel may sum in another order than the kernel that it replaces.
     """
 
     name = "fuse_gated_linear"
@@ -33,19 +49,20 @@ class FuseGatedLinear:
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
         for act, activation in gated_activations(gm):
-            product: Any = act.args[0]
-            if is_call(product, torch.ops.fw.linear_fp8.default):
-                continue
-            name, reason = act.name, _why_not(product, act)
-            if reason:
+            name, args = act.name, linear_args(act.args[0])
+            quant = _static_quantization(act) if args and args["x_scale"] is not None else None
+            if reason := _why_not(args, act, quant):
                 report.miss(name, reason)
                 continue
-            args = (product.args[0], product.args[1], activation)
+            assert args is not None
+            args["activation"] = activation
+            args["out_scale"] = None if quant is None else quant.args[1]
+            old: list[Any] = [act.args[0], act, *([quant] if quant else [])]
 
             def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
-                return [graph.call_function(torch.ops.fw.gated_linear.default, args)]
+                return [graph.call_function(LINEAR, tuple(args.values()))]
 
-            context.replace(self, act, old=[product, act], outputs=[act], build=build)
+            context.replace(self, old[-1], old=old, outputs=old[-1:], build=build)
             report.match(name)
         return report
 
@@ -66,19 +83,23 @@ def why_not_packed(act: fx.Node, sources: str) -> str:
     return ""
 
 
-def _why_not(product: Any, act: fx.Node) -> str:
-    if reason := why_not_packed(act, "products"):
+def _static_quantization(act: fx.Node) -> fx.Node | None:
+    """The one reader of an activation, if it quantizes by a static scale."""
+    reader = next(iter(act.users)) if len(act.users) == 1 else None
+    return reader if is_call(reader, torch.ops.fw.quant_fp8_static.default) else None
+
+
+def _why_not(args: dict[str, Any] | None, act: fx.Node, quant: fx.Node | None) -> str:
+    if reason := why_not_packed(act, "linear layers"):
         return reason
-    if not is_call(product, torch.ops.fw.linear.default):
-        return f"its input comes from {product.name}, not from a linear layer"
-    if len(product.args) > 2 and product.args[2] is not None:
-        return "the product has a bias"
-    return why_not_alone_between(product, act)
-
-
-def why_not_alone_between(product: fx.Node, act: fx.Node) -> str:
-    """Why not to fuse: somebody else reads the product, which would disappear, or writes to what it
-    reads before the activation."""
-    if len(product.users) > 1:
-        return f"{product.name} has {len(product.users)} users, not the activation alone"
-    return written_between(product, act)
+    layer: Any = act.args[0]
+    if args is None or has_epilogue(args):
+        return f"its input comes from {layer.name}, not from a linear layer"
+    if len(layer.users) > 1:
+        return f"{layer.name} has {len(layer.users)} users, not the activation alone"
+    if args["x_scale"] is not None:
+        if quant is None:
+            return "the result is not quantized by a static scale alone: no launch would be saved"
+        if fake_value(args["weight_scale"]).shape[1] > 1:
+            return "the layer has scales of blocks, for which there is no fused kernel"
+    return written_between(layer, act) or (written_between(act, quant) if quant else "")

@@ -1,8 +1,8 @@
 """``fuse_norm_linear`` joins a linear layer into the residual stream and the next one out of it.
 
-Before: ``y, r2 = add_rms_norm(linear(x, w), r, nw, eps); z = linear(y, w2[, b])`` (or
-``gated_linear``).  After: ``z, r2 = linear_add_norm_linear(x, w, r, nw, eps, w2, ...)``.  With few
-rows two kernels run where three did: the first adds the residual to its own result, and the second
+Before: ``y, r2 = add_rms_norm(linear(x, w[, b]), r, nw, eps); z = linear(y, w2[, b2, ...])``.
+After: ``z, r2 = linear_add_norm_linear(x, w, b, r, nw, eps, w2, b2, activation)``.  With few rows
+two kernels run where three did: the first adds the residual to its own result, and the second
 normalizes that as it reads it.  With many rows it runs as before.
 """
 
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from .fuse_gated_linear import has_epilogue, linear_args
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
 
 
 class FuseNormLinear:
-    """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear`` or
-    ``gated_linear``.  The first norm of a model is none, since it adds nothing, nor is the last,
-    which goes to the gather of last tokens.
+    """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear``.  The first
+    norm of a model is none, since it adds nothing, nor is the last, which goes to the gather of
+    last tokens.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies the norm's scale to the sums.
@@ -33,9 +34,9 @@ class FuseNormLinear:
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
         for second in list(gm.graph.nodes):
-            gated = is_call(second, torch.ops.fw.gated_linear.default)
-            normed: Any = second.args[0] if gated or _is_linear(second) else None
-            if not is_call(normed, operator.getitem) or normed.args[1] != 0:
+            then = linear_args(second)
+            normed: Any = then["x"] if then else None
+            if then is None or not is_call(normed, operator.getitem) or normed.args[1] != 0:
                 continue
             norm: Any = normed.args[0]
             if not is_call(norm, torch.ops.fw.add_rms_norm.default):
@@ -45,9 +46,12 @@ class FuseNormLinear:
             if reason:
                 report.miss(name, reason)
                 continue
-            bias = None if gated or len(second.args) < 3 else second.args[2]
-            activation = second.args[2] if gated else None
-            args = (*first.args[:2], residual, *norm.args[2:4], second.args[1], bias, activation)
+            made = linear_args(first) or {}
+            args = (
+                *(made[name] for name in ("x", "weight", "bias")),
+                *(residual, *norm.args[2:4]),
+                *(then[name] for name in ("weight", "bias", "activation")),
+            )
             totals = [user for user in norm.users if user.args[1] == 1]
 
             def build(graph: fx.Graph, args: Any = args, count: int = len(totals)) -> list[fx.Node]:
@@ -64,18 +68,15 @@ class FuseNormLinear:
 def _operands(norm: fx.Node) -> tuple[Any, Any]:
     """The norm's two summands; if one of them is a linear layer, it comes first."""
     x, residual = norm.args[:2]
-    return (residual, x) if _is_linear(residual) and not _is_linear(x) else (x, residual)
-
-
-def _is_linear(node: Any) -> bool:
-    return is_call(node, torch.ops.fw.linear.default)
+    return (residual, x) if linear_args(residual) and not linear_args(x) else (x, residual)
 
 
 def _why_not(first: Any, norm: fx.Node, normed: fx.Node, second: fx.Node) -> str:
-    if not _is_linear(first):
+    made = linear_args(first)
+    if made is None or has_epilogue(made):
         return f"what it adds comes from {first.name}, not from a linear layer"
-    if len(first.args) > 2 and first.args[2] is not None:
-        return f"{first.name} has a bias"
+    if made["x_scale"] is not None:
+        return f"{first.name} has FP8 operands, for which there is no fused kernel"
     if any(offset is not None for offset in norm.args[4:]):
         return "the norm's weight has an offset"
     if norm.args[0] is norm.args[1]:

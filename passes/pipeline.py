@@ -20,7 +20,6 @@ from .fuse_act import FuseAct
 from .fuse_add_norm import FuseAddNorm
 from .fuse_all_reduce_norm import FuseAllReduceNorm
 from .fuse_gated_linear import FuseGatedLinear
-from .fuse_gated_linear_fp8 import FuseGatedLinearFp8
 from .fuse_norm_linear import FuseNormLinear
 from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FuseRopeStore
@@ -34,7 +33,6 @@ PIPELINE: tuple[Rule, ...] = (
     FuseAddNorm(),
     FuseAct(),
     FuseGatedLinear(),
-    FuseGatedLinearFp8(),
     FuseNormLinear(),
     NORM,
     FuseAllReduceNorm(),

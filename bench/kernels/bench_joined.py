@@ -27,7 +27,8 @@ def weight(out_features: int, in_features: int, device: torch.device) -> Tensor:
 
 def make_gated(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
     x = randn(rows, model.hidden, device=device)
-    return x, weight(2 * model.intermediate, model.hidden, device), "silu"
+    gate_up = weight(2 * model.intermediate, model.hidden, device)
+    return x, gate_up, None, None, None, None, "silu", None
 
 
 def make_o_to_mlp(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
@@ -35,6 +36,7 @@ def make_o_to_mlp(model: Model, rows: int, device: torch.device) -> tuple[Any, .
     return (
         randn(rows, width, device=device),
         weight(model.hidden, width, device),
+        None,
         randn(rows, model.hidden, device=device),
         randn(model.hidden, device=device),
         EPS,
@@ -48,6 +50,7 @@ def make_down_to_qkv(model: Model, rows: int, device: torch.device) -> tuple[Any
     return (
         randn(rows, model.intermediate, device=device),
         weight(model.hidden, model.intermediate, device),
+        None,
         randn(rows, model.hidden, device=device),
         randn(model.hidden, device=device),
         EPS,
@@ -58,9 +61,9 @@ def make_down_to_qkv(model: Model, rows: int, device: torch.device) -> tuple[Any
 
 
 KINDS = (
-    ("gated_linear", "gate_up", make_gated, DENSE, (0,)),
-    ("linear_add_norm_linear", "o to gate_up", make_o_to_mlp, DENSE, (0, 2)),
-    ("linear_add_norm_linear", "down to qkv", make_down_to_qkv, DENSE, (0, 2)),
+    ("linear", "gate_up with SiLU-mul", make_gated, DENSE, (0,)),
+    ("linear_add_norm_linear", "o to gate_up", make_o_to_mlp, DENSE, (0, 3)),
+    ("linear_add_norm_linear", "down to qkv", make_down_to_qkv, DENSE, (0, 3)),
 )
 
 

@@ -1,4 +1,4 @@
-"""``linear`` and ``linear_fp8`` at each product of each model, against cuBLAS."""
+"""``linear`` in bfloat16 and FP8 at each layer of each model, against cuBLAS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...ops import BY_NAME
 from ...ops.launches.quant import GROUP
 from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
 
-_OPS = ("linear", "linear_fp8")
+LIBRARY = {"": "native", "FP8": "scaled_mm"}
 
 
 def products(model: Model) -> dict[str, tuple[int, int]]:
@@ -52,18 +52,18 @@ def make_fp8(scheme: str, rows: int, n: int, k: int, device: torch.device) -> tu
         "token": lambda: (scales(rows, 1), scales(n, 1)),
         "block": lambda: (scales(k // GROUP, rows).t(), scales(-(-n // GROUP), -(-k // GROUP))),
     }[scheme]()
-    return values(rows, k), x_scale, values(n, k), weight_scale, None, torch.bfloat16
+    return values(rows, k), values(n, k), None, x_scale, weight_scale, torch.bfloat16
 
 
 def works() -> Iterator[Work]:
-    cublas = {op: {"cublas": BY_NAME[op].implementation("native").fn} for op in _OPS}
+    cublas = {kind: {"cublas": BY_NAME["linear"].overload(name)} for kind, name in LIBRARY.items()}
     for (n, k), name in distinct().items():
         for rows in TOKENS:
             label = f"{name}, {rows} rows"
-            yield Work("linear", label, partial(make, rows, n, k), {}, cublas["linear"])
+            yield Work("linear", label, partial(make, rows, n, k), {}, cublas[""])
             for scheme in ("static", "token", "block"):
                 made = partial(make_fp8, scheme, rows, n, k)
-                yield Work("linear_fp8", f"{label}, {scheme}", made, {}, cublas["linear_fp8"])
+                yield Work("linear", f"{label}, FP8 {scheme}", made, {}, cublas["FP8"])
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -40,7 +40,7 @@ class Figure:
     @property
     def share(self) -> float:
         """Share of the ceiling that this work meets first: the copy rate, or the peak FLOP/s."""
-        peak = FP8_TFLOP_S if "fp8" in self.op else BF16_TFLOP_S
+        peak = FP8_TFLOP_S if "fp8" in f"{self.op} {self.label}".lower() else BF16_TFLOP_S
         return max(self.gb_s / (COPY_TB_S * 1e3), self.tflop_s / peak)
 
     @property

@@ -27,7 +27,7 @@ from .bench_linear import LAYERS, SHAPES
 CONTEXT, BLOCK, HEADS, KV_HEADS = 256, 16, 32, 8
 SEQS = (1, 8, 16, 32, 64)
 FORMS = ("native", "skinny", "gated", "fused")
-"""Products by cuBLAS; by the streaming kernels for few rows; and gated_linear; and
+"""Linear layers by cuBLAS; by the streaming kernels for few rows; with the gated activation; and
 linear_add_norm_linear."""
 ROUNDS, CHECKS = 15, 200
 
@@ -127,13 +127,15 @@ def boundary_of(form: str, norm: Any, product: Any, silu: Any) -> Callable[..., 
     in one op, or in as many as ``form`` has."""
     if form == "fused":
         return BY_NAME["linear_add_norm_linear"].overload("skinny")  # type: ignore[no-any-return]
-    gated = BY_NAME["gated_linear"].overload("skinny")
+    gated = BY_NAME["linear"].overload("skinny")
 
-    def run(x: Tensor, weight: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def run(
+        x: Tensor, weight: Tensor, _: Any, residual: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
         norm_weight, eps, next_weight, _, activation = rest
         x, residual = norm(product(x, weight, None), residual, norm_weight, eps)
         if activation and form == "gated":
-            return gated(x, next_weight, activation), residual
+            return gated(x, next_weight, None, None, None, None, activation), residual
         y = product(x, next_weight, None)
         return (silu(y) if activation else y), residual
 
@@ -161,11 +163,11 @@ def layers_of(weights: Weights, step: Step, form: str, programmatic: bool) -> La
             sequences = (step.blocks, step.lengths, step.starts)
             attention(q, cache, *sequences, out, dim**-0.5, 0, 0.0)
             then: tuple[Any, ...] = (weights.norms[2 * i + 1], 1e-5, w["gate_up"][i], None, "silu")
-            x, residual = boundary(out.view(-1, hidden), w["o"][i], residual, *then)
+            x, residual = boundary(out.view(-1, hidden), w["o"][i], None, residual, *then)
             if i == last:
                 return product(x, w["down"][i], None), residual, step.caches[0], cache
             then = (weights.norms[2 * i + 2], 1e-5, w["qkv"][i + 1], None, None)
-            x, residual = boundary(x, w["down"][i], residual, *then)
+            x, residual = boundary(x, w["down"][i], None, residual, *then)
         raise AssertionError("no layers")
 
     return run

@@ -4,8 +4,8 @@
 Formats: bfloat16, and FP8 with scales by tensor, token and block; of these chains one has lm_head
 in FP8 too, one in bfloat16.  Every product of a round has its own weight, 15 GB and 7.5 GB, so that
 all come from memory and none from L2.  "skinny" is what a program calls, its choice between the
-streaming kernel and the library included; "native" is cuBLAS and cuBLASLt.  Beside them the fused
-op ``gated_linear``, whose "native" is cuBLAS and the activation's kernel.
+streaming kernel and the library included; "native" is cuBLAS and cuBLASLt, where there is a gated
+activation with its kernel behind.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ IMPLEMENTATIONS = ("native", "skinny")
 ROUNDS = 20
 
 Weights = dict[str, list[Tensor]]
-Call = tuple[str, tuple[Any, ...]]
-"""The name of an op and its arguments."""
+LINEAR = BY_NAME["linear"]
+Call = tuple[Any, ...]
+"""Arguments of ``linear``."""
 
 
 def make_weights() -> Weights:
@@ -69,12 +70,12 @@ def fp8_call(rows: int, weight: Tensor, scheme: str) -> Call:
         "block": (scales(k // 128, rows).t(), scales(-(-n // 128), k // 128)),
     }[scheme]
     x = torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn)
-    return "linear_fp8", (x, x_scale, weight, weight_scale, None, torch.bfloat16)
+    return (x, weight, None, x_scale, weight_scale, torch.bfloat16)
 
 
 def bf16_call(rows: int, weight: Tensor) -> Call:
     x = torch.randn(rows, weight.shape[1], device="cuda").bfloat16()
-    return "linear", (x, weight, None)
+    return (x, weight, None)
 
 
 def in_order(groups: dict[str, list[Call]], lm_head: list[Call]) -> list[Call]:
@@ -99,8 +100,7 @@ def works(
     if "bf16" in formats:
         yield "bf16", "chain", in_order(bf16, bf16["lm_head"])
         yield from (("bf16", name, calls) for name, calls in bf16.items())
-        gated = [("gated_linear", (x, weight, "silu")) for _, (x, weight, _) in bf16["gate_up"]]
-        yield "bf16", "gated_linear", gated
+        yield "bf16", "gated", [(*call, None, None, None, "silu") for call in bf16["gate_up"]]
     for scheme in formats:
         if scheme == "bf16":
             continue
@@ -110,9 +110,9 @@ def works(
         yield from ((scheme, name, group) for name, group in calls.items())
 
 
-def of(op: str, name: str) -> str:
-    """The op's own name of an implementation: two kernels in turn for the fused op's "native"."""
-    return "triton" if op == "gated_linear" and name == "native" else name
+def library(call: Call) -> str:
+    """The implementation that is the library's GEMM, with the activation's kernel behind it."""
+    return "scaled_mm" if len(call) == 6 else "library" if len(call) > 6 else "native"
 
 
 def measure(
@@ -120,10 +120,13 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One figure a work and implementation: us a call (of a chain: a token), rate, share."""
     for fmt, work, calls in works(rows, weights, fp8, formats):
-        nbytes = sum(int(BY_NAME[op].cost(BY_NAME[op].describe(a)).bytes) for op, a in calls)
+        nbytes = sum(int(LINEAR.cost(LINEAR.describe(call)).bytes) for call in calls)
         count = 1 if work.startswith("chain") else len(calls)
         for name in IMPLEMENTATIONS:
-            runs = [partial(BY_NAME[op].overload(of(op, name)), *args) for op, args in calls]
+            runs = [
+                partial(LINEAR.overload(library(call) if name == "native" else name), *call)
+                for call in calls
+            ]
 
             def call(runs: Sequence[Callable[[], Any]] = runs) -> None:
                 for run in runs:
@@ -131,8 +134,7 @@ def measure(
 
             timed: Callable[[], None] = call
             if (fmt, work) == ("bf16", "chain"):
-                x = calls[0][1][0]
-                timed = partial(chain, weights, x, BY_NAME["linear"].overload(name))
+                timed = partial(chain, weights, calls[0][0], LINEAR.overload(name))
             us = graph_us([timed], calls=1, rounds=ROUNDS)
             yield {
                 "rows": rows,
@@ -153,9 +155,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     major, minor = torch.cuda.get_device_capability()
-    op, args = bf16_call(1, torch.zeros(4096, 4096, dtype=torch.bfloat16, device="cuda"))
-    desc = BY_NAME[op].describe(args, sm=10 * major + minor)
-    if reason := BY_NAME[op].implementation("skinny").supports(desc):
+    args = bf16_call(1, torch.zeros(4096, 4096, dtype=torch.bfloat16, device="cuda"))
+    desc = LINEAR.describe(args, sm=10 * major + minor)
+    if reason := LINEAR.implementation("skinny").supports(desc):
         raise SystemExit(f"bench_linear: the streaming kernel does not run here: {reason}")
     weights = make_weights()
     fp8 = quantized(weights)

@@ -24,8 +24,13 @@ from .piece_code import (
     placeholders,
 )
 
-LIBRARY_CALLS = frozenset({"fw_native::linear"})
-"""Inline implementations that are one library call, from which a compiler alone gains nothing."""
+
+def is_library_call(node: fx.Node) -> bool:
+    """Whether an inline implementation is one library call, from which a compiler alone gains
+    nothing: a linear layer without more than a bias."""
+    attached = (*node.args[3:], *node.kwargs.values())
+    return op_name(node) == "fw_native::linear" and all(arg is None for arg in attached)
+
 
 _VIEWS = frozenset(
     [
@@ -71,7 +76,7 @@ def is_plain(node: fx.Node) -> bool:
     """Whether a lowered node is one call in which there is nothing to fuse."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target.name() in LIBRARY_CALLS or _is_opaque(target.name())
+        return is_library_call(node) or _is_opaque(target.name())
     if target is operator.getitem:
         return _is_item(node)
     if target in _OPERATORS:

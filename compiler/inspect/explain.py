@@ -19,13 +19,13 @@ from ...config import UserError
 from ...passes import fake_value
 from ..build import Lowered
 from ..capture.trace import Traced
-from ..emit.direct import is_plain
+from ..emit.direct import is_library_call, is_plain
 from ..emit.kernels import launches_of, on_meta, step_sizes
 from ..emit.piece_code import op_name
 from ..emit.pieces import choose_emitter
 from ..run.plan import PieceStep
 from .graph import draw
-from .products import Product, products
+from .products import Product, linear_parts, products
 from .sites import SiteFacts, Where
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -210,6 +210,9 @@ def _is_product(product: Product, node: fx.Node) -> bool:
         return bool(args["group_size"]) == ("FP8 group" in product.parts)
     if product.op == "rope_kv_store":
         return (args.get("q_weight") is not None) == ("QK-norm" in product.parts)
+    if product.op == "linear":
+        given = (args.get(name) is not None for name in ("x_scale", "activation", "out_scale"))
+        return linear_parts(*given) == product.parts
     return product.op != "paged_attention" or args.get("out_scale") is not None
 
 
@@ -295,7 +298,7 @@ def kernels_of(node: fx.Node, args: list[Any]) -> tuple[str, ...] | None:
         described = launches(*args)[0]
         names = tuple(launch.kernel.partition(":")[2] for launch in described)
         return names or (f"csrc {name}",)
-    parts = _is_collective(node) or (implementation.inline and name != "linear")
+    parts = _is_collective(node) or (implementation.inline and not is_library_call(node))
     return None if parts else (f"{made_by} {name}",)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
-from ... import ops
 from ...ops.gated_act import ACTIVATIONS, GATED_ACTS
 from ...ops.norm import NORMS
 
@@ -37,14 +37,13 @@ class Product:
 
 def products() -> list[Product]:
     """Every product, whether a model has it or not."""
-    return [_checked(product) for product in _named()]
+    return list(_named())
 
 
-def _checked(product: Product) -> Product:
-    """The product, without its op if there is no such op."""
-    if product.reason or product.op in ops.BY_NAME:
-        return product
-    return Product(product.parts, reason=f"there is no op {product.op}")
+def linear_parts(scaled: bool, activation: bool, quant: bool) -> tuple[str, ...]:
+    """The steps of a linear layer with FP8 operands, a gated activation, a quantized result."""
+    steps = (("SiLU-mul or GELU-mul", activation), ("FP8 static", quant))
+    return "FP8 linear" if scaled else "linear", *(part for part, done in steps if done)
 
 
 def _named() -> Iterator[Product]:
@@ -60,11 +59,11 @@ def _named() -> Iterator[Product]:
         yield Product(("attention", f"FP8 {kind}"), reason=_BLOCKS)
     yield Product(("rope", "KV store"), "rope_kv_store")
     yield Product(("QK-norm", "rope", "KV store"), "rope_kv_store")
-    yield Product(("linear", "SiLU-mul or GELU-mul"), "gated_linear")
-    yield Product(("FP8 linear", "SiLU-mul or GELU-mul", "FP8 static"), "gated_linear_fp8")
+    for scaled, gated, quantized in product((False, True), repeat=3):
+        if gated or quantized:
+            yield Product(linear_parts(scaled, gated, quantized), "linear")
     yield Product(("linear", "add", "RMSNorm", "linear"), "linear_add_norm_linear")
     yield Product(("linear", "add"), reason=_HIDDEN)
     for kind in QUANTS[1:]:
         reason = _ROWS.format("token" if kind == "token" else "group")
         yield Product(("linear", f"FP8 {kind}"), reason=reason)
-    yield Product(("linear", "FP8 static"), "linear_quant_static")

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ... import ops
@@ -25,7 +24,8 @@ from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight, fil
 from ...ops import _cublaslt
 from ...ops._cublaslt import Product
 from ...ops._device_table import gpu_of, num_sms, serving
-from ...ops.linear_fp8 import by_rule
+from ...ops._linear_desc import WEIGHT_FORMATS
+from ...ops._linear_kernels import UNMEASURED, runner
 from ...passes import fake_value
 from .tune import graph_us
 
@@ -33,6 +33,7 @@ ROWS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
 """Fewest rows that are tuned, by kind of operands; with fewer, products stream."""
 LEAST_GAIN = 0.02
+_unmeasured = runner(UNMEASURED)
 _log = logging.getLogger(__name__)
 _NARROW = 8  # rows: what is left of a range at whose other end an algorithm loses
 _MOST_ERROR = 2.0**-8
@@ -116,33 +117,32 @@ def fill(
 
 
 def weights_of(graph: fx.Graph) -> list[Weight]:
-    """The weights of unlowered linear ops that a library product can serve, each once."""
+    """The weights of unlowered linear layers that a library GEMM can serve, each once."""
     found: dict[Weight, None] = {}
     for node in graph.nodes:
         namespace, _, name = getattr(node.target, "_name", "").partition("::")
-        op = ops.BY_NAME.get(name) if namespace == ops.NAMESPACE else None
-        if op is None or "linear" not in name:
+        if namespace != ops.NAMESPACE or "linear" not in name:
             continue
         args: Any = fx.node.map_arg(node.args, fake_value)
-        desc = op.describe(args)
-        named: dict[str, Any] = dict(desc.args)
-        for arg, value in desc.args:
-            shape: Sequence[int] = getattr(value, "shape", ())
-            if not arg.endswith("weight") or len(shape) != 2:
+        named = dict(ops.BY_NAME[name].describe(args).args)
+        for weight in ("weight", "next_weight"):
+            if weight not in named:
                 continue
-            if operands := _operands(value.dtype, shape, named.get(f"{arg}_scale")):
-                found[operands, int(shape[0]), int(shape[1])] = None
+            # x's scales have the shape that goes with the weight's, whatever it is.
+            held = named[weight].dtype, named.get(f"{weight}_scale")
+            if (operands := _operands(*held, named[weight].shape)) in OPERANDS:
+                found[operands, *map(int, named[weight].shape)] = None  # type: ignore[index]
     return list(found)
 
 
-def _operands(dtype: torch.dtype, shape: Sequence[int], scale: Any) -> str:
-    """One of ``OPERANDS``, or "" where the library has no product."""
-    if dtype == torch.bfloat16:
-        return "bfloat16"
-    if dtype != torch.float8_e4m3fn or scale is None:
-        return ""
-    kinds = {(1, 1): "fp8 tensor", (shape[0], 1): "fp8 token"}
-    return kinds.get(tuple(scale.shape), "")
+def _operands(dtype: torch.dtype, scale: Any, shape: Sequence[int]) -> str:
+    """The weight format of a weight with such a scale; "" for none."""
+    for found in WEIGHT_FORMATS.values():
+        if found.dtype != dtype or found.scaled != (scale is not None):
+            continue
+        if scale is None or found.scale_shapes(1, *shape)[1] == tuple(scale.shape):
+            return found.name
+    return ""
 
 
 def tune_weights(
@@ -249,9 +249,8 @@ class Problem:
     def before(self, i: int) -> Tensor:
         """What the op runs without the table."""
         weight = self.weights[i % len(self.weights)]
-        if self.operands == "bfloat16":
-            return F.linear(self.x, weight)
-        return by_rule(self.x, self.scales[0], weight, self.scales[1], None, torch.bfloat16)
+        x_scale, weight_scale = self.scales or (None, None)
+        return _unmeasured(self.x, weight, None, x_scale, weight_scale, torch.bfloat16, None, None)
 
     def error(self, algorithm: bytes) -> float:
         """The error of one weight's product relative to its largest element; infinite for NaN."""

@@ -11,9 +11,6 @@ namespace fusewright::gemm {
 namespace {
 
 constexpr const char* kLinear = "fw_cuda::skinny_linear";
-constexpr const char* kLinearFp8 = "fw_cuda::skinny_linear_fp8";
-constexpr const char* kGatedLinear = "fw_cuda::skinny_gated_linear";
-constexpr const char* kGatedLinearFp8 = "fw_cuda::skinny_gated_linear_fp8";
 constexpr const char* kAddNorm = "fw_cuda::skinny_linear_add_norm_linear";
 
 bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
@@ -90,10 +87,11 @@ void add_bias(const char* op, SkinnyLinearArgs& args, const std::optional<Tensor
               ScalarType dtype, const Tensor& x) {
   if (!bias) return;
   check_device(op, *bias, "bias", x);
-  if (bias->dim() != 1 || bias->size(0) != args.out_features || !bias->is_contiguous() ||
+  const int64_t rows = int64_t{args.gated() ? 2 : 1} * args.out_features;
+  if (bias->dim() != 1 || bias->size(0) != rows || !bias->is_contiguous() ||
       bias->scalar_type() != dtype) {
-    fail(op, "bias has shape ", shape_of(*bias), ", expected a contiguous [", args.out_features,
-         "] of the result's dtype");
+    fail(op, "bias has shape ", shape_of(*bias), ", expected a contiguous [", rows,
+         "] of the dtype of the sums");
   }
   args.bias = bias->data_ptr();
 }
@@ -109,10 +107,11 @@ void run(const char* op, const SkinnyLinearArgs& args, Operands operands, const 
   }
 }
 
-Epilogue gated_epilogue(const char* op, const std::string& activation) {
-  if (activation == "silu") return Epilogue::kSiluMul;
-  if (activation == "gelu_tanh") return Epilogue::kGeluTanhMul;
-  fail(op, "activation is '", activation, "', expected 'silu' or 'gelu_tanh'");
+Epilogue epilogue_of(const char* op, const std::optional<std::string>& activation) {
+  if (!activation) return Epilogue::kLinear;
+  if (*activation == "silu") return Epilogue::kSiluMul;
+  if (*activation == "gelu_tanh") return Epilogue::kGeluTanhMul;
+  fail(op, "activation is '", *activation, "', expected 'silu' or 'gelu_tanh'");
 }
 
 Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight) {
@@ -121,18 +120,6 @@ Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const T
   args.y = y.data_ptr();
   run(op, args, Operands::kBf16, x, weight);
   return y;
-}
-
-Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  auto args = describe(kLinear, x, weight, ScalarType::BFloat16, Epilogue::kLinear);
-  add_bias(kLinear, args, bias, ScalarType::BFloat16, x);
-  return run_bf16(kLinear, args, x, weight);
-}
-
-Tensor skinny_gated_linear(const Tensor& x, const Tensor& weight, std::string activation) {
-  const Epilogue epilogue = gated_epilogue(kGatedLinear, activation);
-  auto args = describe(kGatedLinear, x, weight, ScalarType::BFloat16, epilogue);
-  return run_bf16(kGatedLinear, args, x, weight);
 }
 
 // The residual and the norm of the add: t is [rows, out_features], or [out_features].
@@ -150,20 +137,20 @@ const __nv_bfloat16* added(const Tensor& t, const char* name, const SkinnyLinear
   return static_cast<const __nv_bfloat16*>(t.data_ptr());
 }
 
-// Two products: (y of the second, the sum of the first and the residual).
+// Two layers: (y of the second, the sum of the first and the residual).
 std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
-    const Tensor& x, const Tensor& weight, const Tensor& residual, const Tensor& norm_weight,
-    double eps, const Tensor& next_weight, const std::optional<Tensor>& next_bias,
-    const std::optional<std::string>& activation) {
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const Tensor& residual, const Tensor& norm_weight, double eps, const Tensor& next_weight,
+    const std::optional<Tensor>& next_bias, const std::optional<std::string>& activation) {
   auto first =
       describe(kAddNorm, x, weight, ScalarType::BFloat16, Epilogue::kAdd, kMaxNormedTokens);
+  add_bias(kAddNorm, first, bias, ScalarType::BFloat16, x);
   first.residual = added(residual, "residual", first, x, true);
   first.norm_weight = added(norm_weight, "norm_weight", first, x, false);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor weighted = empty({first.num_tokens, first.out_features}, dtype_of(x), x);
-  const Epilogue epilogue = activation ? gated_epilogue(kAddNorm, *activation) : Epilogue::kLinear;
+  const Epilogue epilogue = epilogue_of(kAddNorm, activation);
   auto second = describe(kAddNorm, weighted, next_weight, ScalarType::BFloat16, epilogue);
-  if (activation && next_bias) fail(kAddNorm, "next_bias with an activation, expected one of them");
   add_bias(kAddNorm, second, next_bias, ScalarType::BFloat16, x);
   const int64_t groups = first.out_features / kNormGroup;
   const Tensor squares = empty({first.num_tokens, groups}, aoti_torch_dtype_float32(), x);
@@ -217,47 +204,57 @@ bool add_scales(const char* op, SkinnyLinearArgs& args, const Tensor& x, const T
        ", or [M, K / 128] column-major and [N / 128, K / 128]");
 }
 
-Tensor skinny_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
-                         const Tensor& weight_scale, const std::optional<Tensor>& bias,
-                         ScalarType out_dtype) {
-  auto args = describe(kLinearFp8, x, weight, ScalarType::Float8_e4m3fn, Epilogue::kLinear);
-  int32_t dtype = 0;
-  if (out_dtype == ScalarType::BFloat16) {
-    args.element = Element::kBFloat16, dtype = aoti_torch_dtype_bfloat16();
-  } else if (out_dtype == ScalarType::Half) {
-    args.element = Element::kHalf, dtype = aoti_torch_dtype_float16();
-  } else if (out_dtype == ScalarType::Float) {
-    args.element = Element::kFloat, dtype = aoti_torch_dtype_float32();
-  } else {
-    fail(kLinearFp8, "out_dtype is none of bfloat16, float16, float32");
+// The dtype of the sums, and that of an empty tensor of it.
+int32_t set_element(const char* op, SkinnyLinearArgs& args, ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      args.element = Element::kBFloat16;
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Half:
+      args.element = Element::kHalf;
+      return aoti_torch_dtype_float16();
+    case ScalarType::Float:
+      args.element = Element::kFloat;
+      return aoti_torch_dtype_float32();
+    default:
+      fail(op, "out_dtype is none of bfloat16, float16, float32");
   }
-  add_bias(kLinearFp8, args, bias, out_dtype, x);
-  const bool blocks = add_scales(kLinearFp8, args, x, x_scale, weight, weight_scale);
+}
+
+// bfloat16, or FP8 where scales are given.
+Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                     const std::optional<Tensor>& x_scale,
+                     const std::optional<Tensor>& weight_scale, std::optional<ScalarType> out_dtype,
+                     const std::optional<std::string>& activation,
+                     const std::optional<Tensor>& out_scale) {
+  if (x_scale.has_value() != weight_scale.has_value()) {
+    fail(kLinear, "one of x_scale and weight_scale is given, expected both or none");
+  }
+  const ScalarType held = x_scale ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
+  const ScalarType sums = x_scale ? out_dtype.value_or(ScalarType::BFloat16) : held;
+  auto args = describe(kLinear, x, weight, held, epilogue_of(kLinear, activation));
+  int32_t dtype = set_element(kLinear, args, sums);
+  add_bias(kLinear, args, bias, sums, x);
+  Operands operands = Operands::kBf16;
+  if (x_scale) {
+    const bool blocks = add_scales(kLinear, args, x, *x_scale, weight, *weight_scale);
+    operands = blocks ? Operands::kFp8Blocks : Operands::kFp8;
+    if (blocks && args.gated()) {
+      fail(kLinear, "scales of blocks, expected one for all, or one a token and a row");
+    }
+  }
+  if (out_scale) {
+    check_scale(kLinear, *out_scale, "out_scale", x);
+    if (!is_dense(*out_scale, 1, 1, false)) {
+      fail(kLinear, "out_scale has shape ", shape_of(*out_scale), ", expected [1, 1]");
+    }
+    args.out_scale = static_cast<const float*>(out_scale->data_ptr());
+    dtype = aoti_torch_dtype_float8_e4m3fn();
+  }
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty({args.num_tokens, args.out_features}, dtype, x);
   args.y = y.data_ptr();
-  const Operands operands = blocks ? Operands::kFp8Blocks : Operands::kFp8;
-  run(kLinearFp8, args, operands, x, weight);
-  return y;
-}
-
-Tensor skinny_gated_linear_fp8(const Tensor& x, const Tensor& x_scale, const Tensor& weight,
-                               const Tensor& weight_scale, std::string activation,
-                               const Tensor& out_scale) {
-  const Epilogue epilogue = gated_epilogue(kGatedLinearFp8, activation);
-  auto args = describe(kGatedLinearFp8, x, weight, ScalarType::Float8_e4m3fn, epilogue);
-  if (add_scales(kGatedLinearFp8, args, x, x_scale, weight, weight_scale)) {
-    fail(kGatedLinearFp8, "scales of blocks, expected one for all, or one a token and a row");
-  }
-  check_scale(kGatedLinearFp8, out_scale, "out_scale", x);
-  if (!is_dense(out_scale, 1, 1, false)) {
-    fail(kGatedLinearFp8, "out_scale has shape ", shape_of(out_scale), ", expected [1, 1]");
-  }
-  args.out_scale = static_cast<const float*>(out_scale.data_ptr());
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
-  args.y = y.data_ptr();
-  run(kGatedLinearFp8, args, Operands::kFp8, x, weight);
+  run(kLinear, args, operands, x, weight);
   return y;
 }
 
@@ -265,24 +262,18 @@ Tensor skinny_gated_linear_fp8(const Tensor& x, const Tensor& x_scale, const Ten
 }  // namespace fusewright::gemm
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
-  m.def("skinny_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("skinny_gated_linear(Tensor x, Tensor weight, str activation) -> Tensor");
   m.def(
-      "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, "
-      "float eps, Tensor next_weight, Tensor? next_bias, str? activation) -> (Tensor, Tensor)");
+      "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale=None, "
+      "Tensor? weight_scale=None, ScalarType? out_dtype=None, str? activation=None, "
+      "Tensor? out_scale=None) -> Tensor");
   m.def(
-      "skinny_linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
-      "Tensor? bias, ScalarType out_dtype) -> Tensor");
-  m.def(
-      "skinny_gated_linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, "
-      "str activation, Tensor out_scale) -> Tensor");
+      "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
+      "Tensor norm_weight, float eps, Tensor next_weight, Tensor? next_bias, str? activation) -> "
+      "(Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("skinny_linear", TORCH_BOX(&fusewright::gemm::skinny_linear));
-  m.impl("skinny_gated_linear", TORCH_BOX(&fusewright::gemm::skinny_gated_linear));
   m.impl("skinny_linear_add_norm_linear",
          TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));
-  m.impl("skinny_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_linear_fp8));
-  m.impl("skinny_gated_linear_fp8", TORCH_BOX(&fusewright::gemm::skinny_gated_linear_fp8));
 }

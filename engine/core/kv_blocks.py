@@ -1,34 +1,112 @@
 """Accounts for the KV cache's blocks: which requests hold them, and which hold a known prefix.
 
-Only ids pass through here: the scheduler takes them and gives them back.
+Only ids pass through here: the scheduler takes them and gives them back.  Layers that share a block
+table are a group; all groups take their blocks from one pool.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """How the layers of a group use blocks.
+
+    Attributes:
+        window: tokens that a query sees, itself included; 0: all.
+        per_sequence: one block holds the state of a whole sequence, which cannot be shared.
+    """
+
+    window: int = 0
+    per_sequence: bool = False
+
+    def num_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Entries of the block table of a sequence of ``num_tokens`` tokens."""
+        return min(num_tokens, 1) if self.per_sequence else -(-num_tokens // block_size)
+
+    def num_behind(self, position: int, block_size: int) -> int:
+        """Number of blocks, from the first on, that no query at ``position`` or later reads."""
+        return max(0, position - self.window + 1) // block_size if self.window else 0
+
+    def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Most blocks that a sequence holds at once while its ``num_tokens`` tokens are computed in
+        chunks of up to ``chunk``."""
+        whole = self.num_blocks(num_tokens, block_size)
+        if not self.window:
+            return whole
+        seen = self.window - 1 + chunk  # they may begin and end within a block
+        return min(whole, (seen + block_size - 2) // block_size + 1)
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """The block table of a sequence in each group; empty while it holds no blocks.
+
+    A table only grows: entries of blocks that were given up behind the window stay, and nobody
+    reads what is there.
+    """
+
+    tables: list[list[int]] = field(default_factory=list)
+    num_freed: list[int] = field(default_factory=list)
+    """Blocks of each table, from the first on, that the sequence holds no more."""
+    num_slots: int = 0
+    """Tokens that all tables have room for."""
+    num_entries: int = field(init=False)
+    """Entries of all tables."""
+
+    def __post_init__(self) -> None:
+        self.num_entries = sum(map(len, self.tables))
+
+    def held(self) -> list[int]:
+        """The blocks that the sequence holds, those of its beginning first."""
+        tables, freed = self.tables, self.num_freed
+        if len(tables) == 1:
+            return tables[0][freed[0] :]
+        return [
+            table[i]
+            for i in range(max(map(len, tables)))
+            for table, behind in zip(tables, freed, strict=True)
+            if behind <= i < len(table)
+        ]
 
 
 class BlockPool:
     """Ids 0..num_blocks-1 of KV blocks; each block is free, or held by some requests.
 
-    A block may be cached under the key of its content (see ``prefix_cache``).  Then others may
-    share it, even after it was freed, until it is handed out anew.  Blocks without a key are handed
-    out first, then the block that was freed longest ago.
+    A block may be cached under its group and the key of its content (see ``prefix_cache``).  Then
+    others may share it, even after it was freed, until it is handed out anew.  Blocks without a key
+    are handed out first, then the block that was freed longest ago.
 
     A freed block may be handed out at once although a step in flight still reads it: steps run in
     launch order, so its next writer comes later.
+
+    Args:
+        groups: how each group of layers uses blocks; every block is of one group while it is held.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"{num_blocks=}, {block_size=}: expected at least 1")
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: Sequence[CacheGroup] = (CacheGroup(),)
+    ) -> None:
+        if num_blocks < 1 or block_size < 1 or not groups:
+            raise ValueError(f"{num_blocks=}, {block_size=}, {groups=}: expected at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = tuple(groups)
+        self.has_windows = any(group.window for group in groups)
+        self.has_states = any(group.per_sequence for group in groups)
+        self.num_held = [0] * len(groups)
+        """Number of blocks that requests hold, by group."""
+        self.peak_held = [0] * len(groups)
+        """The largest each of ``num_held`` ever was."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._holders = [0] * num_blocks
+        self._group_of = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
-        self._kept: dict[bytes, int] = {}
+        self._kept: list[dict[bytes, int]] = [{} for _ in groups]
 
     @property
     def num_free(self) -> int:
@@ -37,18 +115,50 @@ class BlockPool:
     @property
     def num_kept(self) -> int:
         """Number of blocks that are found by key."""
-        return len(self._kept)
+        return sum(map(len, self._kept))
 
     def holders(self, block_id: int) -> int:
         """Number of requests that hold a block."""
         return self._holders[block_id]
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that ``num_tokens`` tokens need."""
-        return -(-num_tokens // self.block_size)
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Most blocks that a sequence of ``num_tokens`` tokens holds at once, see
+        ``CacheGroup.most_blocks``."""
+        size = self.block_size
+        return sum(group.most_blocks(num_tokens, chunk, size) for group in self.groups)
 
-    def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks; their earlier content is no longer found.
+    def num_missing(self, blocks: SequenceBlocks, end: int, total: int) -> list[int]:
+        """Blocks that each group needs so that tokens up to ``end`` can be stored.  A group without
+        a window gets those of all ``total`` tokens, so that a prompt that has begun can go on."""
+        size = self.block_size
+        return [
+            max(0, group.num_blocks(end if group.window else total, size) - len(table))
+            for group, table in zip(self.groups, blocks.tables, strict=True)
+        ]
+
+    def extend(self, blocks: SequenceBlocks, missing: Sequence[int]) -> None:
+        """Allocate ``missing`` blocks at the end of each table.
+
+        Raises:
+            RuntimeError: fewer are free.
+        """
+        for group, (table, count) in enumerate(zip(blocks.tables, missing, strict=True)):
+            table.extend(self.allocate(count, group))
+        blocks.num_entries += sum(missing)
+        paged = zip(self.groups, blocks.tables, strict=True)
+        rooms = [len(table) for group, table in paged if not group.per_sequence]
+        blocks.num_slots = min(rooms) * self.block_size if rooms else 1 << 60
+
+    def free_behind(self, blocks: SequenceBlocks, position: int) -> None:
+        """Give up the blocks that no query at ``position`` or later reads."""
+        for number, group in enumerate(self.groups):
+            behind, freed = group.num_behind(position, self.block_size), blocks.num_freed[number]
+            if behind > freed:
+                self.free(blocks.tables[number][freed:behind])
+                blocks.num_freed[number] = behind
+
+    def allocate(self, count: int, group: int = 0) -> list[int]:
+        """Take ``count`` free blocks for a group; their earlier content is no longer found.
 
         Raises:
             RuntimeError: fewer are free; callers compare with ``num_free`` first.
@@ -61,6 +171,8 @@ class BlockPool:
         for block_id in taken:
             self._forget(block_id)
             self._holders[block_id] = 1
+            self._group_of[block_id] = group
+        self._count(group, count)
         return taken
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -74,25 +186,52 @@ class BlockPool:
                 raise RuntimeError(f"free({block_id}): not an allocated block of {self.num_blocks}")
             self._holders[block_id] -= 1
             if self._holders[block_id] == 0:
+                self.num_held[self._group_of[block_id]] -= 1
                 self._free[block_id] = None
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
     def keep(self, block_id: int, key: bytes) -> None:
-        """Let the content of a held block be found under ``key``, unless another block with the
-        same key is known already."""
-        if self._kept.setdefault(key, block_id) == block_id:
+        """Let the content of a held block be found under its group and ``key``, unless another
+        block is known by these already."""
+        if self._kept[self._group_of[block_id]].setdefault(key, block_id) == block_id:
             self._keys[block_id] = key
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of known keys, from the first key on."""
-        found: list[int] = []
-        for key in keys:
-            block_id = self._kept.get(key)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+    def find(self, keys: Sequence[bytes]) -> SequenceBlocks:
+        """The blocks of the longest run of keys, from the first on, behind which a sequence can
+        start: every group knows each block of it that is not behind the window.
+
+        Returns:
+            Their tables, not held yet: see ``share``.
+        """
+        num_found = len(keys)
+        for group, kept in zip(self.groups, self._kept, strict=True):
+            if not group.window:
+                num_found = next((i for i in range(num_found) if keys[i] not in kept), num_found)
+        before = -1
+        while num_found != before:  # a shorter run has other blocks in each window
+            before = num_found
+            for group, kept in zip(self.groups, self._kept, strict=True):
+                if group.window:
+                    num_found = self._behind_known(group, kept, keys, num_found)
+        start, size = num_found * self.block_size, self.block_size
+        behind = [group.num_behind(start, size) for group in self.groups]
+        tables = [
+            [0] * count + [kept[key] for key in keys[count:num_found]]
+            for count, kept in zip(behind, self._kept, strict=True)
+        ]
+        return SequenceBlocks(tables, behind)
+
+    def _behind_known(
+        self, group: CacheGroup, kept: dict[bytes, int], keys: Sequence[bytes], count: int
+    ) -> int:
+        """The longest run of up to ``count`` keys of whose window ``kept`` has all blocks."""
+        index = count - 1
+        while index >= group.num_behind(count * self.block_size, self.block_size):
+            if keys[index] not in kept:
+                count = index
+            index -= 1
+        return count
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are free: sharing them leaves that many fewer to allocate."""
@@ -103,22 +242,28 @@ class BlockPool:
         for block_id in block_ids:
             if self._holders[block_id] == 0:
                 del self._free[block_id]
+                self._count(self._group_of[block_id], 1)
             self._holders[block_id] += 1
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop these keys: nothing is found by them any more."""
         for key in keys:
-            block_id = self._kept.get(key)
-            if block_id is not None:
-                self._forget(block_id)
+            for kept in self._kept:
+                block_id = kept.get(key)
+                if block_id is not None:
+                    self._forget(block_id)
 
     def forget_all(self) -> None:
         """Drop all keys, for when blocks may not hold what they should."""
-        for block_id in list(self._kept.values()):
+        for block_id in list(chain.from_iterable(kept.values() for kept in self._kept)):
             self._forget(block_id)
 
     def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]
         if key is not None:
-            del self._kept[key]
+            del self._kept[self._group_of[block_id]][key]
             self._keys[block_id] = None
+
+    def _count(self, group: int, count: int) -> None:
+        self.num_held[group] += count
+        self.peak_held[group] = max(self.peak_held[group], self.num_held[group])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from ..messages.sampling_params import SamplingParams
+from .kv_blocks import SequenceBlocks
 
 
 class RequestStatus(IntEnum):
@@ -53,11 +54,11 @@ class Request:
     """Position in the order of arrival, given by the scheduler."""
     slot: int = -1
     """The runner's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
-    block_ids: list[int] = field(default_factory=list)
+    blocks: SequenceBlocks = field(default_factory=SequenceBlocks)
     block_keys: list[bytes] = field(default_factory=list)
     """Keys of its full blocks, as far as they were needed; they stay valid when it is preempted."""
     num_kept_blocks: int = 0
-    """Number of blocks, from the first on, that others may find."""
+    """Number of blocks of each table, from the first on, that others may find."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...config import UserError
 from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
-from .kv_blocks import BlockPool
+from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import extend_keys
 from .request import Request, RequestStatus
 
@@ -49,7 +49,8 @@ class Scheduler:
         enable_chunked_prefill: a prompt may be computed over several steps.
         long_prefill_token_threshold: most tokens of one prompt in a step, so that others get their
             share; 0: as many as fit.
-        prefix_caching: start behind the longest prefix whose blocks are still cached.
+        prefix_caching: start behind the longest prefix whose blocks are still cached; never where
+            a block holds the state of a whole sequence.
         heed_priority: order by priority before arrival.
     """
 
@@ -79,7 +80,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: dict[str, Request] = {}
@@ -117,13 +118,14 @@ class Scheduler:
     def check_size(self, request: Request) -> None:
         """Raise ``UserError`` if the KV cache could never hold the request."""
         # The last token is sampled but never computed, so it needs no room in the cache.
-        needed = self.pool.blocks_for(request.max_total_tokens - 1)
+        needed = self.pool.most_blocks(request.max_total_tokens - 1, self._longest_chunk)
         if needed > self.pool.num_blocks:
             num_prompt = len(request.prompt_token_ids)
             raise UserError(
                 f"KV cache too small for one request: {num_prompt} prompt + "
                 f"{request.max_total_tokens - num_prompt} output tokens need {needed} blocks of "
-                f"{self.pool.block_size}, it has {self.pool.num_blocks}; lower max_tokens or "
+                f"{self.pool.block_size}, it has {self.pool.num_blocks}; lower max_tokens"
+                f"{' or max_num_batched_tokens' if self.pool.has_windows else ''} or "
                 "enlarge the cache (kv_cache_memory_bytes, num_gpu_blocks_override)"
             )
 
@@ -155,7 +157,7 @@ class Scheduler:
         ends."""
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
-        budget, block_size = self.max_num_batched_tokens, self.pool.block_size
+        budget = self.max_num_batched_tokens
         preempted_before = self.num_preemptions
         for request in self._running_in_order():
             if budget == 0:
@@ -165,9 +167,12 @@ class Scheduler:
             num_tokens = request.num_tokens
             if num_tokens >= request.max_total_tokens:
                 continue  # its last token is in flight
-            if num_tokens > len(request.block_ids) * block_size and not self._make_room(request):
+            end = request.num_computed_tokens + 1
+            if end < num_tokens:
+                end = self._chunk_end(request.num_computed_tokens, num_tokens, budget)
+            if end > request.blocks.num_slots and not self._make_room(request, end):
                 continue
-            entry = self._take(request, num_tokens, budget)
+            entry = self._take(request, end, num_tokens)
             budget -= entry.num_tokens
             (decodes if entry.num_tokens == 1 else prefills).append(entry)
         # Admit nothing after a preemption: the preempted request would return and be preempted
@@ -176,7 +181,9 @@ class Scheduler:
             admitted = self._admit(budget)
             if admitted is None:
                 break
-            entry = self._take(admitted, admitted.num_tokens, budget)
+            num_tokens = admitted.num_tokens
+            end = self._chunk_end(admitted.num_computed_tokens, num_tokens, budget)
+            entry = self._take(admitted, end, num_tokens)
             budget -= entry.num_tokens
             (decodes if entry.num_tokens == 1 else prefills).append(entry)
         if not decodes and not prefills:
@@ -257,36 +264,45 @@ class Scheduler:
         self.finish(request, RequestStatus.FINISHED_ERROR)
         self.pool.forget(request.block_keys)
 
-    def _take(self, request: Request, end: int, budget: int) -> ScheduledRequest:
-        """Schedule as many of the request's tokens up to ``end`` as fit; it has their blocks."""
+    @property
+    def _longest_chunk(self) -> int:
+        """Most tokens of one request in a step."""
+        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or 1 << 60)
+
+    def _chunk_end(self, start: int, num_tokens: int, budget: int) -> int:
+        """Where the chunk ends that begins at ``start`` of a request of ``num_tokens`` tokens."""
+        return min(num_tokens, start + min(budget, self._longest_chunk))
+
+    def _take(self, request: Request, end: int, num_tokens: int) -> ScheduledRequest:
+        """Schedule the request's tokens up to ``end`` of ``num_tokens``; it has their blocks."""
         start = request.num_computed_tokens
-        remaining = end - start
-        num_tokens = remaining
-        if remaining > 1:
-            num_tokens = min(remaining, budget, self.long_prefill_token_threshold or budget)
-        request.num_computed_tokens = start + num_tokens
+        request.num_computed_tokens = end
         if self.prefix_caching:
             self._keep_blocks(request)
-        samples = num_tokens == remaining
+        if end - start > 1 and self.pool.has_windows:
+            request.blocks.num_slots = 0  # look again at the next step: much may be behind them
+        samples = end == num_tokens
         if samples:
             request.num_in_flight += 1
-        return ScheduledRequest(request, start, num_tokens, samples)
+        return ScheduledRequest(request, start, end - start, samples)
 
-    def _make_room(self, request: Request) -> bool:
-        """Give a running request the blocks for all its tokens; False if it had to be preempted."""
-        missing = self.pool.blocks_for(request.num_tokens) - len(request.block_ids)
-        while missing > self.pool.num_free:
+    def _make_room(self, request: Request, end: int) -> bool:
+        """Give a running request the blocks for its tokens up to ``end``, and take back those that
+        are behind its windows now; False if it had to be preempted."""
+        pool, blocks = self.pool, request.blocks
+        pool.free_behind(blocks, request.num_computed_tokens)
+        missing = pool.num_missing(blocks, end, request.num_tokens)
+        while sum(missing) > pool.num_free:
             victim = max(self.running.values(), key=self._rank)
             if len(self.running) == 1:
                 raise RuntimeError(
                     f"request {request.request_id!r} alone exceeds the KV cache of "
-                    f"{self.pool.num_blocks} blocks: blocks were lost"
+                    f"{pool.num_blocks} blocks: blocks were lost"
                 )
             self._preempt(victim)
             if victim is request:
                 return False
-        if missing > 0:
-            request.block_ids.extend(self.pool.allocate(missing))
+        pool.extend(blocks, missing)
         return True
 
     def _admit(self, budget: int) -> Request | None:
@@ -299,18 +315,23 @@ class Scheduler:
             return None
         if not self.enable_chunked_prefill and request.num_tokens > budget:
             return None
-        found = self._find_prefix(request)
-        needed = self.pool.blocks_for(request.num_tokens) - len(found)
-        # Leave one block for each running request, or the newcomer would soon be preempted.
-        if needed + self.pool.num_idle(found) + len(self.running) > self.pool.num_free:
+        pool, blocks, num_tokens = self.pool, self._find_prefix(request), request.num_tokens
+        start, shared = len(blocks.tables[0]) * pool.block_size, blocks.held()
+        needed = pool.most_blocks(num_tokens, self._longest_chunk) - len(shared)
+        # Leave a block of each group for each running request, or the newcomer would soon be
+        # preempted.
+        margin = len(self.running) * len(pool.groups)
+        if needed + pool.num_idle(shared) + margin > pool.num_free:
             return None
         heapq.heappop(self._queue)
         del self.waiting[request.request_id]
-        self.pool.share(found)
+        pool.share(shared)
+        end = self._chunk_end(start, num_tokens, budget)
+        pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
         request.slot = self._free_slots.pop()
-        request.block_ids = found + self.pool.allocate(needed)
-        request.num_kept_blocks = len(found)
-        request.num_computed_tokens = len(found) * self.pool.block_size
+        request.blocks = blocks
+        request.num_kept_blocks = start // pool.block_size
+        request.num_computed_tokens = start
         if self.prefix_caching:
             self.num_prefix_tokens += request.num_tokens
             self.num_prefix_hits += request.num_computed_tokens
@@ -326,13 +347,11 @@ class Scheduler:
             heapq.heappop(self._queue)
         return None
 
-    def _find_prefix(self, request: Request) -> list[int]:
+    def _find_prefix(self, request: Request) -> SequenceBlocks:
         """Blocks that hold the request's first tokens; the last token is always computed, since
         its hidden state gives the next."""
-        if not self.prefix_caching:
-            return []
         size = self.pool.block_size
-        keys = extend_keys(request, size)
+        keys = extend_keys(request, size) if self.prefix_caching else []
         return self.pool.find(keys[: (request.num_tokens - 1) // size])
 
     def _keep_blocks(self, request: Request) -> None:
@@ -344,8 +363,10 @@ class Scheduler:
             return
         full = min(num_computed, request.num_known_tokens) // size
         keys = extend_keys(request, size)
-        for index in range(request.num_kept_blocks, full):
-            self.pool.keep(request.block_ids[index], keys[index])
+        kept = request.num_kept_blocks
+        for table, freed in zip(request.blocks.tables, request.blocks.num_freed, strict=True):
+            for index in range(max(kept, freed), full):
+                self.pool.keep(table[index], keys[index])
         request.num_kept_blocks = full
 
     def _running_in_order(self) -> list[Request]:
@@ -371,8 +392,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         del self.running[request.request_id]
-        self.pool.free(request.block_ids)
-        request.block_ids, request.num_kept_blocks = [], 0
+        self.pool.free(request.blocks.held())
+        request.blocks, request.num_kept_blocks = SequenceBlocks(), 0
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
         request.slot = -1

@@ -7,6 +7,7 @@ samples from the logits.  It waits for nothing; ``LaunchedStep.result`` does, on
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,30 +18,58 @@ import torch
 from torch import Tensor
 
 from ...compiler.run.program import Program
-from ...config import FEED, NO_SLOT
+from ...config import FEED, NO_SLOT, slot_mapping_of
 from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from ..core.batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
+from ..core.kv_blocks import CacheGroup, SequenceBlocks
 from .sampler import OpTable, Sampled, Sampler
 
 
 class BlockTables:
-    """Every slot's KV block ids on the host, [max_num_seqs, max_blocks], updated incrementally;
-    ``filled`` counts those of each slot."""
+    """Every slot's KV block ids of each group on the host, [max_num_seqs, groups, max_blocks],
+    updated incrementally; ``filled`` counts those of each slot."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
-        self.rows: npt.NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
+    def __init__(
+        self, groups: Sequence[CacheGroup], block_size: int, max_num_seqs: int, max_blocks: int
+    ) -> None:
+        shape = (max_num_seqs, len(groups), max_blocks)
+        self.rows: npt.NDArray[np.int32] = np.zeros(shape, np.int32)
         self.filled = [0] * max_num_seqs
+        self.block_size = block_size
+        self._groups = groups
+        self._filled = [[0] * len(groups) for _ in self.filled]
 
     def release(self, slot: int) -> None:
         self.filled[slot] = 0
+        self._filled[slot] = [0] * len(self._groups)
 
-    def update(self, slot: int, block_ids: Sequence[int]) -> bool:
+    def update(self, slot: int, blocks: SequenceBlocks) -> bool:
         """Append the blocks that the slot's request has gained; returns whether it is new there."""
-        filled, total = self.filled[slot], len(block_ids)
-        if filled != total:
-            self.rows[slot, filled:total] = block_ids[filled:]
-            self.filled[slot] = total
-        return filled == 0
+        new = self.filled[slot] == 0
+        self.filled[slot] = blocks.num_entries
+        for group, (table, filled) in enumerate(
+            zip(blocks.tables, self._filled[slot], strict=True)
+        ):
+            self.rows[slot, group, filled : len(table)] = table[filled:]
+            self._filled[slot][group] = len(table)
+        return new
+
+    def write_slots(
+        self,
+        arrays: dict[str, npt.NDArray[Any]],
+        tokens: slice,
+        of: npt.NDArray[np.int32] | int,
+        positions: npt.NDArray[np.int32],
+    ) -> None:
+        """Write where each group stores ``tokens``, which stand at ``positions`` of the requests in
+        the slots ``of``."""
+        size = self.block_size
+        index, offset = positions // size, positions % size
+        for number, group in enumerate(self._groups):
+            slots = self.rows[of, number, 0 if group.per_sequence else index]
+            if not group.per_sequence:
+                slots = slots * size + offset
+            arrays[slot_mapping_of(number)][tokens] = slots
 
 
 @dataclass
@@ -82,6 +111,7 @@ class Runner:
         sampler: turns logits into tokens.
         table: implementations of the ops that run outside of the program.
         block_size: tokens a KV block.
+        groups: the layers' groups, each of which has a block table.
     """
 
     def __init__(
@@ -94,11 +124,11 @@ class Runner:
         table: OpTable,
         *,
         block_size: int,
+        groups: Sequence[CacheGroup],
     ) -> None:
         self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
         self._buffers, self._sampler, self._ops = buffers, sampler, table
-        self._block_size = block_size
-        self._tables = BlockTables(buffers.max_seqs, buffers.max_blocks)
+        self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
 
     def with_program(self, program: Program, graphs: Graphs, dispatcher: Dispatcher) -> Runner:
@@ -147,17 +177,18 @@ class Runner:
         sizes = {"num_tokens": dispatch.num_tokens, "num_seqs": padded_seqs}
         host = buffers.next_host(**sizes)
         arrays, slots = host.arrays, self._update_tables(batch)
-        num_seqs, num_blocks = len(slots), max(map(self._tables.filled.__getitem__, slots))
-        num_tokens = self._write_rows(arrays, batch.scheduled, slots)
+        num_seqs, num_tokens = len(slots), self._write_rows(arrays, batch.scheduled, slots)
+        num_blocks = -(-int(arrays["seq_lens"][:num_seqs].max()) // self._tables.block_size)
         for field in buffers.schema.tokens:
             arrays[field.name][num_tokens:] = field.padding
         for field in buffers.schema.rows:
             arrays[field.name][num_seqs:] = field.padding
         padding = np.arange(padded_seqs - num_seqs + 1, dtype=np.int32) * dispatch.query_len
         arrays["query_start_loc"][num_seqs:] = num_tokens + padding
-        table = host.cells[: padded_seqs * num_blocks].reshape(padded_seqs, num_blocks)
-        table[:num_seqs] = self._tables.rows[arrays["slots"][:num_seqs], :num_blocks]
-        table[num_seqs:] = 0
+        shape = (padded_seqs, self._tables.rows.shape[1], num_blocks)
+        tables = host.cells[: math.prod(shape)].reshape(shape)
+        tables[:num_seqs] = self._tables.rows[arrays["slots"][:num_seqs], :, :num_blocks]
+        tables[num_seqs:] = 0
         packed, *targets = buffers.targets(host, **sizes, columns=num_blocks)
         self._ops("write_inputs", packed, self._sampler.last_tokens, *targets)
 
@@ -168,8 +199,8 @@ class Runner:
             request = entry.request
             slot = request.slot
             slots.append(slot)
-            if tables.filled[slot] != len(request.block_ids) and tables.update(
-                slot, request.block_ids
+            if tables.filled[slot] != request.blocks.num_entries and tables.update(
+                slot, request.blocks
             ):
                 self._sampler.admit(request, slot)
         return slots
@@ -182,7 +213,6 @@ class Runner:
     ) -> int:
         """Write the inputs of rows and tokens, without padding; returns the number of tokens.
         Rows of one token are written together, since every step may have hundreds of them."""
-        rows, size = self._tables.rows, self._block_size
         starts = np.array([entry.start for entry in scheduled], np.int32)
         counts = np.array([entry.num_tokens for entry in scheduled], np.int32)
         arrays["slots"][: len(slots)] = slots
@@ -194,9 +224,8 @@ class Runner:
             slot if entry.input_on_device else NO_SLOT
             for slot, entry in zip(slots[:ones], scheduled, strict=False)
         ]
-        at, of = starts[:ones], arrays["slots"][:ones]
-        arrays["positions"][:ones] = at
-        arrays["slot_mapping"][:ones] = rows[of, at // size] * size + at % size
+        arrays["positions"][:ones] = starts[:ones]
+        self._tables.write_slots(arrays, slice(ones), arrays["slots"][:ones], starts[:ones])
         arrays["input_ids"][:ones] = 0
         for row in np.flatnonzero(arrays[FEED][:ones] == NO_SLOT):
             entry = scheduled[row]
@@ -214,7 +243,7 @@ class Runner:
                 known = [*known, 0]
             arrays["input_ids"][tokens] = known
             arrays["positions"][tokens] = positions
-            arrays["slot_mapping"][tokens] = rows[slot, positions // size] * size + positions % size
+            self._tables.write_slots(arrays, tokens, slot, positions)
         return int(ends[-1])
 
     def _start_readback(self, batch: Batch, sampled: Sampled) -> LaunchedStep:

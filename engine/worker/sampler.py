@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import ops
 from ...compiler.lowering.check_kernels import unfit
-from ...config import STEP, CompileConfig, ResolvedConfig
+from ...config import CompileConfig, ResolvedConfig, step_schema
 from ...graph_capture import HostRing
 from ...model_executor.spec import ModelSpec
 from ..core.batch import Batch, ScheduledRequest
@@ -91,9 +91,10 @@ def outside_calls(
     logits = torch.empty(shape, dtype=spec.dtype, device="meta")
     counts = torch.empty(shape, dtype=torch.int32, device="meta")
     values = torch.empty(shape, dtype=torch.float32, device="meta")
-    tables = ints(num_seqs, len(STEP.tables), 1)
-    fields = (ints(len(STEP.tokens) - 1, num_tokens), ints(len(STEP.rows), num_seqs + 1), tables)
-    yield "write_inputs", (ints(STEP.packed_size(num_tokens, num_seqs, 1)), ids, *fields)
+    step = step_schema(len(spec.cache_groups))
+    tables = ints(num_seqs, len(step.tables), 1)
+    fields = (ints(len(step.tokens) - 1, num_tokens), ints(len(step.rows), num_seqs + 1), tables)
+    yield "write_inputs", (ints(step.packed_size(num_tokens, num_seqs, 1)), ids, *fields)
     yield "keep_tokens", (ids, ids, ids, ids)
     yield "argmax", (logits,)
     for num_logprobs in (0, 1):

@@ -22,23 +22,28 @@ from ...compiler.artifacts.store import Store, open_store
 from ...compiler.capture.source import Example, Repeat, Source
 from ...compiler.compiled import Compiled, compile
 from ...compiler.record import Record
-from ...config import STEP, Per, ResolvedConfig, StoreConfig, key_factors
-from ...model_executor.attention import AttentionInputs
-from ...model_executor.kv_cache import kv_cache_shape
+from ...config import (
+    Per,
+    ResolvedConfig,
+    StoreConfig,
+    block_table_of,
+    key_factors,
+    slot_mapping_of,
+    step_schema,
+)
+from ...model_executor.attention import AttentionInputs, CacheInputs
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
 from ...model_executor.spec import ModelSpec
 from .sampler import outside_calls
 
-STEP_INPUTS = tuple(field.name for field in STEP.program if field.per is Per.TOKEN)
-ATTENTION_INPUTS = AttentionInputs._fields
 KV_CACHE = "kv_cache/{}"
 _MODEL_SOURCES = (
     "model_executor/models",
     "model_executor/attention",
     "model_executor/layers.py",
     "model_executor/quant/scheme.py",
-    "model_executor/kv_cache.py",
+    "model_executor/cache_spec.py",
     "engine/worker/source.py",
     "engine/worker/sampler.py",
 )
@@ -48,11 +53,15 @@ def kv_cache_name(layer: int) -> str:
     return KV_CACHE.format(layer)
 
 
-def module_arguments(values: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
+def module_arguments(values: Mapping[str, Any], spec: ModelSpec) -> tuple[Any, ...]:
     """The arguments of ``DecoderModel.forward``, from values by name."""
-    attention = AttentionInputs(*(values[name] for name in ATTENTION_INPUTS))
-    kv_caches = [values[kv_cache_name(i)] for i in range(num_layers)]
-    return (*(values[name] for name in STEP_INPUTS), attention, kv_caches)
+    groups = tuple(
+        CacheInputs(values[slot_mapping_of(group)], values[block_table_of(group)])
+        for group in range(len(spec.cache_groups))
+    )
+    attention = AttentionInputs(groups, values["seq_lens"], values["query_start_loc"])
+    kv_caches = [values[kv_cache_name(i)] for i in range(spec.num_layers)]
+    return values["input_ids"], values["positions"], attention, kv_caches
 
 
 def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
@@ -177,9 +186,10 @@ def example(
         Per.BOUNDARY: (num_seqs + 1,),
         Per.TABLE: (num_seqs, max_blocks),
     }
-    for field in STEP.program:
+    for field in step_schema(len(spec.cache_groups)).program:
         add(field.name, getattr(torch, field.dtype), sizes[field.per], *field.per.dims)
     for layer in range(spec.num_layers):
-        shape = kv_cache_shape(spec, num_blocks, block_size)
-        add(kv_cache_name(layer), spec.kv_cache_dtype, shape, "num_blocks")
-    return Example(module_arguments(named, spec.num_layers), named, dynamic)
+        cache = spec.cache_groups[spec.cache_group(layer)].spec
+        shape = (num_blocks, *cache.block_shape(block_size))
+        add(kv_cache_name(layer), cache.dtype, shape, "num_blocks")
+    return Example(module_arguments(named, spec), named, dynamic)

@@ -6,12 +6,13 @@ program, input buffers, graphs, KV caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from ...config import (
     ResolvedConfig,
     UserError,
     resolve,
+    step_schema,
 )
 from ...graph_capture import (
     Dispatcher,
@@ -35,19 +37,18 @@ from ...graph_capture import (
     make_backend,
     say_free,
 )
+from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
 from ...model_executor.loader import load_model, out_of_memory
 from ...model_executor.models.decoder import DecoderModel
 from ...model_executor.quant.scheme import KINDS
 from ...model_executor.spec import ModelSpec, quantize_online
-from ..core.kv_blocks import BlockPool
+from ..core.kv_blocks import BlockPool, CacheGroup
 from ..core.scheduler import Scheduler
 from .missing_kernels import say_where_csrc_is_missing
 from .progress import Progress
 from .source import (
-    ATTENTION_INPUTS,
-    STEP_INPUTS,
     artifact_store,
     find_or_compile,
     kv_cache_name,
@@ -141,13 +142,10 @@ def compile_model(
     """Make the model a program with its weights bound.  The program is loaded or compiled while
     the weights are read; at ``-O0`` it is the model as it is."""
     if not config.compile.trace:
-        names = [kv_cache_name(i) for i in range(spec.num_layers)]
+        names = [field.name for field in step_schema(len(spec.cache_groups)).program]
+        names += [kv_cache_name(i) for i in range(spec.num_layers)]
         return Compiled(
-            eager_program(
-                weights.result(),
-                lambda values: module_arguments(values, spec.num_layers),
-                [*STEP_INPUTS, *ATTENTION_INPUTS, *names],
-            )
+            eager_program(weights.result(), lambda given: module_arguments(given, spec), names)
         )
 
     def on_phase(phase: str) -> None:
@@ -173,25 +171,27 @@ def compile_model(
     return compiled
 
 
-def _max_blocks(config: ResolvedConfig) -> int:
-    """Number of KV blocks that the longest request needs."""
-    return -(-config.model.max_model_len // config.cache.block_size)
+def block_groups(groups: Sequence[LayerGroup]) -> tuple[CacheGroup, ...]:
+    """What the scheduler needs to know of the groups of layers."""
+    specs = [group.spec for group in groups]
+    return tuple(CacheGroup(spec.window, spec.kind.per_sequence) for spec in specs)
 
 
-def step_buffers(config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
+def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
     """Allocate the static inputs for the largest step."""
     return StepBuffers(
         torch.device(config.hardware.device),
         max_tokens=config.scheduler.max_num_batched_tokens,
         max_seqs=dispatcher.max_seqs,
-        max_blocks=_max_blocks(config),
+        max_blocks=-(-config.model.max_model_len // config.cache.block_size),
+        schema=step_schema(len(spec.cache_groups)),
     )
 
 
-def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
+def make_scheduler(spec: ModelSpec, config: ResolvedConfig, num_blocks: int) -> Scheduler:
     """Make the scheduler over ``num_blocks`` KV blocks."""
     return Scheduler(
-        BlockPool(num_blocks, config.cache.block_size),
+        BlockPool(num_blocks, config.cache.block_size, block_groups(spec.cache_groups)),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.model.max_model_len,
@@ -205,7 +205,7 @@ def make_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler:
 def bind_kv_caches(
     program: Program, spec: ModelSpec, config: ResolvedConfig, num_blocks: int
 ) -> list[Tensor]:
-    """Allocate ``num_blocks`` KV blocks in every layer and bind them to the program.
+    """Allocate ``num_blocks`` KV blocks and bind every layer's to the program.
 
     Raises:
         UserError: the device has no room for them.
@@ -213,11 +213,11 @@ def bind_kv_caches(
     size = config.cache.block_size
     device = torch.device(config.hardware.device)
     try:
-        caches = allocate_kv_caches(spec, num_blocks, size, spec.kv_cache_dtype, device)
+        caches = allocate_kv_caches(spec.cache_groups, num_blocks, size, device)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        needed = num_blocks * kv_cache_bytes_per_block(spec, size, spec.kv_cache_dtype)
+        needed = num_blocks * kv_cache_bytes_per_block(spec.cache_groups, size)
         raise UserError(
             f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
             f"{config.hardware.device} has left; lower num_gpu_blocks_override, "
@@ -235,16 +235,15 @@ class Needs:
     graphs: int = 0
 
 
-def num_kv_blocks(
-    spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers, needs: Needs
-) -> int:
+def num_kv_blocks(spec: ModelSpec, config: ResolvedConfig, needs: Needs) -> int:
     """The number of KV blocks: as the options say, else as many as fit beside ``needs`` and a full
     batch can use.
 
     Raises:
         UserError: not even one block fits.
     """
-    per_block = kv_cache_bytes_per_block(spec, config.cache.block_size, spec.kv_cache_dtype)
+    size = config.cache.block_size
+    per_block = kv_cache_bytes_per_block(spec.cache_groups, size)
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     if config.cache.kv_cache_memory_bytes is not None:
@@ -259,11 +258,12 @@ def num_kv_blocks(
     num_blocks = budget // per_block
     if num_blocks < 1:
         raise UserError(
-            f"KV cache: {source} leaves {budget} bytes, one block of {config.cache.block_size} "
+            f"KV cache: {source} leaves {budget} bytes, one block of {size} "
             f"tokens takes {per_block}; raise it, or use a smaller model or max_num_batched_tokens"
         )
-    most_useful = config.scheduler.max_num_seqs * buffers.max_blocks
-    return min(num_blocks, most_useful)
+    longest, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    each = sum(group.most_blocks(longest, chunk, size) for group in block_groups(spec.cache_groups))
+    return min(num_blocks, config.scheduler.max_num_seqs * each)
 
 
 def make_graphs(
@@ -344,6 +344,24 @@ def outside_bytes(hardware: Hardware) -> int:
     if hardware.device == "cpu":
         return 0
     return driver_bytes(hardware) - torch.cuda.memory_reserved()
+
+
+def report_kv_groups(
+    groups: Sequence[LayerGroup], pool: BlockPool, bytes_per_block: int
+) -> list[dict[str, Any]]:
+    """Plain data of each group of layers: what it keeps, the blocks that requests hold of it now,
+    their bytes, and the most blocks that they ever held."""
+    return [
+        {
+            "kind": group.spec.kind.name,
+            "window": group.spec.window,
+            "layers": list(group.layers),
+            "blocks": held,
+            "bytes": held * bytes_per_block,
+            "peak_blocks": peak,
+        }
+        for group, held, peak in zip(groups, pool.num_held, pool.peak_held, strict=True)
+    ]
 
 
 def account(

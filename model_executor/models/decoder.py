@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.sizes = [n * spec.head_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
         self.scale = spec.head_dim**-0.5
         self.sliding_window = spec.sliding_windows[layer]
+        self.cache_group = spec.cache_group(layer)
         self.qkv = qkv_linear(
             spec.hidden_size,
             spec.num_heads,
@@ -55,7 +56,6 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
         inputs: AttentionInputs,
         kv_cache: Tensor,
         cos_sin_cache: Tensor,
@@ -67,12 +67,13 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.rotary_embedding(positions, q, k, cos_sin_cache)
-        ops.kv_store(k, v, kv_cache, slot_mapping, self.kv_scale)
+        cache = inputs.groups[self.cache_group]
+        ops.kv_store(k, v, kv_cache, cache.slot_mapping, self.kv_scale)
         out = torch.empty_like(q)
         ops.paged_attention(
             q,
             kv_cache,
-            inputs.block_table,
+            cache.block_table,
             inputs.seq_lens,
             inputs.query_start_loc,
             out,
@@ -114,13 +115,12 @@ class DecoderLayer(nn.Module):
         self,
         residual: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
         inputs: AttentionInputs,
         kv_cache: Tensor,
         cos_sin_cache: Tensor,
     ) -> Tensor:
         x = self.attention_norm(residual)
-        x = self.attention(x, positions, slot_mapping, inputs, kv_cache, cos_sin_cache)
+        x = self.attention(x, positions, inputs, kv_cache, cos_sin_cache)
         residual = residual + x
         y: Tensor = self.mlp(self.mlp_norm(residual))
         return residual + y
@@ -128,17 +128,19 @@ class DecoderLayer(nn.Module):
 
 def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
     """A model with one layer of each kind, in order of first use; and for each layer of ``spec``,
-    the layer of that model which differs from it in weights alone."""
+    the layer of that model which differs from it in weights alone.  Layers of different cache
+    groups differ, since they read other block tables."""
     unquantized = spec.quant.unquantized if spec.quant else ((),) * spec.num_layers
-    layers = list(zip(spec.sliding_windows, unquantized, strict=True))
+    groups = [spec.cache_group(layer) for layer in range(spec.num_layers)]
+    layers = list(zip(spec.sliding_windows, unquantized, groups, strict=True))
     kinds = list(dict.fromkeys(layers))
+    windows, unquantized, groups = zip(*kinds, strict=True)
     short = replace(
         spec,
         num_layers=len(kinds),
-        sliding_windows=tuple(window for window, _ in kinds),
-        quant=replace(spec.quant, unquantized=tuple(names for _, names in kinds))
-        if spec.quant
-        else None,
+        sliding_windows=windows,
+        group_of_layer=groups,
+        quant=replace(spec.quant, unquantized=unquantized) if spec.quant else None,
     )
     return short, tuple(kinds.index(layer) for layer in layers)
 
@@ -164,14 +166,13 @@ class DecoderModel(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
         attention: AttentionInputs,
         kv_caches: list[Tensor],
     ) -> Tensor:
         """One step over a ragged batch.
 
         Args:
-            input_ids, positions, slot_mapping: [num_tokens] int32; slot -1 stores nothing.
+            input_ids, positions: [num_tokens] int32.
             attention: lengths and blocks of every sequence.
             kv_caches: one a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; written.
 
@@ -180,9 +181,7 @@ class DecoderModel(nn.Module):
         """
         residual = self.embed(input_ids)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            residual = layer(
-                residual, positions, slot_mapping, attention, kv_cache, self.cos_sin_cache
-            )
+            residual = layer(residual, positions, attention, kv_cache, self.cos_sin_cache)
         hidden = self.norm(residual)
         last = ops.gather_last_token(hidden, attention.query_start_loc)
         return self.lm_head(last)  # type: ignore[no-any-return]

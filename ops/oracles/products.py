@@ -19,10 +19,6 @@ def product(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:
     return y if bias is None else y + bias
 
 
-def linear(call: Call) -> Expected:
-    return {0: product(call["x"], call["weight"], call["bias"])}
-
-
 def dequantized(q: Floats, scale: Floats) -> Floats:
     """Each number times the scale of its row and column: one for all, for each, or for 128."""
     places = []
@@ -33,27 +29,21 @@ def dequantized(q: Floats, scale: Floats) -> Floats:
     return values
 
 
-def linear_fp8(call: Call) -> Expected:
-    x = dequantized(call["x"], call["x_scale"])
-    return {0: product(x, dequantized(call["weight"], call["weight_scale"]), call["bias"])}
-
-
-def gated_linear(call: Call) -> Expected:
-    gate_up = rounded(product(call["x"], call["weight"]), call.dtypes["x"])
-    return {0: gated(gate_up, None, call["activation"])}
-
-
-def gated_linear_fp8(call: Call) -> Expected:
-    x = dequantized(call["x"], call["x_scale"])
-    weight = dequantized(call["weight"], call["weight_scale"])
-    gate_up = rounded(product(x, weight), call["dtype"])
-    y = rounded(gated(gate_up, None, call["activation"]), call["dtype"])
-    return quantized(y, call["out_scale"])
+def linear(call: Call) -> Expected:
+    x, weight = call["x"], call["weight"]
+    if call["weight_scale"] is not None:
+        x, weight = dequantized(x, call["x_scale"]), dequantized(weight, call["weight_scale"])
+    dtype: Any = call["out_dtype"] or call.dtypes["x"]
+    y = product(x, weight, call["bias"])
+    if call["activation"] is not None:
+        y = gated(rounded(y, dtype), None, call["activation"])
+    return {0: y} if call["out_scale"] is None else quantized(rounded(y, dtype), call["out_scale"])
 
 
 def linear_add_norm_linear(call: Call) -> Expected:
     dtype: Any = call.dtypes["x"]
-    total = rounded(rounded(product(call["x"], call["weight"]), dtype) + call["residual"], dtype)
+    first = rounded(product(call["x"], call["weight"], call["bias"]), dtype)
+    total = rounded(first + call["residual"], dtype)
     norm = rounded(normed(total, call["norm_weight"], call["eps"], None, dtype), dtype)
     y = product(norm, call["next_weight"], call["next_bias"])
     if call["activation"] is not None:

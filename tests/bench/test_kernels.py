@@ -43,7 +43,7 @@ def test_rates_and_share_follow_from_bytes_and_time() -> None:
     assert f.share == pytest.approx(0.5)
     products = Figure("linear", "", "native", False, us=1e6, bytes=1.0, flops=395e12)
     assert products.share == pytest.approx(0.5)
-    fp8 = Figure("linear_fp8", "", "native", False, us=1e6, bytes=1.0, flops=395e12)
+    fp8 = Figure("linear", "FP8", "native", False, us=1e6, bytes=1.0, flops=395e12)
     assert fp8.share == pytest.approx(0.25)
 
 

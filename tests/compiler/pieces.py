@@ -14,24 +14,19 @@ from fusewright.compiler.capture.trace import trace
 from fusewright.compiler.lowering.lower import lower
 from fusewright.compiler.lowering.partition import partition
 from fusewright.config import LEVELS
-from fusewright.model_executor.attention import AttentionInputs
+from fusewright.engine.worker.source import module_arguments
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.kv_cache import allocate_kv_caches
 from fusewright.model_executor.loader import load_model
 from fusewright.passes import Subgraph, build_passes, digest, fake_value, run_passes
 
 BLOCK_SIZE = 16
-HAND_KERNELS = (
-    "rms_norm",
-    "add_rms_norm",
-    "silu_mul",
-    "gated_linear",
-    "linear_add_norm_linear",
-    "rotary_embedding",
-    "kv_store",
-    "rope_kv_store",
-    "embedding",
-)
+HAND_KERNELS = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "silu_mul"), "triton"),
+    **dict.fromkeys(("rotary_embedding", "kv_store", "rope_kv_store", "embedding"), "triton"),
+    "linear_add_norm_linear": "library",
+}
+"""Op -> the implementation that is a kernel of ours, or runs around one."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +62,11 @@ def lowered_pieces(
         name: torch.zeros(shape, dtype=torch.int32, device=device)
         for name, (_, shape) in sizes.items()
     }
-    ids, positions, slots, *attention = named.values()
-    caches = allocate_kv_caches(spec, 5, BLOCK_SIZE, spec.dtype, device)
+    caches = allocate_kv_caches(spec.cache_groups, 5, BLOCK_SIZE, device)
     named |= {f"kv_cache/{i}": cache for i, cache in enumerate(caches)}
     dynamic = {name: {0: dim} for name, (dim, _) in sizes.items()}
     dynamic |= {f"kv_cache/{i}": {0: "num_blocks"} for i in range(len(caches))}
-    args = (ids, positions, slots, AttentionInputs(*attention), caches)
-    traced = trace(model, args, named, dynamic)
+    traced = trace(model, module_arguments(named, spec), named, dynamic)
     row = LEVELS[level]
     run_passes(traced.gm, build_passes(row.passes), verify=False)
     regions = partition(traced.gm)

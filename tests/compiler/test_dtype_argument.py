@@ -36,7 +36,7 @@ class Quantized(nn.Module):
         if self.norm:
             norm_weight = self.get_buffer("norm_weight")
             x = torch.ops.fw.rms_norm_quant_static(x, norm_weight, 1e-5, scale)
-        return ops.linear_fp8(x, scale, weight, scale, None, torch.bfloat16)
+        return ops.linear(x, weight, None, scale, scale, torch.bfloat16)
 
 
 def planned(norm: bool) -> tuple[Quantized, Tensor, Plan, dict[str, str]]:
@@ -71,7 +71,7 @@ def test_a_piece_spells_the_dtype(tmp_path: Path, device: torch.device) -> None:
     (step,) = plan.steps
     assert isinstance(step, PieceStep)
     source = sources[step.piece]
-    assert "fw_native.linear_fp8.default(" in source and ", None, torch.bfloat16)" in source
+    assert "fw_scaled_mm.linear.default(" in source and ", torch.bfloat16, " in source
     values = {"x": x, **{f"weights/{name}": value for name, value in model.named_buffers()}}
     sizes = {name: values[source].shape[dim] for name, (source, dim) in plan.sizes.items()}
     call = load_piece(source.encode(), tmp_path / "code.py")

@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def hand(device: torch.device) -> Pieces:
     """All hand kernels, as on a GPU; under Triton's interpreter elsewhere."""
-    return lowered_pieces(2, device, dict.fromkeys(HAND_KERNELS, "triton"))
+    return lowered_pieces(2, device, HAND_KERNELS)
 
 
 @pytest.fixture(scope="module")
 def with_head_norms(device: torch.device) -> Pieces:
-    return lowered_pieces(2, device, dict.fromkeys(HAND_KERNELS, "triton"), qk_norm=True)
+    return lowered_pieces(2, device, HAND_KERNELS, qk_norm=True)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
@@ -66,7 +66,7 @@ def test_printed_code_is_readable(hand: Pieces) -> None:
     code = emit(hand.by_digest, tune=False, dims=hand.dims)
     source = [piece.source for piece in code.values()][1]
     assert source.startswith('"""One piece of a model. Every op is one call')
-    assert "Ops: view x 4, fw_triton::linear_add_norm_linear x 2," in source
+    assert "Ops: view x 4, fw_library::linear_add_norm_linear x 2," in source
     assert "Size inputs: num_tokens, num_blocks." in source
     assert "    arg4,  # bfloat16[1408, 256]\n" in source
     lines = source.splitlines()

@@ -98,5 +98,5 @@ def test_the_weights_of_a_graph_are_those_of_its_linear_layers() -> None:
     call("rms_norm", x, value(bfloat16, 1024), 1e-5)
     for scales, scale in (((3, 1), (512, 1)), ((1, 1), (1, 1)), ((3, 8), (4, 8))):
         values = [value(torch.float32, *shape) for shape in (scales, scale)]
-        call("linear_fp8", x_fp8, values[0], value(fp8, 512, 1024), values[1], None, bfloat16)
+        call("linear", x_fp8, value(fp8, 512, 1024), None, *values, bfloat16)
     assert weights_of(graph) == [A, B, ("fp8 tensor", 512, 1024)]

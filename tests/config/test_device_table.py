@@ -20,7 +20,7 @@ from fusewright.config.device_table import (
 )
 
 ONE = Algorithm("bfloat16", 4096, 1024, 33, 64, "0a" * 64, 10.0, 12.0)
-TABLE = DeviceTable("a.json", "a GPU", 90, 100, 1, (ONE,), {"stream fp8": ((64, 8), (0, 16))})
+TABLE = DeviceTable("a.json", "a GPU", 90, 100, 1, (ONE,), {"stream fp8 token": ((64, 8), (0, 16))})
 
 
 def written(folder: Path, *algorithms: Algorithm, **changes: Any) -> Path:
@@ -102,8 +102,8 @@ def test_a_file_with_unknown_entries_is_ignored_with_the_reason(
     ("changes", "words"),
     [
         ({"sm": "90"}, "sm='90', expected int"),
-        ({"rows": {"stream fp8": [[64, 8]]}}, "expected the last to begin at 0"),
-        ({"rows": {"stream fp8": 8}}, "not iterable"),
+        ({"rows": {"stream fp8 token": [[64, 8]]}}, "expected the last to begin at 0"),
+        ({"rows": {"stream fp8 token": 8}}, "not iterable"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(

@@ -13,7 +13,16 @@ from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.engine.frontend.outputs import CompletionOutput, RequestOutput
 from fusewright.engine.messages.sampling_params import SamplingParams
 
-from .toy import TOKENIZER, Setup, ToyRunner, check_invariants, logprobs_of, next_token, solo
+from .toy import (
+    TOKENIZER,
+    Setup,
+    ToyRunner,
+    check_invariants,
+    in_windows,
+    logprobs_of,
+    next_token,
+    solo,
+)
 
 CHUNKS = (1, 7, 16, 64)
 
@@ -84,7 +93,7 @@ class Client:
 
     def _solo(self, request_id: str):  # type: ignore[no-untyped-def]
         prompt, params, _ = self.sent[request_id]
-        return solo(prompt, params, self.setup.max_model_len)
+        return solo(prompt, params, self.setup.max_model_len, self.setup.windows)
 
     def _receive(self, output: RequestOutput) -> None:
         prompt, params, final_only = self.sent[output.request_id]
@@ -121,7 +130,7 @@ class Client:
         assert len(completion.logprobs) == len(completion.token_ids)
         total = 0.0
         for i, entry in enumerate(completion.logprobs):
-            seen = list(enumerate([*prompt, *completion.token_ids[:i]]))
+            seen = in_windows([*prompt, *completion.token_ids[:i]], self.setup.windows)
             expected = logprobs_of(seen, params.logprobs)
             sampled = entry[completion.token_ids[i]]
             assert next(iter(entry)) == completion.token_ids[i]
@@ -162,7 +171,12 @@ def play(setup: Setup, rng: random.Random, num_steps: int, busy: float) -> Clien
     """Adds, aborts and steps at random; then everything left must end."""
     client = Client(setup)
     # The largest request just fits: anything longer is refused, see test_loop.
-    most = min(setup.max_model_len, setup.num_blocks * setup.block_size + 1)
+    pool = setup.pool()
+    most = max(
+        total
+        for total in range(2, setup.max_model_len + 1)
+        if pool.most_blocks(total - 1, setup.max_num_batched_tokens) <= setup.num_blocks
+    )
     for _ in range(num_steps):
         if rng.random() < busy:
             longest = max(1, most // 2)
@@ -182,27 +196,32 @@ def play(setup: Setup, rng: random.Random, num_steps: int, busy: float) -> Clien
     return client
 
 
-setups = st.builds(
-    Setup,
-    num_blocks=st.integers(1, 30),
-    block_size=st.sampled_from([1, 2, 4, 16]),
-    max_num_seqs=st.integers(1, 6),
-    max_num_batched_tokens=st.sampled_from(CHUNKS),
-    max_model_len=st.integers(2, 60),
-    enable_chunked_prefill=st.booleans(),
-    async_scheduling=st.booleans(),
-    lazy=st.booleans(),
-    prefix_caching=st.booleans(),
-    heed_priority=st.booleans(),
-    long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
-).map(
-    lambda s: (
-        s
-        if s.enable_chunked_prefill
-        else replace(
-            s,
-            max_num_batched_tokens=max(s.max_num_batched_tokens, s.max_model_len),
-            long_prefill_token_threshold=0,
+setups = (
+    st.builds(
+        Setup,
+        num_blocks=st.integers(1, 30),
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        max_num_seqs=st.integers(1, 6),
+        max_num_batched_tokens=st.sampled_from(CHUNKS),
+        max_model_len=st.integers(2, 60),
+        enable_chunked_prefill=st.booleans(),
+        async_scheduling=st.booleans(),
+        lazy=st.booleans(),
+        prefix_caching=st.booleans(),
+        heed_priority=st.booleans(),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
+        windows=st.sampled_from([(0,), (0,), (3,), (0, 5), (4, 0, 4), (1, 9)]),
+    )
+    .map(lambda s: replace(s, num_blocks=max(s.num_blocks, len(s.windows))))
+    .map(
+        lambda s: (
+            s
+            if s.enable_chunked_prefill
+            else replace(
+                s,
+                max_num_batched_tokens=max(s.max_num_batched_tokens, s.max_model_len),
+                long_prefill_token_threshold=0,
+            )
         )
     )
 )

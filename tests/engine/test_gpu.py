@@ -15,10 +15,9 @@ import torch
 from fusewright import LLM
 from fusewright.compiler.lowering.tune import NOISE
 from fusewright.config import EngineOptions, UserError
-from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.explain import explain_model
 from tests.engine.test_abacus import GREEDY, PROBLEMS, answers
-from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, references
+from tests.engine.test_parity import CHUNKS, MAX_LEN, LogitsRecorder, check, crowd, references
 from tests.model_executor.tiny_models import BY_NAME
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +25,15 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
-    "name", ["llama_gqa", "llama_mqa", "qwen3_qk_norm", "mistral_window", "qwen2_bias_tied"]
+    "name",
+    [
+        "llama_gqa",
+        "llama_mqa",
+        "qwen3_qk_norm",
+        "mistral_window",
+        "qwen2_window",
+        "qwen2_bias_tied",
+    ],
 )
 def test_tokens_and_logits_equal_transformers(
     name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -49,7 +56,7 @@ def test_tokens_and_logits_equal_transformers(
     for chunk in CHUNKS:
         scheduler.max_num_batched_tokens = chunk
         check(llm, recorder, references(name), f"chunk {chunk}")
-    scheduler.pool = BlockPool(10, 16)
+    crowd(scheduler)
     check(llm, recorder, references(name), "preempted")
     assert scheduler.num_preemptions > 0
 

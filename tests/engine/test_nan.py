@@ -38,9 +38,8 @@ class NaNRunner(ToyRunner):
         super().run_next()
         assert step.output is not None
         for row, entry in enumerate(step.entries):
-            end = entry.start + len(entry.token_ids)
-            seen = [self.kv[self._address(entry, position)] for position in range(end)]
-            if entry.samples and self.poisoned and any(kv and kv[1] == POISON for kv in seen):
+            found = any(kv and kv[1] == POISON for kv in self.seen(entry))
+            if entry.samples and self.poisoned and found:
                 step.output.token_ids[row] = -1
                 self.last_token[entry.slot] = 0
 
@@ -108,7 +107,7 @@ def test_one_nan_output_of_several_ends_with_what_it_had() -> None:
         engine.step()
     child = next(iter(engine.scheduler.running.values()))
     known = len(child.output_token_ids)
-    address = child.block_ids[0] * engine.scheduler.pool.block_size
+    address = child.blocks.tables[0][0] * engine.scheduler.pool.block_size
     engine.runner.check()
     engine.runner.kv[address] = (0, POISON)
     engine.runner.poisoned = True

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusewright import LLM, SamplingParams
 from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.scheduler import Scheduler
 from tests.model_executor.tiny_models import BY_NAME, TINY_MODELS
 
 PROMPT_LENGTHS = (1, 5, 17, 40)
@@ -89,6 +90,15 @@ def check(llm: LLM, recorder: LogitsRecorder, expected: list[Reference], label: 
         assert list(output.outputs[0].token_ids) == reference.token_ids, label
 
 
+def crowd(scheduler: Scheduler) -> None:
+    """Leave so few blocks that the requests of ``prompts()`` preempt each other."""
+    pool = scheduler.pool
+    scheduler.max_num_batched_tokens = chunk = CHUNKS[1]
+    longest = pool.most_blocks(PROMPT_LENGTHS[-1] + NUM_TOKENS - 1, chunk)
+    num_blocks = max(longest, 3 * len(pool.groups))
+    scheduler.pool = BlockPool(num_blocks, pool.block_size, pool.groups)
+
+
 NAMES = [tiny.name for tiny in TINY_MODELS]
 
 
@@ -125,7 +135,7 @@ def test_tokens_and_logits_equal_transformers(
         scheduler.max_num_batched_tokens = chunk
         check(llm, recorder, expected, f"-O{level} block {block_size} chunk {chunk}")
     assert scheduler.num_preemptions == 0
-    scheduler.pool = BlockPool(160 // block_size, block_size)
+    crowd(scheduler)
     check(llm, recorder, expected, f"-O{level} block {block_size} preempted")
     assert scheduler.num_preemptions > 0
     assert scheduler.pool.num_free == scheduler.pool.num_blocks

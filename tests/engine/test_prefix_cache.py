@@ -61,8 +61,9 @@ def test_equal_prompts_of_one_step_share_blocks_that_this_step_fills() -> None:
         scheduler.add(request(name, [*range(9)]))
     assert shape(scheduler.schedule()) == [("b", 8, 1), ("a", 0, 9)]
     a, b = scheduler.running["a"], scheduler.running["b"]
-    assert a.block_ids[:2] == b.block_ids[:2]
-    assert a.block_ids[2] != b.block_ids[2]
+    (of_a,), (of_b,) = a.blocks.tables, b.blocks.tables
+    assert of_a[:2] == of_b[:2]
+    assert of_a[2] != of_b[2]
     check_invariants(scheduler)
 
 
@@ -189,7 +190,7 @@ def test_a_key_that_is_kept_already_is_not_kept_twice() -> None:
     first, second = pool.allocate(2)
     pool.keep(first, b"key")
     pool.keep(second, b"key")
-    assert pool.find([b"key", b"other"]) == [first]
+    assert pool.find([b"key", b"other"]).held() == [first]
     pool.free([second, first])
-    pool.share(pool.find([b"key"]))
+    pool.share(pool.find([b"key"]).held())
     assert (pool.holders(first), pool.num_free) == (1, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from fusewright.config import UserError
 from fusewright.engine.core.batch import Batch, StepResult
-from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.kv_blocks import BlockPool, CacheGroup
 from fusewright.engine.core.request import Request, RequestStatus
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.messages.sampling_params import SamplingParams
@@ -119,7 +119,7 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
         if b.status is RequestStatus.PREEMPTED:
             break
     assert a.status is RequestStatus.RUNNING and a.num_preemptions == 0
-    assert b.num_preemptions == 1 and b.slot == -1 and b.block_ids == []
+    assert b.num_preemptions == 1 and b.slot == -1 and b.blocks.tables == []
     assert in_order(scheduler) == [b, c]
     while a.status is RequestStatus.RUNNING:
         run(scheduler, batches[-1])
@@ -270,5 +270,5 @@ def test_blocks_are_allocated_once_and_freed_once() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
-def test_blocks_for_rounds_up(num_tokens: int, blocks: int) -> None:
-    assert BlockPool(num_blocks=1, block_size=16).blocks_for(num_tokens) == blocks
+def test_num_blocks_rounds_up(num_tokens: int, blocks: int) -> None:
+    assert CacheGroup().num_blocks(num_tokens, block_size=16) == blocks

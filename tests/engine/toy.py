@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fusewright.model_executor.abacus as abacus
 from fusewright.engine.core.batch import Batch, StepResult, TokenLogprobs
-from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.kv_blocks import BlockPool, CacheGroup
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.frontend.inputs import InputProcessor
@@ -27,6 +27,12 @@ EOS = 257
 # What the model may say: letters, a space, the bytes of "é" (also apart, so that text breaks) and
 # end-of-sequence.  Token ids of the tokenizer are byte values.
 ALPHABET = [*b"aaabbbccd  ", 0xC3, 0xA9, EOS]
+
+
+def in_windows(tokens: Sequence[int], windows: Sequence[int]) -> list[tuple[int, int]]:
+    """(position, token) of all that layers of these windows see behind ``tokens``."""
+    known = list(enumerate(tokens))
+    return [entry for window in windows for entry in known[-window:]]
 
 
 def next_token(seen: Sequence[tuple[int, int] | None], seed: int | None = None) -> int:
@@ -43,7 +49,7 @@ def logprobs_of(seen: Sequence[tuple[int, int] | None], count: int) -> TokenLogp
 @dataclass
 class _Row:
     request: Request
-    block_ids: list[int]
+    tables: list[list[int]]
 
 
 @dataclass
@@ -51,7 +57,7 @@ class _Entry:
     """All that the device knows of one scheduled request: copies, as a real runner makes."""
 
     slot: int
-    block_ids: list[int]
+    tables: list[list[int]]
     start: int
     token_ids: list[int | None]
     samples: bool
@@ -84,6 +90,7 @@ class ToyRunner:
     max_num_batched_tokens: int
     lazy: bool = True
     shares: bool = False
+    windows: tuple[int, ...] = (0,)
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,15 +123,16 @@ class ToyRunner:
                 position = entry.start + offset
                 known = self.last_token[entry.slot] if token is None else token
                 assert known is not None, "no token was ever sampled in this slot"
-                address = self._address(entry, position)
-                assert address not in written, "two tokens of a step in one place"
-                written.add(address)
-                self.kv[address] = (position, known)
+                for table in entry.tables:
+                    address = self._address(table, position)
+                    assert address not in written, "two tokens of a step in one place"
+                    written.add(address)
+                    self.kv[address] = (position, known)
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for entry in step.entries:
-            end = entry.start + len(entry.token_ids)
-            seen = [self.kv[self._address(entry, position)] for position in range(end)]
+            self._check_what_is_seen(entry)
+            seen = self.seen(entry)
             token_ids.append(next_token(seen, entry.seed) if entry.samples else -1)
             count = entry.num_logprobs
             logprobs.append(None if count is None else logprobs_of(seen, count))
@@ -132,9 +140,26 @@ class ToyRunner:
                 self.last_token[entry.slot] = token_ids[-1]
         step.output = StepResult(token_ids, logprobs)
 
-    def _address(self, entry: _Entry, position: int) -> int:
-        block = entry.block_ids[position // self.block_size]
+    def seen(self, entry: _Entry) -> list[tuple[int, int] | None]:
+        """What the last query of a request finds in its KV blocks."""
+        end = entry.start + len(entry.token_ids)
+        return [
+            self.kv[self._address(table, position)]
+            for window, table in zip(self.windows, entry.tables, strict=True)
+            for position in range(max(0, end - window) if window else 0, end)
+        ]
+
+    def _address(self, table: list[int], position: int) -> int:
+        block = table[position // self.block_size]
         return block * self.block_size + position % self.block_size
+
+    def _check_what_is_seen(self, entry: _Entry) -> None:
+        """Every query of the step, not the last alone, finds each position of its windows."""
+        for window, table in zip(self.windows, entry.tables, strict=True):
+            first = max(0, entry.start - window + 1) if window else 0
+            for position in range(first, entry.start):
+                found = self.kv[self._address(table, position)]
+                assert found is not None and found[0] == position
 
     def _check(self, batch: Batch) -> None:
         counts = [entry.num_tokens for entry in batch.scheduled]
@@ -161,8 +186,10 @@ class ToyRunner:
             row = self.rows[request.slot] = _Row(request, [])
         assert row.request is request, "the slot's former request was never released"
         # A block table on a device only grows: what it has must not change.
-        assert request.block_ids[: len(row.block_ids)] == row.block_ids
-        row.block_ids = list(request.block_ids)
+        row.tables = row.tables or [[] for _ in self.windows]
+        for before, table in zip(row.tables, request.blocks.tables, strict=True):
+            assert table[: len(before)] == before
+        row.tables = [list(table) for table in request.blocks.tables]
         end = entry.start + entry.num_tokens
         token_ids: list[int | None] = [*request.tokens(entry.start, end)]
         assert entry.input_on_device == (not token_ids)
@@ -171,9 +198,8 @@ class ToyRunner:
             token_ids = [None]
         params = request.sampling_params
         count = params.logprobs if entry.samples else None
-        blocks = row.block_ids[:]
         return _Entry(
-            request.slot, blocks, entry.start, token_ids, entry.samples, count, params.seed
+            request.slot, row.tables, entry.start, token_ids, entry.samples, count, params.seed
         )
 
 
@@ -187,13 +213,18 @@ class Solo:
     stop_reason: int | str | None
 
 
-def solo(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> Solo:
+def solo(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    windows: Sequence[int] = (0,),
+) -> Solo:
     """Generate one token after the other with no engine at all."""
     out: list[int] = []
     room = max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
     while True:
-        out.append(next_token(list(enumerate([*prompt, *out])), params.seed))
+        out.append(next_token(in_windows([*prompt, *out], windows), params.seed))
         eos = out[-1] == EOS and not params.ignore_eos
         if len(out) >= params.min_tokens and (eos or out[-1] in params.stop_ids):
             visible = out if params.include_stop_str_in_output else out[:-1]
@@ -227,10 +258,16 @@ class Setup:
     prefix_caching: bool = False
     heed_priority: bool = False
     long_prefill_token_threshold: int = 0
+    windows: tuple[int, ...] = (0,)
+    """One group of layers each; 0: no window."""
+
+    def pool(self) -> BlockPool:
+        groups = [CacheGroup(window) for window in self.windows]
+        return BlockPool(self.num_blocks, self.block_size, groups)
 
     def scheduler(self) -> Scheduler:
         return Scheduler(
-            BlockPool(self.num_blocks, self.block_size),
+            self.pool(),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -248,6 +285,7 @@ class Setup:
             self.max_num_batched_tokens,
             self.lazy,
             self.prefix_caching,
+            self.windows,
         )
 
     def engine(self, tokenizer: Tokenizer | None = TOKENIZER) -> EngineLoop:
@@ -272,12 +310,13 @@ def check_invariants(scheduler: Scheduler) -> None:
     """What must hold between any two steps."""
     running, waiting = list(scheduler.running.values()), in_order(scheduler)
     pool = scheduler.pool
-    holds = Counter(block for request in running for block in request.block_ids)
+    holds = Counter(block for request in running for block in request.blocks.held())
     assert all(pool.holders(block) == holds[block] for block in range(pool.num_blocks))
     if not scheduler.prefix_caching:
         assert not holds or max(holds.values()) == 1, "a block with two owners"
         assert pool.num_kept == 0
     assert len(holds) + pool.num_free == pool.num_blocks, "a block was lost"
+    assert sum(pool.num_held) == len(holds)
     slots = [request.slot for request in running]
     assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
     if not scheduler.heed_priority:
@@ -286,11 +325,15 @@ def check_invariants(scheduler: Scheduler) -> None:
     for request in running:
         assert 0 <= request.num_in_flight <= 1
         assert request.num_tokens <= request.max_total_tokens
-        assert len(request.block_ids) >= pool.blocks_for(request.num_computed_tokens)
+        tables = zip(pool.groups, request.blocks.tables, request.blocks.num_freed, strict=True)
+        for group, table, freed in tables:
+            computed = request.num_computed_tokens, pool.block_size
+            assert len(table) >= group.num_blocks(*computed)
+            assert freed <= group.num_behind(*computed)
         full = min(request.num_computed_tokens, request.num_known_tokens) // pool.block_size
         assert request.num_kept_blocks == (full if scheduler.prefix_caching else 0)
     if not scheduler.long_prefill_token_threshold:
         for request in running[:-1]:
             assert request.num_tokens - request.num_computed_tokens <= 1, "only the last prefills"
     for request in waiting:
-        assert request.slot == -1 and not request.block_ids and not request.num_kept_blocks
+        assert request.slot == -1 and not request.blocks.tables and not request.num_kept_blocks

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusewright.model_executor.attention import AttentionInputs
+from fusewright.model_executor.attention import AttentionInputs, CacheInputs
 from fusewright.model_executor.kv_cache import allocate_kv_caches
 from fusewright.model_executor.models.decoder import DecoderModel
 
@@ -24,12 +24,11 @@ class PagedSteps:
         self.device = model.embed.weight.device
         self.done = [0] * len(tokens)
         blocks_each = [-(-len(t) // block_size) for t in tokens]
-        free = list(range(sum(blocks_each) + 3))
+        groups = model.spec.cache_groups
+        free = list(range(len(groups) * sum(blocks_each) + 3))
+        self.kv_caches = allocate_kv_caches(groups, len(free), block_size, self.device)
         random.Random(0).shuffle(free)
-        self.blocks = [[free.pop() for _ in range(n)] for n in blocks_each]
-        self.kv_caches = allocate_kv_caches(
-            model.spec, sum(blocks_each) + 3, block_size, model.spec.kv_cache_dtype, self.device
-        )
+        self.blocks = [[[free.pop() for _ in range(n)] for n in blocks_each] for _ in groups]
 
     def step(self, advance: dict[int, int], *, padding: int = 0, skipped_rows: int = 0) -> Tensor:
         """Run the next ``advance[i]`` tokens of each sequence i, in the order given.
@@ -39,35 +38,47 @@ class PagedSteps:
         """
         ids: list[int] = []
         positions: list[int] = []
-        slot_mapping: list[int] = []
-        starts, lens, table = [0], [], []
-        width = max(map(len, self.blocks))
+        starts, lens = [0], []
         for i, count in advance.items():
             for position in range(self.done[i], self.done[i] + count):
                 ids.append(self.tokens[i][position])
                 positions.append(position)
-                block = self.blocks[i][position // self.block_size]
-                slot_mapping.append(block * self.block_size + position % self.block_size)
             self.done[i] += count
             starts.append(len(ids))
             lens.append(self.done[i])
-            table.append(self.blocks[i] + [0] * (width - len(self.blocks[i])))
         ids += [7] * padding
         positions += [3] * padding
-        slot_mapping += [-1] * padding
         starts += [starts[-1]] * skipped_rows
         lens += [0] * skipped_rows
-        table += [[0] * width] * skipped_rows
-        inputs = AttentionInputs(self._int32(table), self._int32(lens), self._int32(starts))
+        groups = tuple(
+            self._cache_inputs(blocks, advance, positions, padding, skipped_rows)
+            for blocks in self.blocks
+        )
+        inputs = AttentionInputs(groups, self._int32(lens), self._int32(starts))
         with torch.inference_mode():
             logits = self.forward(
                 self._int32(ids),
                 self._int32(positions),
-                self._int32(slot_mapping),
                 inputs,
                 self.kv_caches,
             )
         return logits[: len(advance)].float().cpu()
+
+    def _cache_inputs(
+        self,
+        blocks: list[list[int]],
+        advance: dict[int, int],
+        positions: list[int],
+        padding: int,
+        skipped_rows: int,
+    ) -> CacheInputs:
+        size, width = self.block_size, max(map(len, blocks))
+        rows = [blocks[i] for i, count in advance.items() for _ in range(count)]
+        stored = zip(rows, positions[: len(rows)], strict=True)
+        slots = [row[at // size] * size + at % size for row, at in stored]
+        table = [blocks[i] + [0] * (width - len(blocks[i])) for i in advance]
+        table += [[0] * width] * skipped_rows
+        return CacheInputs(self._int32(slots + [-1] * padding), self._int32(table))
 
     def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

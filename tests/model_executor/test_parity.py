@@ -77,7 +77,7 @@ def test_padding_changes_no_logits(tmp_path: Path, device: torch.device, block_s
 FEATURES = {
     "llama_gqa": {"rms_norm_eps": 0.1},
     "mistral_window": {"sliding_windows": (0, 0)},
-    "qwen2_window": {"sliding_windows": (8, 8)},
+    "qwen2_window": {"sliding_windows": (8, 8, 8)},
     "llama_rope_linear": {"rope": {"factor": 2.0}},
     "llama_rope_llama3": {"rope": {"factor": 2.0}},
     "llama_rope_yarn": {"rope": {"attention_factor": 1.0}},
@@ -110,11 +110,13 @@ def test_one_trace_serves_every_batch(
         graphs.append(gm)
         return gm
 
-    def run(ids: Tensor, positions: Tensor, slots: Tensor, inputs: Any, caches: Any) -> Tensor:
-        for tensor in (ids, positions, slots, *inputs):
+    def run(ids: Tensor, positions: Tensor, inputs: Any, caches: Any) -> Tensor:
+        of_groups = [tensor for group in inputs.groups for tensor in group]
+        for tensor in (ids, positions, *of_groups, *inputs[1:]):
             torch._dynamo.mark_dynamic(tensor, 0)
-        torch._dynamo.mark_dynamic(inputs.block_table, 1)
-        return compiled(ids, positions, slots, inputs, caches)
+        for group in inputs.groups:
+            torch._dynamo.mark_dynamic(group.block_table, 1)
+        return compiled(ids, positions, inputs, caches)
 
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)

@@ -105,7 +105,13 @@ TINY_MODELS = [
     TinyModel(
         "qwen2_window",
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        # Three groups of KV caches: two layers with a window for one without.
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
     ),
     TinyModel("qwen3_qk_norm", "Qwen3", {}),
     TinyModel("qwen3_head_dim_tied", "Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),

@@ -134,9 +134,10 @@ def large_launches() -> Iterator[Needed]:
         one, bf16 = torch.float32, torch.bfloat16
         x, weight = (empty(size, k, dtype=torch.float8_e4m3fn) for size in (rows, n))
         if scheme == "token":
-            return x, empty(rows, 1, dtype=one), weight, empty(n, 1, dtype=one), None, bf16
-        x_scale = empty(k // 128, rows, dtype=one).t()
-        return x, x_scale, weight, empty(n // 128, k // 128, dtype=one), None, bf16
+            scales = empty(rows, 1, dtype=one), empty(n, 1, dtype=one)
+        else:
+            scales = empty(k // 128, rows, dtype=one).t(), empty(n // 128, k // 128, dtype=one)
+        return x, weight, None, *scales, bf16
 
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("silu_mul_quant_dynamic", (empty(2, 2 * 14336), 0)),
@@ -145,7 +146,7 @@ def large_launches() -> Iterator[Needed]:
     ]
     for scheme in ("token", "block"):
         calls += [
-            ("linear_fp8", products(scheme, *shape))
+            ("linear", products(scheme, *shape))
             for shape in ((64, 28672, 4096), (128, 4096, 14336))
         ]
     for name, args in calls:

@@ -81,8 +81,8 @@ def test_linear_fp8(implementation: str, scheme: str, device: torch.device) -> N
     def compute(given: Tensor) -> Tensor:
         x, scale = given[:, :k].to(E4M3), given[:, k:]
         scale = rows[:1, k:] if scheme == "tensor" else scale.t().contiguous().t()
-        args = (x, scale, weight, weight_scale, None, torch.bfloat16)
-        return run("linear_fp8", implementation, device, *args)  # type: ignore[no-any-return]
+        args = (x, weight, None, scale, weight_scale, torch.bfloat16)
+        return run("linear", implementation, device, *args)  # type: ignore[no-any-return]
 
     check_rows(rows, device, compute, implementation)
 

@@ -6,6 +6,7 @@ import pkgutil
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,11 +94,15 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         given = (q, kv_cache, table, per_seq, starts, out)
         yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
     elif op == "linear":
-        yield x, empty(m.intermediate, m.hidden, dtype=m.dtype), None
-    elif op in ("gated_linear", "gated_linear_fp8", "linear_add_norm_linear"):
-        yield from joined_calls(op, m, tokens)
-    elif op == "linear_fp8":
-        yield from linear_fp8_calls(m, tokens)
+        yield from linear_calls(m, tokens)
+    elif op == "linear_add_norm_linear":
+        inner, gate_up = (
+            empty(n, k, dtype=m.dtype)
+            for n, k in ((tokens, m.intermediate), (2 * m.intermediate, m.hidden))
+        )
+        down, square = (empty(m.hidden, n, dtype=m.dtype) for n in (m.intermediate, m.hidden))
+        yield x, square, None, x, weight, 1e-5, gate_up, None, "silu"
+        yield inner, down, None, x, weight, 1e-5, square, None, None
     elif "quant" in op:
         yield from quant_calls(op, m, tokens)
     elif op == "embedding":
@@ -130,25 +135,6 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         raise AssertionError(f"{op} has Triton kernels: add its calls here")
 
 
-def joined_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
-    """The calls of an op that is a linear layer and more."""
-    x, inner = (empty(tokens, n, dtype=m.dtype) for n in (m.hidden, m.intermediate))
-    gate_up = empty(2 * m.intermediate, m.hidden, dtype=m.dtype)
-    if op == "gated_linear":
-        yield x, gate_up, "silu"
-    elif op == "gated_linear_fp8":
-        q, w = (empty(n, m.hidden, dtype=FP8) for n in (tokens, 2 * m.intermediate))
-        for count in ((1, 1), (tokens, 2 * m.intermediate)):
-            x_scale, w_scale = (empty(n, 1, dtype=torch.float32) for n in count)
-            out_scale = empty(1, 1, dtype=torch.float32)
-            yield q, x_scale, w, w_scale, m.dtype, "silu", out_scale
-    else:
-        down, square = (empty(m.hidden, n, dtype=m.dtype) for n in (m.intermediate, m.hidden))
-        norm = empty(m.hidden, dtype=m.dtype), 1e-5
-        yield x, square, x, *norm, gate_up, None, "silu"
-        yield inner, down, x, *norm, square, None, None
-
-
 def quant_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
     """The calls of an op that quantizes: one static, or one a row and one a group of 128."""
     x, gate_up = (empty(tokens, n, dtype=m.dtype) for n in (m.hidden, 2 * m.intermediate))
@@ -162,29 +148,36 @@ def quant_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
         yield *inputs, scheme
 
 
-def linear_fp8_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
-    """A product of each scheme."""
+def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """A plain layer and a gated one, and those of each FP8 scheme, which is also quantized."""
     n, k, fp8 = m.intermediate, m.hidden, torch.float8_e4m3fn
     groups = -(-k // 128)
 
     def scales(rows: int, columns: int) -> Tensor:
         return empty(rows, columns, dtype=torch.float32)
 
+    x, gate_up = empty(tokens, k, dtype=m.dtype), empty(2 * n, k, dtype=m.dtype)
+    yield x, gate_up, None
+    yield x, gate_up, None, None, None, None, "silu", None
     for x_scale, weight_scale in (
         (scales(1, 1), scales(1, 1)),
-        (scales(tokens, 1), scales(n, 1)),
-        (scales(groups, tokens).t(), scales(-(-n // 128), groups)),
+        (scales(tokens, 1), scales(2 * n, 1)),
+        (scales(groups, tokens).t(), scales(-(-2 * n // 128), groups)),
     ):
-        x, weight = empty(tokens, k, dtype=fp8), empty(n, k, dtype=fp8)
-        yield x, x_scale, weight, weight_scale, None, m.dtype
+        x, weight = empty(tokens, k, dtype=fp8), empty(2 * n, k, dtype=fp8)
+        for after in ((None, None), ("silu", scales(1, 1))):
+            yield x, weight, None, x_scale, weight_scale, m.dtype, *after
 
 
 def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[Launch]:
-    describe = BY_NAME[op].implementation("triton").launches
-    assert describe is not None
+    named = [i for i in BY_NAME[op].implementations if i.name in ("triton", "library")]
+    assert named
     for tokens, seqs in sizes:
         for args in calls(op, m, tokens, seqs):
-            yield from describe(*args)[0]
+            for implementation in named:
+                assert implementation.launches is not None
+                if not implementation.supports(BY_NAME[op].describe(args)):
+                    yield from implementation.launches(*args)[0]
 
 
 def every_size() -> list[tuple[int, int]]:
@@ -235,7 +228,11 @@ def test_limits_and_memory_add_no_variants(op: str) -> None:
 
 def test_a_model_needs_few_variants() -> None:
     sizes = representative_sizes()
-    count = {op: len(variants_of(launches(op, LLAMA_3_8B, sizes))) for op in WITH_TRITON}
+    count = Counter(
+        (op, variant.name)
+        for op in WITH_TRITON
+        for variant in variants_of(launches(op, LLAMA_3_8B, sizes))
+    )
     assert len(sizes) < 30 and max(count.values()) <= 16, count
 
 

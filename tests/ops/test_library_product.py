@@ -113,14 +113,13 @@ def test_operands_of_two_devices_are_refused_by_name() -> None:
     x = torch.ones(2, 16, dtype=torch.bfloat16)
     words = "linear: weight is on meta, expected cpu, where x is"
     with pytest.raises(ValueError, match=words):
-        _library_product.linear(x, torch.ones(4, 16, dtype=x.dtype, device="meta"), None)
+        weight = torch.ones(4, 16, dtype=x.dtype, device="meta")
+        _library_product.run(x, weight, None, None, None, None)
     fp8 = [torch.ones(n, 16).to(torch.float8_e4m3fn) for n in (2, 4)]
     scales = [torch.ones(1, 1), torch.ones(1, 1, device="meta")]
-    words = "linear_fp8: weight_scale is on meta, expected cpu, where x is"
+    words = "linear: weight_scale is on meta, expected cpu, where x is"
     with pytest.raises(ValueError, match=words):
-        _library_product.linear_fp8(
-            "tensor", fp8[0], scales[0], fp8[1], scales[1], None, torch.bfloat16
-        )
+        _library_product.run(*fp8, None, *scales, torch.bfloat16)
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def operands(a: Algorithm, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
     scales = [0.5 + torch.rand(n if many else 1, 1, device="cuda") for n in (rows, a.out_features)]
     scales[1] *= 1e-4 * a.in_features**-0.5
     exact = (x.double() * scales[0].double()) @ (weight.double() * scales[1].double()).T
-    return (x, scales[0], weight, scales[1]), exact
+    return (x, weight, None, *scales, torch.bfloat16), exact
 
 
 @pytest.mark.gpu
@@ -152,9 +151,7 @@ def operands(a: Algorithm, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
 )
 def test_each_algorithm_is_near_float64(a: Algorithm, table: DeviceTable, fw_seed: int) -> None:
     torch.manual_seed(fw_seed)
-    name = "linear" if a.operands == "bfloat16" else "linear_fp8"
-    rest: tuple[Any, ...] = (None,) if name == "linear" else (None, torch.bfloat16)
-    op = BY_NAME[name].overload("skinny")
+    op = BY_NAME["linear"].overload("skinny")
     for rows in sorted({a.least_rows, a.most_rows - 1, a.most_rows}):
         if rows < a.least_rows:
             continue
@@ -165,12 +162,12 @@ def test_each_algorithm_is_near_float64(a: Algorithm, table: DeviceTable, fw_see
         assert planned is not None and planned[1] == algorithm
         product = _cublaslt.Product(a.operands, 0, *shape)
         y = torch.full(exact.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-        x, weight = (args[0], args[-1 if len(args) == 2 else 2])
-        product.run(x, weight, y, algorithm, *args[1::2] if len(args) == 4 else ())
+        x, weight, _, *scales = args[:5] if len(args) > 2 else (*args, None)
+        product.run(x, weight, y, algorithm, *scales)
         error = float(((y.double() - exact).abs().max() / exact.abs().max()).nan_to_num(torch.inf))
         assert error <= 2.0**-8, f"{rows} rows: {error}, --fw-seed={fw_seed}"
         for _ in range(3):
-            assert torch.equal(op(*args, *rest), y), f"{rows} rows: the op gives something else"
+            assert torch.equal(op(*args), y), f"{rows} rows: the op gives something else"
 
 
 @pytest.mark.gpu
@@ -272,8 +269,7 @@ def test_a_plan_outlives_its_eviction_while_threads_run_it(
     given = [operands(a, rows)[0] for rows in (a.most_rows, a.most_rows - 1)]
 
     def product(which: int) -> Tensor:
-        args = (*given[which], None, torch.bfloat16)
-        found = _library_product.linear_fp8("token", *args)
+        found = _library_product.run(*given[which])
         assert found is not None
         return found
 

@@ -1,4 +1,4 @@
-"""``linear_fp8`` against float64, for every scheme; what is refused, and why."""
+"""``linear`` of FP8 operands against float64, for every scheme; what is refused, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusewright.ops._float8 import E4M3
 from fusewright.ops.launches import linear_fp8 as kernels
 from fusewright.ops.launches.counters import MAX_COUNTERS, counters
 
-OP = BY_NAME["linear_fp8"]
+OP = BY_NAME["linear"]
 SCHEMES = ("tensor", "token", "block")
 
 
@@ -40,6 +40,12 @@ def draw(m: int, n: int, k: int, scheme: str, device: torch.device) -> tuple[Ten
         return x, scales(m, 1), weight, scales(n, 1)
     groups = -(-k // 128)
     return x, scales(groups, m).t(), weight, scales(-(-n // 128), groups)
+
+
+def call_of(args: tuple[Any, ...], bias: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments of ``linear``."""
+    x, x_scale, weight, weight_scale = args
+    return x, weight, bias, x_scale, weight_scale, dtype
 
 
 def spread(scale: Tensor, like: Tensor) -> Tensor:
@@ -84,7 +90,7 @@ def test_every_scheme_is_near_float64(
     for m, n, k in shapes:
         args = draw(m, n, k, scheme, device)
         bias = None if m % 2 else torch.randn(n, device=device).to(dtype)
-        call = (*args, bias, dtype)
+        call = call_of(args, bias, dtype)
         if implementation:
             desc = OP.describe(call, sm=sm_of(device))
             if OP.implementation(implementation).supports(desc):
@@ -132,9 +138,9 @@ def test_tiles_of_a_models_products_are_near_float64_and_repeat(
     for m in (1, 9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256, 257):
         args = draw(m, n, k, scheme, device)
         bias = torch.randn(n, device=device).bfloat16() if m % 4 == 0 else None
-        call = (*args, bias, torch.bfloat16)
+        call = call_of(args, bias, torch.bfloat16)
         got = tiled(*call)
-        for result in (got, OP.overload("by_rows")(*call)):
+        for result in (got, OP.overload("library")(*call)):
             error = relative_error(result, args, bias)
             assert error <= 2.0**-7, f"{m} rows: {error}, --fw-seed={fw_seed}"
         for _ in range(3):
@@ -159,7 +165,7 @@ def test_products_that_start_early_in_a_graph_give_the_bits_of_single_launches(
             for weight, weight_scale in layers:
                 group = 0 if weight_scale.shape[1] == 1 else 128
                 given = (*quantize(found[-1], group), weight, weight_scale * 1e-3)
-                found.append(OP.overload("triton")(*given, None, torch.bfloat16))
+                found.append(OP.overload("triton")(*call_of(given, None, torch.bfloat16)))
             return found[1:]
 
         run()
@@ -194,15 +200,15 @@ def test_cublaslt_is_not_chosen_for_what_it_refuses_or_gets_wrong(
 ) -> None:
     args = draw(*shape, scheme, torch.device("cpu"))
     added = None if bias is None else torch.zeros(shape[1], dtype=bias)
-    desc = on_gpu((*args, added, bias or torch.bfloat16), sm)
-    found = OP.implementation("native").supports(desc)
-    assert re.search(reason, found) and "linear_fp8" in found
+    desc = on_gpu(call_of(args, added, bias or torch.bfloat16), sm)
+    found = OP.implementation("scaled_mm").supports(desc)
+    assert re.search(reason, found) and "linear" in found
 
 
 def test_the_portable_kernel_takes_what_cublaslt_refuses() -> None:
     for shape, scheme, bias, sm, _ in NATIVE_REFUSES[:5]:
         args = draw(*shape, scheme, torch.device("cpu"))
-        desc = on_gpu((*args, None, bias or torch.bfloat16), sm)
+        desc = on_gpu(call_of(args, None, bias or torch.bfloat16), sm)
         assert not OP.implementation("triton").supports(desc)
 
 
@@ -222,23 +228,25 @@ def test_disagreeing_operands_are_refused_by_every_implementation(
     what: str, change: Any, message: str, device: torch.device
 ) -> None:
     args = change(draw(4, 48, 64, "token", device))
-    placed = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
-    for implementation in ("", "native", "triton"):
+    *operands, bias = [arg.to(device) if isinstance(arg, Tensor) else arg for arg in args]
+    call = call_of(tuple(operands), bias, torch.bfloat16)
+    for implementation in ("", "scaled_mm", "triton"):
         with pytest.raises(ValueError, match=message):
-            OP.overload(implementation)(*placed, torch.bfloat16)
+            OP.overload(implementation)(*call)
     with pytest.raises(ValueError, match=message):
-        OP.fake(*placed, torch.bfloat16)
+        OP.fake(*call)
 
 
 def test_a_result_in_an_unknown_dtype_is_refused() -> None:
     args = draw(4, 48, 64, "token", torch.device("cpu"))
     with pytest.raises(ValueError, match=r"to torch\.float64, expected"):
-        OP.overload()(*args, None, torch.float64)
+        OP.overload()(*call_of(args, None, torch.float64))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_cost_counts_every_argument_and_the_result_once(scheme: str) -> None:
-    args = (*draw(5, 48, 640, scheme, torch.device("cpu")), torch.zeros(48).half(), torch.float16)
+    operands = draw(5, 48, 640, scheme, torch.device("cpu"))
+    args = call_of(operands, torch.zeros(48).half(), torch.float16)
     cost = OP.cost(OP.describe(args))
     tensors = [t for t in args if isinstance(t, Tensor)]
     assert cost.bytes == sum(t.numel() * t.element_size() for t in tensors) + 5 * 48 * 2

@@ -1,5 +1,5 @@
 """The streaming kernels beside the plain one: FP8 with scales, gated activations, two
-products with the add and the norm between them.
+linear layers with the add and the norm between them.
 
 Each against float64 or against the plain kernel, which ``test_linear.py`` compares with float64.
 """
@@ -28,8 +28,8 @@ def kernels() -> Any:
     return torch.ops.fw_cuda
 
 
-def draw_fp8(rows: int, n: int, k: int, scheme: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, a slice of wider rows, and weight, each with its scale."""
+def draw_fp8(rows: int, n: int, k: int, scheme: str) -> tuple[Any, ...]:
+    """x, a slice of wider rows, weight, no bias, and the scales: as ``linear`` takes them."""
 
     def values(count: int, width: int) -> Tensor:
         return (100 * torch.randn(count, width, device="cuda")).clamp(-448, 448).to(E4M3)
@@ -43,7 +43,7 @@ def draw_fp8(rows: int, n: int, k: int, scheme: str) -> tuple[Tensor, Tensor, Te
         "token": (scales(rows, 1), scales(n, 1)),
         "block": (scales(groups, rows).t(), scales(blocks, groups)),
     }[scheme]
-    return values(rows, k + 48)[:, 16 : k + 16], x_scale, values(n, k), weight_scale
+    return values(rows, k + 48)[:, 16 : k + 16], values(n, k), None, x_scale, weight_scale
 
 
 def dequantized(q: Tensor, scale: Tensor) -> Tensor:
@@ -51,6 +51,11 @@ def dequantized(q: Tensor, scale: Tensor) -> Tensor:
         if 1 < scale.shape[dim] < q.shape[dim]:
             scale = scale.repeat_interleave(128, dim).narrow(dim, 0, q.shape[dim])
     return q.double() * scale.double()
+
+
+def gated_linear(x: Tensor, weight: Tensor, activation: str, bias: Any = None) -> Tensor:
+    rest = (None, None, None, activation)
+    return torch.ops.fw_cuda.skinny_linear(x, weight, bias, *rest)  # type: ignore[no-any-return]
 
 
 def draw_bf16(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -71,16 +76,16 @@ def test_fp8_is_near_float64(n: int, k: int, scheme: str, kernels: Any, fw_seed:
     torch.manual_seed(fw_seed)
     dtypes = itertools.cycle([torch.bfloat16, torch.float16, torch.float32])
     for rows, dtype in zip(ROWS, dtypes, strict=False):
-        x, x_scale, weight, weight_scale = draw_fp8(rows, n, k, scheme)
+        x, weight, _, x_scale, weight_scale = draw_fp8(rows, n, k, scheme)
         bias = torch.randn(n, device="cuda").to(dtype) if rows % 2 else None
         exact = dequantized(x, x_scale) @ dequantized(weight, weight_scale).T
         exact = exact if bias is None else exact + bias.double()
-        got = kernels.skinny_linear_fp8(x, x_scale, weight, weight_scale, bias, dtype)
+        got = kernels.skinny_linear(x, weight, bias, x_scale, weight_scale, dtype)
         assert got.dtype == dtype and got.shape == (rows, n)
         bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}[dtype]
         error = float(((got.double() - exact).abs().max() / exact.abs().max()).nan_to_num(9.0))
         assert error <= bound, f"{rows} rows, {dtype}: {error}, --fw-seed={fw_seed}"
-        again = kernels.skinny_linear_fp8(x, x_scale, weight, weight_scale, bias, dtype)
+        again = kernels.skinny_linear(x, weight, bias, x_scale, weight_scale, dtype)
         assert torch.equal(got, again), f"{rows} rows: another result when repeated"
 
 
@@ -95,10 +100,11 @@ def test_gate_and_up_are_rounded_as_the_plain_kernel_rounds_them(
     torch.manual_seed(fw_seed)
     for rows in ROWS:
         x, weight = draw_bf16(rows, 2 * n, k)
-        gate, up = kernels.skinny_linear(x, weight, None).float().chunk(2, dim=1)
+        bias = torch.randn(2 * n, device="cuda").bfloat16() if rows % 2 else None
+        gate, up = kernels.skinny_linear(x, weight, bias).float().chunk(2, dim=1)
         acted = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
         expected = (acted * up).bfloat16().float()
-        got = kernels.skinny_gated_linear(x, weight, activation).float()
+        got = gated_linear(x, weight, activation, bias).float()
         # One unit in the last place: the last bits of exp and tanh may turn a rounding.
         off = (got - expected).abs() > expected.abs() * 2.0**-7 + 2e-6
         assert not off.any(), f"{rows} rows: {int(off.sum())} differ, --fw-seed={fw_seed}"
@@ -117,10 +123,10 @@ def test_fp8_gates_are_quantized_as_the_activations_kernel_does(
     quantize = BY_NAME[f"{name}_mul_quant_static"].overload("triton")
     for rows, scheme in itertools.product(ROWS, ("tensor", "token")):
         operands = draw_fp8(rows, 2 * n, k, scheme)
-        gate_up = kernels.skinny_linear_fp8(*operands, None, torch.bfloat16)
+        gate_up = kernels.skinny_linear(*operands, torch.bfloat16)
         out_scale = gate_up.abs().amax().float().square().view(1, 1) / 448 + 1e-3
         expected = quantize(gate_up, out_scale).float()
-        got = kernels.skinny_gated_linear_fp8(*operands, activation, out_scale).float()
+        got = kernels.skinny_linear(*operands, torch.bfloat16, activation, out_scale).float()
         # To the next FP8 value, and seldom: the last bits of exp and tanh may turn a rounding.
         off = (got - expected).abs() > expected.abs() * 2.0**-3 + 2.0**-9
         assert not off.any(), f"{rows} rows, {scheme}: {int(off.sum())}, --fw-seed={fw_seed}"
@@ -151,25 +157,25 @@ def test_two_products_with_the_add_and_the_norm_between_them(
         x[1:2] *= 2.0**-20  # a token so small that eps decides
         residual[1:2] *= 2.0**-20
         bias = torch.randn(n, device="cuda").bfloat16() if rows % 2 else None
+        first_bias = torch.randn(hidden, device="cuda").bfloat16() if rows % 3 == 1 else None
         acts = (None, "silu", "gelu_tanh") if n % 2 == 0 else (None,)
         for activation in acts:
-            added = bias if activation is None else None
-            args = (x, first, residual, norm_weight, 1e-5, second, added, activation)
+            args = (x, first, first_bias, residual, norm_weight, 1e-5, second, bias, activation)
             y, total = kernels.skinny_linear_add_norm_linear(*args)
             where = f"{rows} rows, {activation}, --fw-seed={fw_seed}"
-            assert torch.equal(total, kernels.skinny_linear(x, first, None) + residual), where
+            assert torch.equal(total, kernels.skinny_linear(x, first, first_bias) + residual), where
             scale = torch.rsqrt(total.double().square().mean(-1, keepdim=True) + 1e-5)
             weighted = (total * norm_weight).double() * scale
-            exact, bound = product_in_float64(weighted, second, added, activation)
+            exact, bound = product_in_float64(weighted, second, bias, activation)
             assert ((y - exact).abs() <= bound).all(), where
             if n >= 1000:  # few outputs have no usual error
                 summands = total.double() * scale * norm_weight.double()
-                exact, _ = product_in_float64(summands, second, added, activation)
-                moved = moved_by_rounding(summands, second, activation)
+                exact, _ = product_in_float64(summands, second, bias, activation)
+                moved = moved_by_rounding(summands, second, bias, activation)
                 normed = RMS_NORM.reference(total, norm_weight, 1e-5)
-                apart = kernels.skinny_linear(normed, second, added)
+                apart = kernels.skinny_linear(normed, second, bias)
                 if activation:
-                    apart = kernels.skinny_gated_linear(normed, second, activation)
+                    apart = gated_linear(normed, second, activation, bias)
                 error, usual, allowed = (t.norm(dim=1) for t in (y - exact, apart - exact, moved))
                 assert (error <= 1.3 * usual + allowed).all(), where
             again = kernels.skinny_linear_add_norm_linear(*args)
@@ -192,14 +198,16 @@ def product_in_float64(
     return result, bound + ulp * (result.abs() + bound)
 
 
-def moved_by_rounding(x: Tensor, weight: Tensor, activation: str | None) -> Tensor:
+def moved_by_rounding(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
     """How far a rounding of each summand to bfloat16, half a unit in the last place, moves the
     product of ``x``, as independent errors add."""
     weight = weight.double()
     moved = 2.0**-8 * (x.square() @ weight.T.square()).sqrt()
     if activation is None:
         return moved
-    gate, up = (x @ weight.T).chunk(2, dim=1)
+    gate, up = (x @ weight.T + (0.0 if bias is None else bias.double())).chunk(2, dim=1)
     by_gate, by_up = moved.chunk(2, dim=1)
     return STEEPEST * by_gate * up.abs() + acted(gate, activation).abs() * by_up
 
@@ -220,7 +228,7 @@ def test_a_token_has_one_result_between_products_in_every_batch_of_its_class(ker
     for few, many in ((1, 2), (3, 8), (5, 8), (9, 16)):
         got, want = (
             kernels.skinny_linear_add_norm_linear(
-                x[:rows], first, residual[:rows], norm_weight, 1e-5, second, None, "silu"
+                x[:rows], first, None, residual[:rows], norm_weight, 1e-5, second, None, "silu"
             )
             for rows in (few, many)
         )
@@ -242,23 +250,22 @@ def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
     def run(x: Tensor) -> list[Tensor]:
         results = []
         rows = x.shape[0]
-        for o, gate_up, (_, x_scale, weight, weight_scale) in layers:
+        for o, gate_up, (_, weight, _, x_scale, weight_scale) in layers:
             x = kernels.skinny_linear(x, o, None)
-            x = kernels.skinny_gated_linear(x, gate_up, "silu") * 8
+            x = gated_linear(x, gate_up, "silu") * 8
             if rows <= 16:
                 for then, activation in ((gate_up, "silu"), (o, None)):
                     between = (x.contiguous(), norm_weight, 1e-5, then, None, activation)
-                    x, total = kernels.skinny_linear_add_norm_linear(x, o, *between)
+                    x, total = kernels.skinny_linear_add_norm_linear(x, o, None, *between)
                     results.append(total)
             wide = x_scale.expand(rows, -1) if weight_scale.numel() > 1 else x_scale
             wide = wide.t().contiguous().t()
             q = (x * 100).clamp(-448, 448).to(E4M3)
-            x = kernels.skinny_linear_fp8(q, wide, weight, weight_scale, None, torch.bfloat16)
+            call = (q, weight, None, wide, weight_scale, torch.bfloat16)
+            x = kernels.skinny_linear(*call)
             results.append(x)
             if weight_scale.shape[1] == 1:
-                gated = kernels.skinny_gated_linear_fp8
-                y = gated(q, wide, weight, weight_scale, "silu", out_scale)
-                results.append(y.float())
+                results.append(kernels.skinny_linear(*call, "silu", out_scale).float())
         return results
 
     for rows in ROWS:
@@ -278,33 +285,33 @@ def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
 def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
     x, weight = draw_bf16(2, 255, 128)
     with pytest.raises(RuntimeError, match="even number of rows"):
-        kernels.skinny_gated_linear(x, weight, "silu")
+        gated_linear(x, weight, "silu")
     with pytest.raises(RuntimeError, match="'relu', expected 'silu' or 'gelu_tanh'"):
-        kernels.skinny_gated_linear(x, weight[:254], "relu")
-    q, x_scale, q_weight, weight_scale = draw_fp8(2, 256, 640, "block")
+        gated_linear(x, weight[:254], "relu")
+    q, q_weight, _, x_scale, weight_scale = draw_fp8(2, 256, 640, "block")
     with pytest.raises(RuntimeError, match="in_features a multiple of 512"):
-        kernels.skinny_linear_fp8(q, x_scale, q_weight, weight_scale, None, torch.bfloat16)
+        kernels.skinny_linear(q, q_weight, None, x_scale, weight_scale, torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"expected \[1, 1\] and \[1, 1\]"):
-        kernels.skinny_linear_fp8(q, x_scale[:, :1], q_weight, weight_scale, None, torch.bfloat16)
+        kernels.skinny_linear(q, q_weight, None, x_scale[:, :1], weight_scale, torch.bfloat16)
     one = x_scale[:1, :1]
     with pytest.raises(RuntimeError, match="out_dtype is none of"):
-        kernels.skinny_linear_fp8(q, one, q_weight, one, None, torch.float64)
+        kernels.skinny_linear(q, q_weight, None, one, one, torch.float64)
     with pytest.raises(RuntimeError, match="scales of blocks, expected one for all"):
-        kernels.skinny_gated_linear_fp8(*draw_fp8(2, 256, 512, "block"), "silu", one)
+        kernels.skinny_linear(*draw_fp8(2, 256, 512, "block"), torch.bfloat16, "silu", one)
     eps, norm_weight, second = 1e-5, weight[0], weight[:, :64].contiguous()
     between = kernels.skinny_linear_add_norm_linear
     with pytest.raises(RuntimeError, match=r"residual has shape \[2, 128\], expected .*\[2, 255\]"):
-        between(x, weight, x, norm_weight, eps, second, None, None)
+        between(x, weight, None, x, norm_weight, eps, second, None, None)
     with pytest.raises(RuntimeError, match=r"norm_weight has shape \[64\], expected .*\[128\]"):
-        between(x, weight[:128], x.contiguous(), second[0], eps, second, None, None)
+        between(x, weight[:128], None, x.contiguous(), second[0], eps, second, None, None)
     with pytest.raises(RuntimeError, match="differ in in_features"):
-        between(x, weight[:128], x.contiguous(), norm_weight, eps, second, None, None)
+        between(x, weight[:128], None, x.contiguous(), norm_weight, eps, second, None, None)
     wide = x.repeat(9, 1)
     with pytest.raises(RuntimeError, match="has 18 rows, expected 16 or fewer"):
-        between(wide, weight[:128], wide, norm_weight, eps, weight, None, None)
-    with pytest.raises(RuntimeError, match="next_bias with an activation"):
-        between(
-            x, weight[:128], x.contiguous(), norm_weight, eps, weight[:2], weight[0, :2], "silu"
-        )
+        between(wide, weight[:128], None, wide, norm_weight, eps, weight, None, None)
+    with pytest.raises(RuntimeError, match=r"bias has shape \[2\], expected a contiguous \[254\]"):
+        gated_linear(x, weight[:254], "silu", weight[0, :2])
     with pytest.raises(RuntimeError, match="float8_e4m3fn"):
-        kernels.skinny_linear_fp8(x, one, q_weight, one, None, torch.bfloat16)
+        kernels.skinny_linear(x, q_weight, None, one, one, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="one of x_scale and weight_scale is given"):
+        kernels.skinny_linear(q, q_weight, None, one)

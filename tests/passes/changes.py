@@ -147,7 +147,7 @@ def stale_residual(graph: fx.Graph) -> None:
 
 
 def dropped_next_bias(graph: fx.Graph) -> None:
-    fused(graph, "linear_add_norm_linear")[-1].update_arg(6, None)
+    fused(graph, "linear_add_norm_linear")[-1].update_arg(7, None)
 
 
 def other_item(graph: fx.Graph) -> None:

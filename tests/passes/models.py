@@ -52,7 +52,7 @@ def gated(x: Tensor, w: Tensor) -> Any:
 def gated_fp8(x: Tensor, w: Tensor, s: Tensor) -> Any:
     x_scale, w_scale, scale = (s[i : i + 1].view(1, 1) for i in range(3))
     q, weight = ops.quant_fp8_static(x, x_scale), (w * 8).to(torch.float8_e4m3fn).view(SIZE, SIZE)
-    y = ops.silu_mul(ops.linear_fp8(q, x_scale, weight, w_scale, None, torch.bfloat16))
+    y = ops.silu_mul(ops.linear(q, weight, None, x_scale, w_scale, torch.bfloat16))
     return ops.quant_fp8_static(y, scale)
 
 

@@ -171,18 +171,18 @@ def linear(b: Builder, i: int, j: int) -> None:
     b.hidden.append(b.op("linear", b.pick(i), "square", "w1" if j == 3 else None))
 
 
-def linear_fp8(b: Builder, i: int, j: int) -> None:
+def fp8_linear(b: Builder, i: int, j: int) -> None:
     if not b.quantized:
         quantize(b, i, j)
     x, scale, kind = b.quantized[-1 - i % len(b.quantized)]
     w_scale = ("w_tensor", "w_rows", "w_blocks")[kind]
-    b.hidden.append(b.op("linear_fp8", x, scale, "w_fp8", w_scale, None, torch.bfloat16))
+    b.hidden.append(b.op("linear", x, "w_fp8", None, scale, w_scale, torch.bfloat16))
 
 
 def gated_fp8(b: Builder, i: int, j: int) -> None:
     quantize(b, i, 3 * (j // 2))
     x, scale, _ = b.quantized.pop()
-    y = b.op("linear_fp8", x, scale, "gate_up_fp8", "w_tensor", None, torch.bfloat16)
+    y = b.op("linear", x, "gate_up_fp8", None, scale, "w_tensor", torch.bfloat16)
     b.hidden.append(b.op("gelu_tanh_mul" if j % 2 else "silu_mul", y))
     quantize(b, 0, i)
 
@@ -289,7 +289,7 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
     activation_quantize,
     activation_quantize,
     quantize,
-    linear_fp8,
+    fp8_linear,
     gated_fp8,
     products_and_norm,
     linear,

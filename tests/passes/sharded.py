@@ -16,6 +16,7 @@ from fusewright import ops
 from fusewright.compiler.capture.trace import Traced, trace
 from fusewright.compiler.lowering.lower import lower
 from fusewright.config import PASSES
+from fusewright.engine.worker.source import module_arguments
 from fusewright.model_executor.attention import AttentionInputs
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.kv_cache import allocate_kv_caches
@@ -84,7 +85,6 @@ class Sharded(DecoderModel):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
         attention: AttentionInputs,
         kv_caches: list[Tensor],
     ) -> Tensor:
@@ -96,7 +96,7 @@ class Sharded(DecoderModel):
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer.attention_norm(residual)  # type: ignore[operator]
             x = layer.attention(  # type: ignore[operator]
-                x, positions, slot_mapping, attention, kv_cache, self.cos_sin_cache
+                x, positions, attention, kv_cache, self.cos_sin_cache
             )
             residual = residual + ops.all_reduce(x, GROUP)
             y = layer.mlp(layer.mlp_norm(residual))  # type: ignore[operator]
@@ -187,22 +187,20 @@ def _traced(model: Sharded) -> Traced:
         "query_start_loc": ("num_seqs_plus_1", (4,)),
     }
     named = {n: torch.zeros(shape, dtype=torch.int32) for n, (_, shape) in sizes.items()}
-    ids, positions, slots, *attention = named.values()
-    caches = allocate_kv_caches(model.spec, 5, 16, model.spec.kv_cache_dtype, CPU)
+    caches = allocate_kv_caches(model.spec.cache_groups, 5, 16, CPU)
     named |= {f"kv_cache/{i}": cache for i, cache in enumerate(caches)}
     dynamic = {name: {0: dim} for name, (dim, _) in sizes.items()}
     dynamic |= {f"kv_cache/{i}": {0: "num_blocks"} for i in range(len(caches))}
-    args = (ids, positions, slots, AttentionInputs(*attention), caches)
-    return trace(model, args, named, dynamic)
+    return trace(model, module_arguments(named, model.spec), named, dynamic)
 
 
 def runner(traced: Traced, gm: fx.GraphModule, model: Sharded) -> Callable[..., Tensor]:
     """A forward that runs ``gm`` with the weights of ``model``."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def forward(ids: Tensor, positions: Tensor, slots: Tensor, at: Any, caches: Any) -> Tensor:
+    def forward(ids: Tensor, positions: Tensor, at: AttentionInputs, caches: Any) -> Tensor:
         values = {f"weights/{name}": value for name, value in weights.items()}
-        values |= {"input_ids": ids, "positions": positions, "slot_mapping": slots}
+        values |= {"input_ids": ids, "positions": positions, **at.groups[0]._asdict()}
         values |= {**at._asdict(), **{f"kv_cache/{i}": cache for i, cache in enumerate(caches)}}
         args = [
             values[source.name] if source.dim is None else values[source.name].shape[source.dim]

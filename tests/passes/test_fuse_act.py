@@ -144,7 +144,7 @@ def test_other_passes_leave_two_tensors_alone() -> None:
         site.reason for report in run_passes(gm, passes, verify=True) for site in report.missed
     ]
     assert reasons == [
-        "gate and up are two products",
+        "gate and up are two linear layers",
         "gate and up are two tensors, for which there is no fused kernel",
     ]
 

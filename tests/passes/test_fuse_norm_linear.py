@@ -102,13 +102,15 @@ def fused(model: Model) -> tuple[Any, Any, dict[str, Tensor]]:
     return gm, report, given
 
 
-@pytest.mark.parametrize(("model", "sites"), [(plain, 1), (swapped_sum, 1), (gated, 1), (chain, 3)])
+@pytest.mark.parametrize(
+    ("model", "sites"), [(plain, 1), (swapped_sum, 1), (gated, 1), (first_bias, 1), (chain, 3)]
+)
 def test_they_become_one_op_and_no_bit_changes(model: Model, sites: int) -> None:
     gm, report, given = fused(model)
     assert report.matched == sites and not report.missed
     called = [t for t in targets(gm) if t.endswith(".default")]
     assert called.count("linear_add_norm_linear.default") == sites
-    assert not {"add_rms_norm.default", "gated_linear.default"} & {*called}
+    assert "add_rms_norm.default" not in called
     values: list[Any] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         index = re.fullmatch(r"l_args_(\d+)_", node.name.lower())
@@ -122,7 +124,6 @@ def test_they_become_one_op_and_no_bit_changes(model: Model, sites: int) -> None
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (first_bias, "has a bias"),
         (offset, "weight has an offset"),
         (doubled, "is added to itself"),
         (no_product, "not from a linear layer"),

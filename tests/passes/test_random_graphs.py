@@ -129,9 +129,9 @@ NO_RANKS = tuple(name for name in PASSES if name != "fuse_all_reduce_norm")
 LISTS = {"-O1": LEVELS[1].passes, "-O2, -O3": LEVELS[2].passes, "every pass": NO_RANKS}
 FUSED = {
     *("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotary_embedding", "kv_store"),
-    *("rope_kv_store", "paged_attention", "linear", "linear_fp8", "gated_linear"),
+    *("rope_kv_store", "paged_attention", "linear"),
     *("argmax", "embedding", "gather_last_token", "quant_fp8_static", "quant_fp8_dynamic"),
-    *("linear_add_norm_linear", "gated_linear_fp8"),
+    "linear_add_norm_linear",
     *(f"{op}_quant_{kind}" for op in ("rms_norm", "add_rms_norm") for kind in KINDS),
     *(f"{op}_quant_{kind}" for op in ("silu_mul", "gelu_tanh_mul") for kind in KINDS),
 }

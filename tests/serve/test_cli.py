@@ -303,7 +303,7 @@ def test_explain_levels_prints_the_table(capsys: pytest.CaptureFixture[str]) -> 
         assert line == f"-O{number}  {level.summary}"
     heading, _, *lines = switches.splitlines()
     assert heading.split() == [f"-O{number}" for number in LEVELS]
-    cells = {line[:23].strip(): re.split(r"  +", line[23:]) for line in lines}
+    cells = {name: row for name, *row in (re.split(r"  +", line) for line in lines)}
     assert cells["CUDA graphs"] == [level.cudagraph_mode.value for level in LEVELS.values()]
     assert cells["tuned"] == ["yes" if level.tune else "-" for level in LEVELS.values()]
     for name in PASSES:

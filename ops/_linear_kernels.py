@@ -1,0 +1,393 @@
+"""Chooses the kernel of a linear layer: ``select(description, rows, target)``, from one table.
+
+``KERNELS`` lists the kernels in order of preference; each says what it refuses, and up to which
+number of rows it is faster than those behind it, which the device table holds as measured.  A new
+kernel is a row here.  An implementation of ``linear`` is a part of the table, so that what runs,
+what must be compiled, what ``explain`` prints and why a kernel was refused have one source.
+
+A program's number of rows is known only when it runs, so the choice is made when the op is called,
+by shapes alone: a captured graph holds it.  Under capture the streaming kernel reads weights before
+the kernel ahead of it has finished: that one must not write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _device_table, _library_product
+from ._cuda import load_cuda_library
+from ._device_table import most_rows
+from ._launch import Launch
+from ._linear_desc import LinearDesc, describe_call
+from ._op import OpDesc
+from .launches import linear as tiled
+from .launches import linear_fp8 as tiled_fp8
+from .launches.activation import gated_activation
+from .launches.counters import counters
+from .launches.quant import quantize
+
+# The streaming kernel's copies take rows of whole lines; smaller weights are not measured.
+_LINE_BYTES = 128
+_LEAST_BYTES = 8 << 20
+_BLOCK_COLUMNS = 512
+_MOST_NORMED_ROWS = 16
+_CALLS = 4096
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a layer runs: the device, its compute capability such as 90 (0: unknown), and whether
+    the kernels of csrc are there (None: as in this process)."""
+
+    device: torch.device
+    sm: int = 0
+    csrc: bool | None = None
+
+    @classmethod
+    def of(cls, desc: OpDesc) -> Target:
+        return cls(torch.device(desc.device), desc.sm, desc.csrc)
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """One kernel.
+
+    Attributes:
+        name: as ``explain`` prints it.
+        refuses: why it does not serve a description with so many rows on a target; "" if it does.
+        run: computes a call of ``linear``; None if the tensors' addresses or strides do not fit.
+        launches: the Triton launches of a call and its result, if it is a Triton kernel.
+        fuses: whether it runs the epilogue too; else a kernel of its own follows.
+    """
+
+    name: str
+    refuses: Callable[[LinearDesc, int, Target], str]
+    run: Callable[..., Tensor | None]
+    launches: Callable[..., tuple[list[Launch], Tensor]] | None = None
+    fuses: bool = False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The kernel for a description and a number of rows, and why those before it were refused."""
+
+    kernel: LinearKernel
+    refused: tuple[tuple[str, str], ...]
+
+
+class NoKernelError(ValueError):
+    """Every kernel of a table refuses a linear layer."""
+
+
+def select(
+    desc: LinearDesc, rows: int, target: Target, kernels: Sequence[LinearKernel] = ()
+) -> Selection:
+    """Choose the kernel for a linear layer with so many rows: a pure function, printable.
+
+    Args:
+        kernels: the candidates in order; ``KERNELS`` unless given.
+
+    Raises:
+        NoKernelError: all of them refuse; has their reasons.
+    """
+    refused: list[tuple[str, str]] = []
+    for kernel in kernels or KERNELS:
+        reason = kernel.refuses(desc, rows, target)
+        if not reason:
+            return Selection(kernel, tuple(refused))
+        refused.append((kernel.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
+    raise NoKernelError(f"no kernel for {rows} rows of {desc}: {reasons}")
+
+
+def stream_rows(desc: LinearDesc) -> int:
+    """The most rows for which the streaming kernel is chosen.
+
+    With it, the bfloat16 linear layers of a Llama-3-8B token take 12 % less time than with cuBLAS
+    at one row, 7 % less at 16 and 3 % more at 32, where x costs as much in L2 as the weight does in
+    memory (bench/NOTES.md).  It is 0 if the kernel cannot run, and for weights below 8 MiB, which
+    are not measured and whose time is that of launches rather than of bytes.
+    """
+    row_bytes = desc.format.dtype.itemsize * desc.in_features
+    if row_bytes % _LINE_BYTES or desc.out_features * row_bytes < _LEAST_BYTES:
+        return 0
+    most = most_rows(f"stream {desc.weight_format}", desc.out_features)
+    return min(most, _MOST_NORMED_ROWS) if desc.add or desc.prologue else most
+
+
+def _stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if target.device.type not in ("cuda", "meta"):
+        return f"on {target.device.type}, not CUDA"
+    # Its tensor copies came with SM 9.0.  For 8.0 and 8.9 the seam is the producer: cp.async.
+    if target.sm != 90:
+        return f"built for SM 9.0, not {target.sm / 10 if target.sm else 'an unknown one'}"
+    if desc.weight_format not in ("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"):
+        return f"dtype {desc.format.dtype}, not bfloat16 or FP8"
+    if desc.format.scaled and (desc.add or desc.prologue):
+        return "joins no FP8 layers: what a norm makes is quantized before it is multiplied"
+    if desc.weight_format == "fp8 block":
+        if desc.activation:
+            return "activates no layer with scales of blocks"
+        if desc.in_features % _BLOCK_COLUMNS:
+            return f"in_features {desc.in_features}: block scales are copied for {_BLOCK_COLUMNS}"
+    if desc.groups > 1:
+        return f"{desc.groups} groups of weights, expected 1"
+    most = stream_rows(desc)
+    if not most:
+        return (
+            f"weight [{desc.out_features}, {desc.in_features}]: in_features not a multiple of "
+            f"{_LINE_BYTES // desc.format.dtype.itemsize}, or less than {_LEAST_BYTES >> 20} MiB"
+        )
+    if not 0 < rows <= most:
+        return f"{rows} rows: fastest from 1 to {most}"
+    there = load_cuda_library() if target.csrc is None else target.csrc
+    return "" if there else "csrc is not built into this installation"
+
+
+def _can_stream(t: Tensor) -> bool:
+    """Whether the kernels' 16-byte copies can read the rows of a matrix."""
+    return t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def streamable(x: Tensor, *weights: Tensor) -> Tensor | None:
+    """x as a matrix, if the streaming kernel's copies can read it and the weights."""
+    x_2d = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x_2d if all(map(_can_stream, (x_2d, *weights))) else None
+
+
+def _stream(x: Tensor, weight: Tensor, *rest: Any) -> Tensor | None:
+    rows = streamable(x, weight)
+    if rows is None:
+        return None
+    y: Tensor = torch.ops.fw_cuda.skinny_linear.default(rows, weight, *rest)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
+
+
+def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if target.device.type != "cuda":
+        return "algorithms are measured on a GPU"
+    if desc.bias or desc.groups > 1 or desc.prologue or desc.add or desc.dtype != torch.bfloat16:
+        return "algorithms are measured without bias, for bfloat16 results"
+    found = _device_table.algorithm(
+        desc.weight_format, target.device, rows, desc.out_features, desc.in_features
+    )
+    return "" if found else "no device table has an algorithm"
+
+
+def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if not desc.format.scaled:
+        return "cuBLAS is faster at every shape"
+    if desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies and adds a bias, nothing else"
+    most = most_rows(f"tiled {desc.weight_format}", desc.out_features)
+    return "" if rows <= most else f"{rows} rows: faster than cuBLASLt up to {most}"
+
+
+def plan_tiled(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    *_: Any,
+    invariant: bool = False,
+) -> tuple[list[Launch], Tensor]:
+    """The launch of the tiled Triton kernel, without an epilogue.  ``invariant``: a row has the
+    same bits whatever the other rows are."""
+    if x_scale is None or weight_scale is None:
+        return tiled.linear(x, weight, bias, invariant=invariant)
+    desc = describe_call((x, weight, bias, x_scale, weight_scale, out_dtype, None, None))
+    scheme = desc.weight_format.removeprefix("fp8 ")
+    return tiled_fp8.linear_fp8(
+        scheme, x, x_scale, weight, weight_scale, bias, desc.dtype, invariant=invariant
+    )
+
+
+def _run_tiled(*args: Any) -> Tensor:
+    launches, y = plan_tiled(*args)
+    for launch in launches:
+        launch.run()
+    return y
+
+
+def _library_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies and adds a bias, nothing else"
+    if not desc.format.scaled or target.device.type == "cpu":
+        return ""
+    n, k, block = desc.out_features, desc.in_features, desc.weight_format == "fp8 block"
+    if n % 16 or k % 16:
+        return f"linear: weight [{n}, {k}]: cuBLASLt takes multiples of 16"
+    if block and target.sm not in (0, 90):
+        return f"linear: blocks of scales are in cuBLASLt for SM 9.0, not {target.sm / 10}"
+    if block and k % 512:
+        # torch passes such scales on, and the result is wrong (seen with 2.11).
+        return f"linear: in_features {k}: cuBLASLt takes rows of 4 scales of 128, so of 512"
+    if desc.bias and desc.dtype == torch.float32:
+        return "linear: cuBLASLt adds no bias to a float32 result"
+    return ""
+
+
+def library(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    *_: Any,
+) -> Tensor:
+    """torch's own GEMM, without an epilogue; on a CPU, FP8 operands are dequantized."""
+    if x_scale is None or weight_scale is None:
+        return F.linear(x, weight, bias)
+    if x.device.type == "cpu":
+        return multiply(F.linear, x, weight, bias, x_scale, weight_scale, out_dtype)
+    rows = x.shape[0]
+    if not rows:
+        return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
+    if x_scale.shape[1] > 1 and rows % 4:
+        # cuBLASLt takes columns of x_scale that are multiples of 16 bytes.
+        missing = -rows % 4
+        x = torch.cat((x, x.new_zeros((missing, x.shape[1]))))
+        x_scale = F.pad(x_scale.t(), (0, missing)).t()
+    y = torch._scaled_mm(
+        x.contiguous(), weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype
+    )
+    return y[:rows]
+
+
+def multiply(
+    gemm: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``gemm`` of the operands, which it gets in float32 if they are scaled."""
+    if x_scale is None or weight_scale is None:
+        return gemm(x, weight, bias)
+    wide = None if bias is None else bias.float()
+    y = gemm(_dequantize(x, x_scale), _dequantize(weight, weight_scale), wide)
+    return y.to(out_dtype)
+
+
+def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
+    """q * scale in float32; each scale is for 1 or 128 rows and columns, or for all."""
+    for dim in (0, 1):
+        if 1 < scale.shape[dim] < q.shape[dim]:
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, q.shape[dim])
+    return q.float() * scale
+
+
+STREAM = LinearKernel("skinny_linear", _stream_refuses, _stream, fuses=True)
+ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _library_product.run)
+TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, _run_tiled, plan_tiled)
+LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
+
+KERNELS = (STREAM, ALGORITHM, TILED, LIBRARY)
+"""Every kernel in order of preference: the first that does not refuse is chosen."""
+WITHOUT_CSRC = KERNELS[1:]
+UNMEASURED = KERNELS[2:]
+"""What runs where no table names a library algorithm."""
+
+
+def plan_epilogue(
+    y: Tensor, activation: str | None, out_scale: Tensor | None
+) -> tuple[list[Launch], Tensor]:
+    """The launches that activate and quantize a layer's sums, and the result."""
+    if out_scale is not None:
+        launches, (y,) = quantize(y, out_scale, activation or "none")
+        return launches, y
+    if activation is not None:
+        return gated_activation(y, None, activation)
+    return [], y
+
+
+def _run_epilogue(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Tensor:
+    launches, y = plan_epilogue(y, activation, out_scale)
+    for launch in launches:
+        launch.run()
+    return y
+
+
+@lru_cache(_CALLS)
+def _candidates(
+    desc: LinearDesc, rows: int, device: torch.device, kernels: tuple[LinearKernel, ...]
+) -> tuple[LinearKernel, ...]:
+    target = here(device)
+    chosen = select(desc, rows, target, kernels).kernel
+    rest = kernels[kernels.index(chosen) + 1 :]
+    return (chosen, *(k for k in rest if not k.refuses(desc, rows, target)))
+
+
+_device_table.on_take(_candidates.cache_clear)
+
+
+@lru_cache
+def here(device: torch.device) -> Target:
+    """The target that tensors on a device mean.  "meta" stands for a GPU with every kernel, since
+    lowering has asked whether they are there."""
+    if device.type == "cuda":
+        return Target(device, _device_table.gpu_of(device)[1])
+    return Target(device, 90 if device.type == "meta" else 0, device.type == "meta" or None)
+
+
+def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
+    """A function that computes ``linear`` by the kernel that these select."""
+
+    def run(*args: Any) -> Tensor:
+        x, (activation, out_scale) = args[0], args[6:]
+        desc = describe_call(args)
+        if desc.format.scaled and x.device.type == "cuda":
+            counters(x.device)  # a capture may come next, and cannot allocate them
+        rows = x.numel() // max(desc.in_features, 1)
+        for kernel in _candidates(desc, rows, x.device, kernels):
+            y = kernel.run(*args)
+            if y is not None:
+                return y if kernel.fuses else _run_epilogue(y, activation, out_scale)
+        raise NoKernelError(f"no kernel takes strides and addresses of {rows} rows of {desc}")
+
+    return run
+
+
+def plan(*args: Any) -> tuple[list[Launch], Tensor]:
+    """The Triton launches of a call, and its result, where neither csrc nor a measured algorithm
+    serves it: all that must be compiled for it."""
+    x, weight, activation, out_scale = args[0], args[1], *args[6:]
+    desc = describe_call(args)
+    rows = x.numel() // max(desc.in_features, 1)
+    kernel = select(desc, rows, here(x.device), UNMEASURED).kernel
+    launches: list[Launch] = []
+    if kernel.launches is None:
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=desc.dtype)
+    else:
+        launches, y = kernel.launches(*args)
+    more, y = plan_epilogue(y, activation, out_scale)
+    return [*launches, *more], y
+
+
+def namer(kernels: tuple[LinearKernel, ...]) -> Callable[..., tuple[str, ...]]:
+    """A function that names the kernels which a call launches."""
+
+    def names(*args: Any) -> tuple[str, ...]:
+        x, weight, activation, out_scale = args[0], args[1], *args[6:]
+        desc = describe_call(args)
+        rows = x.numel() // max(desc.in_features, 1)
+        kernel = select(desc, rows, here(x.device), kernels).kernel
+        if kernel.fuses:
+            return (kernel.name,)
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=desc.dtype)
+        launches, _ = plan_epilogue(y, activation, out_scale)
+        return (kernel.name, *(launch.kernel.partition(":")[2] for launch in launches))
+
+    return names

@@ -1,0 +1,118 @@
+"""``select`` is a pure function of a description, and what it says is what runs.
+
+A kernel, a weight format and an epilogue are added from here, outside of the package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.ops import BY_NAME, _linear_desc
+from fusewright.ops._linear_desc import LinearDesc, WeightFormat, describe
+from fusewright.ops._linear_kernels import (
+    KERNELS,
+    LIBRARY,
+    STREAM,
+    TILED,
+    LinearKernel,
+    NoKernelError,
+    Target,
+    runner,
+    select,
+)
+
+H200 = Target(torch.device("meta"), 90, csrc=True)
+O_PROJ = LinearDesc("bfloat16", torch.bfloat16, 4096, 4096)
+GATE_UP = LinearDesc("fp8 token", torch.bfloat16, 28672, 4096, activation="silu", quantize=True)
+
+
+@pytest.mark.parametrize(
+    ("desc", "chosen"),
+    [
+        (O_PROJ, {1: STREAM, 16: STREAM, 17: LIBRARY, 4096: LIBRARY}),
+        (replace(O_PROJ, bias=True, activation="silu"), {1: STREAM, 16: STREAM, 17: LIBRARY}),
+        (replace(O_PROJ, out_features=512), {1: LIBRARY}),
+        (GATE_UP, {8: STREAM, 9: TILED, 64: TILED, 65: LIBRARY}),
+        (replace(GATE_UP, weight_format="fp8 block"), {1: TILED, 65: LIBRARY}),
+        (replace(O_PROJ, weight_format="fp8 block"), {16: STREAM, 17: TILED, 129: LIBRARY}),
+        (replace(O_PROJ, add=True, bias=True), {1: STREAM, 16: STREAM}),
+        (replace(O_PROJ, prologue="norm"), {1: STREAM, 16: STREAM}),
+    ],
+)
+def test_rows_choose_the_kernel(desc: LinearDesc, chosen: dict[int, LinearKernel]) -> None:
+    assert {rows: select(desc, rows, H200).kernel.name for rows in chosen} == {
+        rows: kernel.name for rows, kernel in chosen.items()
+    }
+
+
+def test_those_before_the_chosen_one_say_why_not() -> None:
+    refused = dict(select(O_PROJ, 17, H200).refused)
+    assert refused["skinny_linear"] == "17 rows: fastest from 1 to 16"
+    assert refused["_linear_fp8_kernel"] == "cuBLAS is faster at every shape"
+    without = dict(select(O_PROJ, 1, replace(H200, csrc=False)).refused)
+    assert without["skinny_linear"] == "csrc is not built into this installation"
+    older = dict(select(O_PROJ, 1, replace(H200, sm=80)).refused)
+    assert older["skinny_linear"] == "built for SM 9.0, not 8.0"
+
+
+@pytest.mark.parametrize(
+    "desc",
+    [
+        replace(O_PROJ, add=True),
+        replace(O_PROJ, groups=8),
+        replace(O_PROJ, weight_format="fp8 token", prologue="norm"),
+    ],
+)
+def test_what_no_kernel_computes_is_an_error_with_all_reasons(desc: LinearDesc) -> None:
+    with pytest.raises(NoKernelError) as error:
+        select(desc, 17, H200)
+    assert all(kernel.name in str(error.value) for kernel in KERNELS)
+
+
+def test_a_kernel_is_a_row() -> None:
+    """One for groups of weights, which no kernel of the package multiplies by."""
+
+    def refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+        return "" if desc.groups > 1 else "for experts"
+
+    def run(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
+        return x @ weight.T
+
+    grouped = LinearKernel("grouped", refuses, run)
+    assert select(replace(O_PROJ, groups=8), 1, H200, (*KERNELS, grouped)).kernel is grouped
+    plain = LinearKernel("toy", lambda desc, rows, target: "", run)
+    x, weight = torch.randn(3, 8), torch.randn(6, 8)
+    rest = (None, None, None, None, "silu", None)
+    if torch.cuda.is_available():  # the epilogue's kernel runs behind whatever kernel is chosen
+        x, weight = x.cuda(), weight.cuda()
+        got = runner((plain,))(x, weight, *rest)
+        torch.testing.assert_close(got, BY_NAME["linear"].overload()(x, weight, *rest))
+    got = runner((plain,))(x, weight, *[None] * 6)
+    torch.testing.assert_close(got, x @ weight.T)
+
+
+def test_a_weight_format_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 with a scale for each row and 64 columns: described, shaped, and refused by kernels that
+    do not know it."""
+    fp8 = torch.float8_e4m3fn
+    made = WeightFormat("fp8 64 columns", fp8, (1, 64), (1, 64))
+    monkeypatch.setitem(_linear_desc.WEIGHT_FORMATS, made.name, made)  # type: ignore[arg-type]
+    assert made.scale_shapes(5, 96, 256) == ((5, 4), (96, 4))
+    x, weight = (torch.zeros(n, 256).to(fp8) for n in (5, 96))
+    desc = describe(x, weight, None, torch.ones(5, 4), torch.ones(96, 4), torch.bfloat16)
+    assert desc == LinearDesc(made.name, torch.bfloat16, 96, 256)
+    assert dict(select(desc, 1, H200).refused)["skinny_linear"].startswith("dtype")
+
+
+def test_an_epilogue_is_an_argument() -> None:
+    """Each changes the description by one field, and nothing else."""
+    x, weight, one = torch.randn(3, 64), torch.randn(96, 64), torch.ones(1, 1)
+    plain = describe(x, weight)
+    assert describe(x, weight, torch.zeros(96)) == replace(plain, bias=True)
+    assert describe(x, weight, activation="silu") == replace(plain, activation="silu")
+    assert describe(x, weight, out_scale=one) == replace(plain, quantize=True)
+    assert describe(x, weight, activation="silu").columns == 48
