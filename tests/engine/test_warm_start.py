@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from fusewright.compiler.artifacts.artifact import Artifact
-from fusewright.compiler.artifacts.key import Key
-from fusewright.compiler.artifacts.store import Store
-from tests.compiler.hostile import nest, zeros
 from tests.compiler.store_process import small_disk
+from tests.engine.damages import DAMAGES
 from tests.engine.start_process import (
     Sandbox,
     begin,
@@ -92,34 +89,37 @@ def folder() -> Iterator[Path]:
         yield folder
 
 
+MODELS, LEVELS = ("abacus", "llama_gqa"), (1, 2, 3)
+
+
 @pytest.fixture(scope="module")
-def abacus(folder: Path, device: torch.device) -> Cold:
-    return start_cold("abacus", folder, device)
+def colds(folder: Path, device: torch.device) -> dict[str, Cold]:
+    """By model; one process compiles all."""
+    starts, colds = [], {}
+    for name in MODELS:
+        store, model, more = folder / name / "cold", name, {}
+        store.parent.mkdir()
+        if name in BY_NAME:
+            model, more = str(store.parent / "model"), {"load_format": "dummy"}
+            BY_NAME[name].config().save_pretrained(model)
+        starts += [options(model, device, level, store) | more for level in LEVELS]
+    told = run("start_all", env=environment(folder), starts=starts, batches=BATCHES)["told"]
+    for name, start in zip(MODELS, starts[:: len(LEVELS)], strict=True):
+        moved = folder / name / "moved" / "far"
+        moved.parent.mkdir()
+        (folder / name / "cold").rename(moved)
+        writable(moved, False)
+        of_levels, told = told[: len(LEVELS)], told[len(LEVELS) :]
+        colds[name] = Cold(start["model"], moved, dict(zip(LEVELS, of_levels, strict=True)))
+    return colds
 
 
-@pytest.fixture(scope="module", params=["abacus", "llama_gqa"])
-def cold(request: pytest.FixtureRequest, abacus: Cold, folder: Path, device: torch.device) -> Cold:
-    return abacus if request.param == "abacus" else start_cold(request.param, folder, device)
+@pytest.fixture(params=MODELS)
+def cold(request: pytest.FixtureRequest, colds: dict[str, Cold]) -> Cold:
+    return colds[request.param]
 
 
-def start_cold(model: str, folder: Path, device: torch.device) -> Cold:
-    store = folder / model / "cold"
-    store.parent.mkdir()
-    more = {}
-    if model in BY_NAME:
-        BY_NAME[model].config().save_pretrained(store.parent / "model")
-        model, more = str(store.parent / "model"), {"load_format": "dummy"}
-    starts = [options(model, device, level, store) | more for level in (1, 2, 3)]
-    env = environment(folder)
-    told = run("start_all", env=env, starts=starts, batches=BATCHES)["told"]
-    moved = store.parent / "moved" / "far"
-    moved.parent.mkdir()
-    store.rename(moved)
-    writable(moved, False)
-    return Cold(model, moved, dict(zip((1, 2, 3), told, strict=True)))
-
-
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_moved_read_only_store_starts_without_compilers_and_with_equal_bits(
     cold: Cold, level: int, device: torch.device
 ) -> None:
@@ -178,7 +178,8 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path, abacus: Cold, device: torch.device) -> Made:
+def made(folder: Path, colds: dict[str, Cold], device: torch.device) -> Made:
+    abacus = colds["abacus"]
     store, key = folder / "made", abacus.told[2]["artifact"]["key"]
     subprocess.run(["cp", "-a", abacus.store, store], check=True)
     writable(store, True)
@@ -240,74 +241,6 @@ def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(made
 
 
 # Damage
-
-
-def flip(path: Path, position: int = 700) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
-def first(artifact: Path, *patterns: str) -> Path:
-    return next(path for pattern in patterns for path in sorted(artifact.rglob(pattern)))
-
-
-def kernel(artifact: Path) -> Path:
-    return first(artifact, "*.cubin", "*.so")
-
-
-def other_torch(path: Path) -> None:
-    """Put the same files there under the key of another torch."""
-    artifact = Artifact.open(path)
-    manifest, files = artifact.manifest, {n: artifact.read(n) for n in artifact.manifest.files}
-    key = Key({**manifest.factors, "toolchain.torch": "0.1"})
-    root = path.parent.parent
-    Store([root], write_to=root).publish(key, files, manifest.report, manifest.label)
-    shutil.rmtree(path)
-
-
-def large_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-    zeros(200 * 2**20)(path / "manifest.json")
-
-
-def other_plan(path: Path) -> None:
-    """Put an artifact there that is whole, and cannot be run."""
-    manifest = Artifact.open(path).manifest
-    files = {name: Artifact.open(path).read(name) for name in manifest.files}
-    root = path.parent.parent
-    shutil.rmtree(path)
-    changed = files | {"plan.json": b'{"steps": [{"op": 1}]}'}
-    Store([root], write_to=root).publish(
-        Key(manifest.factors), changed, manifest.report, manifest.label
-    )
-
-
-@dataclass(frozen=True)
-class Damage:
-    """``reason`` is what ``--require-cache`` says after ``harm`` was done to an artifact."""
-
-    reason: str
-    harm: Callable[[Path], object]
-    flags: tuple[str, ...] = ()
-
-
-DAMAGES = {
-    "flipped plan": Damage("plan.json: ", lambda a: flip(a / "plan.json")),
-    "flipped code": Damage("code.py: ", lambda a: flip(first(a, "code.py"))),
-    "flipped kernel": Damage("SHA-256", lambda a: flip(kernel(a))),
-    "truncated kernel": Damage("expected", lambda a: kernel(a).write_bytes(b"\x7fELF")),
-    "deleted kernel": Damage("is missing", lambda a: kernel(a).unlink()),
-    "world-writable": Damage("may be written by others", lambda a: a.chmod(0o777)),
-    "foreign owner": Damage(
-        "belongs to uid 12345", lambda a: shutil.chown(a / "plan.json", user=12345)
-    ),
-    "nested folders": Damage("folders nested more than 8 deep", lambda a: nest(a / "pieces", 100)),
-    "a manifest of 200 MB": Damage("209715200 bytes, expected at most", large_manifest),
-    "a plan of other things": Damage("plan.json: is not what fusewright writes", other_plan),
-    "unsigned": Damage("signature.json: is missing", lambda a: None, ("--trusted-keys",)),
-    "other torch": Damage(f"toolchain.torch: 0.1 -> {torch.__version__}", other_torch),
-}
 
 
 @pytest.fixture(scope="module")
