@@ -1,8 +1,8 @@
 """``StepBuffers`` holds the static inputs of a step, on the device at fixed addresses.
 
-``STEP`` says which there are.  The host fills memory that is pinned for a GPU, ``ops.write_inputs``
-unpacks it into the device tensors, and captured graphs read prefixes of these; the rest of a
-captured size is padding.
+A ``StepSchema`` says which there are.  The host fills memory that is pinned for a GPU,
+``ops.write_inputs`` unpacks it into the device tensors, and captured graphs read prefixes of these;
+the rest of a captured size is padding.
 """
 
 from __future__ import annotations

@@ -72,14 +72,18 @@ class LayerGroup:
     layers: tuple[int, ...]
 
 
+_MOST_GROUPS_OF_A_SPEC = 8
+
+
 def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[LayerGroup, ...]:
     """Divide a model's layers into groups, each of as many layers as the rarest spec has, or of
     fewer in the last of a spec, as in vLLM's hybrid KV cache manager.  Groups of equal size waste
-    nothing of a block, whichever group takes it."""
+    nothing of a block, whichever group takes it.  An eighth of the layers is the least, since a
+    step carries a block table for each group."""
     by_spec: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         by_spec.setdefault(spec, []).append(layer)
-    size = min(map(len, by_spec.values()))
+    size = max(min(map(len, by_spec.values())), -(-len(specs) // _MOST_GROUPS_OF_A_SPEC))
     return tuple(
         LayerGroup(spec, tuple(layers[first : first + size]))
         for spec, layers in by_spec.items()

@@ -44,5 +44,7 @@ def _num_tensors(groups: Sequence[LayerGroup]) -> int:
 
 
 def _layer_bytes(groups: Sequence[LayerGroup], block_size: int) -> int:
-    """Bytes of a block in one layer: of the kind that needs most."""
-    return max(group.spec.block_bytes(block_size) for group in groups)
+    """Bytes of a block in one layer: of the kind that needs most, and so that every block begins at
+    a multiple of 16, as any dtype and vector load needs."""
+    most = max(group.spec.block_bytes(block_size) for group in groups)
+    return -(-most // 16) * 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -219,17 +219,27 @@ def check_gate(activation: str, out_features: int) -> None:
         )
 
 
+Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]
+"""What a call's tensors look like: x, weight, bias, x_scale, weight_scale, out_scale."""
+
+
+def shapes_of(args: tuple[Any, ...]) -> Shapes:
+    """What the tensors of a call of ``linear`` look like, hashable."""
+    *tensors, _, _, out_scale = args
+    return tuple([None if t is None else (t.dtype, t.shape) for t in (*tensors, out_scale)])
+
+
 @lru_cache(_CALLS)
-def _described(
-    operands: tuple[Any, ...], out_dtype: torch.dtype | None, activation: str | None
-) -> LinearDesc:
-    held = (None if o is None else TensorDesc(*o) for o in operands)
+def describe_shapes(
+    shapes: Shapes, out_dtype: torch.dtype | None, activation: str | None
+) -> tuple[LinearDesc, int]:
+    """``describe`` of a call whose tensors look like this, and its number of rows."""
+    held = [None if s is None else TensorDesc(*s) for s in shapes]
     x, weight, bias, x_scale, weight_scale, out_scale = held
-    return describe(x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale)
+    desc = describe(x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale)
+    return desc, held[0].numel // max(desc.in_features, 1)  # type: ignore[union-attr]
 
 
-def describe_call(args: tuple[Any, ...]) -> LinearDesc:
-    """``describe`` of tensors, remembered by their shapes: it runs at every call."""
-    *tensors, out_dtype, activation, out_scale = args
-    held = tuple(None if t is None else (t.dtype, t.shape) for t in (*tensors, out_scale))
-    return _described(held, out_dtype, activation)
+def describe_call(args: tuple[Any, ...]) -> tuple[LinearDesc, int]:
+    """``describe`` of real tensors, remembered by their shapes, and the number of rows."""
+    return describe_shapes(shapes_of(args), args[5], args[6])

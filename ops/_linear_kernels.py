@@ -25,7 +25,7 @@ from . import _device_table, _library_product
 from ._cuda import load_cuda_library
 from ._device_table import most_rows
 from ._launch import Launch
-from ._linear_desc import LinearDesc, describe_call
+from ._linear_desc import LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
 from ._op import OpDesc
 from .launches import linear as tiled
 from .launches import linear_fp8 as tiled_fp8
@@ -55,7 +55,7 @@ class Target:
         return cls(torch.device(desc.device), desc.sm, desc.csrc)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearKernel:
     """One kernel.
 
@@ -204,7 +204,7 @@ def plan_tiled(
     same bits whatever the other rows are."""
     if x_scale is None or weight_scale is None:
         return tiled.linear(x, weight, bias, invariant=invariant)
-    desc = describe_call((x, weight, bias, x_scale, weight_scale, out_dtype, None, None))
+    desc = describe_call((x, weight, bias, x_scale, weight_scale, out_dtype, None, None))[0]
     scheme = desc.weight_format.removeprefix("fp8 ")
     return tiled_fp8.linear_fp8(
         scheme, x, x_scale, weight, weight_scale, bias, desc.dtype, invariant=invariant
@@ -322,9 +322,17 @@ def _run_epilogue(y: Tensor, activation: str | None, out_scale: Tensor | None) -
 
 @lru_cache(_CALLS)
 def _candidates(
-    desc: LinearDesc, rows: int, device: torch.device, kernels: tuple[LinearKernel, ...]
+    shapes: Shapes,
+    out_dtype: torch.dtype | None,
+    activation: str | None,
+    device: torch.device,
+    kernels: tuple[LinearKernel, ...],
 ) -> tuple[LinearKernel, ...]:
+    """The selected kernel of a call, then those behind it that do not refuse either."""
+    desc, rows = describe_shapes(shapes, out_dtype, activation)
     target = here(device)
+    if desc.format.scaled and device.type == "cuda":
+        counters(device)  # a capture may come next, and cannot allocate them
     chosen = select(desc, rows, target, kernels).kernel
     rest = kernels[kernels.index(chosen) + 1 :]
     return (chosen, *(k for k in rest if not k.refuses(desc, rows, target)))
@@ -346,15 +354,12 @@ def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
     """A function that computes ``linear`` by the kernel that these select."""
 
     def run(*args: Any) -> Tensor:
-        x, (activation, out_scale) = args[0], args[6:]
-        desc = describe_call(args)
-        if desc.format.scaled and x.device.type == "cuda":
-            counters(x.device)  # a capture may come next, and cannot allocate them
-        rows = x.numel() // max(desc.in_features, 1)
-        for kernel in _candidates(desc, rows, x.device, kernels):
+        *_, out_dtype, activation, out_scale = args
+        for kernel in _candidates(shapes_of(args), out_dtype, activation, args[0].device, kernels):
             y = kernel.run(*args)
             if y is not None:
                 return y if kernel.fuses else _run_epilogue(y, activation, out_scale)
+        desc, rows = describe_call(args)
         raise NoKernelError(f"no kernel takes strides and addresses of {rows} rows of {desc}")
 
     return run
@@ -364,8 +369,7 @@ def plan(*args: Any) -> tuple[list[Launch], Tensor]:
     """The Triton launches of a call, and its result, where neither csrc nor a measured algorithm
     serves it: all that must be compiled for it."""
     x, weight, activation, out_scale = args[0], args[1], *args[6:]
-    desc = describe_call(args)
-    rows = x.numel() // max(desc.in_features, 1)
+    desc, rows = describe_call(args)
     kernel = select(desc, rows, here(x.device), UNMEASURED).kernel
     launches: list[Launch] = []
     if kernel.launches is None:
@@ -381,8 +385,7 @@ def namer(kernels: tuple[LinearKernel, ...]) -> Callable[..., tuple[str, ...]]:
 
     def names(*args: Any) -> tuple[str, ...]:
         x, weight, activation, out_scale = args[0], args[1], *args[6:]
-        desc = describe_call(args)
-        rows = x.numel() // max(desc.in_features, 1)
+        desc, rows = describe_call(args)
         kernel = select(desc, rows, here(x.device), kernels).kernel
         if kernel.fuses:
             return (kernel.name,)

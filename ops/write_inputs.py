@@ -95,10 +95,11 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         feed = torch.where(ints(num_tokens, most=3) > 0, ints(num_tokens, most=300), NO_SLOT)
         rest = ints(per_row * (num_seqs + 1) + num_seqs * num_tables * columns)
         packed = torch.cat((given.flatten(), feed.to(dtype), rest))
-        tables = torch.full((num_seqs, num_tables, max_blocks), -7, dtype=dtype, device=device)
+        tables = torch.full((num_tables, num_seqs, max_blocks), -7, dtype=dtype, device=device)
         wide = ints(per_token, num_tokens + 3)[:, :num_tokens]
         label = f"{num_tokens} tokens, {num_seqs} sequences, {columns} of {max_blocks} columns"
-        yield Case(label, (packed, ints(300), wide, ints(per_row, num_seqs + 1), tables))
+        rows = ints(per_row, num_seqs + 1)
+        yield Case(label, (packed, ints(300), wide, rows, tables.transpose(0, 1)))
 
 
 def _cost(desc: OpDesc) -> Cost:

@@ -131,8 +131,8 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
     the layer of that model which differs from it in weights alone.  Layers of different cache
     groups differ, since they read other block tables."""
     unquantized = spec.quant.unquantized if spec.quant else ((),) * spec.num_layers
-    groups = [spec.cache_group(layer) for layer in range(spec.num_layers)]
-    layers = list(zip(spec.sliding_windows, unquantized, groups, strict=True))
+    numbers = [spec.cache_group(layer) for layer in range(spec.num_layers)]
+    layers = list(zip(spec.sliding_windows, unquantized, numbers, strict=True))
     kinds = list(dict.fromkeys(layers))
     windows, unquantized, groups = zip(*kinds, strict=True)
     short = replace(

@@ -53,6 +53,11 @@ def test_layers_of_equal_spec_form_groups_of_the_rarest_specs_size() -> None:
     assert groups_of(0, 0, 0) == [(0, (0, 1, 2))]
     assert groups_of(8, 8, 8) == [(8, (0, 1, 2))]
     assert groups_of(8, 8, 0, 8, 8, 0) == [(8, (0, 1)), (8, (3, 4)), (0, (2, 5))]
+    assert [layers for _, layers in groups_of(*[0] * 15, 8)] == [
+        *((i, i + 1) for i in range(0, 14, 2)),
+        (14,),
+        (15,),
+    ]
     assert groups_of(0, 8, 8, 8, 0) == [(0, (0, 4)), (8, (1, 2)), (8, (3,))]
 
 
