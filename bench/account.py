@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..engine.core.batch import Batch, PendingStep, StepResult
 from ..engine.engine import Engine
+from ..engine.messages.step import Batch, PendingStep, StepResult
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Timed:
 def recorded(engine: Engine) -> Iterator[list[StepTimes]]:
     """The steps that ``engine`` launches inside the block."""
     steps: list[StepTimes] = []
-    runner, dispatcher = engine.runner, engine.dispatcher
+    runner, dispatcher = engine.core.runner, engine.dispatcher
     launch, choose = runner.launch, dispatcher.choose
     on_gpu = engine.config.hardware.device == "cuda"
     chosen: list[Any] = []

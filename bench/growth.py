@@ -43,7 +43,7 @@ def pretend_computed(engine: Engine, works: Sequence[Work]) -> None:
     Raises:
         UserError: the KV cache does not hold them all, with what they will generate.
     """
-    pool = engine.scheduler.pool
+    pool = engine.core.scheduler.pool
     lengths = [len(work.prompt_token_ids) + work.output_len for work in works]
     needed = sum(pool.most_blocks(length, length) + len(pool.groups) for length in lengths)
     if needed > pool.num_blocks:
@@ -87,7 +87,7 @@ def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dic
     Raises:
         UserError: the engine is too small for them; it has no prefix cache.
     """
-    if not engine.scheduler.prefix_caching:
+    if not engine.core.scheduler.prefix_caching:
         raise UserError("enable_prefix_caching=False: growth needs it, to skip prefills; drop it")
     works = equal(batch, context, steps + 1, engine.inputs.vocab_size, seed=context)
     pretend_computed(engine, works)
@@ -158,10 +158,10 @@ def measure_growth(
                 found["skipped"].append({"batch": batch, "context": context, "why": str(error)})
             else:
                 found["context"].append(row)
-    engine.scheduler.pool.forget_all()
+    engine.core.scheduler.pool.forget_all()
     for count in requests:
-        if count > engine.scheduler.max_num_seqs:
-            why = f"max_num_seqs is {engine.scheduler.max_num_seqs}"
+        if count > engine.core.scheduler.max_num_seqs:
+            why = f"max_num_seqs is {engine.core.scheduler.max_num_seqs}"
             found["skipped"].append({"requests": count, "why": why})
         else:
             found["requests"].append(measure_requests(engine, count, steps))

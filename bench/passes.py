@@ -22,10 +22,10 @@ import torch
 
 from ..config import PASSES, EngineOptions, UserError
 from ..config.gates import Measured
-from ..engine.core.scheduler import NewToken
 from ..engine.engine import Engine
 from ..engine.frontend.collector import collector_at_rest
 from ..engine.llm import LLM
+from ..engine.messages.requests import NewTokens
 from ..engine.messages.sampling_params import SamplingParams
 from ..engine.variant import Variant, make_variant
 from ..engine.worker.hardware import detect_hardware
@@ -236,11 +236,11 @@ def _rounds(
 @contextmanager
 def _restored(engine: Engine) -> Iterator[None]:
     """The engine has its own runner and listener again behind the block, however that ends."""
-    runner, on_tokens = engine.runner, engine.on_tokens
+    runner, on_tokens = engine.core.runner, engine.on_tokens
     try:
         yield
     finally:
-        engine.runner, engine.on_tokens = runner, on_tokens
+        engine.core.runner, engine.on_tokens = runner, on_tokens
 
 
 def _order(count: int, number: int) -> list[int]:
@@ -280,14 +280,14 @@ def _decode(
     started: set[str] = set()
     num_launched = 0
 
-    def on_tokens(tokens: list[NewToken]) -> None:
+    def on_tokens(tokens: NewTokens) -> None:
         ended.append(time.perf_counter())
-        started.update(token.request.request_id for token in tokens)
+        started.update(tokens.request_ids)
 
     def step(index: int) -> None:
         nonlocal num_launched
         num_launched += 1
-        engine.runner = variants[index].runner
+        engine.core.runner = variants[index].runner
         for output in engine.step():
             raise UserError(f"request {output.request_id} failed: {output.error}")
 
@@ -328,7 +328,7 @@ def _prefill(
     ]
     times = []
     for index, prompt in zip([order[0], *order], prompts, strict=True):
-        engine.runner = variants[index].runner
+        engine.core.runner = variants[index].runner
         times.append(run(engine, prompt).seconds * 1e3)
     return times[1:]
 
@@ -352,10 +352,9 @@ def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]
 def _facts(engine: Engine) -> dict[str, Any]:
     config, spec = engine.config, engine.spec
     about = environment()
-    quantization = config.model.quantization
     return {
         "sm": config.hardware.sm,
-        "dtype": config.model.dtype if quantization == "none" else quantization,
+        "dtype": config.precision.weights,
         "gpu": about["device"],
         "model": f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}",
         "commit": about["commit"],

@@ -6,7 +6,7 @@ import random
 import statistics
 from typing import Any
 
-from ..engine.frontend.loop import EngineLoop
+from ..engine.engine import Engine
 from .serving import Run, check_length, run, warm_up
 from .workloads import Work
 
@@ -29,13 +29,13 @@ def shared_prefix(
 
 
 def measure_prefix(
-    engine: EngineLoop, num_prompts: int, prefix_len: int, input_len: int, output_len: int
+    engine: Engine, num_prompts: int, prefix_len: int, input_len: int, output_len: int
 ) -> dict[str, Any]:
     """All requests at once: without prefix caching, with an empty cache, and with the prefix there
     from an earlier request.  ``speedup`` of the mean first-token time is the last against the
     first; ``identical`` counts requests with the same tokens in both.
     """
-    scheduler = engine.scheduler
+    scheduler = engine.core.scheduler
     check_length(engine, prefix_len + input_len + max(output_len, 2))
     works = shared_prefix(num_prompts, prefix_len, input_len, output_len, engine.inputs.vocab_size)
     had = scheduler.prefix_caching

@@ -20,10 +20,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..config import UserError
-from ..engine.core.batch import Batch, PendingStep, StepResult
+from ..engine.core.batch import ScheduledStep
 from ..engine.engine import Engine
 from ..engine.llm import LLM
 from ..engine.messages.sampling_params import SamplingParams
+from ..engine.messages.step import Batch, PendingStep, StepResult
 from .environment import environment
 from .profile_plan import Plan
 from .profile_trace import GPU, Activity, busy_times, kernel_rows, layer_groups, read_trace
@@ -80,7 +81,7 @@ class _Stopwatch:
 
     engine: Engine
     annotate: bool
-    batch: Batch | None = None
+    scheduled: ScheduledStep | None = None
     parts: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -93,18 +94,18 @@ class _Stopwatch:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Stand between the engine loop and its parts."""
-        scheduler: Any = self.engine.scheduler
-        runner: Any = self.engine.runner
+        scheduler: Any = self.engine.core.scheduler
+        runner: Any = self.engine.core.runner
         schedule, update, launch = scheduler.schedule, scheduler.update, runner.launch
 
-        def timed_schedule() -> Batch | None:
+        def timed_schedule() -> ScheduledStep | None:
             with self.part("schedule"):
-                self.batch = schedule()
-            return self.batch
+                self.scheduled = schedule()
+            return self.scheduled
 
-        def timed_update(batch: Batch, result: StepResult) -> Any:
+        def timed_update(step: ScheduledStep, result: StepResult) -> Any:
             with self.part("update"):
-                return update(batch, result)
+                return update(step, result)
 
         def timed_launch(batch: Batch) -> PendingStep:
             with self.part("launch"):
@@ -124,17 +125,19 @@ class _Stopwatch:
         with record_function(f"step {index}") if self.annotate else nullcontext():
             self.engine.step()
         wall_us = (time.perf_counter() - start) * 1e6
-        if self.batch is None:
+        if self.scheduled is None:
             return None
+        batch = self.scheduled.batch
         left = [
-            (e.num_tokens, len(e.request.prompt_token_ids) - e.start) for e in self.batch.scheduled
+            (e.num_tokens, len(e.request.prompt_token_ids) - e.start)
+            for e in self.scheduled.scheduled
         ]
         cpu_us = {name: self.parts.get(name, 0.0) for name in CPU_PARTS}
         cpu_us["rest"] = wall_us - sum(self.parts.values())
         return Step(
             index,
-            self.batch.num_seqs,
-            self.batch.num_tokens,
+            batch.num_seqs,
+            batch.num_tokens,
             sum(max(0, min(n, prompt)) for n, prompt in left),
             sum(0 < prompt <= n for n, prompt in left),
             wall_us,
@@ -152,7 +155,7 @@ def profile_phase(llm: LLM, plan: Plan, trace: Path) -> PhaseProfile:
     engine = llm.engine
     assert isinstance(engine, Engine)
     for name, has, needs in (
-        ("max_num_seqs", engine.scheduler.max_num_seqs, plan.batch_size),
+        ("max_num_seqs", engine.core.scheduler.max_num_seqs, plan.batch_size),
         ("max_model_len", engine.inputs.max_model_len, plan.input_len + plan.output_len),
     ):
         if needs > has:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..config import UserError
-from ..engine.core.scheduler import NewToken
 from ..engine.frontend.collector import collector_at_rest
 from ..engine.frontend.loop import EngineLoop
+from ..engine.messages.requests import NewTokens
 from ..engine.messages.sampling_params import SamplingParams
 from .workloads import Work
 
@@ -113,9 +113,9 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
         UserError: the engine is for shorter requests than these.
     """
     check_length(engine, max(len(work.prompt_token_ids) + work.output_len for work in works))
-    came: list[tuple[float, list[NewToken]]] = []
+    came: list[tuple[float, NewTokens]] = []
 
-    def on_tokens(tokens: list[NewToken]) -> None:
+    def on_tokens(tokens: NewTokens) -> None:
         came.append((time.perf_counter(), tokens))
 
     start = time.perf_counter()
@@ -137,9 +137,9 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
     stamps: dict[str, list[float]] = {request_id: [] for request_id in due}
     given: dict[str, list[int]] = {request_id: [] for request_id in due}
     for now, tokens in came:
-        for token in tokens:
-            stamps[token.request.request_id].append(now)
-            given[token.request.request_id].append(token.token_id)
+        for name, token_id in zip(tokens.request_ids, tokens.token_ids.tolist(), strict=True):
+            stamps[name].append(now)
+            given[name].append(token_id)
     inputs, outputs = (
         sum(map(len, x)) for x in ([w.prompt_token_ids for w in works], stamps.values())
     )

@@ -72,7 +72,6 @@ def lower_model(
     source: Source,
     config: CompileConfig,
     *,
-    device: str,
     sm: int,
     timer: Timer,
     record: Record,
@@ -80,7 +79,7 @@ def lower_model(
     tuner: Tuner | None = None,
 ) -> Lowered:
     """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces.
-    For ``csrc`` and ``tuner`` see ``lower``."""
+    For ``csrc`` and ``tuner`` see ``lower``; nothing is measured without a ``tuner``."""
     with timer.phase("trace"):
         example = source.example
         traced = trace(source.model, example.args, example.named, example.dynamic)
@@ -101,8 +100,6 @@ def lower_model(
         check_required(reports, config.required)
     with timer.phase("partition"):
         regions = partition(traced.gm)
-    if tuner is None and config.tune and device == "cuda":
-        tuner = Tuner()
     with timer.phase("lower"):
         weights = weights_of(traced.gm.graph)
         choices = lower(
@@ -138,7 +135,8 @@ def build(
     Returns:
         The artifact's files, by name, and its report.
     """
-    lowered = lower_model(source, config, device=device, sm=sm, timer=timer, record=record)
+    tuner = Tuner() if config.tune and device == "cuda" else None
+    lowered = lower_model(source, config, sm=sm, timer=timer, record=record, tuner=tuner)
     traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
     if device == "cuda" and sm != _sm_here():
         _check_direct(pieces.values(), sm)

@@ -22,6 +22,8 @@ from .resolved import (
     Hardware,
     ModelConfig,
     ModelLimits,
+    ParallelConfig,
+    Precision,
     ResolvedConfig,
     SchedulerConfig,
     StoreConfig,
@@ -52,27 +54,24 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
     level = LEVELS[level_number]
     max_model_len = options.max_model_len or limits.max_position_embeddings
     scheduler = _scheduler(options, hardware, max_model_len)
-    dtype = limits.dtype if options.dtype == "auto" else options.dtype
-    quantization = _quantization(options, hardware, limits)
-    weights = dtype if quantization == "none" else quantization
+    precision = _precision(options, hardware, limits)
     return ResolvedConfig(
         hardware=hardware,
         model=ModelConfig(
             path=options.model,
             tokenizer=options.tokenizer or options.model,
-            dtype=dtype,
-            quantization=quantization,
             load_format=options.load_format,
             max_model_len=max_model_len,
             seed=options.seed,
         ),
-        compile=_compile(options, level_number, level, hardware, weights),
+        precision=precision,
+        parallel=ParallelConfig(),
+        compile=_compile(options, level_number, level, hardware, precision.weights),
         store=_store(options, level),
         capture=_capture(options, level, hardware, scheduler),
         scheduler=scheduler,
         cache=CacheConfig(
             block_size=options.block_size,
-            dtype=_cache_dtype(options, hardware, dtype),
             gpu_memory_utilization=options.gpu_memory_utilization,
             kv_cache_memory_bytes=options.kv_cache_memory_bytes,
             num_blocks=options.num_gpu_blocks_override,
@@ -80,19 +79,16 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
     )
 
 
-def _quantization(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> str:
-    name = options.quantization or limits.quantization
-    if name != "none":
+def _precision(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> Precision:
+    dtype = limits.dtype if options.dtype == "auto" else options.dtype
+    quantization = options.quantization or limits.quantization
+    if quantization != "none":
         whence = "quantization" if options.quantization else "quantization of the checkpoint"
-        _check_fp8(f"{whence}={name}", hardware)
-    return name
-
-
-def _cache_dtype(options: EngineOptions, hardware: Hardware, dtype: str) -> str:
+        _check_fp8(f"{whence}={quantization}", hardware)
     if options.kv_cache_dtype == "auto":
-        return dtype
+        return Precision(dtype, quantization, dtype)
     _check_fp8(f"kv_cache_dtype={options.kv_cache_dtype}", hardware)
-    return "fp8_e4m3"
+    return Precision(dtype, quantization, "fp8_e4m3")
 
 
 def _check_fp8(what: str, hardware: Hardware) -> None:

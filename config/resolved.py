@@ -35,6 +35,28 @@ class ModelLimits:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """Of activations and unquantized weights; how weights are quantized, or "none"; of K and V."""
+
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+
+    @property
+    def weights(self) -> str:
+        """The dtype of the linear layers' weights, or how they are quantized."""
+        return self.dtype if self.quantization == "none" else self.quantization
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The ranks that serve one model together, under vLLM's names; none is served by more than one
+    yet (``config/ports.py`` refuses it).  The same on every rank."""
+
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     path: str = field(
         metadata=outside_key("the model's own fields are in the key, its place is not")
@@ -42,8 +64,6 @@ class ModelConfig:
     tokenizer: str = field(
         metadata=outside_key("text is turned to token ids outside of the program")
     )
-    dtype: str
-    quantization: str
     load_format: str = field(metadata=outside_key("values of weights never enter the code"))
     max_model_len: int = field(
         metadata=outside_key("block tables are of any width in compiled code")
@@ -108,7 +128,6 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class CacheConfig:
     block_size: int
-    dtype: str
     gpu_memory_utilization: float = field(metadata=outside_key(_EACH_START))
     kv_cache_memory_bytes: int | None = field(metadata=outside_key(_EACH_START))
     num_blocks: int | None = field(
@@ -120,6 +139,8 @@ class CacheConfig:
 class ResolvedConfig:
     hardware: Hardware
     model: ModelConfig
+    precision: Precision
+    parallel: ParallelConfig
     compile: CompileConfig
     store: StoreConfig
     capture: CaptureConfig

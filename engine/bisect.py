@@ -49,8 +49,10 @@ _TOLERANCE_FP8 = 0.3
 
 
 def default_tolerance(config: ResolvedConfig) -> float:
-    quantized = config.model.quantization != "none" or config.cache.dtype == "fp8_e4m3"
-    return _TOLERANCE_FP8 if quantized else _TOLERANCE[config.model.dtype]
+    precision = config.precision
+    if precision.quantization != "none" or precision.kv_cache_dtype == "fp8_e4m3":
+        return _TOLERANCE_FP8
+    return _TOLERANCE[precision.dtype]
 
 
 def bisect_model(

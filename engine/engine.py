@@ -18,10 +18,11 @@ from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
 from ..graph_capture import Dispatcher, MemoryReport
 from ..model_executor.kv_cache import kv_cache_bytes_per_block
+from .core.loop import EngineCore, make_core
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
-from .worker.capture_mode import capturable
+from .worker.graph_mode import graph_mode
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
 from .worker.runner import Runner
@@ -29,11 +30,11 @@ from .worker.sampler import OpTable, Sampler
 from .worker.startup import (
     account,
     bind_kv_caches,
+    block_groups,
     capture,
     compile_model,
     load_beside,
     make_graphs,
-    make_scheduler,
     num_kv_blocks,
     outside_bytes,
     read_model,
@@ -46,7 +47,7 @@ from .worker.startup_report import StartupReport
 
 
 class Engine(EngineLoop):
-    """A model that is ready to serve.
+    """A model that is ready to serve: frontend, core and worker in one process.
 
     Args:
         options: see ``EngineOptions``.
@@ -55,6 +56,8 @@ class Engine(EngineLoop):
     Raises:
         UserError: the model folder or an option is bad, or the model does not fit.
     """
+
+    core: EngineCore
 
     def __init__(self, options: EngineOptions, hardware: Hardware | None = None) -> None:
         startup = StartupReport()
@@ -67,10 +70,8 @@ class Engine(EngineLoop):
             with load_beside(folder, spec, config, startup, progress) as weights:
                 compiled = compile_model(spec, config, weights, startup, progress)
             with startup.phase("warm-up"):
-                dispatcher = Dispatcher(
-                    capturable(config.capture, compiled.program, hardware),
-                    config.scheduler.max_num_seqs,
-                )
+                mode = graph_mode(config.capture.mode, compiled.program, hardware)
+                dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
                 buffers = step_buffers(spec, config, dispatcher)
                 table = OpTable(config.compile, hardware.sm)
                 sampler = Sampler(table, config, spec.vocab_size)
@@ -94,7 +95,7 @@ class Engine(EngineLoop):
                 )
             with startup.phase("capture"):
                 capture(graphs, config, progress)
-        scheduler = make_scheduler(spec, config, num_blocks)
+        groups = block_groups(spec.cache_groups)
         runner = Runner(
             compiled.program,
             graphs,
@@ -103,17 +104,12 @@ class Engine(EngineLoop):
             sampler,
             table,
             block_size=config.cache.block_size,
-            groups=scheduler.pool.groups,
+            groups=groups,
         )
-        super().__init__(
-            scheduler=scheduler,
-            runner=runner,
-            inputs=inputs,
-            eos_token_ids=eos_token_ids,
-            async_scheduling=config.scheduler.async_scheduling,
-        )
+        core = make_core(config, num_blocks, groups, runner)
+        super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
         self.spec, self._table = spec, table
-        self.config = config
+        self.options, self.config = options, config
         self.compiled, self.weights, self.buffers = compiled, weights, buffers
         self.dispatcher = dispatcher
         self.startup = startup
@@ -156,7 +152,7 @@ class Engine(EngineLoop):
             "memory": {
                 **self.memory().to_json(),
                 "kv_groups": report_kv_groups(
-                    self.spec.cache_groups, self.scheduler.pool, self._bytes_per_block
+                    self.spec.cache_groups, self.core.stats(), self._bytes_per_block
                 ),
             },
             **super().report(),

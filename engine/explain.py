@@ -7,7 +7,6 @@ decode step of the result.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import ops
@@ -83,8 +82,7 @@ def explain_model(
     source = model_source(spec, config)
     lowered = lower_model(
         source,
-        replace(config.compile, tune=False),
-        device=hardware.device,
+        config.compile,
         sm=hardware.sm,
         timer=Timer(lambda phase: None),
         record=before,
@@ -121,9 +119,6 @@ def _tuned(spec: ModelSpec, config: ResolvedConfig) -> Artifact | None:
 
 def passes_off(options: EngineOptions, config: ResolvedConfig) -> Mapping[str, str]:
     """The passes that do not run -> why: an option, the level, or a gate (``config/gates.py``)."""
-    weights = config.model.dtype
-    if config.model.quantization != "none":
-        weights = config.model.quantization
     off: dict[str, str] = {}
     for name in PASSES:
         if name in config.compile.passes:
@@ -133,5 +128,7 @@ def passes_off(options: EngineOptions, config: ResolvedConfig) -> Mapping[str, s
         elif options.passes is not None:
             off[name] = "by --passes"
         else:
-            off[name] = why_off(name, config.compile.level, config.hardware.sm, weights)
+            off[name] = why_off(
+                name, config.compile.level, config.hardware.sm, config.precision.weights
+            )
     return off

@@ -13,17 +13,17 @@ from ..compiler.compiled import Compiled
 from ..config import UserError
 from ..graph_capture import Dispatcher
 from .engine import Engine
-from .worker.capture_mode import capturable
+from .worker.graph_mode import graph_mode
 from .worker.progress import Progress
 from .worker.runner import Runner
 from .worker.source import kv_cache_name
-from .worker.startup import compile_model, make_graphs
+from .worker.startup import compile_model, make_graphs, read_model
 from .worker.startup_report import StartupReport
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A runner that ``engine.runner`` may be set to between steps, and how it was compiled."""
+    """A runner that ``engine.core.runner`` may be set to between steps, and how it was compiled."""
 
     runner: Runner
     compiled: Compiled
@@ -40,20 +40,17 @@ def make_variant(engine: Engine, passes: Sequence[str], progress: Progress) -> V
     Raises:
         UserError: the engine's level runs no passes.
     """
-    config = engine.config
-    if not config.compile.trace:
-        raise UserError(
-            f"optimization_level={config.compile.level}: it runs no passes; use -O1 or higher"
-        )
-    config = replace(config, compile=replace(config.compile, passes=tuple(passes), required=()))
-    compiled = compile_model(engine.spec, config, engine.weights, StartupReport(), progress)
+    hardware, level = engine.config.hardware, engine.config.compile
+    if not level.trace:
+        raise UserError(f"optimization_level={level.level}: it runs no passes; use -O1 or higher")
+    options = replace(engine.options, passes=tuple(passes), disable_passes=(), require_fusion=())
+    _, spec, config = read_model(options, hardware)
+    compiled = compile_model(spec, config, engine.weights, StartupReport(), progress)
     program = compiled.program
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(engine.kv_caches)})
-    dispatcher = Dispatcher(
-        capturable(config.capture, program, config.hardware),
-        config.scheduler.max_num_seqs,
-    )
-    runner = engine.runner
+    mode = graph_mode(config.capture.mode, program, hardware)
+    dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
+    runner = engine.core.runner
     assert isinstance(runner, Runner)
     graphs = make_graphs(program, engine.buffers, dispatcher, config)
     return Variant(runner.with_program(program, graphs, dispatcher), compiled)

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from ..config import CaptureConfig, CudagraphMode
+from ..config import CudagraphMode
 
 _log = logging.getLogger(__name__)
 
@@ -63,19 +63,25 @@ class Dispatcher:
     and the first of a kind is logged.
     """
 
-    def __init__(self, config: CaptureConfig, max_num_seqs: int, decode_query_len: int = 1) -> None:
-        mode, self._query_len = config.mode, decode_query_len
+    def __init__(
+        self,
+        mode: CudagraphMode,
+        sizes: tuple[int, ...],
+        max_num_seqs: int,
+        decode_query_len: int = 1,
+    ) -> None:
+        self._query_len = decode_query_len
         self._decode_sizes: tuple[int, ...] = ()
         self._mixed_sizes: tuple[int, ...] = ()
         self._prompt_sizes: tuple[int, ...] = ()
-        self.piecewise_sizes = config.sizes if mode.piecewise else ()
+        self.piecewise_sizes = sizes if mode.piecewise else ()
         self._max_num_seqs = max_num_seqs
         if mode.full_decode:
-            self._decode_sizes = tuple(s for s in config.sizes if s <= max_num_seqs)
+            self._decode_sizes = tuple(s for s in sizes if s <= max_num_seqs)
         if mode is CudagraphMode.FULL:
-            self._mixed_sizes = config.sizes
+            self._mixed_sizes = sizes
         if mode is CudagraphMode.FULL_AND_PIECEWISE:
-            self._prompt_sizes = tuple(s for s in config.sizes if 1 < s <= _MOST_PROMPT_TOKENS)
+            self._prompt_sizes = tuple(s for s in sizes if 1 < s <= _MOST_PROMPT_TOKENS)
         self.mode = mode
         self.counters: Counter[tuple[str, str]] = Counter()
         self.outside: dict[str, Outside] = {}

@@ -47,8 +47,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "engine": {
         "messages": set(),
         "core": {"messages"},
-        "frontend": {"messages", "core"},
-        "worker": {"messages", "core"},
+        "frontend": {"messages"},
+        "worker": {"messages"},
         "": {"messages", "core", "frontend", "worker"},
     },
 }
@@ -262,6 +262,12 @@ print("LOADED", *sorted({{name.split(".")[0] for name in sys.modules}}))
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.rpartition("LOADED")[2].split())
+
+
+def test_the_engine_core_imports_no_torch() -> None:
+    loaded = modules_loaded_by("import fusewright.engine.core.loop")
+    assert "msgspec" in loaded
+    assert not loaded & {"torch", "triton", "tokenizers", "safetensors"}
 
 
 def test_importing_the_package_imports_no_torch() -> None:

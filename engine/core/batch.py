@@ -1,100 +1,121 @@
-"""The seam between the scheduler and the runner.
-
-The scheduler describes one step's work as a ``Batch``; the runner launches it, and a ``StepResult``
-comes back with a token for each scheduled request.
-"""
+"""Turns what the scheduler chose into the ``Batch`` that a worker gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import numpy as np
+from msgspec import Struct
 
+from ...config import NO_SLOT
+from ..messages.step import Batch, BlockTableUpdate, Ints, NewSequence
 from .request import Request
 
 
-@dataclass(slots=True)
-class ScheduledRequest:
+class ScheduledRequest(Struct):
     """The part of one request that one step computes.
 
-    Positions ``start`` to ``start + num_tokens`` of the request are the query tokens.  Read
-    ``request`` (slot, block ids, tokens) inside ``Runner.launch``: later it may have moved on.
+    Positions ``start`` to ``start + num_tokens`` of the request are the query tokens.
+    ``num_sampled`` tokens are sampled behind the last one, if that is the request's last; else 0.
     """
 
     request: Request
     start: int
     num_tokens: int
-    samples: bool
-    """The last query token is the request's last: the step samples one token after it."""
-
-    @property
-    def input_on_device(self) -> bool:
-        """The (only) query token was sampled by the step in flight: only the device knows it."""
-        return self.start >= self.request.num_known_tokens
+    num_sampled: int
 
 
-@dataclass(slots=True)
-class Batch:
-    """One step.
-
-    ``scheduled`` holds entries of one token first (decodes), then longer prefill chunks.
-    ``finished_slots`` were released since the last batch; the runner drops their state **before**
-    it reads ``scheduled``, which may use the same slots for other requests.  A request whose slot
-    the runner does not hold is new there: it starts at 0, also after a preemption.
-    """
+class ScheduledStep(Struct):
+    """A step as the core remembers it until its result comes, and what the worker gets of it."""
 
     scheduled: list[ScheduledRequest]
-    finished_slots: list[int]
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.scheduled)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.scheduled)
-
-    @property
-    def query_len(self) -> int:
-        """Number of tokens of every request, if it is the same; else 0."""
-        first = self.scheduled[0].num_tokens
-        return first if all(entry.num_tokens == first for entry in self.scheduled) else 0
+    batch: Batch
 
 
-@dataclass(slots=True)
-class TokenLogprobs:
-    """Log probabilities of one sampled token and of the likeliest ones.
+def make_batch(
+    scheduled: list[ScheduledRequest], released_slots: list[int], tokens_per_step: int = 1
+) -> Batch:
+    """The worker's view of a step.  What a slot has not been told of its request is in it, and is
+    then counted as told."""
+    rows: list[int] = []
+    known_ids: list[int] = []
+    changed: list[tuple[int, Request]] = []
+    for row, entry in enumerate(scheduled):
+        request, start = entry.request, entry.start
+        known = request.num_known_tokens - start
+        if known > 0:
+            known_ids += request.tokens(start, start + entry.num_tokens)
+        rows += (request.slot, start, entry.num_tokens, entry.num_sampled, known)
+        if request.blocks.num_entries != request.blocks.num_sent:
+            changed.append((row, request))
+    slots, starts, query_lens, num_sampled, num_known = _ints(rows).reshape(-1, 5).T.copy()
+    query_len = scheduled[0].num_tokens
+    query_len = query_len if (query_lens == query_len).all() else 0
+    if query_len == tokens_per_step == 1 and not known_ids:  # every step of decodes
+        input_ids, feed_slots = np.zeros_like(slots), slots
+    else:
+        first_fed = slots * np.int32(tokens_per_step)
+        input_ids, feed_slots = _inputs(first_fed, query_lens, num_known, known_ids)
+    return Batch(
+        slots=slots,
+        starts=starts,
+        query_lens=query_lens,
+        num_sampled=num_sampled,
+        input_ids=input_ids,
+        feed_slots=feed_slots,
+        new=[_new_sequence(request) for _, request in changed if request.blocks.num_sent == 0],
+        block_tables=[
+            _block_table_update(changed, group)
+            for group in range(len(scheduled[0].request.blocks.tables))
+        ],
+        released_slots=released_slots,
+        query_len=query_len,
+    )
 
-    ``rank`` counts from 1.  ``top`` has ``SamplingParams.logprobs`` pairs (token id, logprob), the
-    likeliest first.
-    """
 
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
-@dataclass(slots=True)
-class StepResult:
-    """One entry per scheduled request, in the batch's order; undefined where not ``samples``."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
-
-
-class PendingStep(Protocol):
-    """A launched step."""
-
-    def result(self) -> StepResult:
-        """Waits until the step has run; called once, in the order of the launches.  Raises what
-        went wrong in it."""
+def _inputs(
+    first_fed: Ints, query_lens: Ints, num_known: Ints, known_ids: list[int]
+) -> tuple[Ints, Ints]:
+    """``input_ids`` and ``feed_slots``.  Of each row's tokens ``num_known`` are known; the step in
+    flight samples the others, from number ``first_fed`` on."""
+    ends = np.cumsum(query_lens, dtype=np.int32)
+    num_tokens, first = int(ends[-1]), ends - query_lens
+    if num_tokens == len(known_ids):
+        return _ints(known_ids), np.full(num_tokens, NO_SLOT, np.int32)
+    behind = np.arange(num_tokens, dtype=np.int32)
+    behind -= np.repeat(first + num_known, query_lens)
+    known = behind < 0
+    input_ids = np.zeros_like(behind)
+    input_ids[known] = known_ids
+    behind += np.repeat(first_fed, query_lens)
+    behind[known] = NO_SLOT
+    return input_ids, behind
 
 
-class Runner(Protocol):
-    """Runs batches in the order of their launches."""
+def _block_table_update(changed: list[tuple[int, Request]], group: int) -> BlockTableUpdate:
+    if not changed:
+        return _UNCHANGED
+    gained = [request.blocks.take_unsent(group) for _, request in changed]
+    return BlockTableUpdate(
+        rows=_ints([row for row, _ in changed]),
+        counts=_ints([len(blocks) for blocks in gained]),
+        block_ids=_ints([block for blocks in gained for block in blocks]),
+    )
 
-    def launch(self, batch: Batch) -> PendingStep:
-        """Enqueues one step and returns at once; everything the step needs is copied now.  May
-        raise, with the finished slots dropped; the step has not happened then."""
 
-    def check(self) -> None:
-        """Waits for all launched steps; raises when the device can run nothing any more."""
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, np.int32)
+
+
+_UNCHANGED = BlockTableUpdate(_ints([]), _ints([]), _ints([]))
+
+
+def _new_sequence(request: Request) -> NewSequence:
+    params = request.sampling_params
+    return NewSequence(
+        slot=request.slot,
+        sampling_params=params,
+        arrival=request.arrival,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        stop_ids=request.stop_ids,
+        prompt_token_ids=request.prompt_token_ids if params.has_penalties else [],
+        output_token_ids=list(request.output_token_ids) if params.has_penalties else [],
+    )

@@ -11,35 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-
-@dataclass(frozen=True)
-class CacheGroup:
-    """How the layers of a group use blocks.
-
-    Attributes:
-        window: tokens that a query sees, itself included; 0: all.
-        per_sequence: one block holds the state of a whole sequence, which cannot be shared.
-    """
-
-    window: int = 0
-    per_sequence: bool = False
-
-    def num_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Entries of the block table of a sequence of ``num_tokens`` tokens."""
-        return min(num_tokens, 1) if self.per_sequence else -(-num_tokens // block_size)
-
-    def num_behind(self, position: int, block_size: int) -> int:
-        """Number of blocks, from the first on, that no query at ``position`` or later reads."""
-        return max(0, position - self.window + 1) // block_size if self.window else 0
-
-    def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Most blocks that a sequence holds at once while its ``num_tokens`` tokens are computed in
-        chunks of up to ``chunk``."""
-        whole = self.num_blocks(num_tokens, block_size)
-        if not self.window:
-            return whole
-        seen = self.window - 1 + chunk  # they may begin and end within a block
-        return min(whole, (seen + block_size - 2) // block_size + 1)
+from ..messages.cache_group import CacheGroup
 
 
 @dataclass(slots=True)
@@ -57,9 +29,21 @@ class SequenceBlocks:
     """Tokens that all tables have room for."""
     num_entries: int = field(init=False)
     """Entries of all tables."""
+    num_sent: int = 0
+    """Entries that the worker has been told of."""
+    sent: list[int] = field(init=False)
+    """Those of each table."""
 
     def __post_init__(self) -> None:
         self.num_entries = sum(map(len, self.tables))
+        self.sent = [0] * len(self.tables)
+
+    def take_unsent(self, group: int) -> list[int]:
+        """The entries of a table that the worker has not been told of; it is told now."""
+        gained = self.tables[group][self.sent[group] :]
+        self.sent[group] += len(gained)
+        self.num_sent += len(gained)
+        return gained
 
     def held(self) -> list[int]:
         """The blocks that the sequence holds, those of its beginning first."""

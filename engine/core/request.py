@@ -1,4 +1,4 @@
-"""``Request`` is what the scheduler and the runner know about one request on its way."""
+"""``Request`` is what the scheduler knows about one request on its way."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class Request:
     max_total_tokens: int
     """Prompt and output together end here: by max_tokens or by max_model_len."""
     eos_token_ids: frozenset[int] = frozenset()
-    prompt: str | None = None
     priority: int = 0
     """Lower runs first, where the scheduler heeds it."""
     cache_salt: str | None = None
@@ -53,7 +52,7 @@ class Request:
     arrival: int = -1
     """Position in the order of arrival, given by the scheduler."""
     slot: int = -1
-    """The runner's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
+    """The worker's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
     blocks: SequenceBlocks = field(default_factory=SequenceBlocks)
     block_keys: list[bytes] = field(default_factory=list)
     """Keys of its full blocks, as far as they were needed; they stay valid when it is preempted."""
@@ -62,10 +61,9 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
-    num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
-    stop_reason: int | str | None = None
-    """The stop id or stop string that ended the request; None for end-of-sequence."""
+    stop_id: int | None = None
+    """The stop id that ended the request; None for end-of-sequence."""
     error: str | None = None
     """Why the request failed; None unless it did."""
 
@@ -84,20 +82,14 @@ class Request:
         return self.status >= RequestStatus.FINISHED_STOPPED
 
     @property
-    def finish_reason(self) -> str | None:
-        return _FINISH_REASONS.get(self.status)
+    def finish_reason(self) -> str:
+        return _FINISH_REASONS[self.status]
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end the request; a sampler must not choose them before ``min_tokens``."""
         eos = frozenset() if self.sampling_params.ignore_eos else self.eos_token_ids
         return eos.union(self.sampling_params.stop_ids)
-
-    @property
-    def ended_by_token(self) -> bool:
-        """Whether the last output token ended the request; its text is then not output."""
-        stopped = self.status is RequestStatus.FINISHED_STOPPED
-        return stopped and not isinstance(self.stop_reason, str)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known token ids at positions ``start`` to ``end``; fewer when the last is in flight."""
@@ -108,14 +100,14 @@ class Request:
         return head + self.output_token_ids[: end - num_prompt] if end > num_prompt else head
 
     def status_after_last_token(self) -> RequestStatus:
-        """The status that the newest output token leads to.  Also sets ``stop_reason``."""
+        """The status that the newest output token leads to.  Also sets ``stop_id``."""
         params = self.sampling_params
         token_id = self.output_token_ids[-1]
         if len(self.output_token_ids) >= params.min_tokens:
             if not params.ignore_eos and token_id in self.eos_token_ids:
                 return RequestStatus.FINISHED_STOPPED
             if token_id in params.stop_ids:
-                self.stop_reason = token_id
+                self.stop_id = token_id
                 return RequestStatus.FINISHED_STOPPED
         if self.num_known_tokens >= self.max_total_tokens:
             return RequestStatus.FINISHED_LENGTH

@@ -1,6 +1,6 @@
 """The scheduler decides which tokens of which requests the next step computes.
 
-``schedule`` returns a ``Batch``, and ``update`` takes the tokens that it sampled.  Waiting requests
+``schedule`` returns a step, and ``update`` takes the tokens that it sampled.  Waiting requests
 start in order of (priority, arrival); the last in that order is preempted first.  Under first come,
 first served all priorities count as equal.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from ...config import UserError
-from .batch import Batch, ScheduledRequest, StepResult, TokenLogprobs
+from ..messages.requests import AddRequest, Finished, NewTokens
+from ..messages.step import StepResult
+from .batch import ScheduledRequest, ScheduledStep, make_batch
 from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import extend_keys
 from .request import Request, RequestStatus
@@ -24,15 +25,6 @@ _WHY_NO_TOKEN = {
     "or ban fewer stop_token_ids, else check the weights",
 }
 """Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
-
-
-@dataclass(slots=True)
-class NewToken:
-    """A sampled token that ``Scheduler.update`` appended to its request."""
-
-    request: Request
-    token_id: int
-    logprobs: TokenLogprobs | None
 
 
 class Scheduler:
@@ -52,6 +44,7 @@ class Scheduler:
         prefix_caching: start behind the longest prefix whose blocks are still cached; never where
             a block holds the state of a whole sequence.
         heed_priority: order by priority before arrival.
+        tokens_per_step: most tokens that a step samples for a request.
     """
 
     def __init__(
@@ -65,6 +58,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         prefix_caching: bool = False,
         heed_priority: bool = False,
+        tokens_per_step: int = 1,
     ) -> None:
         if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
             raise ValueError(
@@ -82,6 +76,7 @@ class Scheduler:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
+        self.tokens_per_step = tokens_per_step
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: dict[str, Request] = {}
         # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
@@ -94,6 +89,8 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
         self._num_arrived = 0
+        self._finished: list[Finished] = []
+        self._preempted: list[str] = []
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self.running or request_id in self.waiting
@@ -115,7 +112,7 @@ class Scheduler:
         self._num_arrived += 1
         self._enqueue(request)
 
-    def check_size(self, request: Request) -> None:
+    def check_size(self, request: Request | AddRequest) -> None:
         """Raise ``UserError`` if the KV cache could never hold the request."""
         # The last token is sampled but never computed, so it needs no room in the cache.
         needed = self.pool.most_blocks(request.max_total_tokens - 1, self._longest_chunk)
@@ -136,23 +133,27 @@ class Scheduler:
             self.finish(request, RequestStatus.FINISHED_ABORTED)
         return request
 
-    def finish(
-        self, request: Request, status: RequestStatus, stop_reason: int | str | None = None
-    ) -> None:
-        """Finish a request; tokens that it has in flight will be discarded.
-
-        A request that has already finished only changes its reason: the token that reached
-        ``max_tokens`` may also complete a stop string.
-        """
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """Finish a request; tokens that it has in flight will be discarded."""
         if request.status is RequestStatus.RUNNING:
             self._release(request)
-        elif not request.is_finished:
+        else:
             del self.waiting[request.request_id]
         request.status = status
-        if stop_reason is not None:
-            request.stop_reason = stop_reason
+        if (reason := request.finish_reason) != "abort":
+            num_tokens = len(request.output_token_ids)
+            self._finished.append(
+                Finished(request.request_id, reason, num_tokens, request.stop_id, request.error)
+            )
 
-    def schedule(self) -> Batch | None:
+    def take_events(self) -> tuple[list[Finished], list[str]]:
+        """The requests that have finished unasked since the last call, and the ids of those that
+        were preempted."""
+        finished, self._finished = self._finished, []
+        preempted, self._preempted = self._preempted, []
+        return finished, preempted
+
+    def schedule(self) -> ScheduledStep | None:
         """Choose the next step's work; returns None if nothing can run before the step in flight
         ends."""
         decodes: list[ScheduledRequest] = []
@@ -174,7 +175,7 @@ class Scheduler:
                 continue
             entry = self._take(request, end, num_tokens)
             budget -= entry.num_tokens
-            (decodes if entry.num_tokens == 1 else prefills).append(entry)
+            (decodes if entry.num_tokens <= self.tokens_per_step else prefills).append(entry)
         # Admit nothing after a preemption: the preempted request would return and be preempted
         # again.
         while budget > 0 and self.num_preemptions == preempted_before:
@@ -185,77 +186,75 @@ class Scheduler:
             end = self._chunk_end(admitted.num_computed_tokens, num_tokens, budget)
             entry = self._take(admitted, end, num_tokens)
             budget -= entry.num_tokens
-            (decodes if entry.num_tokens == 1 else prefills).append(entry)
+            (decodes if entry.num_tokens <= self.tokens_per_step else prefills).append(entry)
         if not decodes and not prefills:
             return None
         released, self._released_slots = self._released_slots, []
-        return Batch(decodes + prefills, released)
+        scheduled = decodes + prefills
+        return ScheduledStep(scheduled, make_batch(scheduled, released, self.tokens_per_step))
 
-    def update(self, batch: Batch, result: StepResult) -> tuple[list[NewToken], list[Request]]:
+    def update(self, step: ScheduledStep, result: StepResult) -> NewTokens:
         """Apply the sampled tokens of a step and finish the requests that they end.
 
         Tokens of requests that finished while the step was in flight are dropped.  Tokens of
         preempted requests are kept, since they were sampled before the preemption.  A request whose
         logits give no token ends with an error.
 
-        Returns:
-            The tokens, and the requests that ended without one.
-
         Raises:
-            RuntimeError: the result does not have one token per entry of the batch.
+            RuntimeError: the result does not have the tokens of every entry of the step.
         """
-        if len(result.token_ids) != len(batch.scheduled):
+        scheduled, most = step.scheduled, self.tokens_per_step
+        token_ids = result.token_ids.tolist()
+        if len(token_ids) != len(scheduled) * most:
             raise RuntimeError(
-                f"step result has {len(result.token_ids)} tokens for {batch.num_seqs} requests"
+                f"step result has {len(token_ids)} tokens for {len(scheduled)} requests"
             )
-        new_tokens: list[NewToken] = []
-        failed: list[Request] = []
-        for i, entry in enumerate(batch.scheduled):
-            if not entry.samples:
+        request_ids: list[str] = []
+        rows: list[int] = []
+        for row, token_id in enumerate(token_ids):
+            entry = scheduled[row // most]
+            if row % most >= entry.num_sampled:
                 continue
             request = entry.request
             request.num_in_flight -= 1
             if request.is_finished:
                 continue
-            token_id = result.token_ids[i]
             if token_id < 0:
                 self._fail_without_token(request, token_id)
-                failed.append(request)
                 continue
             request.output_token_ids.append(token_id)
-            logprobs = None if result.logprobs is None else result.logprobs[i]
-            new_tokens.append(NewToken(request, token_id, logprobs))
+            request_ids.append(request.request_id)
+            rows.append(row)
             if self.prefix_caching:
                 self._keep_blocks(request)
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
-        return new_tokens, failed
+        if len(rows) == len(token_ids):
+            return NewTokens(request_ids, result.token_ids, result.logprobs)
+        logprobs = result.logprobs.of(rows) if result.logprobs else None
+        return NewTokens(request_ids, result.token_ids[rows], logprobs)
 
-    def drop(self, batch: Batch) -> None:
+    def drop(self, step: ScheduledStep) -> None:
         """Forget a step: none of its tokens will come."""
-        for entry in batch.scheduled:
-            entry.request.num_in_flight -= entry.samples
+        for entry in step.scheduled:
+            entry.request.num_in_flight -= entry.num_sampled
 
-    def fail(self, batch: Batch, error: str) -> list[Request]:
+    def fail(self, step: ScheduledStep, error: str) -> None:
         """Finish the requests of a step that failed; call it when no step is in flight.
 
         Keys and values that the step should have stored may be missing.  So no block is found by
         its content any more, and all other running requests, which may share blocks, are computed
         anew.
-
-        Returns:
-            The requests that this ended.
         """
-        self.drop(batch)
-        failed = [e.request for e in batch.scheduled if not e.request.is_finished]
-        for request in failed:
-            request.error = error
-            self.finish(request, RequestStatus.FINISHED_ERROR)
+        self.drop(step)
+        for entry in step.scheduled:
+            if not entry.request.is_finished:
+                entry.request.error = error
+                self.finish(entry.request, RequestStatus.FINISHED_ERROR)
         for request in list(self.running.values()):
             self._preempt(request)
         self.pool.forget_all()
-        return failed
 
     def _fail_without_token(self, request: Request, token_id: int) -> None:
         """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
@@ -281,10 +280,11 @@ class Scheduler:
             self._keep_blocks(request)
         if end - start > 1 and self.pool.has_windows:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
-        samples = end == num_tokens
-        if samples:
-            request.num_in_flight += 1
-        return ScheduledRequest(request, start, end - start, samples)
+        num_sampled = 0
+        if end == num_tokens:
+            num_sampled = min(self.tokens_per_step, request.max_total_tokens - end)
+            request.num_in_flight += num_sampled
+        return ScheduledRequest(request, start, end - start, num_sampled)
 
     def _make_room(self, request: Request, end: int) -> bool:
         """Give a running request the blocks for its tokens up to ``end``, and take back those that
@@ -386,8 +386,8 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
         self.num_preemptions += 1
+        self._preempted.append(request.request_id)
         self._enqueue(request)
 
     def _release(self, request: Request) -> None:

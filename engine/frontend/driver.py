@@ -123,12 +123,12 @@ class Driver:
     def keep_running(self, inbox: Inbox) -> None:
         """Run one step unless someone else drives, so that queued requests need not wait for those
         that are still being added.  An engine at rest starts once all its seats are taken."""
-        if self._leader is not None or not (self._intake or self._is_busy()):
+        if self._leader is not None or not (self._intake or self.engine.core.is_busy):
             return
         try:
             if self._lead(inbox, waits=False):
                 self._take_in()
-                if self._is_busy():
+                if self.engine.core.is_busy:
                     with self.engine.on_device():
                         self._step()
         except BaseException:
@@ -223,10 +223,6 @@ class Driver:
             self._take_in()
         if heir is not None:
             heir.ring()
-
-    def _is_busy(self) -> bool:
-        scheduler = self.engine.scheduler
-        return bool(scheduler.running) or scheduler.num_unfinished >= scheduler.max_num_seqs
 
     def _step(self) -> None:
         if self._intake:

@@ -1,26 +1,30 @@
 """Turns new tokens into ``RequestOutput``s: text, stop strings, log probabilities, ``n`` outputs.
 
-The loop passes every new token to ``append`` and collects the outputs once a step.
+The loop passes what a step brought to ``apply`` and collects the outputs once a step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from ..core.request import Request
-from ..core.scheduler import NewToken
+from ..messages.requests import AddRequest, Finished, StepOutputs
+from ..messages.sampling_params import SamplingParams
+from ..messages.step import Logprobs
 from .detokenizer import Detokenizer
 from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .tokenizer import Tokenizer
 
+_LogprobRows: TypeAlias = tuple[list[float], list[int], list[list[float]], list[list[int]]]
+
 
 @dataclass(slots=True, eq=False)
 class _Completion:
-    """One output in the making; ``request`` generates its tokens."""
+    """One output in the making; the core's request ``request_id`` generates its tokens."""
 
-    request: Request
+    request_id: str
+    params: SamplingParams
     detokenizer: Detokenizer | None
     deferred: bool
     """Its text is decoded once, at the end: nobody reads it before, and no stop string ends it."""
@@ -28,27 +32,40 @@ class _Completion:
     cumulative_logprob: float | None
     silent: bool
     """Its tokens need no work before its end, neither text nor log probabilities."""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    hidden: int = 0
+    """Number of the token, from 1, that ended it and is left out of the text; 0: none."""
     closed: bool = False
 
     def snapshot(self, index: int) -> CompletionOutput:
         return CompletionOutput(
             index=index,
             text="" if self.detokenizer is None else self.detokenizer.text,
-            token_ids=list(self.request.output_token_ids),
+            token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.request.finish_reason,
-            stop_reason=self.request.stop_reason,
-            error=self.request.error,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
         )
+
+    def finish(self, finished: Finished) -> None:
+        """Note why the core has ended the request; its last tokens may still be to come."""
+        self.finish_reason, self.error = finished.reason, finished.error
+        self.stop_reason = finished.stop_id
+        if finished.reason == "stop" and not self.params.include_stop_str_in_output:
+            self.hidden = finished.num_output_tokens
 
     def close(self) -> None:
         """Complete the text of a request that has finished."""
         self.closed = True
         if self.detokenizer is None:
             return
-        ids = self.request.output_token_ids if self.deferred else []
-        self.detokenizer.finish(ids[:-1] if _hides_last(self.request) else ids)
+        ids = self.token_ids if self.deferred else []
+        self.detokenizer.finish(ids[:-1] if self.hidden else ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,11 +111,17 @@ class OutputProcessor:
         """Ids of all unfinished requests."""
         return list(self._groups)
 
-    def add(self, request_id: str, requests: list[Request], *, final_only: bool) -> None:
+    def knows(self, request_id: str, children: list[str]) -> bool:
+        """Whether one of these ids is in use."""
+        return request_id in self._groups or any(name in self._of_request for name in children)
+
+    def add(
+        self, request_id: str, requests: list[AddRequest], prompt: str | None, *, final_only: bool
+    ) -> None:
         """Follow the requests that generate the outputs of ``request_id``."""
-        first = requests[0]
         metrics = RequestMetrics(arrival_s=time.monotonic())
-        group = _Group(request_id, first.prompt, first.prompt_token_ids, final_only, metrics)
+        ids = requests[0].prompt_token_ids
+        group = _Group(request_id, prompt, ids, final_only, metrics)
         for request in requests:
             params = request.sampling_params
             detokenizer = None
@@ -107,7 +130,8 @@ class OutputProcessor:
             with_logprobs = params.logprobs is not None
             deferred = final_only and not params.stop_strings
             completion = _Completion(
-                request=request,
+                request_id=request.request_id,
+                params=params,
                 detokenizer=detokenizer,
                 deferred=deferred,
                 logprobs=[] if with_logprobs else None,
@@ -119,29 +143,57 @@ class OutputProcessor:
         group.num_open = len(requests)
         self._groups[request_id] = group
 
-    def append(self, token: NewToken) -> str | None:
-        """Take one new token.  Returns the stop string that it completes, if any; the caller then
-        finishes the request."""
-        group, completion = self._of_request[token.request.request_id]
-        if group.metrics.first_token_s is None:
-            group.metrics.first_token_s = time.monotonic()
-            self.num_prompt_tokens += len(group.prompt_token_ids)
-        if completion.silent and not token.request.is_finished:
-            return None
-        self._touched[group.request_id] = group
-        if completion.logprobs is not None:
-            self._append_logprobs(completion, token)
-        if completion.detokenizer is None or completion.deferred:
-            return None
-        if _hides_last(token.request):
-            return None
-        return completion.detokenizer.push(token.token_id)
-
-    def touch(self, requests: Iterable[Request]) -> None:
-        """Have ``collect`` return an output of these requests, although no token came."""
-        for request in requests:
-            group, _ = self._of_request[request.request_id]
+    def apply(self, brought: StepOutputs) -> list[str]:
+        """Take what a step brought.  Returns the ids of the core's requests that a stop string
+        ends; the caller then aborts them."""
+        known = self._of_request
+        stopped: list[str] = []
+        for request_id in brought.preempted:
+            if request_id in known:
+                known[request_id][0].metrics.num_preemptions += 1
+        for finished in brought.finished:
+            if finished.request_id in known:
+                group, completion = known[finished.request_id]
+                completion.finish(finished)
+                self._touched[group.request_id] = group
+        if brought.tokens is None:
+            return stopped
+        now = time.monotonic()
+        self.num_output_tokens += len(brought.tokens.request_ids)
+        logprobs = _rows(brought.tokens.logprobs)
+        for row, (request_id, token_id) in enumerate(
+            zip(brought.tokens.request_ids, brought.tokens.token_ids.tolist(), strict=True)
+        ):
+            if request_id not in known:
+                continue
+            group, completion = known[request_id]
+            if completion.stop_reason.__class__ is str:
+                continue  # a token before, of the same step, completed a stop string
+            completion.token_ids.append(token_id)
+            if group.metrics.first_token_s is None:
+                group.metrics.first_token_s = now
+                self.num_prompt_tokens += len(group.prompt_token_ids)
+            if completion.silent:
+                continue
             self._touched[group.request_id] = group
+            if completion.logprobs is not None:
+                self._append_logprobs(completion, token_id, logprobs, row)
+            if self._stops(completion, token_id):
+                stopped.append(request_id)
+        return stopped
+
+    def _stops(self, completion: _Completion, token_id: int) -> bool:
+        """Add a token to the text; returns whether it completes a stop string.  The token that
+        reached ``max_tokens`` may do so too."""
+        if completion.detokenizer is None or completion.deferred:
+            return False
+        if len(completion.token_ids) == completion.hidden:
+            return False
+        stop = completion.detokenizer.push(token_id)
+        if stop is None:
+            return False
+        completion.finish_reason, completion.stop_reason = "stop", stop
+        return True
 
     def collect(self) -> list[RequestOutput]:
         """Outputs of the requests that this step touched.  Call it after those that ended are
@@ -154,46 +206,54 @@ class OutputProcessor:
         self._touched.clear()
         return outputs
 
-    def request_ids(self, request_id: str) -> list[str]:
-        """Ids of the scheduler's requests that generate a caller's request."""
-        return [c.request.request_id for c in self._groups[request_id].completions]
+    def open_children(self, request_id: str) -> list[str]:
+        """Ids of the core's requests that still generate a caller's request."""
+        return [c.request_id for c in self._groups[request_id].completions if not c.closed]
 
     def abort(self, request_id: str) -> RequestOutput:
-        """Stop following a request whose outputs are all finished or aborted; returns them."""
+        """Stop following a request that the core generates no more; returns its outputs."""
         group = self._groups[request_id]
         self._touched.pop(request_id, None)  # left by a step that an interrupt cut short
+        for completion in group.completions:
+            completion.finish_reason = completion.finish_reason or "abort"
         self._close_finished(group)
         return group.snapshot()
 
     def _close_finished(self, group: _Group) -> None:
         for completion in group.completions:
-            request = completion.request
-            if completion.closed or not request.is_finished:
+            if completion.closed or completion.finish_reason is None:
                 continue
             completion.close()
             group.num_open -= 1
-            group.metrics.num_preemptions += request.num_preemptions
-            del self._of_request[request.request_id]
+            del self._of_request[completion.request_id]
         if group.num_open == 0:
             group.metrics.finished_s = time.monotonic()
             del self._groups[group.request_id]
 
-    def _append_logprobs(self, completion: _Completion, token: NewToken) -> None:
-        logprobs = token.logprobs
+    def _append_logprobs(
+        self, completion: _Completion, token_id: int, logprobs: _LogprobRows | None, row: int
+    ) -> None:
         if logprobs is None or completion.logprobs is None or completion.cumulative_logprob is None:
-            raise RuntimeError(f"request {token.request.request_id!r}: no logprobs came back")
-        entry = {
-            token.token_id: Logprob(logprobs.logprob, logprobs.rank, self._text(token.token_id))
-        }
-        for rank, (token_id, logprob) in enumerate(logprobs.top, start=1):
-            entry.setdefault(token_id, Logprob(logprob, rank, self._text(token_id)))
+            raise RuntimeError(f"request {completion.request_id!r}: no logprobs came back")
+        chosen, ranks, top, top_ids = logprobs
+        count = completion.params.logprobs
+        entry = {token_id: Logprob(chosen[row], ranks[row], self._text(token_id))}
+        best = zip(top_ids[row][:count], top[row][:count], strict=True)
+        for rank, (likely, logprob) in enumerate(best, start=1):
+            entry.setdefault(likely, Logprob(logprob, rank, self._text(likely)))
         completion.logprobs.append(entry)
-        completion.cumulative_logprob += logprobs.logprob
+        completion.cumulative_logprob += chosen[row]
 
     def _text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
 
-def _hides_last(request: Request) -> bool:
-    """Whether the last token is left out of the text: it ended the request and is not asked for."""
-    return request.ended_by_token and not request.sampling_params.include_stop_str_in_output
+def _rows(logprobs: Logprobs | None) -> _LogprobRows | None:
+    if logprobs is None:
+        return None
+    return (
+        logprobs.chosen.tolist(),
+        logprobs.ranks.tolist(),
+        logprobs.top.tolist(),
+        logprobs.top_ids.tolist(),
+    )

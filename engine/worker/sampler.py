@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,8 +20,7 @@ from ...compiler.lowering.check_kernels import unfit
 from ...config import CompileConfig, ResolvedConfig, step_schema
 from ...graph_capture import HostRing
 from ...model_executor.spec import ModelSpec
-from ..core.batch import Batch, ScheduledRequest
-from ..core.request import Request
+from ..messages.step import Batch, NewSequence
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,45 @@ def outside_calls(
             yield "sample", (each, floats, top_k, top_p, min_p, seeds, ids)
 
 
+@dataclass
+class _Rows:
+    """What the requests of a batch ask for.
+
+    ``requests`` [num_seqs] of ``_REQUEST``.  ``draws``: not all of them the likeliest token.
+    ``num_logprobs``: the most that one wants, or -1.
+    """
+
+    key: tuple[int, bytes, bytes]
+    requests: npt.NDArray[Any]
+    samples: npt.NDArray[np.bool_]
+    draws: bool
+    has_min_tokens: bool
+    num_logprobs: int
+    parameters: _RowParameters | None = None
+
+
+_REQUEST = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("seed", np.int64),
+        ("has_penalties", np.bool_),
+        ("likeliest", np.bool_),  # is asked for, but where it is banned
+        ("plain", np.bool_),  # nothing but the likeliest token, whatever came before
+        ("num_logprobs", np.int64),  # -1: none are wanted
+        ("has_min_tokens", np.bool_),
+        ("min_len", np.int64),  # of prompt and output; shorter sequences must not end
+    ],
+    align=True,
+)
+"""What sampling must know of the request in a slot."""
+
+
 class Sampler:
     """Samples one token a sequence, and keeps the state of earlier tokens that sampling needs.
 
@@ -123,9 +162,12 @@ class Sampler:
         self._max_num_seqs, self._seed = config.scheduler.max_num_seqs, config.model.seed
         self.last_tokens = torch.zeros(self._max_num_seqs, dtype=torch.int32, device=self._device)
         self._read = HostRing(self._device, self._max_num_seqs)
+        self._slots = np.zeros(self._max_num_seqs, _REQUEST)
+        self._stop_ids: dict[int, frozenset[int]] = {}
+        self._num_admitted = 0
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
-        self._rows: tuple[tuple[Any, ...], _RowParameters] | None = None
+        self._rows: _Rows | None = None
         self._never = torch.tensor(-torch.inf, device=self._device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -134,20 +176,40 @@ class Sampler:
         slots = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._keep(self._ops("argmax", logits), slots)
 
-    def admit(self, request: Request, slot: int) -> None:
-        """Set up the device state of a request that starts in ``slot``."""
-        if not request.sampling_params.has_penalties:
+    def admit(self, sequence: NewSequence) -> None:
+        """Set up the state of a request that starts in a slot.  A seed that is made for it stays
+        the same after a preemption."""
+        params, slot = sequence.sampling_params, sequence.slot
+        self._slots[slot] = (
+            params.temperature,
+            min(params.top_k, self._vocab_size),
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            (self._seed << 32) + sequence.arrival if params.seed is None else params.seed,
+            params.has_penalties,
+            params.greedy and not params.has_penalties,
+            params.plain_greedy and params.logprobs is None,
+            -1 if params.logprobs is None else params.logprobs,
+            params.min_tokens > 0,
+            min(sequence.num_prompt_tokens + params.min_tokens, 1 << 62),
+        )
+        self._stop_ids[slot] = sequence.stop_ids
+        self._num_admitted += 1
+        if not params.has_penalties:
             return
         if self._counts is None or self._prompt_mask is None:
             shape = (self._max_num_seqs, self._vocab_size)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        counts = np.bincount(request.output_token_ids, minlength=self._vocab_size)
+        counts = np.bincount(sequence.output_token_ids, minlength=self._vocab_size)
         self._counts[slot].copy_(self._send(counts, torch.int32))
-        prompt = self._send(request.prompt_token_ids, torch.long)
+        prompt = self._send(sequence.prompt_token_ids, torch.long)
         self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
 
-    def _send(self, values: Any, dtype: torch.dtype) -> Tensor:
+    def _send(self, values: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Copy a list or an array to the device; nothing waits for the copy."""
         host = torch.as_tensor(values, dtype=dtype)
         if self._device.type == "cuda":
@@ -162,16 +224,17 @@ class Sampler:
             slots, seq_lens: [num_seqs] int32 on the device; a sequence's length is the position
                 of the token being sampled.
         """
-        entries = batch.scheduled
-        wanted = {e.request.sampling_params.logprobs for e in entries if e.samples}
-        num_logprobs = max((n for n in wanted if n is not None), default=None)
-        if all(_is_plain_greedy(entry) for entry in entries):
-            token_ids = self._ops("argmax", logits)
+        if self._slots["plain"][batch.slots].all():
+            return Sampled(self._keep(self._ops("argmax", logits), slots), None)
+        rows = self._rows_of(batch)
+        banned = self._banned(batch, rows)
+        if rows.draws or banned:
+            token_ids = self._sample(logits, batch, rows, banned, seq_lens)
         else:
-            token_ids = self._sample(logits, entries, seq_lens)
+            token_ids = self._ops("argmax", logits)
         logprobs = None
-        if num_logprobs is not None:
-            logprobs = self._ops("token_logprobs", logits, token_ids, num_logprobs)
+        if rows.num_logprobs >= 0:
+            logprobs = self._ops("token_logprobs", logits, token_ids, rows.num_logprobs)
         return Sampled(self._keep(token_ids, slots), logprobs)
 
     def _keep(self, token_ids: Tensor, slots: Tensor) -> Tensor:
@@ -181,93 +244,92 @@ class Sampler:
         self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:count])
         return host[:count]
 
-    def _sample(self, logits: Tensor, entries: list[ScheduledRequest], seq_lens: Tensor) -> Tensor:
-        rows = self._parameters(entries)
-        banned = [
+    def _rows_of(self, batch: Batch) -> _Rows:
+        """What the batch's requests ask for; known from the last batch if nobody came or went."""
+        key = (self._num_admitted, batch.slots.tobytes(), batch.num_sampled.tobytes())
+        if self._rows is None or self._rows.key != key:
+            requests, samples = self._slots[batch.slots], batch.num_sampled > 0
+            self._rows = _Rows(
+                key=key,
+                requests=requests,
+                samples=samples,
+                draws=bool((samples & ~requests["likeliest"]).any()),
+                has_min_tokens=bool(requests["has_min_tokens"].any()),
+                num_logprobs=int(requests["num_logprobs"].max(initial=-1, where=samples)),
+            )
+        return self._rows
+
+    def _banned(self, batch: Batch, rows: _Rows) -> list[tuple[int, int]]:
+        """(row, token id) of the tokens that would end a sequence too early."""
+        if not rows.has_min_tokens:
+            return []
+        lens = batch.starts + batch.query_lens
+        too_short = rows.samples & (lens < rows.requests["min_len"])
+        return [
             (row, token_id)
-            for row, entry in enumerate(entries)
-            if _below_min_tokens(entry)
-            for token_id in entry.request.stop_ids
+            for row in np.flatnonzero(too_short).tolist()
+            for token_id in self._stop_ids[batch.slots[row]]
         ]
+
+    def _sample(
+        self,
+        logits: Tensor,
+        batch: Batch,
+        rows: _Rows,
+        banned: list[tuple[int, int]],
+        seq_lens: Tensor,
+    ) -> Tensor:
+        if rows.parameters is None:
+            rows.parameters = self._upload(batch, rows)
+        parameters = rows.parameters
         values = logits
-        if banned or rows.penalty_slots is not None:
+        if banned or parameters.penalty_slots is not None:
             values = logits.to(torch.float32, copy=True)
-        if rows.penalty_slots is not None:
+        if parameters.penalty_slots is not None:
             self._ops(
                 "apply_penalties",
                 values,
                 self._counts,
                 self._prompt_mask,
-                rows.penalty_slots,
-                rows.repetition_penalty,
-                rows.frequency_penalty,
-                rows.presence_penalty,
+                parameters.penalty_slots,
+                parameters.repetition_penalty,
+                parameters.frequency_penalty,
+                parameters.presence_penalty,
             )
         if banned:
             values.index_put_(tuple(self._send(banned, torch.long).unbind(1)), self._never)
         token_ids: Tensor = self._ops(
             "sample",
             values,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            rows.seeds,
+            parameters.temperature,
+            parameters.top_k,
+            parameters.top_p,
+            parameters.min_p,
+            parameters.seeds,
             seq_lens,
         )
-        if rows.penalty_slots is not None:
-            self._ops("count_tokens", token_ids, rows.penalty_slots, self._counts)
+        if parameters.penalty_slots is not None:
+            self._ops("count_tokens", token_ids, parameters.penalty_slots, self._counts)
         return token_ids
 
-    def _parameters(self, entries: list[ScheduledRequest]) -> _RowParameters:
-        """The batch's rows on the device; the last batch's rows if nobody came or went."""
-        key = tuple((e.request.arrival, e.request.slot, e.samples) for e in entries)
-        if self._rows is None or self._rows[0] != key:
-            self._rows = key, self._upload(entries)
-        return self._rows[1]
+    def _upload(self, batch: Batch, rows: _Rows) -> _RowParameters:
+        def column(name: str) -> Tensor:
+            return self._send(rows.requests[name].copy())
 
-    def _upload(self, entries: list[ScheduledRequest]) -> _RowParameters:
-        params = [entry.request.sampling_params for entry in entries]
-
-        def column(values: list[Any], dtype: torch.dtype) -> Tensor:
-            return self._send(values, dtype)
-
-        def optional(values: list[Any], off: Any, dtype: torch.dtype) -> Tensor | None:
-            return None if all(v == off for v in values) else column(values, dtype)
+        def optional(name: str, off: float) -> Tensor | None:
+            return None if (rows.requests[name] == off).all() else column(name)
 
         # Rows that sample nothing yet (unfinished prefills) must not be counted as output.
-        penalized = [
-            e.request.slot if e.samples and e.request.sampling_params.has_penalties else -1
-            for e in entries
-        ]
+        penalized = rows.samples & rows.requests["has_penalties"]
+        slots = np.where(penalized, batch.slots, np.int32(-1))
         return _RowParameters(
-            temperature=column([p.temperature for p in params], torch.float32),
-            top_k=optional([p.top_k for p in params], 0, torch.int32),
-            top_p=optional([p.top_p for p in params], 1.0, torch.float32),
-            min_p=optional([p.min_p for p in params], 0.0, torch.float32),
-            seeds=column([self._seed_of(e.request) for e in entries], torch.int64),
-            penalty_slots=optional(penalized, -1, torch.int32),
-            repetition_penalty=column([p.repetition_penalty for p in params], torch.float32),
-            frequency_penalty=column([p.frequency_penalty for p in params], torch.float32),
-            presence_penalty=column([p.presence_penalty for p in params], torch.float32),
+            temperature=column("temperature"),
+            top_k=optional("top_k", 0),
+            top_p=optional("top_p", 1.0),
+            min_p=optional("min_p", 0.0),
+            seeds=column("seed"),
+            penalty_slots=self._send(slots) if penalized.any() else None,
+            repetition_penalty=column("repetition_penalty"),
+            frequency_penalty=column("frequency_penalty"),
+            presence_penalty=column("presence_penalty"),
         )
-
-    def _seed_of(self, request: Request) -> int:
-        """The request's seed, or one made for it, which stays the same after a preemption."""
-        seed = request.sampling_params.seed
-        return seed if seed is not None else (self._seed << 32) + request.arrival
-
-
-def _below_min_tokens(entry: ScheduledRequest) -> bool:
-    request = entry.request
-    sampled_before = entry.start + entry.num_tokens - len(request.prompt_token_ids)
-    return entry.samples and sampled_before < request.sampling_params.min_tokens
-
-
-def _is_plain_greedy(entry: ScheduledRequest) -> bool:
-    """Whether only the likeliest token is asked for, or no token at all."""
-    params = entry.request.sampling_params
-    if params.plain_greedy:
-        return True
-    plain = params.greedy and not params.has_penalties and not _below_min_tokens(entry)
-    return plain or not entry.samples

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +80,7 @@ def keys_as_good(spec: ModelSpec, config: ResolvedConfig) -> list[Key]:
     in which they were does, as ``fusewright compile`` makes it."""
     if config.compile.verify:
         return []
-    verified = replace(config, compile=replace(config.compile, verify=True))
-    return [artifact_key(spec, verified)]
+    return [Key({**artifact_key(spec, config).factors, "config.compile.verify": str(True)})]
 
 
 def configured_store(config: StoreConfig, spare: Callable[[], Path] | None = None) -> Store:
@@ -140,11 +138,12 @@ def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
     """A description of the artifact for people."""
     hardware = config.hardware
     target = f"sm_{hardware.sm}" if hardware.sm else hardware.device
-    dtypes = config.model.dtype
-    if config.model.quantization != "none":
-        dtypes += f", {config.model.quantization} weights"
-    if config.cache.dtype != config.model.dtype:
-        dtypes += f", {config.cache.dtype} KV cache"
+    precision = config.precision
+    dtypes = precision.dtype
+    if precision.quantization != "none":
+        dtypes += f", {precision.quantization} weights"
+    if precision.kv_cache_dtype != precision.dtype:
+        dtypes += f", {precision.kv_cache_dtype} KV cache"
     return (
         f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}, "
         f"{dtypes}, -O{config.compile.level}, {target}"

@@ -44,8 +44,8 @@ from ...model_executor.loader import load_model, out_of_memory
 from ...model_executor.models.decoder import DecoderModel
 from ...model_executor.quant.scheme import KINDS
 from ...model_executor.spec import ModelSpec, quantize_online
-from ..core.kv_blocks import BlockPool, CacheGroup
-from ..core.scheduler import Scheduler
+from ..messages.cache_group import CacheGroup
+from ..messages.requests import CoreStats
 from .missing_kernels import say_where_csrc_is_missing
 from .progress import Progress
 from .source import (
@@ -75,14 +75,15 @@ def read_model(
 
 
 def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
-    """A checkpoint's spec with the dtype, KV cache dtype and online quantization of ``config``."""
+    """A checkpoint's spec with the precision of ``config``."""
+    precision = config.precision
     spec = replace(
         spec,
-        dtype_name=config.model.dtype,
-        fp8_kv_cache=config.cache.dtype == "fp8_e4m3",
+        dtype_name=precision.dtype,
+        fp8_kv_cache=precision.kv_cache_dtype == "fp8_e4m3",
     )
     for kind in KINDS:
-        if spec.quant is None and kind == config.model.quantization:
+        if spec.quant is None and kind == precision.quantization:
             return quantize_online(spec, kind)
     return spec
 
@@ -185,20 +186,6 @@ def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher
         max_seqs=dispatcher.max_seqs,
         max_blocks=-(-config.model.max_model_len // config.cache.block_size),
         schema=step_schema(len(spec.cache_groups)),
-    )
-
-
-def make_scheduler(spec: ModelSpec, config: ResolvedConfig, num_blocks: int) -> Scheduler:
-    """Make the scheduler over ``num_blocks`` KV blocks."""
-    return Scheduler(
-        BlockPool(num_blocks, config.cache.block_size, block_groups(spec.cache_groups)),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=config.model.max_model_len,
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-        prefix_caching=config.scheduler.prefix_caching,
-        heed_priority=config.scheduler.policy == "priority",
     )
 
 
@@ -347,7 +334,7 @@ def outside_bytes(hardware: Hardware) -> int:
 
 
 def report_kv_groups(
-    groups: Sequence[LayerGroup], pool: BlockPool, bytes_per_block: int
+    groups: Sequence[LayerGroup], stats: CoreStats, bytes_per_block: int
 ) -> list[dict[str, Any]]:
     """Plain data of each group of layers: what it keeps, the blocks that requests hold of it now,
     their bytes, and the most blocks that they ever held."""
@@ -360,7 +347,7 @@ def report_kv_groups(
             "bytes": held * bytes_per_block,
             "peak_blocks": peak,
         }
-        for group, held, peak in zip(groups, pool.num_held, pool.peak_held, strict=True)
+        for group, held, peak in zip(groups, stats.num_held, stats.peak_held, strict=True)
     ]
 
 

@@ -49,4 +49,4 @@ def test_an_engine_that_was_watched_runs_as_before() -> None:
     while engine.has_unfinished():
         engine.step()
     assert steps == [] and account(steps) == []
-    assert "launch" not in vars(engine.runner) and "choose" not in vars(engine.dispatcher)
+    assert "launch" not in vars(engine.core.runner) and "choose" not in vars(engine.dispatcher)

@@ -30,7 +30,7 @@ def engine(device: torch.device) -> Engine:
 def test_contexts_are_there_without_being_computed(engine: Engine) -> None:
     works = equal(3, 100, 5, engine.inputs.vocab_size)
     pretend_computed(engine, works)
-    scheduler = engine.scheduler
+    scheduler = engine.core.scheduler
     assert scheduler.pool.num_kept == 3 * (100 // 16)
     before = scheduler.num_prefix_hits
     row = measure_context(engine, 3, 100, 4)
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_weights_and_contexts(engine: Engine) -> None:
 
 def test_contexts_that_do_not_fit_are_refused(engine: Engine) -> None:
     with pytest.raises(UserError, match="KV blocks are needed, the cache has"):
-        pretend_computed(engine, equal(4, 10 * 16 * engine.scheduler.pool.num_blocks, 1, 50))
+        pretend_computed(engine, equal(4, 10 * 16 * engine.core.scheduler.pool.num_blocks, 1, 50))
 
 
 def test_requests_of_one_prefix_skip_it_and_answer_alike() -> None:
@@ -59,7 +59,7 @@ def test_requests_of_one_prefix_skip_it_and_answer_alike() -> None:
         "cold",
         "cached",
     ]
-    assert made.scheduler.num_prefix_hits > 0 and made.scheduler.prefix_caching
+    assert made.core.scheduler.num_prefix_hits > 0 and made.core.scheduler.prefix_caching
     works = shared_prefix(3, 7, 2, 1, 100)
     assert len({tuple(w.prompt_token_ids[:7]) for w in works}) == 1
     assert len({tuple(w.prompt_token_ids) for w in works}) == 3

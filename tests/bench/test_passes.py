@@ -90,13 +90,13 @@ def test_programs_take_turns_over_the_same_requests() -> None:
     assert isinstance(engine, Engine)
     with show_progress() as progress:
         variants = [make_variant(engine, passes, progress) for passes in ((), ("fuse_act",))]
-    runners = [engine.runner, *(variant.runner for variant in variants)]
+    runners = [engine.core.runner, *(variant.runner for variant in variants)]
     prompts = ["12+34=", "7*8=", "99-3="]
     alone = [LLM.from_engine(engine).generate(p, use_tqdm=False)[0] for p in prompts]
     requests = [engine.add_request(prompt, final_only=True) for prompt in prompts]
     outputs = {}
     for turn in itertools.cycle(range(3)):
-        engine.runner = runners[turn]
+        engine.core.runner = runners[turn]
         outputs |= {output.request_id: output for output in engine.step()}
         if not engine.has_unfinished():
             break
@@ -116,12 +116,12 @@ def test_an_engine_is_as_it_was_behind_a_round_that_failed(
             heard.append(tokens)
 
         heard: list[Any] = []
-        own, engine.on_tokens = engine.runner, listen
+        own, engine.on_tokens = engine.core.runner, listen
         monkeypatch.setattr(variants[2].runner, "_run", None)  # the third cannot run
         steps = Steps(batches=(2,), prefill=8, turn=2, rounds=1)
         with pytest.raises(UserError, match=r"request request-.* failed: TypeError"):
             _rounds(engine, variants, steps, progress)
-    assert engine.runner is own and engine.on_tokens is listen
+    assert engine.core.runner is own and engine.on_tokens is listen
     assert not engine.has_unfinished() and not heard
     again = LLM.from_engine(engine).generate("12+34=", use_tqdm=False)[0].outputs[0]
     assert again.token_ids == right.token_ids and len(heard) == len(right.token_ids)

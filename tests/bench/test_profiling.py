@@ -128,7 +128,7 @@ def test_delay_and_most_steps_are_kept(llm: LLM, tmp_path: Path) -> None:
         assert found.steps[0].index == first + delay
         assert {a.step for a in found.activities} == {step.index for step in found.steps}
         assert not llm.engine.has_unfinished()
-    assert "step" not in vars(llm.engine) and "schedule" not in vars(llm.engine.scheduler)
+    assert "step" not in vars(llm.engine) and "schedule" not in vars(llm.engine.core.scheduler)
 
 
 def test_decode_ends_where_requests_do(llm: LLM, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: Capture
 def test_a_phase_is_found_with_chunks_and_cached_prefixes(tmp_path: Path) -> None:
     limits = {"max_num_batched_tokens": 16, "max_num_seqs": 3}  # no prompts beside the last ones
     llm = LLM("abacus", optimization_level=0, device="cpu", **limits)
-    assert llm.engine.scheduler.prefix_caching
+    assert llm.engine.core.scheduler.prefix_caching
     plan = Plan("decode", 3, 40, 30, delay_iterations=0, max_iterations=4)
     found = profile_phase(llm, plan, tmp_path / "trace.json")
     assert [step.num_prompt_tokens for step in found.steps] == [0] * 4

@@ -51,7 +51,6 @@ def explained(passes: tuple[str, ...], world_size: int) -> tuple[Lowered, Explan
     lowered = lower_model(
         source,
         config(2, passes=passes, verify=False),
-        device="cpu",
         sm=0,
         timer=Timer(lambda phase: None),
         record=before,

@@ -19,7 +19,7 @@ def resolved(
     """(quantization, dtype of the KV cache)."""
     limits = ModelLimits(4096, "bfloat16", checkpoint)
     config = resolve(EngineOptions(**options), hardware, limits)
-    return config.model.quantization, config.cache.dtype
+    return config.precision.quantization, config.precision.kv_cache_dtype
 
 
 def refusal(*args: Any, **options: Any) -> str:

@@ -107,11 +107,11 @@ def test_forced_kernels_arrive_as_pairs() -> None:
 
 def test_model_facts_fill_what_is_not_given() -> None:
     config = resolved(model="/m")
-    assert (config.model.dtype, config.model.max_model_len) == ("bfloat16", 4096)
+    assert (config.precision.dtype, config.model.max_model_len) == ("bfloat16", 4096)
     assert config.model.tokenizer == "/m"
-    given_too = resolved(model="/m", tokenizer="/t", dtype="float32", max_model_len=100).model
-    assert (given_too.tokenizer, given_too.dtype) == ("/t", "float32")
-    assert given_too.max_model_len == 100
+    given_too = resolved(model="/m", tokenizer="/t", dtype="float32", max_model_len=100)
+    assert (given_too.model.tokenizer, given_too.precision.dtype) == ("/t", "float32")
+    assert given_too.model.max_model_len == 100
 
 
 # Hardware
@@ -356,7 +356,7 @@ def _parts(value: object) -> list[object]:
 
 def test_nothing_of_a_resolved_config_can_be_changed() -> None:
     parts = _parts(resolved())
-    assert len(parts) == 8, "ResolvedConfig and its seven parts"
+    assert len(parts) == 10, "ResolvedConfig and its nine parts"
     for part in (*parts, EngineOptions(), *LEVELS.values()):
         for field in fields(part):  # type: ignore[arg-type]
             with pytest.raises(FrozenInstanceError):

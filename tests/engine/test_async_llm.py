@@ -110,7 +110,7 @@ def test_who_goes_away_aborts_the_request(toy: AsyncLLM, how: str) -> None:
 
     asyncio.run(go())
     wait_until(lambda: not toy.engine.has_unfinished())
-    assert toy.engine.scheduler.pool.num_free == 64
+    assert toy.engine.core.scheduler.pool.num_free == 64
 
 
 def test_an_aborted_request_ends_with_what_it_has(toy: AsyncLLM) -> None:
@@ -189,7 +189,7 @@ def test_closing_ends_requests_and_the_thread_and_refuses_later_calls() -> None:
     for error in asyncio.run(go()):
         assert type(error) is UserError and "the engine is closed" in str(error)
     assert not engine_threads()
-    assert llm.engine.scheduler.pool.num_free == 64
+    assert llm.engine.core.scheduler.pool.num_free == 64
     llm.close()
     with pytest.raises(UserError, match=r"^AsyncLLM\.generate: the engine is closed"):
         asyncio.run(text(llm, "a"))

@@ -8,16 +8,16 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, Hardware, UserError
-from fusewright.engine.core.batch import StepResult
-from fusewright.engine.core.kv_blocks import BlockPool, CacheGroup
+from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.engine import Engine
+from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.model_executor.cache_spec import KV_PAIRS, KVCacheSpec, group_layers
 from tests.model_executor.tiny_models import BY_NAME, TinyModel
 
 from .test_parity import MAX_LEN, NUM_TOKENS, references
 from .test_prefix_cache import finish, request
-from .test_scheduler import run, shape
+from .test_scheduler import result, run, shape
 from .toy import Setup, check_invariants
 
 WINDOWED = Setup(
@@ -124,10 +124,10 @@ def test_blocks_that_went_back_serve_others_and_are_then_not_found() -> None:
 def test_a_block_that_went_back_before_its_token_was_known_is_not_found() -> None:
     scheduler = Setup(block_size=1, windows=(2,), prefix_caching=True).scheduler()
     scheduler.add(request("a", [5, 6], max_tokens=9))
-    batches = [scheduler.schedule() for _ in range(4)]
+    steps = [scheduler.schedule() for _ in range(4)]
     assert scheduler.pool.num_kept == 2 and scheduler.pool.num_held == [2]
-    assert batches[0] is not None
-    scheduler.update(batches[0], StepResult([7]))  # of position 2, which is behind the window
+    assert steps[0] is not None
+    scheduler.update(steps[0], result(steps[0]))  # of position 2, which is behind the window
     assert scheduler.pool.num_kept == 2
 
 
@@ -159,10 +159,10 @@ def test_8192_tokens_behind_windows_of_512_hold_a_quarter_of_the_blocks() -> Non
         )
         scheduler.add(request("a", [7] * LONG, max_tokens=20))
         while scheduler.num_unfinished:
-            batch = scheduler.schedule()
-            assert batch is not None
+            step = scheduler.schedule()
+            assert step is not None
             now = list(scheduler.pool.num_held)
-            scheduler.update(batch, StepResult([7]))
+            scheduler.update(step, result(step))
         held[windows] = now, scheduler.pool.peak_held
     assert held[setup.windows] == ([33] * 4 + [514], [64] * 4 + [514])
     assert held[(0,) * 5][0] == [514] * 5
@@ -184,7 +184,7 @@ def test_a_model_of_windows_answers_alike_and_takes_the_memory_of_its_windows(
         block_size=16,
         num_gpu_blocks_override=5 * 520,
     )
-    engine, scheduler = llm.engine, llm.engine.scheduler
+    engine, scheduler = llm.engine, llm.engine.core.scheduler
     assert isinstance(engine, Engine)
     prompt = {"prompt_token_ids": [(7 * i * i + i) % 120 + 3 for i in range(LONG)]}
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -104,7 +104,7 @@ def make_runner(scheduler: Scheduler, chunk: int) -> Runner:
     assert len({cache.data_ptr() for cache in caches}) == 1, "the groups share memory"
     names = [field.name for field in schema.program]
     program = eager_program(model, lambda values: (values, caches), names)
-    dispatcher = Dispatcher(config.capture, 4)
+    dispatcher = Dispatcher(config.capture.mode, config.capture.sizes, 4)
     columns = MAX_LEN // BLOCK_SIZE
     buffers = StepBuffers(
         torch.device("cpu"), max_tokens=chunk, max_seqs=4, max_blocks=columns, schema=schema
@@ -142,11 +142,11 @@ def test_new_kinds_need_no_change_of_scheduler_or_runner(num_blocks: int, chunk:
         scheduler.add(request)
     in_flight: list[Any] = []
     while scheduler.num_unfinished or in_flight:
-        if (batch := scheduler.schedule()) is not None:
-            in_flight.append((batch, runner.launch(batch)))
-        if len(in_flight) > 1 or batch is None:
-            launched, step = in_flight.pop(0)
-            scheduler.update(launched, step.result())
+        if (step := scheduler.schedule()) is not None:
+            in_flight.append((step, runner.launch(step.batch)))
+        if len(in_flight) > 1 or step is None:
+            launched, pending = in_flight.pop(0)
+            scheduler.update(launched, pending.result())
     for request in requests:
         assert request.output_token_ids == solo(request.prompt_token_ids, 20)
     assert (scheduler.num_preemptions > 0) == (num_blocks == 28)

@@ -67,13 +67,13 @@ def test_modes_hold_with_small_chunks_and_small_caches() -> None:
     for mode in ("FULL_AND_PIECEWISE", "FULL"):
         llm = make(mode, max_num_batched_tokens=7, num_gpu_blocks_override=7, block_size=8)
         assert answers(llm) == [p.answer for p in PROBLEMS]
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.core.scheduler.num_preemptions > 0
 
 
 def test_stale_inputs_are_noticed() -> None:
     """The recording backend is no rubber stamp: a step that skips its write repeats old tokens."""
     llm = make("FULL_AND_PIECEWISE")
-    runner = llm.engine.runner
+    runner = llm.engine.core.runner
     run, calls = runner._ops, []
 
     def sometimes(name: str, *args: Any) -> None:
@@ -130,7 +130,7 @@ def test_greedy_and_other_requests_share_an_engine(mode: str, level: int) -> Non
     llm = make_level(mode, level, **settings)
     prompts = [p.prompt for p in PROBLEMS]
     together = llm.generate(prompts, params, use_tqdm=False)
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.core.scheduler.num_preemptions > 0
     for prompt, asked, output in zip(prompts, params, together, strict=True):
         (alone,) = llm.generate(prompt, asked, use_tqdm=False)
         assert output.outputs[0].token_ids == alone.outputs[0].token_ids

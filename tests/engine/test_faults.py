@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusewright import LLM
-from fusewright.config import EngineDeadError
+from fusewright.config import NO_SLOT, EngineDeadError
 from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.sampling_params import SamplingParams
@@ -50,6 +50,7 @@ class FaultyRunner(ToyRunner):
         if number in self.results:
             for entry in step.entries:
                 entry.token_ids = [1 for _ in entry.token_ids]
+                entry.feed = [NO_SLOT for _ in entry.feed]
             return FaultyStep(step, self.results[number])
         return step
 
@@ -61,7 +62,7 @@ class FaultyRunner(ToyRunner):
 
 def faulty(setup: Setup, kind: type[FaultyRunner] = FaultyRunner, **faults: Any) -> EngineLoop:
     engine = setup.engine()
-    engine.runner = kind(
+    engine.core.runner = kind(
         setup.num_blocks,
         setup.block_size,
         setup.max_num_seqs,
@@ -80,10 +81,10 @@ def run(engine: EngineLoop) -> dict[str, RequestOutput]:
         for output in engine.step():
             assert output.request_id not in last or not last[output.request_id].finished
             last[output.request_id] = output
-        check_invariants(engine.scheduler)
+        check_invariants(engine.core.scheduler)
     engine.step()
     assert all(output.finished for output in last.values())
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.core.scheduler.pool.num_free == engine.core.scheduler.pool.num_blocks
     return last
 
 
@@ -124,7 +125,7 @@ def test_a_step_behind_a_failed_one_is_computed_anew() -> None:
     engine.step()
     engine.add_request([7] * 12, LONG, "b")
     engine.step()
-    assert engine.scheduler.num_prefix_hits > 0, "b shares what a should have written"
+    assert engine.core.scheduler.num_prefix_hits > 0, "b shares what a should have written"
     outputs = run(engine)
     assert outputs["b"].outputs[0].token_ids == solo([7] * 12, LONG, 64).token_ids
     assert "a" not in outputs, "its error came with the second step"
@@ -184,7 +185,7 @@ def test_a_lost_device_ends_the_engine_with_one_message(where: str) -> None:
     with pytest.raises(EngineDeadError, match=message):
         engine.step()
     assert not engine.has_unfinished()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.core.scheduler.pool.num_free == engine.core.scheduler.pool.num_blocks
 
 
 @dataclass
@@ -234,7 +235,7 @@ def test_an_interrupt_costs_others_no_token(where: str, async_scheduling: bool) 
     if where == "launches":
         assert last["b"].outputs[0].error == "KeyboardInterrupt: "
     engine.step()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.core.scheduler.pool.num_free == engine.core.scheduler.pool.num_blocks
 
 
 def test_a_listener_that_raises_does_not_repeat_a_step() -> None:
@@ -266,7 +267,7 @@ def test_a_failed_capture_ends_the_requests_that_needed_it(
     llm = LLM("abacus", optimization_level=0, device="cpu", dtype="float32", max_num_seqs=2)
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     right = llm.generate(["12+34="] * 3, greedy, use_tqdm=False)
-    runner = llm.engine.runner
+    runner = llm.engine.core.runner
     assert isinstance(runner, Runner)
     ensure, calls = runner.graphs.ensure, []
 
@@ -282,5 +283,5 @@ def test_a_failed_capture_ends_the_requests_that_needed_it(
     assert reasons == ["error", "error", "stop"]
     assert "capture failed" in (outputs[0].outputs[0].error or "")
     assert outputs[2].outputs[0].token_ids == right[2].outputs[0].token_ids
-    pool = llm.engine.scheduler.pool
+    pool = llm.engine.core.scheduler.pool
     assert pool.num_free == pool.num_blocks

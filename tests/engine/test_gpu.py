@@ -52,7 +52,7 @@ def test_tokens_and_logits_equal_transformers(
         cudagraph_capture_sizes=(1, 2, 4, 8, 64),
     )
     recorder = LogitsRecorder(llm, monkeypatch)
-    scheduler = llm.engine.scheduler
+    scheduler = llm.engine.core.scheduler
     for chunk in CHUNKS:
         scheduler.max_num_batched_tokens = chunk
         check(llm, recorder, references(name), f"chunk {chunk}")

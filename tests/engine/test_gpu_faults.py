@@ -32,7 +32,7 @@ def check_serves(llm: LLM) -> None:
     """Answers are right and every block is free."""
     outputs = llm.generate([p.prompt for p in PROBLEMS], GREEDY, use_tqdm=False)
     assert [(o.outputs[0].text, o.error) for o in outputs] == [(p.answer, None) for p in PROBLEMS]
-    pool = llm.engine.scheduler.pool
+    pool = llm.engine.core.scheduler.pool
     assert pool.num_free == pool.num_blocks
 
 

@@ -137,7 +137,7 @@ def test_a_closed_stream_aborts_its_request() -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # the iterator is a generator
     assert not llm.engine.has_unfinished()
-    assert llm.engine.scheduler.pool.num_free == 64
+    assert llm.engine.core.scheduler.pool.num_free == 64
 
 
 def test_a_bad_prompt_among_good_ones_generates_nothing() -> None:
@@ -278,8 +278,10 @@ def test_one_step_is_in_flight() -> None:
 def test_metrics_tell_times_and_preemptions() -> None:
     llm = toy_llm(num_blocks=9, block_size=4)
     outputs = llm.generate(["abc"] * 4, SamplingParams(max_tokens=16, ignore_eos=True), False)
-    assert sum(o.metrics.num_preemptions for o in outputs) == llm.engine.scheduler.num_preemptions
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert (
+        sum(o.metrics.num_preemptions for o in outputs) == llm.engine.core.scheduler.num_preemptions
+    )
+    assert llm.engine.core.scheduler.num_preemptions > 0
     for m in (output.metrics for output in outputs):
         assert m.first_token_s is not None and m.finished_s is not None
         assert m.arrival_s <= m.first_token_s <= m.finished_s
@@ -316,7 +318,7 @@ def test_tokens_flow_while_10_000_prompts_are_queued() -> None:
     run = engine.step
 
     def step() -> list[RequestOutput]:
-        waiting.append(engine.scheduler.num_unfinished)
+        waiting.append(engine.core.scheduler.num_unfinished)
         return run()
 
     engine.step = step  # type: ignore[method-assign]

@@ -39,14 +39,14 @@ class NaNRunner(ToyRunner):
         assert step.output is not None
         for row, entry in enumerate(step.entries):
             found = any(kv and kv[1] == POISON for kv in self.seen(entry))
-            if entry.samples and self.poisoned and found:
+            if entry.num_sampled and self.poisoned and found:
                 step.output.token_ids[row] = -1
-                self.last_token[entry.slot] = 0
+                self.last_tokens[entry.slot] = 0
 
 
 def poisoned(setup: Setup) -> Any:
     engine = setup.engine()
-    engine.runner = NaNRunner(
+    engine.core.runner = NaNRunner(
         setup.num_blocks,
         setup.block_size,
         setup.max_num_seqs,
@@ -67,7 +67,7 @@ def test_a_request_with_nan_logits_ends_alone(async_scheduling: bool, num_blocks
     for name, prompt in prompts.items():
         engine.add_request(prompt, LONG, name)
     outputs = run(engine)
-    assert (engine.scheduler.num_preemptions > 0) == (num_blocks < 64)
+    assert (engine.core.scheduler.num_preemptions > 0) == (num_blocks < 64)
     assert failed(outputs) == {"x", "y"}
     for name, prompt in prompts.items():
         (given,) = outputs[name].outputs
@@ -84,15 +84,15 @@ def test_what_a_request_with_nan_logits_stored_is_not_found_again() -> None:
     for prompt in (good, bad):
         engine.add_request(prompt, LONG, str(prompt))
     run(engine)
-    engine.runner.poisoned = False
+    engine.core.runner.poisoned = False
     for prompt in (good, bad):
-        before = engine.scheduler.num_prefix_hits
+        before = engine.core.scheduler.num_prefix_hits
         engine.add_request(prompt, LONG, "again")
         (given,) = run(engine)["again"].outputs
         assert given.token_ids == solo(prompt, LONG, 64).token_ids
-        hits = engine.scheduler.num_prefix_hits - before
+        hits = engine.core.scheduler.num_prefix_hits - before
         assert hits == (0 if prompt is good else 4), "good lost the block that it shared with bad"
-    check_invariants(engine.scheduler)
+    check_invariants(engine.core.scheduler)
 
 
 def test_one_nan_output_of_several_ends_with_what_it_had() -> None:
@@ -101,16 +101,16 @@ def test_one_nan_output_of_several_ends_with_what_it_had() -> None:
     engine = poisoned(Setup())
     first = solo([1, 2], params.of_child(0), 64).token_ids
     second = solo([1, 2], params.of_child(1), 64).token_ids
-    engine.runner.poisoned = False
+    engine.core.runner.poisoned = False
     engine.add_request([1, 2], params, "pair")
     for _ in range(3):
         engine.step()
-    child = next(iter(engine.scheduler.running.values()))
+    child = next(iter(engine.core.scheduler.running.values()))
     known = len(child.output_token_ids)
-    address = child.blocks.tables[0][0] * engine.scheduler.pool.block_size
-    engine.runner.check()
-    engine.runner.kv[address] = (0, POISON)
-    engine.runner.poisoned = True
+    address = child.blocks.tables[0][0] * engine.core.scheduler.pool.block_size
+    engine.core.runner.check()
+    engine.core.runner.kv[address] = (0, POISON)
+    engine.core.runner.poisoned = True
     completions = run(engine)["pair"].outputs
     assert [c.finish_reason for c in completions] == ["error", "length"]
     assert completions[1].token_ids == second

@@ -65,14 +65,18 @@ class LogitsRecorder:
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: dict[tuple[str, int], Tensor] = {}
-        sampler = llm.engine.runner._sampler
+        scheduler = llm.engine.core.scheduler
+        sampler = llm.engine.core.runner._sampler
         sample = sampler.sample
 
         def recorded(logits: Tensor, batch: Any, *args: Any) -> Any:
-            for row, entry in zip(logits, batch.scheduled, strict=True):
-                if entry.samples:
-                    position = entry.start + entry.num_tokens
-                    self.rows[entry.request.request_id, position] = row.float().cpu()
+            names = {r.slot: r.request_id for r in scheduler.running.values()}
+            ends = (batch.starts + batch.query_lens).tolist()
+            for row, slot, end, sampled in zip(
+                logits, batch.slots.tolist(), ends, batch.num_sampled, strict=True
+            ):
+                if sampled:
+                    self.rows[names[slot], end] = row.float().cpu()
             return sample(logits, batch, *args)
 
         monkeypatch.setattr(sampler, "sample", recorded)
@@ -129,7 +133,7 @@ def test_tokens_and_logits_equal_transformers(
         verify=level > 0,
     )
     recorder = LogitsRecorder(llm, monkeypatch)
-    scheduler = llm.engine.scheduler
+    scheduler = llm.engine.core.scheduler
     pool = scheduler.pool
     for chunk in CHUNKS:
         scheduler.max_num_batched_tokens = chunk

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from fusewright.config import UserError
-from fusewright.engine.core.batch import Batch, StepResult
-from fusewright.engine.core.kv_blocks import BlockPool, CacheGroup
+from fusewright.config import NO_SLOT, UserError
+from fusewright.engine.core.batch import ScheduledStep
+from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.request import Request, RequestStatus
 from fusewright.engine.core.scheduler import Scheduler
+from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.engine.messages.step import StepResult
 
 from ..effort import calls
 from .toy import EOS, Setup, check_invariants, in_order
@@ -27,15 +30,20 @@ def request(name: str, num_prompt: int, max_tokens: int = 10) -> Request:
     )
 
 
-def shape(batch: Batch | None) -> Shape:
+def result(step: ScheduledStep, token: int = 7) -> StepResult:
+    """The same token for every row."""
+    return StepResult(np.full(len(step.scheduled), token, np.int32))
+
+
+def shape(step: ScheduledStep | None) -> Shape:
     """(request, start, number of tokens) of every entry."""
-    entries = [] if batch is None else batch.scheduled
+    entries = [] if step is None else step.scheduled
     return [(e.request.request_id, e.start, e.num_tokens) for e in entries]
 
 
-def run(scheduler: Scheduler, batch: Batch | None, token: int = 7) -> None:
-    assert batch is not None
-    scheduler.update(batch, StepResult([token] * batch.num_seqs))
+def run(scheduler: Scheduler, step: ScheduledStep | None, token: int = 7) -> None:
+    assert step is not None
+    scheduler.update(step, result(step, token))
     check_invariants(scheduler)
 
 
@@ -71,9 +79,9 @@ def test_the_next_step_uses_a_token_that_is_still_in_flight() -> None:
     scheduler.add(request("a", 3))
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None and second is not None
-    assert not first.scheduled[0].input_on_device
-    assert second.scheduled[0].input_on_device
-    assert second.query_len == 1 and first.query_len != 1
+    assert first.batch.feed_slots.tolist() == [NO_SLOT] * 3
+    assert second.batch.feed_slots.tolist() == second.batch.slots.tolist()
+    assert second.batch.query_len == 1 and first.batch.query_len == 3
 
 
 def test_nothing_runs_beyond_max_tokens_counting_tokens_in_flight() -> None:
@@ -93,14 +101,14 @@ def test_the_step_after_the_end_is_discarded() -> None:
     scheduler.add(a)
     first, second = scheduler.schedule(), scheduler.schedule()
     run(scheduler, first, EOS)
-    assert a.finish_reason == "stop" and a.stop_reason is None
+    assert a.finish_reason == "stop" and a.stop_id is None
     assert scheduler.pool.num_free == scheduler.pool.num_blocks, "blocks return at once"
     run(scheduler, second)
     assert a.output_token_ids == [EOS]
     assert a.num_in_flight == 0
 
 
-def preempting(num_steps: int) -> tuple[Scheduler, Request, Request, list[Batch | None]]:
+def preempting(num_steps: int) -> tuple[Scheduler, Request, Request, list[ScheduledStep | None]]:
     """Two requests of 4 + 10 tokens in 5 blocks of 4, scheduled without any result."""
     scheduler = Setup(num_blocks=5, block_size=4).scheduler()
     a, b = request("a", 4), request("b", 4)
@@ -118,8 +126,8 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
         batches.append(scheduler.schedule())
         if b.status is RequestStatus.PREEMPTED:
             break
-    assert a.status is RequestStatus.RUNNING and a.num_preemptions == 0
-    assert b.num_preemptions == 1 and b.slot == -1 and b.blocks.tables == []
+    assert a.status is RequestStatus.RUNNING
+    assert scheduler.take_events() == ([], ["b"]) and b.slot == -1 and b.blocks.tables == []
     assert in_order(scheduler) == [b, c]
     while a.status is RequestStatus.RUNNING:
         run(scheduler, batches[-1])
@@ -157,11 +165,11 @@ def test_slots_are_released_with_the_next_batch() -> None:
     for name in "ab":
         scheduler.add(request(name, 3, max_tokens=1))
     first = scheduler.schedule()
-    assert first is not None and first.finished_slots == []
+    assert first is not None and first.batch.released_slots == []
     assert scheduler.schedule() is None
     run(scheduler, first)
     second = scheduler.schedule()
-    assert second is not None and second.finished_slots == [0]
+    assert second is not None and second.batch.released_slots == [0]
     assert shape(second) == [("b", 0, 3)] and second.scheduled[0].request.slot == 0
 
 
@@ -218,12 +226,12 @@ def _effort_of_a_step(num_running: int, num_waiting: int) -> int:
     )
     for i in range(num_running + num_waiting):
         scheduler.add(request(str(i), 128, max_tokens=1000))
-    batches: list[Batch | None] = [None]
+    batches: list[ScheduledStep | None] = [None]
 
     def step() -> None:
         batches.append(scheduler.schedule())
         if (before := batches.pop(0)) is not None:
-            scheduler.update(before, StepResult([7] * before.num_seqs))
+            scheduler.update(before, result(before))
 
     for _ in range(20):
         step()
@@ -252,7 +260,7 @@ def test_a_result_of_another_size_is_refused() -> None:
     batch = scheduler.schedule()
     assert batch is not None
     with pytest.raises(RuntimeError, match="2 tokens for 1 requests"):
-        scheduler.update(batch, StepResult([1, 2]))
+        scheduler.update(batch, StepResult(np.array([1, 2], np.int32)))
 
 
 def test_blocks_are_allocated_once_and_freed_once() -> None:

@@ -100,8 +100,8 @@ class Crowd:
         for output in self.engine.step():
             if output.finished:
                 self._check(output)
-        check_invariants(self.engine.scheduler)
-        assert self.engine.scheduler.num_unfinished == len(self.open)
+        check_invariants(self.engine.core.scheduler)
+        assert self.engine.core.scheduler.num_unfinished == len(self.open)
         assert all(sent.deadline >= self.num_steps for sent in self.open.values()), "starved"
 
     def _check(self, output: RequestOutput) -> None:
@@ -157,12 +157,12 @@ def test_20_000_requests_on_a_tenth_of_the_cache_answer_as_if_alone() -> None:
             crowd.abort()
         crowd.step()
     assert engine.step() == []
-    check_invariants(engine.scheduler)
-    assert not engine.has_unfinished() and engine.scheduler.pool.num_free == CROWDED.num_blocks
+    check_invariants(engine.core.scheduler)
+    assert not engine.has_unfinished() and engine.core.scheduler.pool.num_free == CROWDED.num_blocks
     assert crowd.sent_tokens / crowd.num_sent > MEAN_BLOCKS * CROWDED.block_size
     assert crowd.num_aborted > 500
-    assert engine.scheduler.num_preemptions > 300
-    assert engine.scheduler.num_prefix_hits > 10_000
+    assert engine.core.scheduler.num_preemptions > 300
+    assert engine.core.scheduler.num_prefix_hits > 10_000
 
 
 @pytest.mark.slow
@@ -193,9 +193,9 @@ def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
         for output in crowded.step():
             if output.finished:
                 answers[output.request_id] = output.outputs[0].token_ids
-        check_invariants(crowded.scheduler)
-    assert crowded.scheduler.pool.num_free == crowded.scheduler.pool.num_blocks
-    assert len(answers) > 60 and crowded.scheduler.num_preemptions > 0
+        check_invariants(crowded.core.scheduler)
+    assert crowded.core.scheduler.pool.num_free == crowded.core.scheduler.pool.num_blocks
+    assert len(answers) > 60 and crowded.core.scheduler.num_preemptions > 0
     alone = abacus(enable_prefix_caching=False)
     right: dict[tuple[str, SamplingParams], list[int]] = {}
     for request_id, (prompt, params) in zip(ids, asked, strict=True):

@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 def slowly(engine: EngineLoop, at_least: int = 1) -> EngineLoop:
     """Steps in which other threads run; early ones wait for so many requests to be there."""
-    launch, count = engine.runner.launch, 0
+    launch, count = engine.core.runner.launch, 0
 
     def slow(batch: Any) -> Any:
         nonlocal count
@@ -36,7 +36,7 @@ def slowly(engine: EngineLoop, at_least: int = 1) -> EngineLoop:
         time.sleep(0.05 if batch.num_seqs < at_least and count < 40 else 0.0005)
         return launch(batch)
 
-    engine.runner.launch = slow  # type: ignore[method-assign]
+    engine.core.runner.launch = slow  # type: ignore[method-assign]
     return engine
 
 
@@ -86,7 +86,7 @@ def test_requests_of_several_threads_run_in_one_batch() -> None:
     llm = LLM.from_engine(engine)
     texts = at_once(8, lambda i: llm.generate(f"p{i}", LONG, False)[0].outputs[0].text)
     assert texts == [right(f"p{i}") for i in range(8)]
-    batches: Any = engine.runner
+    batches: Any = engine.core.runner
     assert max(batch.num_seqs for batch in batches.batches) == 8
 
 
@@ -114,8 +114,8 @@ def test_threads_that_come_and_go_lose_nothing(seed: int) -> None:
 
     assert at_once(6, work) == [None] * 6
     assert not engine.has_unfinished()
-    check_invariants(engine.scheduler)
-    assert engine.scheduler.pool.num_free == setup.num_blocks
+    check_invariants(engine.core.scheduler)
+    assert engine.core.scheduler.pool.num_free == setup.num_blocks
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
@@ -139,7 +139,7 @@ def test_an_interrupt_in_the_thread_that_drives_leaves_the_others_theirs() -> No
     assert sum(interrupted) == 1
     for index in range(4):
         assert interrupted[index] or found[index] == right(f"p{index}")
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.core.scheduler.pool.num_free == engine.core.scheduler.pool.num_blocks
 
 
 def test_a_lost_device_is_told_to_every_thread() -> None:
@@ -225,7 +225,7 @@ def test_closing_ends_what_runs_and_refuses_the_rest_by_name() -> None:
         for each in running:
             with pytest.raises(UserError, match="the engine is closed"):
                 each.result()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.core.scheduler.pool.num_free == engine.core.scheduler.pool.num_blocks
     llm.close()
     calls = {
         "generate": lambda: llm.generate("a"),

@@ -11,18 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 import fusewright.model_executor.abacus as abacus
-from fusewright.engine.core.batch import Batch, StepResult, TokenLogprobs
-from fusewright.engine.core.kv_blocks import BlockPool, CacheGroup
+from fusewright.config import NO_SLOT
+from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.loop import EngineCore
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.frontend.inputs import InputProcessor
 from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.engine.frontend.tokenizer import Tokenizer
+from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.engine.messages.step import Batch, Logprobs, StepResult
 
 TOKENIZER = Tokenizer(Path(abacus.__file__).parent)
 VOCAB_SIZE = 272
+MOST_LOGPROBS = 3
 EOS = 257
 # What the model may say: letters, a space, the bytes of "é" (also apart, so that text breaks) and
 # end-of-sequence.  Token ids of the tokenizer are byte values.
@@ -40,16 +46,23 @@ def next_token(seen: Sequence[tuple[int, int] | None], seed: int | None = None) 
     return ALPHABET[h % len(ALPHABET)]
 
 
-def logprobs_of(seen: Sequence[tuple[int, int] | None], count: int) -> TokenLogprobs:
+def logprobs_of(
+    seen: Sequence[tuple[int, int] | None], count: int
+) -> tuple[float, int, list[float], list[int]]:
+    """(logprob, rank, the likeliest logprobs, their ids)."""
     h = hash((1, *seen))
-    top = [(ALPHABET[-i - 1], -float(h % (i + 5))) for i in range(count)]
-    return TokenLogprobs(-float(h % 7), 1 + h % 3, top)
+    top = [-float(h % (i + 5)) for i in range(count)]
+    return -float(h % 7), 1 + h % 3, top, [ALPHABET[-i - 1] for i in range(count)]
 
 
 @dataclass
 class _Row:
-    request: Request
+    """What the runner was told of the request in a slot."""
+
+    sampling_params: SamplingParams
     tables: list[list[int]]
+    num_tokens: int | None = None
+    """Computed so far; None before its first step."""
 
 
 @dataclass
@@ -59,9 +72,9 @@ class _Entry:
     slot: int
     tables: list[list[int]]
     start: int
-    token_ids: list[int | None]
-    samples: bool
-    num_logprobs: int | None
+    token_ids: list[int]
+    feed: list[int]
+    num_sampled: int
     seed: int | None
 
 
@@ -91,19 +104,29 @@ class ToyRunner:
     lazy: bool = True
     shares: bool = False
     windows: tuple[int, ...] = (0,)
+    tokens_per_step: int = 1
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.kv: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
-        self.last_token: list[int | None] = [None] * self.max_num_seqs
+        self.last_tokens: list[int | None] = [None] * (self.max_num_seqs * self.tokens_per_step)
         self.rows: dict[int, _Row] = {}
         self.queue: list[ToyStep] = []
 
     def launch(self, batch: Batch) -> ToyStep:
         self._check(batch)
-        for slot in batch.finished_slots:
+        for slot in batch.released_slots:
             del self.rows[slot]
-        step = ToyStep(self, [self._entry(batch, i) for i in range(batch.num_seqs)])
+        for sequence in batch.new:
+            assert sequence.slot not in self.rows, "the slot's former request was never released"
+            self.rows[sequence.slot] = _Row(sequence.sampling_params, [[] for _ in self.windows])
+        for group, gained in enumerate(batch.block_tables):
+            block_ids = gained.block_ids.tolist()
+            for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
+                self.rows[int(batch.slots[row])].tables[group] += block_ids[:count]
+                del block_ids[:count]
+            assert not block_ids
+        step = ToyStep(self, self._entries(batch))
         self.queue.append(step)
         self.batches.append(batch)
         if not self.lazy:
@@ -119,9 +142,9 @@ class ToyRunner:
         step = self.queue.pop(0)
         written: set[int] = set()
         for entry in step.entries:
-            for offset, token in enumerate(entry.token_ids):
+            for offset, (token, feed) in enumerate(zip(entry.token_ids, entry.feed, strict=True)):
                 position = entry.start + offset
-                known = self.last_token[entry.slot] if token is None else token
+                known = token if feed == NO_SLOT else self.last_tokens[feed]
                 assert known is not None, "no token was ever sampled in this slot"
                 for table in entry.tables:
                     address = self._address(table, position)
@@ -129,25 +152,40 @@ class ToyRunner:
                     written.add(address)
                     self.kv[address] = (position, known)
         token_ids: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
+        logprobs: list[tuple[float, int, list[float], list[int]]] = []
         for entry in step.entries:
             self._check_what_is_seen(entry)
-            seen = self.seen(entry)
-            token_ids.append(next_token(seen, entry.seed) if entry.samples else -1)
-            count = entry.num_logprobs
-            logprobs.append(None if count is None else logprobs_of(seen, count))
-            if entry.samples:
-                self.last_token[entry.slot] = token_ids[-1]
-        step.output = StepResult(token_ids, logprobs)
+            sampled: list[int] = []
+            for number in range(self.tokens_per_step):
+                seen = self.seen(entry, sampled)
+                samples = number < entry.num_sampled
+                logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
+                sampled.append(next_token(seen, entry.seed) if samples else -1)
+                if samples:
+                    self.last_tokens[entry.slot * self.tokens_per_step + number] = sampled[-1]
+            token_ids += sampled
+        chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
+        step.output = StepResult(
+            np.array(token_ids, np.int32),
+            Logprobs(
+                np.array(chosen, np.float32),
+                np.array(ranks, np.int32),
+                np.array(top, np.float32),
+                np.array(top_ids, np.int32),
+            ),
+        )
 
-    def seen(self, entry: _Entry) -> list[tuple[int, int] | None]:
-        """What the last query of a request finds in its KV blocks."""
+    def seen(self, entry: _Entry, sampled: Sequence[int] = ()) -> list[tuple[int, int] | None]:
+        """What the last query of a request finds in its KV blocks, or will behind tokens that are
+        not stored yet."""
         end = entry.start + len(entry.token_ids)
-        return [
-            self.kv[self._address(table, position)]
-            for window, table in zip(self.windows, entry.tables, strict=True)
-            for position in range(max(0, end - window) if window else 0, end)
-        ]
+        later: list[tuple[int, int] | None] = [*enumerate(sampled, start=end)]
+        found: list[tuple[int, int] | None] = []
+        for window, table in zip(self.windows, entry.tables, strict=True):
+            first = max(0, end + len(sampled) - window) if window else 0
+            found += [self.kv[self._address(table, position)] for position in range(first, end)]
+            found += later[max(0, first - end) :]
+        return found
 
     def _address(self, table: list[int], position: int) -> int:
         block = table[position // self.block_size]
@@ -162,45 +200,47 @@ class ToyRunner:
                 assert found is not None and found[0] == position
 
     def _check(self, batch: Batch) -> None:
-        counts = [entry.num_tokens for entry in batch.scheduled]
+        counts = batch.query_lens.tolist()
         assert counts and min(counts) >= 1
         assert sum(counts) <= self.max_num_batched_tokens
         assert len(counts) <= self.max_num_seqs
-        longer = [count > 1 for count in counts]
+        longer = [count > self.tokens_per_step for count in counts]
         assert longer == sorted(longer), "decodes come first"
-        assert (batch.query_len == 1) == (max(counts) == 1)
-        assert batch.num_tokens == sum(counts)
-        slots = [entry.request.slot for entry in batch.scheduled]
+        assert batch.query_len == (counts[0] if len({*counts}) == 1 else 0)
+        assert batch.num_tokens == sum(counts) == len(batch.feed_slots)
+        slots = batch.slots.tolist()
         assert len(set(slots)) == len(slots)
         assert set(slots) <= set(range(self.max_num_seqs))
+        assert {sequence.slot for sequence in batch.new} <= {*slots}
 
-    def _entry(self, batch: Batch, index: int) -> _Entry:
-        entry = batch.scheduled[index]
-        request = entry.request
-        row = self.rows.get(request.slot)
-        if row is None:
-            shared = entry.start // self.block_size
-            assert entry.start % self.block_size == 0 and (shared == 0 or self.shares), (
-                "a request that is new in its slot starts at 0 or behind shared blocks"
+    def _entries(self, batch: Batch) -> list[_Entry]:
+        entries, token_ids, feed = [], batch.input_ids.tolist(), batch.feed_slots.tolist()
+        columns = (batch.slots, batch.starts, batch.query_lens, batch.num_sampled)
+        for slot, start, count, num_sampled in zip(*(c.tolist() for c in columns), strict=True):
+            row = self.rows[slot]
+            if row.num_tokens is None:
+                shared = start // self.block_size
+                assert start % self.block_size == 0 and (shared == 0 or self.shares), (
+                    "a request that is new in its slot starts at 0 or behind shared blocks"
+                )
+            else:
+                assert start == row.num_tokens, "a step computes what comes next"
+            row.num_tokens = start + count
+            assert all(len(table) * self.block_size >= row.num_tokens for table in row.tables)
+            entries.append(
+                _Entry(
+                    slot,
+                    [table[:] for table in row.tables],
+                    start,
+                    token_ids[:count],
+                    feed[:count],
+                    num_sampled,
+                    row.sampling_params.seed,
+                )
             )
-            row = self.rows[request.slot] = _Row(request, [])
-        assert row.request is request, "the slot's former request was never released"
-        # A block table on a device only grows: what it has must not change.
-        row.tables = row.tables or [[] for _ in self.windows]
-        for before, table in zip(row.tables, request.blocks.tables, strict=True):
-            assert table[: len(before)] == before
-        row.tables = [list(table) for table in request.blocks.tables]
-        end = entry.start + entry.num_tokens
-        token_ids: list[int | None] = [*request.tokens(entry.start, end)]
-        assert entry.input_on_device == (not token_ids)
-        if entry.input_on_device:
-            assert entry.num_tokens == 1
-            token_ids = [None]
-        params = request.sampling_params
-        count = params.logprobs if entry.samples else None
-        return _Entry(
-            request.slot, row.tables, entry.start, token_ids, entry.samples, count, params.seed
-        )
+            assert all(token == 0 for token, of in zip(token_ids, feed, strict=True) if of >= 0)
+            del token_ids[:count], feed[:count]
+        return entries
 
 
 @dataclass
@@ -260,6 +300,7 @@ class Setup:
     long_prefill_token_threshold: int = 0
     windows: tuple[int, ...] = (0,)
     """One group of layers each; 0: no window."""
+    tokens_per_step: int = 1
 
     def pool(self) -> BlockPool:
         groups = [CacheGroup(window) for window in self.windows]
@@ -275,6 +316,7 @@ class Setup:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             prefix_caching=self.prefix_caching,
             heed_priority=self.heed_priority,
+            tokens_per_step=self.tokens_per_step,
         )
 
     def runner(self) -> ToyRunner:
@@ -286,16 +328,17 @@ class Setup:
             self.lazy,
             self.prefix_caching,
             self.windows,
+            self.tokens_per_step,
         )
 
     def engine(self, tokenizer: Tokenizer | None = TOKENIZER) -> EngineLoop:
         folder = Path("/no/such/folder") if tokenizer is None else tokenizer.folder
         return EngineLoop(
-            scheduler=self.scheduler(),
-            runner=self.runner(),
+            core=EngineCore(
+                self.scheduler(), self.runner(), async_scheduling=self.async_scheduling
+            ),
             inputs=InputProcessor(tokenizer, folder, VOCAB_SIZE, self.max_model_len),
             eos_token_ids=frozenset({EOS}),
-            async_scheduling=self.async_scheduling,
         )
 
 
@@ -323,7 +366,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         arrivals = [request.arrival for request in running + waiting]
         assert arrivals == sorted(arrivals), "first come, first served"
     for request in running:
-        assert 0 <= request.num_in_flight <= 1
+        assert 0 <= request.num_in_flight <= scheduler.tokens_per_step
         assert request.num_tokens <= request.max_total_tokens
         tables = zip(pool.groups, request.blocks.tables, request.blocks.num_freed, strict=True)
         for group, table, freed in tables:
@@ -334,6 +377,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert request.num_kept_blocks == (full if scheduler.prefix_caching else 0)
     if not scheduler.long_prefill_token_threshold:
         for request in running[:-1]:
-            assert request.num_tokens - request.num_computed_tokens <= 1, "only the last prefills"
+            left = request.num_tokens - request.num_computed_tokens
+            assert left <= scheduler.tokens_per_step, "only the last prefills"
     for request in waiting:
         assert request.slot == -1 and not request.blocks.tables and not request.num_kept_blocks

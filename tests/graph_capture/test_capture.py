@@ -15,7 +15,6 @@ from fusewright.config import (
     FEED,
     NO_SLOT,
     STEP,
-    CaptureConfig,
     CudagraphMode,
     Per,
     StepField,
@@ -63,7 +62,7 @@ def buffers() -> StepBuffers:
 
 
 def dispatcher(mode: str, sizes: tuple[int, ...] = (2, 4, 8)) -> Dispatcher:
-    return Dispatcher(CaptureConfig(CudagraphMode(mode), sizes, lazy=True), MAX_SEQS)
+    return Dispatcher(CudagraphMode(mode), sizes, MAX_SEQS)
 
 
 def captured(mode: str, log: list[str]) -> tuple[Graphs, StepBuffers, RecordingGraphs]:

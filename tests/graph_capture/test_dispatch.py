@@ -6,16 +6,14 @@ import logging
 
 import pytest
 
-from fusewright.config import CaptureConfig, CudagraphMode, capture_sizes
+from fusewright.config import CudagraphMode, capture_sizes
 from fusewright.graph_capture import Dispatch, Dispatcher, GraphKind
 
 FULL, PIECEWISE, NONE = GraphKind.FULL, GraphKind.PIECEWISE, GraphKind.NONE
 
 
 def dispatcher(mode: str, max_num_seqs: int = 20) -> Dispatcher:
-    return Dispatcher(
-        CaptureConfig(CudagraphMode(mode), capture_sizes(max_num_seqs), True), max_num_seqs
-    )
+    return Dispatcher(CudagraphMode(mode), capture_sizes(max_num_seqs), max_num_seqs)
 
 
 def test_the_size_rule() -> None:
@@ -89,8 +87,7 @@ def test_every_choice_is_counted() -> None:
 
 
 def test_steps_beyond_the_sizes_are_counted_and_said_once(said: list[logging.LogRecord]) -> None:
-    config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 8), True)
-    made = Dispatcher(config, 20)
+    made = Dispatcher(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 8), 20)
     for tokens in (8, 12, 9):
         made.choose(tokens, tokens, query_len=1)
         made.choose(tokens + 100 * (tokens > 8), 3, query_len=0)
@@ -118,8 +115,7 @@ def test_steps_that_the_mode_does_not_capture_are_not_outside(
 
 def test_decodes_of_several_tokens_have_graphs_of_their_own() -> None:
     """Two query tokens a sequence, as with a drafted token; a padded row has as many."""
-    config = CaptureConfig(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8), True)
-    chooser = Dispatcher(config, 8, decode_query_len=2)
+    chooser = Dispatcher(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8), 8, decode_query_len=2)
     assert chooser.full_sizes == [(2, 1), (4, 2), (8, 4), (16, 8)]
     assert chooser.choose(6, 3, query_len=2) == Dispatch(FULL, 8, 4, 2)
     assert chooser.choose(3, 3, query_len=1) == Dispatch(PIECEWISE, 4, 3)

@@ -1,23 +1,21 @@
-"""Lowers the graph mode where a program has a step that no CUDA graph can hold."""
+"""Chooses the graph mode of a program, which may have a step that no CUDA graph can hold."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from ... import ops
 from ...compiler.run.program import Program
-from ...config import CaptureConfig, Hardware
+from ...config import CudagraphMode, Hardware
 
 _log = logging.getLogger(__name__)
 
 
-def capturable(capture: CaptureConfig, program: Program, hardware: Hardware) -> CaptureConfig:
-    """``capture``, without FULL graphs if a step of ``program`` reads device values on the host;
+def graph_mode(mode: CudagraphMode, program: Program, hardware: Hardware) -> CudagraphMode:
+    """``mode``, without FULL graphs if a step of ``program`` reads device values on the host;
     a warning says so.  Recorded graphs (CPU) hold any step."""
-    mode = capture.mode
     if hardware.graphs != "cuda" or not mode.full_decode:
-        return capture
+        return mode
     for step in program.steps:
         namespace, _, qualified = step.name.partition("::")
         op = ops.BY_NAME.get(qualified.partition(".")[0])
@@ -33,5 +31,5 @@ def capturable(capture: CaptureConfig, program: Program, hardware: Hardware) -> 
                 mode.value,
                 mode.without_full.value,
             )
-            return replace(capture, mode=mode.without_full)
-    return capture
+            return mode.without_full
+    return mode

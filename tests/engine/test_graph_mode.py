@@ -8,8 +8,8 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 from fusewright.compiler.run.program import Program, Step
-from fusewright.config import CaptureConfig, CudagraphMode, Hardware
-from fusewright.engine.worker.capture_mode import capturable
+from fusewright.config import CudagraphMode, Hardware
+from fusewright.engine.worker.graph_mode import graph_mode
 from fusewright.model_executor.abacus.problems import held_out
 
 GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
@@ -35,16 +35,16 @@ def program(attention: str) -> Program:
 def test_attention_on_the_host_lowers_full_modes(
     mode: str, lowered: str, said: list[logging.LogRecord]
 ) -> None:
-    config = CaptureConfig(CudagraphMode(mode), (1, 2), True)
-    assert capturable(config, program("fw_native"), GPU).mode.value == lowered
+    asked = CudagraphMode(mode)
+    assert graph_mode(asked, program("fw_native"), GPU).value == lowered
     assert len(said) == (mode != lowered)
     if said:
         line = said[0].getMessage()
         assert line.startswith("paged_attention by native reads lengths on the host")
         assert f"cudagraph_mode={mode} becomes {lowered}" in line
     said.clear()
-    assert capturable(config, program("fw_triton"), GPU) is config
-    assert capturable(config, program("fw_native"), RECORDING) is config
+    assert graph_mode(asked, program("fw_triton"), GPU) is asked
+    assert graph_mode(asked, program("fw_native"), RECORDING) is asked
     assert not said
 
 

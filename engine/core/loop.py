@@ -1,0 +1,194 @@
+"""``EngineCore`` runs requests in steps: it schedules, launches, and applies what comes back.
+
+While a step runs, the one before is waited for, so that the device always has work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+from ...config import EngineDeadError, ResolvedConfig, UserError
+from ..messages.cache_group import CacheGroup
+from ..messages.requests import AbortRequests, AddRequest, CoreStats, StepOutputs
+from ..messages.step import PendingStep, Runner
+from .batch import ScheduledStep
+from .kv_blocks import BlockPool
+from .request import Request
+from .scheduler import Scheduler
+
+_Failed: TypeAlias = tuple[ScheduledStep, BaseException]
+
+
+class EngineCore:
+    """Runs requests, one step a call; see ``Core`` for what the frontend calls.
+
+    Args:
+        async_scheduling: keep one step in flight; its tokens are seen one call later.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, async_scheduling: bool = True
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._most_in_flight = 2 if async_scheduling else 1
+        self._in_flight: list[tuple[ScheduledStep, PendingStep]] = []
+        self._dead: Exception | None = None
+
+    def check_size(self, request: AddRequest) -> None:
+        """Raise ``UserError`` if the request can never run here; any thread may ask."""
+        if request.priority != 0 and not self.scheduler.heed_priority:
+            raise UserError(
+                f"priority={request.priority}: requests run by arrival; start with "
+                "scheduling_policy='priority'"
+            )
+        self.scheduler.check_size(request)
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            UserError: its id is in use, the KV cache could never hold it, or the core is closed.
+            EngineDeadError: the device is lost.
+        """
+        self._check_alive()
+        self.scheduler.add(
+            Request(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=request.sampling_params,
+                max_total_tokens=request.max_total_tokens,
+                eos_token_ids=request.eos_token_ids,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+        )
+
+    def abort(self, request: AbortRequests) -> None:
+        """End requests and free what they hold; unknown ids are ignored."""
+        for request_id in request.request_ids:
+            self.scheduler.abort(request_id)
+
+    def step(self) -> StepOutputs:
+        """Launch the next step, and apply the oldest in flight unless another may join it.
+
+        When a step fails, its requests end with an error, and the others are served on.
+
+        Raises:
+            EngineDeadError: the device is lost; every later call raises it too.
+        """
+        self._check_alive()
+        # An interrupt during the last wait has left all in flight that may be: then launch none.
+        step = self.scheduler.schedule() if len(self._in_flight) < self._most_in_flight else None
+        if step is None and not self._in_flight and self.num_unfinished:
+            raise RuntimeError(f"{self.num_unfinished} requests, but none can run")
+        failed: list[_Failed] = []
+        if step is not None:
+            try:
+                self._in_flight.append((step, self.runner.launch(step.batch)))
+            except Exception as error:
+                failed.append((step, error))
+            except BaseException as interrupt:
+                self._recover([(step, interrupt)])
+                raise
+        another_may_join = step is not None and len(self._in_flight) < self._most_in_flight
+        tokens = None
+        if self._in_flight and (failed or not another_may_join):
+            # It stays in flight if an interrupt cuts the wait short.
+            oldest, pending = self._in_flight[0]
+            try:
+                result = pending.result()
+            except Exception as error:
+                del self._in_flight[0]
+                failed.insert(0, (oldest, error))
+            else:
+                del self._in_flight[0]
+                tokens = self.scheduler.update(oldest, result)
+        if failed:
+            self._recover(failed)
+        return StepOutputs(tokens, *self.scheduler.take_events())
+
+    def stats(self) -> CoreStats:
+        """Count what runs, waits and was found in the prefix cache."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return CoreStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_kv_blocks=pool.num_blocks,
+            num_free_kv_blocks=pool.num_free,
+            num_held=[*pool.num_held],
+            peak_held=[*pool.peak_held],
+            num_preemptions=scheduler.num_preemptions,
+            prefix_caching=scheduler.prefix_caching,
+            num_prefix_tokens=scheduler.num_prefix_tokens,
+            num_prefix_hits=scheduler.num_prefix_hits,
+        )
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.scheduler.num_unfinished
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run, or enough wait to fill a step."""
+        scheduler = self.scheduler
+        return bool(scheduler.running) or scheduler.num_unfinished >= scheduler.max_num_seqs
+
+    def close(self) -> Exception:
+        """Abort all requests and release the runner.  Returns the error that every later call
+        raises.  A core whose device is lost stays as it is."""
+        if self._dead is None:
+            with suppress(Exception):
+                self.runner.check()
+            self._in_flight.clear()
+            for request_id in [*self.scheduler.running, *self.scheduler.waiting]:
+                self.scheduler.abort(request_id)
+            del self.runner
+            self._dead = UserError(
+                "the engine is closed, and serves no request any more; make a new LLM"
+            )
+        return self._dead
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def _recover(self, failed: list[_Failed]) -> None:
+        """End the requests of failed steps.  A step in flight may have read what those failed to
+        write, so it is dropped, and its other requests are computed anew."""
+        try:
+            self.runner.check()
+        except Exception as lasting:
+            first = _message(failed[0][1])
+            self._dead = EngineDeadError(
+                f"the device failed and runs nothing more: {first}; restart the engine"
+            )
+            raise self._dead from lasting
+        for step, _ in self._in_flight:
+            self.scheduler.drop(step)
+        self._in_flight.clear()
+        for step, error in failed:
+            self.scheduler.fail(step, _message(error))
+
+
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def make_core(
+    config: ResolvedConfig, num_blocks: int, groups: Sequence[CacheGroup], runner: Runner
+) -> EngineCore:
+    """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share."""
+    scheduler = Scheduler(
+        BlockPool(num_blocks, config.cache.block_size, groups),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.model.max_model_len,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        prefix_caching=config.scheduler.prefix_caching,
+        heed_priority=config.scheduler.policy == "priority",
+    )
+    return EngineCore(scheduler, runner, async_scheduling=config.scheduler.async_scheduling)

@@ -1,0 +1,115 @@
+"""What the frontend and the core exchange: requests and aborts one way, ``StepOutputs`` back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from .sampling_params import SamplingParams
+from .step import Ints, Logprobs
+
+
+class AddRequest(Struct, frozen=True):
+    """A checked request for one output.
+
+    Attributes:
+        max_total_tokens: prompt and output together end here.
+        eos_token_ids: ids that end the output, unless ``ignore_eos``.
+        priority: lower runs first, where the scheduler heeds it.
+        cache_salt: it shares cached prefixes only with requests of the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_total_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class AbortRequests(Struct, frozen=True):
+    """Requests to end at once; the core says nothing of them any more."""
+
+    request_ids: list[str]
+
+
+class NewTokens(Struct, frozen=True):
+    """``request_ids[i]`` has got ``token_ids[i]``; ``logprobs`` if one of them wants them."""
+
+    request_ids: list[str]
+    token_ids: Ints
+    logprobs: Logprobs | None = None
+
+
+class Finished(Struct, frozen=True):
+    """A request that the core has ended.
+
+    Attributes:
+        reason: "stop", "length" or "error".
+        num_output_tokens: how many it has been given.
+        stop_id: the one of ``stop_token_ids`` that ended it; None for end-of-sequence.
+        error: what went wrong; None unless that is the reason.
+    """
+
+    request_id: str
+    reason: str
+    num_output_tokens: int
+    stop_id: int | None = None
+    error: str | None = None
+
+
+class StepOutputs(Struct, frozen=True):
+    """What a step of the core has brought: tokens, unless none was waited for, the requests that
+    ended, and those that will be computed anew."""
+
+    tokens: NewTokens | None
+    finished: list[Finished]
+    preempted: list[str]
+
+
+class CoreStats(Struct, frozen=True):
+    """The state of the scheduler and of its KV cache, and counts since the start.  ``num_held`` has
+    the blocks of each group that requests hold, ``peak_held`` the most that they ever held."""
+
+    num_running: int
+    num_waiting: int
+    num_kv_blocks: int
+    num_free_kv_blocks: int
+    num_held: list[int]
+    peak_held: list[int]
+    num_preemptions: int
+    prefix_caching: bool
+    num_prefix_tokens: int
+    num_prefix_hits: int
+
+
+class Core(Protocol):
+    """What the frontend calls, on one thread at a time but for ``check_size``."""
+
+    def check_size(self, request: AddRequest) -> None:
+        """Raises ``UserError`` if the KV cache could never hold the request, or it has a priority
+        where requests run by arrival."""
+
+    def add(self, request: AddRequest) -> None:
+        """Queues a request; raises ``UserError`` if its id is in use."""
+
+    def abort(self, request: AbortRequests) -> None:
+        """Ends requests; ids that are unknown are ignored."""
+
+    def step(self) -> StepOutputs:
+        """Launches the next step and waits for the one before."""
+
+    def stats(self) -> CoreStats: ...
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run, or enough wait to fill a step."""
+
+    def close(self) -> Exception:
+        """Aborts all requests and releases the worker.  Returns the error that every later call
+        raises."""

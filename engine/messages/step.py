@@ -1,0 +1,133 @@
+"""What the core and a worker exchange: a ``Batch`` a step to the worker, a ``StepResult`` back.
+
+Rows are the step's sequences.  The worker keeps what it was told of a slot (block tables, sampling
+state) until the slot is released, so that a step brings only what has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from .sampling_params import SamplingParams
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+
+class NewSequence(Struct, frozen=True):
+    """A request that is new in its slot, also after a preemption: what sampling needs of it.
+
+    ``stop_ids`` are banned before ``min_tokens``.  Token ids are there where penalties count them.
+    """
+
+    slot: int
+    sampling_params: SamplingParams
+    arrival: int
+    num_prompt_tokens: int
+    stop_ids: frozenset[int]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
+class BlockTableUpdate(Struct, frozen=True):
+    """What the block tables of one group gain: ``counts[i]`` blocks at the end of row
+    ``rows[i]``'s table; ``block_ids`` has them one behind the other."""
+
+    rows: Ints
+    counts: Ints
+    block_ids: Ints
+
+
+class Batch(Struct, frozen=True):
+    """One step.
+
+    Rows of ``tokens_per_step`` tokens or fewer come first (decodes), then longer prefill chunks.
+
+    Attributes:
+        slots: [num_seqs] the worker's row of each sequence, 0..max_num_seqs-1.
+        starts: [num_seqs] position of the first query token.
+        query_lens: [num_seqs] number of query tokens.
+        num_sampled: [num_seqs] tokens to sample behind the last query token; 0 while a prompt is
+            unfinished.
+        input_ids: [num_tokens] token ids; 0 where ``feed_slots`` has one.
+        feed_slots: [num_tokens] the slot whose sampled token, known to the device alone, is the
+            input, else ``NO_SLOT``; with several tokens a step ``slot * tokens_per_step + i`` for
+            the i-th that it sampled.
+        block_tables: a change a group of KV caches.
+        released_slots: slots to drop **before** anything else of the step, which may use them
+            for other requests.
+        new: the requests that are new in their slots.
+        query_len: the number of tokens of every sequence, if it is the same; else 0.
+    """
+
+    slots: Ints
+    starts: Ints
+    query_lens: Ints
+    num_sampled: Ints
+    input_ids: Ints
+    feed_slots: Ints
+    block_tables: list[BlockTableUpdate]
+    released_slots: list[int]
+    new: list[NewSequence]
+    query_len: int
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+class Logprobs(Struct, frozen=True):
+    """Log probabilities of sampled tokens and of the likeliest ones.
+
+    Attributes:
+        chosen, ranks: [num_tokens] of the sampled tokens; ranks count from 1.
+        top, top_ids: [num_tokens, most that a request wants] the likeliest, in order.
+    """
+
+    chosen: Floats
+    ranks: Ints
+    top: Floats
+    top_ids: Ints
+
+    def of(self, rows: list[int]) -> Logprobs:
+        return Logprobs(self.chosen[rows], self.ranks[rows], self.top[rows], self.top_ids[rows])
+
+
+class StepResult(Struct, frozen=True):
+    """What a step sampled.
+
+    Attributes:
+        token_ids: [num_seqs * tokens_per_step] the tokens of each row; undefined beyond its
+            ``num_sampled``.  A negative id says why there is none, see ``ops.argmax``.
+        logprobs: of the same tokens, if a request wants them.
+    """
+
+    token_ids: Ints
+    logprobs: Logprobs | None = None
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Waits until the step has run; called once, in the order of the launches.  Raises what
+        went wrong in it."""
+
+
+class Runner(Protocol):
+    """Runs batches in the order of their launches."""
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Enqueues one step and returns at once; everything the step needs is copied now.  May
+        raise, with the finished slots dropped; the step has not happened then."""
+
+    def check(self) -> None:
+        """Waits for all launched steps; raises when the device can run nothing any more."""
