@@ -51,7 +51,8 @@ demo: install
 	@$(PKGROOT); $(PY) -m fusewright.serve.cli demo
 
 test: install
-	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS)
+	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) \
+	  --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(PY) -m ruff format --check .

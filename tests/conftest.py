@@ -62,6 +62,10 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # `make test` hands out whole files, so that no fixture is built twice; the long ones first, so
+    # that no worker ends long after the others.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():
         # What runs on "the device" is a GPU test there and a CPU test elsewhere.
         for item in items:

@@ -98,20 +98,40 @@ def _remember_types() -> None:
 
 
 def _pass_equal_types() -> None:
-    """Operands of one type and shape need neither a common type nor a common shape."""
+    """Operands of one type and shape need neither a common type nor a common shape, and a number
+    beside a block needs no type of its own."""
+    import numpy as np
     from triton import language as tl
     from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
 
     check = TritonSemantic.binary_op_type_checking_impl
     broadcast = TritonSemantic.broadcast_impl_value
     tensor = tl.core.tensor
+    plain = {t.name: (float, t) for t in (tl.float16, tl.float32, tl.float64)}
+    plain |= {t.name: (int, t) for t in (tl.int32, tl.uint32, tl.int64, tl.uint64)}
 
     def check_types(self: Any, lhs: Any, rhs: Any, *args: bool) -> Any:
         # Four flags: a division, for which half precision has another common type.
-        alike = type(lhs) is type(rhs) is tensor and lhs.type.name == rhs.type.name
-        if alike and len(args) < 4 and not lhs.dtype.is_ptr():
-            return lhs, rhs
+        if len(args) < 4:
+            lhs, rhs = block_of(lhs, rhs), block_of(rhs, lhs)
+            alike = type(lhs) is type(rhs) is tensor and lhs.type.name == rhs.type.name
+            if alike and not lhs.dtype.is_ptr():
+                return lhs, rhs
         return check(self, lhs, rhs, *args)
+
+    def block_of(value: Any, other: Any) -> Any:
+        """A Python number as a block like ``other``, where Triton would make it one."""
+        if type(value) not in (int, float) or type(other) is not tensor:
+            return value
+        kind, dtype = plain.get(other.dtype.name, (None, None))
+        if kind is None or not other.type.is_block() or (kind is int and type(value) is float):
+            return value
+        if kind is int and not dtype.get_int_min_value() <= value <= dtype.get_int_max_value():
+            return value
+        sizes = tuple(other.type.shape.values)
+        data = np.full(sizes, value, dtype=interpreter._get_np_dtype(dtype))
+        return tensor(interpreter.TensorHandle(data, dtype), other.type)
 
     def common_shape(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type

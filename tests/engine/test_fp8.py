@@ -201,7 +201,8 @@ def calibrated(folder: Path) -> Path:
     [
         *[(scheme, "fp8", 0) for scheme in ("unquantized", *KINDS)],
         *[(scheme, "fp8", 2) for scheme in ("unquantized", *KINDS)],
-        *[(scheme, "auto", 2) for scheme in KINDS],
+        # On a CPU the logits above are those of each kind without an FP8 cache.
+        *[(scheme, "auto", 2) for scheme in (KINDS if torch.cuda.is_available() else KINDS[:1])],
     ],
 )
 def test_exact_match_stays_within_half_a_point(

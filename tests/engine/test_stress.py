@@ -173,7 +173,7 @@ def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
     # As users have it: interpreted Triton kernels would take minutes.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     rng = random.Random(1)
-    prompts = [problem.prompt for problem in held_out(120, seed=5)]
+    prompts = [problem.prompt for problem in held_out(80, seed=5)]
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=24),
         SamplingParams(temperature=1.5, seed=7, max_tokens=40, ignore_eos=True),
@@ -195,7 +195,7 @@ def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
                 answers[output.request_id] = output.outputs[0].token_ids
         check_invariants(crowded.core.scheduler)
     assert crowded.core.scheduler.pool.num_free == crowded.core.scheduler.pool.num_blocks
-    assert len(answers) > 100 and crowded.core.scheduler.num_preemptions > 0
+    assert len(answers) > 60 and crowded.core.scheduler.num_preemptions > 0
     alone = abacus(enable_prefix_caching=False)
     right: dict[tuple[str, SamplingParams], list[int]] = {}
     for request_id, (prompt, params) in zip(ids, asked, strict=True):

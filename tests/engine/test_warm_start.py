@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from fusewright.compiler.artifacts.artifact import Artifact
-from fusewright.compiler.artifacts.key import Key
-from fusewright.compiler.artifacts.store import Store
-from tests.compiler.hostile import nest, zeros
 from tests.compiler.store_process import small_disk
+from tests.engine.damages import DAMAGES
 from tests.engine.start_process import (
     Sandbox,
     begin,
@@ -92,25 +89,37 @@ def folder() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module", params=["abacus", "llama_gqa"])
-def cold(request: pytest.FixtureRequest, folder: Path, device: torch.device) -> Cold:
-    model, store = request.param, folder / request.param / "cold"
-    store.parent.mkdir()
-    more = {}
-    if model in BY_NAME:
-        BY_NAME[model].config().save_pretrained(store.parent / "model")
-        model, more = str(store.parent / "model"), {"load_format": "dummy"}
-    starts = [options(model, device, level, store) | more for level in (1, 2, 3)]
-    env = environment(folder)
-    told = run("start_all", env=env, starts=starts, batches=BATCHES)["told"]
-    moved = store.parent / "moved" / "far"
-    moved.parent.mkdir()
-    store.rename(moved)
-    writable(moved, False)
-    return Cold(model, moved, dict(zip((1, 2, 3), told, strict=True)))
+MODELS, LEVELS = ("abacus", "llama_gqa"), (1, 2, 3)
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.fixture(scope="module")
+def colds(folder: Path, device: torch.device) -> dict[str, Cold]:
+    """By model; one process compiles all."""
+    starts, colds = [], {}
+    for name in MODELS:
+        store, model, more = folder / name / "cold", name, {}
+        store.parent.mkdir()
+        if name in BY_NAME:
+            model, more = str(store.parent / "model"), {"load_format": "dummy"}
+            BY_NAME[name].config().save_pretrained(model)
+        starts += [options(model, device, level, store) | more for level in LEVELS]
+    told = run("start_all", env=environment(folder), starts=starts, batches=BATCHES)["told"]
+    for name, start in zip(MODELS, starts[:: len(LEVELS)], strict=True):
+        moved = folder / name / "moved" / "far"
+        moved.parent.mkdir()
+        (folder / name / "cold").rename(moved)
+        writable(moved, False)
+        of_levels, told = told[: len(LEVELS)], told[len(LEVELS) :]
+        colds[name] = Cold(start["model"], moved, dict(zip(LEVELS, of_levels, strict=True)))
+    return colds
+
+
+@pytest.fixture(params=MODELS)
+def cold(request: pytest.FixtureRequest, colds: dict[str, Cold]) -> Cold:
+    return colds[request.param]
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_moved_read_only_store_starts_without_compilers_and_with_equal_bits(
     cold: Cold, level: int, device: torch.device
 ) -> None:
@@ -169,11 +178,15 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path, device: torch.device) -> Made:
-    store = folder / "made"
-    env, start = environment(folder), options("abacus", device, 2, store)
-    (told,) = run("start_all", env=env, starts=[start], batches=[[ADD]])["told"]
-    return Made(folder, store, told["artifact"]["key"], device.type)
+def made(folder: Path, colds: dict[str, Cold], device: torch.device) -> Made:
+    abacus = colds["abacus"]
+    store, key = folder / "made", abacus.told[2]["artifact"]["key"]
+    subprocess.run(["cp", "-a", abacus.store, store], check=True)
+    writable(store, True)
+    for artifact in (store / "artifacts").iterdir():
+        if artifact.name != key:
+            shutil.rmtree(artifact)
+    return Made(folder, store, key, device.type)
 
 
 def answer(out: str) -> str:
@@ -204,101 +217,30 @@ def test_no_way_of_sampling_compiles_anything(made: Made) -> None:
     assert counts == [[5]] * 16 + [[5] * 16, [9, 9]]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("-O1",), ["config.compile.level: 2 -> 1", "config.compile.hand_kernels: True -> False"]),
-        (("--block-size", "32"), ["config.cache.block_size: 16 -> 32"]),
-        (("--require-fusion", "fuse_act:999"), ["fuse_act"]),
-    ],
-    ids=["level", "block size", "fusion"],
-)
-def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(
-    made: Made, flags: tuple[str, ...], expected: list[str]
-) -> None:
+REFUSED = {
+    ("-O1",): ["config.compile.level: 2 -> 1", "config.compile.hand_kernels: True -> False"],
+    ("--block-size", "32"): ["config.cache.block_size: 16 -> 32"],
+    ("--require-fusion", "fuse_act:999"): ["fuse_act"],
+}
+
+
+def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(made: Made) -> None:
     with open_folder() as folder:
         sandbox = Sandbox(folder)
-        argv = made.argv("--require-cache", *flags)
-        done = run("commands", env=sandbox.env(), guard=True, argvs=[argv])
+        argvs = [made.argv("--require-cache", *flags) for flags in REFUSED]
+        done = run("commands", env=sandbox.env(), guard=True, argvs=argvs)
         assert sandbox.traces() == []
-    ((code, out, err),) = done["told"]
-    assert (code, out, err.count("\n"), done["loaded"]) == (2, "", 1, [])
-    assert err.startswith("error: ")
-    for words in expected:
-        assert words in err
-    if "--require-fusion" not in flags:
-        assert f" is {made.key} (LlamaForCausalLM, 5 layers, " in err
+    assert done["loaded"] == []
+    for (flags, expected), (code, out, err) in zip(REFUSED.items(), done["told"], strict=True):
+        assert (code, out, err.count("\n")) == (2, "", 1), flags
+        assert err.startswith("error: ")
+        for words in expected:
+            assert words in err
+        if "--require-fusion" not in flags:
+            assert f" is {made.key} (LlamaForCausalLM, 5 layers, " in err
 
 
 # Damage
-
-
-def flip(path: Path, position: int = 700) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-
-
-def first(artifact: Path, *patterns: str) -> Path:
-    return next(path for pattern in patterns for path in sorted(artifact.rglob(pattern)))
-
-
-def kernel(artifact: Path) -> Path:
-    return first(artifact, "*.cubin", "*.so")
-
-
-def other_torch(path: Path) -> None:
-    """Put the same files there under the key of another torch."""
-    artifact = Artifact.open(path)
-    manifest, files = artifact.manifest, {n: artifact.read(n) for n in artifact.manifest.files}
-    key = Key({**manifest.factors, "toolchain.torch": "0.1"})
-    root = path.parent.parent
-    Store([root], write_to=root).publish(key, files, manifest.report, manifest.label)
-    shutil.rmtree(path)
-
-
-def large_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-    zeros(200 * 2**20)(path / "manifest.json")
-
-
-def other_plan(path: Path) -> None:
-    """Put an artifact there that is whole, and cannot be run."""
-    manifest = Artifact.open(path).manifest
-    files = {name: Artifact.open(path).read(name) for name in manifest.files}
-    root = path.parent.parent
-    shutil.rmtree(path)
-    changed = files | {"plan.json": b'{"steps": [{"op": 1}]}'}
-    Store([root], write_to=root).publish(
-        Key(manifest.factors), changed, manifest.report, manifest.label
-    )
-
-
-@dataclass(frozen=True)
-class Damage:
-    """``reason`` is what ``--require-cache`` says after ``harm`` was done to an artifact."""
-
-    reason: str
-    harm: Callable[[Path], object]
-    flags: tuple[str, ...] = ()
-
-
-DAMAGES = {
-    "flipped plan": Damage("plan.json: ", lambda a: flip(a / "plan.json")),
-    "flipped code": Damage("code.py: ", lambda a: flip(first(a, "code.py"))),
-    "flipped kernel": Damage("SHA-256", lambda a: flip(kernel(a))),
-    "truncated kernel": Damage("expected", lambda a: kernel(a).write_bytes(b"\x7fELF")),
-    "deleted kernel": Damage("is missing", lambda a: kernel(a).unlink()),
-    "world-writable": Damage("may be written by others", lambda a: a.chmod(0o777)),
-    "foreign owner": Damage(
-        "belongs to uid 12345", lambda a: shutil.chown(a / "plan.json", user=12345)
-    ),
-    "nested folders": Damage("folders nested more than 8 deep", lambda a: nest(a / "pieces", 100)),
-    "a manifest of 200 MB": Damage("209715200 bytes, expected at most", large_manifest),
-    "a plan of other things": Damage("plan.json: is not what fusewright writes", other_plan),
-    "unsigned": Damage("signature.json: is missing", lambda a: None, ("--trusted-keys",)),
-    "other torch": Damage(f"toolchain.torch: 0.1 -> {torch.__version__}", other_torch),
-}
 
 
 @pytest.fixture(scope="module")
@@ -346,41 +288,68 @@ def test_damage_is_refused_under_require_cache_and_else_repaired(
 # Caches that are not wanted or cannot be written
 
 
-def test_no_cache_leaves_nothing_behind(made: Made, tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+@dataclass(frozen=True)
+class Unkept:
+    """What starts said that could keep nothing, and what lay about behind them."""
+
+    told: list[Any]
+    scratch: list[Path]
+    at_home: list[Path]
+    read_only: list[Path]
+    full: list[list[Path]]
+
+
+@pytest.fixture(scope="module")
+def unkept(made: Made) -> Iterator[Unkept]:
+    """One process starts without a cache, with one that it cannot write, and on a full disk."""
+    top = made.folder / "unkept"
+    scratch, home, read_only = top / "scratch", top / "absent" / "home", top / "read-only"
+    scratch.mkdir(parents=True)
+    read_only.mkdir()
     link = scratch / inductor_folder().name
     inductor_folder().mkdir(exist_ok=True)
     link.symlink_to(inductor_folder())  # torch's own, not ours
-    env = environment(tmp_path)
-    argv = ["--no-cache" if w == "--compile-cache-dir" else w for w in made.argv()[:-1]]
-    ((code, out, err),) = run("commands", env=env | {"TMPDIR": str(scratch)}, argvs=[argv])["told"]
+    writable(read_only, False)
+    without = ["--no-cache" if w == "--compile-cache-dir" else w for w in made.argv()[:-1]]
+    with small_disk(top / "disk", 64) as disk:
+        stores = [made.argv(store=folder / "store") for folder in (read_only, disk)]
+        done = run(
+            "commands",
+            env=environment(top) | {"TMPDIR": str(scratch)},
+            before=bound_by_modes(),
+            argvs=[without, *stores],
+        )
+        full = [list((disk / "store" / name).iterdir()) for name in ("artifacts", "tmp")]
+    at_home = [*home.parent.rglob("*")] if home.parent.exists() else []
+    yield Unkept(
+        done["told"],
+        [path for path in scratch.iterdir() if path != link],
+        [p for p in at_home if p != home and home / ".nv" not in (p, *p.parents)],
+        list(read_only.iterdir()),
+        full,
+    )
+    writable(top, True)
+
+
+def test_no_cache_leaves_nothing_behind(unkept: Unkept) -> None:
+    code, out, err = unkept.told[0]
     assert (code, answer(out), err) == (0, SUM, "")
-    assert list(scratch.iterdir()) == [link]
-    home = tmp_path / "absent" / "home"
-    made_there = [*home.parent.rglob("*")] if home.parent.exists() else []
-    ours = [p for p in made_there if p != home and home / ".nv" not in (p, *p.parents)]
-    assert not ours, "HOME, but for what NVIDIA's driver keeps there, and stores of a fresh user"
+    assert not unkept.scratch
+    assert not unkept.at_home, "HOME, but for what NVIDIA's driver keeps there, and stores"
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(made: Made) -> None:
-    with open_folder() as folder:
-        writable(folder, False)
-        argv = made.argv(store=folder / "store")
-        done = run("commands", env=environment(folder), before=bound_by_modes(), argvs=[argv])
-        assert list(folder.iterdir()) == []
-    ((code, out, err),) = done["told"]
+def test_a_cache_that_cannot_be_written_is_a_warning(made: Made, unkept: Unkept) -> None:
+    code, out, err = unkept.told[1]
+    assert unkept.read_only == []
     assert (code, answer(out), err.count("\n")) == (0, SUM, 1)
-    assert f"{folder}/store cannot be written: what is compiled now will be compiled again" in err
+    store = made.folder / "unkept" / "read-only" / "store"
+    assert f"{store} cannot be written: what is compiled now will be compiled again" in err
 
 
-def test_a_cache_whose_disk_is_full_is_a_warning(made: Made, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 64) as disk:
-        argv = made.argv(store=disk / "store")
-        done = run("commands", env=environment(tmp_path), argvs=[argv])
-        left = [list((disk / "store" / name).iterdir()) for name in ("artifacts", "tmp")]
-    ((code, out, err),) = done["told"]
+def test_a_cache_whose_disk_is_full_is_a_warning(made: Made, unkept: Unkept) -> None:
+    code, out, err = unkept.told[2]
     assert (code, answer(out), err.count("\n")) == (0, SUM, 1), err
-    assert f"{disk}/store cannot be written: what is compiled now will be compiled again" in err
+    store = made.folder / "unkept" / "disk" / "store"
+    assert f"{store} cannot be written: what is compiled now will be compiled again" in err
     assert "No space left on device; free space" in err
-    assert left == [[], []]
+    assert unkept.full == [[], []]

@@ -167,6 +167,14 @@ def activation_quantize(b: Builder, i: int, j: int) -> None:
     quantize(b, 0, i + j)
 
 
+def read_activation_quantize(b: Builder, i: int, j: int) -> None:
+    """Another reads the product, which no pass may join to its activation."""
+    y = b.op("linear", b.pick(i), "gate_up", None)
+    b.hidden.append(b.call(operator.mul, b.item(b.call("chunk", y, 2, -1), 0), 0.5))
+    b.hidden.append(b.op("gelu_tanh_mul" if j % 2 else "silu_mul", y))
+    quantize(b, 0, i)
+
+
 def linear(b: Builder, i: int, j: int) -> None:
     b.hidden.append(b.op("linear", b.pick(i), "square", "w1" if j == 3 else None))
 
@@ -287,7 +295,7 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
     activation,
     raised_activation,
     activation_quantize,
-    activation_quantize,
+    read_activation_quantize,
     quantize,
     fp8_linear,
     gated_fp8,
