@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._launch import Launch
@@ -70,6 +70,31 @@ def linear_add_norm_linear(
     )
 
 
+class _Call(NamedTuple):
+    """The arguments of a call, and those of the two ``linear`` that it consists of."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    norm_weight: Any
+    eps: Any
+    next_weight: Any
+    next_bias: Any
+    activation: Any
+
+    @property
+    def first(self) -> tuple[Any, ...]:
+        return self.x, self.weight, self.bias
+
+    def second(self, normed: Any) -> tuple[Any, ...]:
+        return normed, self.next_weight, self.next_bias, None, None, None, self.activation, None
+
+    def between(self, product: Any) -> tuple[Any, ...]:
+        """The arguments of ``add_rms_norm``."""
+        return product, self.residual, self.norm_weight, self.eps
+
+
 def _reference(
     x: Tensor,
     weight: Tensor,
@@ -81,94 +106,60 @@ def _reference(
     next_bias: Tensor | None,
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    product = F.linear(x, weight, bias)
+    product = LINEAR.reference(x, weight, bias)
     normed, total = ADD_RMS_NORM.reference(product, residual, norm_weight, eps)
     return LINEAR.reference(normed, next_weight, next_bias, activation=activation), total
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    activation: str | None,
-) -> Results:
-    total = LINEAR.fake(x, weight, bias)
-    if total.shape != residual.shape or norm_weight.shape != total.shape[-1:]:
+def _fake(*args: Any) -> Results:
+    call = _Call(*args)
+    total = LINEAR.fake(*call.first)
+    if total.shape != call.residual.shape or call.norm_weight.shape != total.shape[-1:]:
         raise ValueError(
-            f"linear_add_norm_linear: x {list(x.shape)} times weight {list(weight.shape)} is "
-            f"{list(total.shape)}: expected a residual like it, found {list(residual.shape)}, and "
-            f"a norm of {total.shape[-1]}, found {list(norm_weight.shape)}"
+            f"linear_add_norm_linear: x {list(call.x.shape)} times weight "
+            f"{list(call.weight.shape)} is {list(total.shape)}: expected a residual like it, found "
+            f"{list(call.residual.shape)}, and a norm of {total.shape[-1]}, found "
+            f"{list(call.norm_weight.shape)}"
         )
-    return LINEAR.fake(total, next_weight, *_after(next_bias, activation)), total
+    return LINEAR.fake(*call.second(total)), total
 
 
-def _after(bias: Tensor | None, activation: str | None) -> tuple[Any, ...]:
-    """The arguments of the second ``linear`` behind its weight."""
-    return bias, None, None, None, activation, None
+def _in_turn(name: str) -> Callable[..., Results]:
+    """One op after the other, by this implementation of ``linear``."""
 
-
-def _in_turn(first: str, second: str) -> Callable[..., Results]:
-    """One op after the other, by these implementations of ``linear``, without and with an
-    activation."""
-
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        next_weight: Tensor,
-        next_bias: Tensor | None,
-        activation: str | None,
-    ) -> Results:
+    def run(*args: Any) -> Results:
+        call, layer = _Call(*args), LINEAR.implementation(name).fn
         add_norm = ADD_RMS_NORM.implementation("triton").fn
-        product = LINEAR.implementation(first).fn(x, weight, bias)
-        normed, total = add_norm(product, residual, norm_weight, eps)
-        then = LINEAR.implementation(first if activation is None else second).fn
-        return then(normed, next_weight, *_after(next_bias, activation)), total
+        normed, total = add_norm(*call.between(layer(*call.first)))
+        return layer(*call.second(normed)), total
 
     return run
 
 
-def _skinny(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    activation: str | None,
-) -> Results:
+_SKINNY_IN_TURN = _in_turn("skinny")
+
+
+def _skinny(*args: Any) -> Results:
     """Two streaming kernels for few rows, else the ops in turn."""
-    rest = (norm_weight.contiguous(), eps, next_weight, next_bias, activation)
-    rows = streamable(x, weight, next_weight)
-    if rows is None or not _streams(x, weight, bias, next_weight, next_bias, activation):
-        return _IN_TURN(x, weight, bias, residual, *rest)
-    added = residual.reshape(rows.shape[0], -1).contiguous()
-    y, total = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default(
-        rows, weight, bias, added, *rest
+    call = _Call(*args)
+    rows = streamable(call.x, call.weight, call.next_weight)
+    if rows is None or not _streams(call):
+        return _SKINNY_IN_TURN(*args)
+    shape = call.residual.shape
+    call = call._replace(
+        x=rows,
+        residual=call.residual.reshape(rows.shape[0], -1).contiguous(),
+        norm_weight=call.norm_weight.contiguous(),
     )
-    return y.view(*x.shape[:-1], y.shape[1]), total.view(residual.shape)
+    y, total = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default(*call)
+    return y.view(*shape[:-1], y.shape[1]), total.view(shape)
 
 
-_IN_TURN = _in_turn("skinny", "skinny")
-
-
-def _layers(
-    x: Any, weight: Any, bias: Any, next_weight: Any, next_bias: Any, activation: str | None
-) -> tuple[LinearDesc, LinearDesc]:
+def _layers(call: _Call) -> tuple[LinearDesc, LinearDesc]:
     """The descriptions of both layers."""
-    hidden = TensorDesc(x.dtype, (x.shape[0], weight.shape[0]))
-    second = describe(hidden, next_weight, *_after(next_bias, activation))
-    return replace(describe(x, weight, bias), add=True), replace(second, prologue="norm")
+    hidden = TensorDesc(call.x.dtype, (call.x.shape[0], call.weight.shape[0]))
+    first, second = describe(*call.first), describe(*call.second(hidden))
+    return replace(first, add=True), replace(second, prologue="norm")
 
 
 def _why_not_streamed(layers: tuple[LinearDesc, ...], rows: int, target: Target) -> str:
@@ -179,17 +170,15 @@ def _why_not_streamed(layers: tuple[LinearDesc, ...], rows: int, target: Target)
 def _are_streamed(
     shapes: tuple[Any, ...], activation: str | None, rows: int, device: torch.device
 ) -> bool:
-    x, weight, bias, then, then_bias = (None if s is None else TensorDesc(*s) for s in shapes)
-    layers = _layers(x, weight, bias, then, then_bias, activation)
-    return not _why_not_streamed(layers, rows, here(device))
+    held = [None if s is None else TensorDesc(*s) for s in shapes]
+    return not _why_not_streamed(_layers(_Call._make([*held, activation])), rows, here(device))
 
 
-def _streams(x: Tensor, *rest: Any) -> bool:
+def _streams(call: _Call) -> bool:
     """Whether the streaming kernels are selected for both layers of a call."""
-    *others, activation = rest
-    shapes = tuple(None if t is None else (t.dtype, t.shape) for t in (x, *others))
-    rows = x.numel() // max(x.shape[-1], 1)
-    return _are_streamed(shapes, activation, rows, x.device)
+    shapes = tuple([(t.dtype, t.shape) if isinstance(t, Tensor) else None for t in call[:-1]])
+    rows = call.x.numel() // max(call.x.shape[-1], 1)
+    return _are_streamed(shapes, call.activation, rows, call.x.device)
 
 
 def _supports(desc: OpDesc) -> str:
@@ -199,31 +188,20 @@ def _supports(desc: OpDesc) -> str:
 def _skinny_supports(desc: OpDesc) -> str:
     if reason := _supports(desc):
         return reason
-    names = ("x", "weight", "bias", "next_weight", "next_bias", "activation")
-    return _why_not_streamed(_layers(*(desc[name] for name in names)), 1, Target.of(desc))
+    layers = _layers(_Call(*(value for _, value in desc.args)))
+    return _why_not_streamed(layers, 1, Target.of(desc))
 
 
-def _launches(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    activation: str | None,
-) -> tuple[list[Launch], Results]:
+def _launches(*args: Any) -> tuple[list[Launch], Results]:
     """The launches that must be compiled: those of the add and norm, and of the activation."""
-    product = LINEAR.fake(x, weight, bias)
-    planned, (_, total) = norm.norm(product, residual, norm_weight, eps)
-    more, y = plan_epilogue(LINEAR.fake(total, next_weight, next_bias), activation, None)
+    call = _Call(*args)
+    planned, (_, total) = norm.norm(*call.between(LINEAR.fake(*call.first)))
+    more, y = plan_epilogue(LINEAR.fake(*call.second(total)[:3]), call.activation, None)
     return [*planned, *more], (y, total)
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
-    x, weight, bias, *_, next_weight, next_bias, activation = args
-    if _streams(x, weight, bias, next_weight, next_bias, activation):
+    if _streams(_Call(*args)):
         return f"{STREAM.name}, add", f"norm, {STREAM.name}"
     return _runs_in_turn(*args)
 
@@ -273,18 +251,24 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
 
 
 def _cost(desc: OpDesc) -> Cost:
-    residual, rest = desc["residual"], dict.fromkeys(("x_scale", "weight_scale", "out_dtype"))
-    layers = (
-        {"x": desc["x"], "weight": desc["weight"], "bias": desc["bias"]},
-        {"x": residual, "weight": desc["next_weight"], "bias": desc["next_bias"]},
+    call = _Call(*(value for _, value in desc.args))
+    names = (
+        "x",
+        "weight",
+        "bias",
+        "x_scale",
+        "weight_scale",
+        "out_dtype",
+        "activation",
+        "out_scale",
     )
     first, second = (
-        LINEAR.cost(_part(desc, **layer, **rest, activation=activation, out_scale=None))
-        for layer, activation in zip(layers, (None, desc["activation"]), strict=True)
+        LINEAR.cost(_part(desc, **dict(zip_longest(names, args))))
+        for args in (call.first, call.second(call.residual))
     )
     return Cost(
-        bytes=first.bytes + residual.nbytes + desc["norm_weight"].nbytes + second.bytes,
-        flops=first.flops + 5 * residual.numel + second.flops,
+        bytes=first.bytes + call.residual.nbytes + call.norm_weight.nbytes + second.bytes,
+        flops=first.flops + 5 * call.residual.numel + second.flops,
     )
 
 
@@ -310,7 +294,7 @@ OP = SemanticOp(
         ),
         Implementation(
             "library",
-            _in_turn("native", "library"),
+            _in_turn("library"),
             _supports,
             devices=("cuda",),
             launches=_launches,
