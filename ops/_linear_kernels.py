@@ -131,7 +131,7 @@ def _stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if desc.weight_format not in ("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"):
         return f"dtype {desc.format.dtype}, not bfloat16 or FP8"
     if desc.format.scaled and (desc.add or desc.prologue):
-        return "joins no FP8 layers: what a norm makes is quantized before it is multiplied"
+        return "joins no FP8 layers: quantizing x in every block was slower (bench/NOTES.md)"
     if desc.weight_format == "fp8 block":
         if desc.activation:
             return "activates no layer with scales of blocks"
