@@ -23,7 +23,8 @@ CONFIG = Path(__file__).parents[1] / "serve" / "golden" / "llama3-8b" / "config.
 
 def profiled_kernels(engine: Engine, folder: Path) -> list[str]:
     """Names of the kernels of one decode step of one sequence."""
-    inputs = step_buffers(engine.config, engine.dispatcher).dummy(num_tokens=1, num_seqs=1)
+    buffers = step_buffers(engine.spec, engine.config, engine.dispatcher)
+    inputs = buffers.dummy(num_tokens=1, num_seqs=1)
     program = engine.compiled.program
     with torch.inference_mode():
         program.run(inputs)  # libraries load their kernels
