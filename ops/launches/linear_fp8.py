@@ -44,7 +44,7 @@ class Tile:
     an_sm: int = 2
 
 
-# By the most rows, then by the fewest columns: the fastest measured on an H200 (bench/NOTES.md).
+# By the most rows, then by the fewest columns: the fastest measured on an H200 (docs/decisions).
 _Tiles: TypeAlias = dict[int, tuple[tuple[int, Tile], ...]]
 _TILES: _Tiles = {
     16: ((0, Tile(16, 64, 256, swapped=True)),),
@@ -95,7 +95,7 @@ def splits_of(tile: Tile, m: int, n: int, k: int) -> int:
 
 
 def is_ahead(scheme: str, m: int, n: int) -> bool:
-    """Whether the kernel is faster than cuBLASLt, as measured (bench/NOTES.md)."""
+    """Whether the kernel is faster than cuBLASLt, as measured (docs/decisions)."""
     return m <= most_rows(f"tiled fp8 {scheme}", n)
 
 
