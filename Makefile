@@ -73,7 +73,7 @@ docs: .venv/.docs
 	touch $@
 endif
 docs: install
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test
