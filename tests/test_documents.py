@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +84,21 @@ def test_the_readme_and_the_architecture_stay_short() -> None:
 
 def test_the_levels_are_shown_as_the_command_prints_them() -> None:
     assert levels_table().strip() in (DOCS / "levels-and-fusions.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_ten_lines_of_python_in_the_readme_run(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text(), re.M | re.S)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "37+58= 95 stop\nsort 5 3 9 1= 1 3 5 9 stop\n" in done.stdout
 
 
 # Commands
