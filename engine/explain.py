@@ -38,7 +38,7 @@ _UNMEASURED = (
 )
 _MEASURED = "-O3 chose these kernels by measurement when it compiled artifact {}"
 _CSRC = "the GPU is not here: the kernels of csrc are taken to be there"
-_CUBLAS = "cuBLAS may split a product into two launches"
+_CUBLAS = "cuBLAS may split a GEMM into two launches"
 
 
 class _Before(Record):

@@ -32,9 +32,9 @@ def compile(
     if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
         options.setdefault("verify", True)
     asked = checked(options)
-    from ..engine.ahead import compile_ahead
+    from ..engine.aot_compile import aot_compile
 
-    ahead = compile_ahead(asked, target_sm=target_sm, dump=dump)
+    ahead = aot_compile(asked, target_sm=target_sm, dump=dump)
     artifact = ahead.compiled.artifact
     assert artifact is not None
     if json_output:
