@@ -32,12 +32,12 @@ def compile_once(model: Path, layers: int, level: int, device: str) -> dict[str,
             device=device,
             compile_cache_dir=(f"{folder}/store",),
         )
-        ahead = aot_compile(options)
-    report = ahead.compiled.report
+        result = aot_compile(options)
+    report = result.compiled.report
     return {
         "layers": layers,
-        "seconds": dict(ahead.compiled.seconds),
-        "whole_s": ahead.startup.seconds["compile"],
+        "seconds": dict(result.compiled.seconds),
+        "whole_s": result.startup.seconds["compile"],
         "pieces": len(report["pieces"]),
         "steps": report["steps"],
         "kernels": report["kernels"],

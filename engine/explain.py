@@ -15,7 +15,7 @@ from ..compiler.run.load import TABLE
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.device_table import parse_table
 from ..config.resolve import why_off
-from .ahead import target_hardware
+from .aot_compile import target_hardware
 from .worker.hardware import detect_hardware
 from .worker.source import (
     artifact_key,

@@ -50,7 +50,7 @@ __device__ __forceinline__ Visible visible(int seq_len, int window) {
   return {window > 0 ? max(seq_len - window, 0) : 0, seq_len};
 }
 
-// Chunks of one sequence, `step` chunks apart, whose blocks the warp knows: lane i holds the page
+// Chunks of one sequence, `step` chunks apart, whose blocks the warp knows: lane i holds the block
 // of eight tokens, group i % kGroups of chunk i / kGroups.
 template <typename T>
 struct Batch {
