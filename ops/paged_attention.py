@@ -312,7 +312,7 @@ OP = SemanticOp(
             launches=_invariant,
             opt_in=True,
         ),
-        Implementation("rowwise", _rowwise.by_query(_reference), devices=("cpu",), opt_in=True),
+        Implementation("rowwise", _rowwise.each_query(_reference), devices=("cpu",), opt_in=True),
     ),
     mutates=("out",),
     # Sums run in another order than the reference's, over logits of a few units.  In FP8, of which

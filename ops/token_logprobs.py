@@ -135,7 +135,7 @@ OP = SemanticOp(
             launches=_launches,
         ),
         Implementation("native", _reference, inline=True),
-        Implementation("rowwise", _rowwise.by_row(_reference), devices=("cpu",), opt_in=True),
+        Implementation("rowwise", _rowwise.each_row(_reference), devices=("cpu",), opt_in=True),
     ),
     tolerances={
         torch.float32: _TOLERANCE,
