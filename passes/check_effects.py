@@ -1,7 +1,7 @@
 """Proves that a pass changed nothing but what it declared: results and writes stay the same terms.
 
-Each value is numbered by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op and
-the numbers of its arguments.  Outputs of a rewrite take the numbers of what they replace, which
+Each value is numbered by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op
+and the numbers of its arguments.  Outputs of a rewrite take the numbers of what they replace, which
 ``verify.check_rewrite`` has proven on data.  Then the graph's results and the sequence of its
 writes to memory must have the same numbers before and after, and what is read must be in the same
 state (``check_memory``).  No data is needed, so the check costs little on a whole model.
