@@ -90,7 +90,7 @@ def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 class Linear(nn.Module):
     """``x @ weight.T + bias``; made by the functions below, which differ in the rule only.
 
-    With ``quant`` the weight is FP8 and x is quantized before the product.  Scales are zero until
+    With ``quant`` the weight is FP8 and x is quantized before the matmul.  Scales are zero until
     they are loaded; ``input_scale`` is there for a static format alone.
     """
 

@@ -1,6 +1,6 @@
-"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]``, a product of axes.
+"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]``, by axes.
 
-``Norm`` is a point of the product, and ``NORMS`` has the op of each.  An op computes, in this
+``Norm`` is a combination of the axes, and ``NORMS`` has the op of each.  An op computes, in this
 order, the sum over ranks of x, the sum with the residual, RMSNorm (Zhang and Sennrich, 2019, eq. 4)
 and its quantization to FP8.  Every step rounds as the op of that step alone, so passes that attach
 a step to a norm change no bit.  Models call ``rms_norm``.

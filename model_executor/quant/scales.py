@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.errors import UserError
-from ..checkpoint import FLOATS, TensorInfo, open_shard
+from ..checkpoint import FLOATS, TensorInfo, open_checkpoint_file
 from ..layers import Linear, Part, ShardRule
 from ..models.weight_names import Target
 from .scheme import BLOCK
@@ -210,10 +210,10 @@ def read_scales(
     """
     own: dict[str, tuple[float, Tensor]] = {}
     for file, of_file in groupby(reads, key=lambda read: read.source.file):
-        with open_shard(file) as shard, torch.no_grad():
+        with open_checkpoint_file(file) as opened, torch.no_grad():
             for read in of_file:
                 slot = read.slot
-                scale = _positive(shard.get_tensor(read.source.name).float(), read.source)
+                scale = _positive(opened.get_tensor(read.source.name).float(), read.source)
                 scale = scale.view(slot.shape if scale.numel() > 1 else (1, 1)).expand(slot.shape)
                 dest = buffers[slot.buffer][slot.dest]
                 part = scale[slot.source].to(dest.device)
