@@ -237,7 +237,7 @@ def fill_dummy(model: DecoderModel, seed: int) -> None:
             if linear is not None:
                 quantize_into(linear, weight)
         for linear in quantized.values():
-            if linear.quant == "fp8_static":
+            if linear.quant and linear.quant.static:
                 linear.input_scale.fill_(DUMMY_INPUT_SCALE)
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from . import _rowwise
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
-from ._launch import Launch, run_launches
-from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch
+from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
 from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
 from .paged_attention_cases import cases
@@ -296,22 +296,9 @@ OP = SemanticOp(
     cost=_cost,
     implementations=(
         by_cuda(_prefill, _triton_supports),
-        Implementation(
-            "triton",
-            run_launches(_launches),
-            _triton_supports,
-            devices=("cuda",),
-            launches=_launches,
-        ),
+        triton(_launches, _triton_supports),
         Implementation("native", _native, on_host=True),
-        Implementation(
-            "invariant",
-            run_launches(_invariant),
-            _triton_supports,
-            devices=("cuda",),
-            launches=_invariant,
-            opt_in=True,
-        ),
+        triton(_invariant, _triton_supports, name="invariant", opt_in=True),
         Implementation("rowwise", _rowwise.each_query(_reference), devices=("cpu",), opt_in=True),
     ),
     mutates=("out",),

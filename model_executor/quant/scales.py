@@ -87,7 +87,7 @@ def scale_slots(
                 yield _kv_slot(name, target, module, f"{attention}.kv_scale", rank, world)
         if module.quant is None or online:
             continue
-        if module.quant == "fp8_static":
+        if module.quant.static:
             for buffer, kinds in (("weight_scale", _WEIGHT_SCALES), ("input_scale", _INPUT_SCALES)):
                 yield ScaleSlot(
                     tuple(f"{name}.{kind}" for kind in kinds),
@@ -101,7 +101,7 @@ def scale_slots(
 
 
 def _weight_slot(name: str, target: Target, linear: Linear, rank: int, world: int) -> ScaleSlot:
-    per_block = linear.quant == "fp8_block"
+    per_block = linear.quant is not None and linear.quant.blocks
     if per_block:
         _check_blocks(name, target, linear.rules["weight"], rank, world)
     rule = linear.rules["weight_scale"]
