@@ -38,7 +38,7 @@ Layers = Callable[[], tuple[Tensor, ...]]
 class Shape:
     layers: int
     dim: int
-    products: dict[str, tuple[int, int]]
+    linears: dict[str, tuple[int, int]]
 
     @property
     def hidden(self) -> int:
@@ -62,15 +62,13 @@ def draw(*shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Weights:
-    products: dict[str, list[Tensor]]
+    linears: dict[str, list[Tensor]]
     norms: list[Tensor]
     table: Tensor
 
     @classmethod
     def make(cls, model: Shape) -> Weights:
-        drawn = {
-            n: [draw(*size) for _ in range(model.layers)] for n, size in model.products.items()
-        }
+        drawn = {n: [draw(*size) for _ in range(model.layers)] for n, size in model.linears.items()}
         norms = [draw(model.hidden) * model.hidden**0.5 for _ in range(2 * model.layers)]
         return cls(drawn, norms, torch.rand(CONTEXT, model.dim, device="cuda"))
 
@@ -122,8 +120,8 @@ def triton_op(name: str, programmatic: bool) -> Callable[..., Any]:
     return run
 
 
-def boundary_of(form: str, norm: Any, product: Any, silu: Any) -> Callable[..., Any]:
-    """From one product into the residual stream to the next out of it: ``linear_add_norm_linear``
+def boundary_of(form: str, norm: Any, linear: Any, silu: Any) -> Callable[..., Any]:
+    """From one linear into the residual stream to the next out of it: ``linear_add_norm_linear``
     in one op, or in as many as ``form`` has."""
     if form == "fused":
         return BY_NAME["linear_add_norm_linear"].overload("skinny")  # type: ignore[no-any-return]
@@ -133,10 +131,10 @@ def boundary_of(form: str, norm: Any, product: Any, silu: Any) -> Callable[..., 
         x: Tensor, weight: Tensor, _: Any, residual: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         norm_weight, eps, next_weight, _, activation = rest
-        x, residual = norm(product(x, weight, None), residual, norm_weight, eps)
+        x, residual = norm(linear(x, weight, None), residual, norm_weight, eps)
         if activation and form == "gated":
             return gated(x, next_weight, None, None, None, None, activation), residual
-        y = product(x, next_weight, None)
+        y = linear(x, next_weight, None)
         return (silu(y) if activation else y), residual
 
     return run
@@ -147,14 +145,14 @@ def layers_of(weights: Weights, step: Step, form: str, programmatic: bool) -> La
     names = ("add_rms_norm", "rope_kv_store", "silu_mul")
     norm, rope, silu = (triton_op(name, programmatic) for name in names)
     attention = BY_NAME["paged_attention"].overload("cuda")
-    product = BY_NAME["linear"].overload("native" if form == "native" else "skinny")
-    boundary = boundary_of(form, norm, product, silu)
-    w, dim = weights.products, weights.table.shape[1]
+    linear = BY_NAME["linear"].overload("native" if form == "native" else "skinny")
+    boundary = boundary_of(form, norm, linear, silu)
+    w, dim = weights.linears, weights.table.shape[1]
     hidden, last = HEADS * dim, len(step.caches) - 1
 
     def run() -> tuple[Tensor, ...]:
         x, residual = norm(step.x, step.residual, weights.norms[0], 1e-5)
-        x = product(x, w["qkv"][0], None)
+        x = linear(x, w["qkv"][0], None)
         for i, cache in enumerate(step.caches):
             q, k, v = x.view(-1, HEADS + 2 * KV_HEADS, dim).split([HEADS, KV_HEADS, KV_HEADS], 1)
             stored = (weights.table, cache, step.slots, None, None, 0.0)
@@ -165,7 +163,7 @@ def layers_of(weights: Weights, step: Step, form: str, programmatic: bool) -> La
             then: tuple[Any, ...] = (weights.norms[2 * i + 1], 1e-5, w["gate_up"][i], None, "silu")
             x, residual = boundary(out.view(-1, hidden), w["o"][i], None, residual, *then)
             if i == last:
-                return product(x, w["down"][i], None), residual, step.caches[0], cache
+                return linear(x, w["down"][i], None), residual, step.caches[0], cache
             then = (weights.norms[2 * i + 2], 1e-5, w["qkv"][i + 1], None, None)
             x, residual = boundary(x, w["down"][i], None, residual, *then)
         raise AssertionError("no layers")
@@ -195,7 +193,7 @@ def measure(model: Shape, weights: Weights, seqs: int, form: str) -> dict[str, A
     step = Step.make(model, seqs)
     plain, early = (layers_of(weights, step, form, flag) for flag in (False, True))
     times = [graph_us([run], calls=1, rounds=ROUNDS) / model.layers for run in (plain, early)]
-    nbytes = sum(group[0].nbytes for group in weights.products.values()) + step.caches[0].nbytes
+    nbytes = sum(group[0].nbytes for group in weights.linears.values()) + step.caches[0].nbytes
     return {
         "seqs": seqs,
         "form": form,

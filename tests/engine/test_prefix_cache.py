@@ -1,4 +1,4 @@
-"""Requests that begin alike share blocks: what is computed, what is kept, who may share."""
+"""Requests that begin alike share blocks: what is computed, what is cached, who may share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_prompt_starts_behind_the_full_blocks_that_another_computed() -> None:
     b = request("b", [*range(9), 99])
     scheduler.add(b)
     assert shape(scheduler.schedule()) == [("b", 8, 2)]
-    assert (b.num_kept_blocks, scheduler.num_prefix_hits) == (2, 8)
+    assert (b.num_cached_blocks, scheduler.num_prefix_hits) == (2, 8)
     check_invariants(scheduler)
 
 
@@ -89,11 +89,11 @@ def test_an_equal_block_behind_another_prefix_is_not_shared() -> None:
 
 def test_the_prefix_freed_longest_ago_gives_way_and_its_beginning_last() -> None:
     scheduler = Setup(num_blocks=6, block_size=4, prefix_caching=True).scheduler()
-    scheduler.add(request("old", [1] * 12, max_tokens=1))  # 3 full blocks, kept
+    scheduler.add(request("old", [1] * 12, max_tokens=1))  # 3 full blocks, cached
     finish(scheduler)
     scheduler.add(request("new", [2] * 8, max_tokens=1))
     finish(scheduler)
-    assert scheduler.pool.num_kept == 5
+    assert scheduler.pool.num_cached == 5
     scheduler.add(request("large", [3] * 11, max_tokens=1))  # 1 empty block, 2 of the oldest
     finish(scheduler)
     scheduler.add(request("old again", [1] * 12, max_tokens=1))
@@ -138,14 +138,14 @@ def test_nothing_is_found_after_forget_all() -> None:
     assert shape(scheduler.schedule()) == [("b", 0, 9)]
 
 
-def test_without_prefix_caching_nothing_is_kept() -> None:
+def test_without_prefix_caching_nothing_is_cached() -> None:
     scheduler = Setup(num_blocks=12, block_size=4).scheduler()
     for name in "ab":
         scheduler.add(request(name, [*range(9)]))
         run(scheduler, batch := scheduler.schedule())
         assert (name, 0, 9) in shape(batch)
     finish(scheduler)
-    assert (scheduler.pool.num_kept, scheduler.num_prefix_tokens) == (0, 0)
+    assert (scheduler.pool.num_cached, scheduler.num_prefix_tokens) == (0, 0)
 
 
 def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
@@ -185,12 +185,12 @@ def test_a_long_prompt_leaves_room_in_every_step_for_others() -> None:
     assert shape(scheduler.schedule()) == [("short", 5, 1), ("long", 6, 6)]
 
 
-def test_a_key_that_is_kept_already_is_not_kept_twice() -> None:
+def test_a_key_that_is_cached_already_is_not_cached_twice() -> None:
     pool = BlockPool(num_blocks=3, block_size=4)
     first, second = pool.allocate(2)
-    pool.keep(first, b"key")
-    pool.keep(second, b"key")
+    pool.cache(first, b"key")
+    pool.cache(second, b"key")
     assert pool.find([b"key", b"other"]).held() == [first]
     pool.free([second, first])
     pool.share(pool.find([b"key"]).held())
-    assert (pool.holders(first), pool.num_free) == (1, 2)
+    assert (pool.ref_count(first), pool.num_free) == (1, 2)
