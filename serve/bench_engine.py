@@ -22,6 +22,7 @@ from .options import (
 from .table import table
 
 if TYPE_CHECKING:
+    from ..bench.compare import Change
     from ..bench.workloads import Work
     from ..engine.llm import LLM
 
@@ -70,11 +71,14 @@ def _write(
 
 
 def _compare(old: Path, new: Path, threshold: float) -> int:
-    """Print what changed by more than ``threshold``; the exit code."""
     from ..bench.compare import compare
 
     check_number(threshold=threshold)
-    changes = compare(old, new)
+    return show_changes(compare(old, new), threshold)
+
+
+def show_changes(changes: Sequence[Change], threshold: float) -> int:
+    """Print what changed by more than ``threshold``; the exit code."""
     slower = [change for change in changes if change.slower > 1 + threshold]
     faster = [change for change in changes if change.slower < 1 / (1 + threshold)]
     for word, some in (("slower", slower), ("faster", faster[::-1])):
@@ -146,6 +150,7 @@ def throughput(
     goodput: Annotated[
         list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
     ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each, of which the best counts.")] = 1,
     output: Output = None,
     json_output: Json = False,
     plot: Annotated[
@@ -163,6 +168,7 @@ def throughput(
         raise typer.Exit(_compare(*compare, threshold))
     options = to_measure(engine, model_argument)
     check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
+    check_counts(1, repeats=repeats)
     for rate in request_rate or ():
         if not rate > 0:
             raise UserError(f"request_rate={rate}: expected more than 0, or inf for all at once")
@@ -198,11 +204,16 @@ def throughput(
             found[name] = _frontends(llm, works, err=json_output)
             continue
         for rate in request_rate or [inf]:
-            with recorded(llm.engine) as steps:
-                measured = run(llm.engine, works, rate).to_json(limits)
-            offered = None if rate == inf else rate
-            about = {"workload": name, "request_rate": offered}
-            rows.append({**about, **measured, "account": account(steps)})
+            tries = []
+            for _ in range(repeats):
+                with recorded(llm.engine) as steps:
+                    tries.append((run(llm.engine, works, rate), steps))
+            fastest, steps = min(tries, key=lambda each: each[0].seconds)
+            longest_s = max(each.seconds for each, _ in tries)
+            spread = round(longest_s / fastest.seconds - 1, 4)
+            about = {"workload": name, "request_rate": None if rate == inf else rate}
+            about |= {"n": repeats, "spread": spread, **fastest.to_json(limits)}
+            rows.append({**about, "account": account(steps)})
             _show_throughput(rows[-1], err=json_output)
     results: dict[str, Any] = {"frontends": found} if frontends else {"rows": rows}
     _write(output, json_output, llm, options, picture=plot, **results)

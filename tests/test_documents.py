@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-RESULT = re.compile(r"bench/results/[\w.-]+\.jsonl?")
+RESULT = re.compile(r"bench/results/[\w./-]+\.jsonl?")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
