@@ -88,7 +88,7 @@ ON_REQUEST: dict[str, Suite] = {
 """What runs only when it is named."""
 
 _CONFIG = ROOT / "tests" / "serve" / "golden" / "llama3-8b" / "config.json"
-_LLAMA_1B = {
+_LLAMA_1B: dict[str, object] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,

@@ -23,6 +23,7 @@ from .evidence import ON_REQUEST, RESULTS, SUITES
 from .kernels.figures import Figure, load_all, markdown, plot, summary
 from .result_file import Record, read_results
 
+H200 = RESULTS / "h200"
 PAGES = ("README.md", "docs/performance.md", "docs/passes.md", "docs/kernels.md")
 KERNEL_RESULTS = ("kernels", "kernels-inductor")
 PICTURES = {
@@ -142,7 +143,7 @@ def freshness(results: Path) -> list[list[str]]:
     return rows
 
 
-def rendered(results: Path = RESULTS / "h200", root: Path = ROOT) -> dict[Path, str]:
+def rendered(results: Path = H200, root: Path = ROOT) -> dict[Path, str]:
     """The pages of the documents with their tables made from ``results``.
 
     Raises:

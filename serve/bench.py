@@ -85,7 +85,7 @@ def report(
     """Render the documents' tables from bench/results/; say which results are old."""
     from ..bench import report as pages
 
-    folder = results or pages.RESULTS / "h200"
+    folder = results or pages.H200
     if kernels is not None:
         writable("kernels", kernels)
         pages.write_kernels(folder, kernels)

@@ -181,8 +181,7 @@ def throughput(
     names = workload or ["chat"]
     for name in names:
         mix(name, 1, 8)  # an unknown one is found before torch is imported
-    from ..bench.account import account, recorded
-    from ..bench.serving import parse_limits, run, warm_up
+    from ..bench.serving import parse_limits, warm_up
 
     limits = parse_limits(goodput or [])
     llm = _engine(options)
@@ -204,19 +203,27 @@ def throughput(
             found[name] = _frontends(llm, works, err=json_output)
             continue
         for rate in request_rate or [inf]:
-            tries = []
-            for _ in range(repeats):
-                with recorded(llm.engine) as steps:
-                    tries.append((run(llm.engine, works, rate), steps))
-            fastest, steps = min(tries, key=lambda each: each[0].seconds)
-            longest_s = max(each.seconds for each, _ in tries)
-            spread = round(longest_s / fastest.seconds - 1, 4)
             about = {"workload": name, "request_rate": None if rate == inf else rate}
-            about |= {"n": repeats, "spread": spread, **fastest.to_json(limits)}
-            rows.append({**about, "account": account(steps)})
+            rows.append({**about, **_best_run(llm, works, rate, repeats, limits)})
             _show_throughput(rows[-1], err=json_output)
     results: dict[str, Any] = {"frontends": found} if frontends else {"rows": rows}
     _write(output, json_output, llm, options, picture=plot, **results)
+
+
+def _best_run(
+    llm: LLM, works: Sequence[Work], rate: float, repeats: int, limits: dict[str, float]
+) -> dict[str, Any]:
+    """The fastest of ``repeats`` runs, and by what share the slowest took longer."""
+    from ..bench.account import account, recorded
+    from ..bench.serving import run
+
+    tries = []
+    for _ in range(repeats):
+        with recorded(llm.engine) as steps:
+            tries.append((run(llm.engine, works, rate), steps))
+    best, steps = min(tries, key=lambda each: each[0].seconds)
+    spread = round(max(each.seconds for each, _ in tries) / best.seconds - 1, 4)
+    return {**best.to_json(limits), "n": repeats, "spread": spread, "account": account(steps)}
 
 
 def _frontends(llm: LLM, works: Sequence[Work], *, err: bool) -> list[dict[str, Any]]:
