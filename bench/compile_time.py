@@ -20,7 +20,7 @@ from .environment import environment
 def compile_once(model: Path, layers: int, level: int, device: str) -> dict[str, Any]:
     """Compile ``model`` with another number of layers into an empty store; seconds by phase."""
     from ..config import EngineOptions
-    from ..engine.ahead import compile_ahead
+    from ..engine.aot_compile import aot_compile
 
     with tempfile.TemporaryDirectory(prefix="fusewright-bench-") as folder:
         config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": layers}
@@ -32,12 +32,12 @@ def compile_once(model: Path, layers: int, level: int, device: str) -> dict[str,
             device=device,
             compile_cache_dir=(f"{folder}/store",),
         )
-        ahead = compile_ahead(options)
-    report = ahead.compiled.report
+        result = aot_compile(options)
+    report = result.compiled.report
     return {
         "layers": layers,
-        "seconds": dict(ahead.compiled.seconds),
-        "whole_s": ahead.startup.seconds["compile"],
+        "seconds": dict(result.compiled.seconds),
+        "whole_s": result.startup.seconds["compile"],
         "pieces": len(report["pieces"]),
         "steps": report["steps"],
         "kernels": report["kernels"],

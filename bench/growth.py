@@ -17,7 +17,7 @@ from ..engine.core.request import Request
 from ..engine.engine import Engine
 from ..engine.messages.sampling_params import SamplingParams
 from ..graph_capture import GraphKind
-from .profile_plan import Plan
+from .profile_options import ProfileOptions
 from .profiling import drive
 from .serving import check_length, run, warm_up
 from .workloads import Work, equal
@@ -56,7 +56,7 @@ def pretend_computed(engine: Engine, works: Sequence[Work]) -> None:
         for group in range(len(pool.groups)):
             blocks = pool.allocate(len(keys), group)
             for block_id, key in zip(blocks, keys, strict=True):
-                pool.keep(block_id, key)
+                pool.cache(block_id, key)
             pool.free(blocks)
 
 
@@ -109,8 +109,10 @@ def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dic
 def measure_requests(engine: Engine, num_requests: int, steps: int) -> dict[str, Any]:
     """Median us of a decode step of so many requests: all of it, the CPU's part of it, and where
     it is one graph the replay by itself; ``overhead_us`` is the step without the replay."""
-    plan = Plan("decode", num_requests, 32, steps + 12, delay_iterations=4, max_iterations=steps)
-    found = drive(engine, plan)
+    options = ProfileOptions(
+        "decode", num_requests, 32, steps + 12, delay_iterations=4, max_iterations=steps
+    )
+    found = drive(engine, options)
     step_us = statistics.median(step.wall_us for step in found)
     host_us = statistics.median(sum(s.cpu_us.values()) - s.cpu_us["wait"] for s in found)
     row = {"requests": num_requests, "step_us": round(step_us, 1), "host_us": round(host_us, 1)}

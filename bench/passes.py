@@ -1,10 +1,11 @@
 """What each pass gains in a whole model: a step with it against a step without it.
 
-One engine; a program for each configuration over its weights and KV caches (``engine/variant.py``):
-what the options resolve to, that again, and that less one pass, or, of a pass that is off, with it.
-They take turns over the steps of the same requests.  One of the first two, in alternation, stands
-between every two others, which are compared with the steps right before and right after them:
-contexts that grow and clocks that drift change both alike.  What the first two differ by is noise.
+One engine; a program for each configuration over its weights and KV caches
+(``engine/recompile.py``): what the options resolve to, that again, and that less one pass, or, of a
+pass that is off, with it.  They take turns over the steps of the same requests.  One of the first
+two, in alternation, stands between every two others, which are compared with the steps right before
+and right after them: contexts that grow and clocks that drift change both alike.  What the first
+two differ by is noise.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import torch
 from ..config import PASSES, EngineOptions, UserError
 from ..config.gates import Measured
 from ..engine.engine import Engine
-from ..engine.frontend.collector import collector_at_rest
+from ..engine.frontend.gc_pause import gc_paused
 from ..engine.llm import LLM
 from ..engine.messages.requests import NewTokens
 from ..engine.messages.sampling_params import SamplingParams
-from ..engine.variant import Variant, make_variant
+from ..engine.recompile import Recompiled, recompile
 from ..engine.worker.hardware import detect_hardware
 from ..engine.worker.progress import Progress, show_progress
 from ..engine.worker.startup import read_model
@@ -120,18 +121,18 @@ def measure_passes(
     steps = steps or Steps()
     engine = _engine(options, steps)
     with show_progress() as progress:
-        variants = _variants(engine, names, progress, say)
-        _check_length(engine, _longest(steps, len(variants)))
-        rounds = _rounds(engine, list(variants.values()), steps, progress)
+        programs = _programs(engine, names, progress, say)
+        _check_length(engine, _longest(steps, len(programs)))
+        rounds = _rounds(engine, list(programs.values()), steps, progress)
     found = [
         Configuration(
             title,
-            tuple(variant.matched),
-            variant.matched,
-            round(sum(variant.compiled.seconds.values()), 2),
+            tuple(program.matched),
+            program.matched,
+            round(sum(program.compiled.seconds.values()), 2),
             {work: [pairs[index] for pairs in rounds[work]] for work in rounds},
         )
-        for index, (title, variant) in enumerate(variants.items())
+        for index, (title, program) in enumerate(programs.items())
     ]
     for configuration in found:
         figures = (f"{work} {ms:.3f} ms" for work, ms in configuration.ms.items())
@@ -168,8 +169,8 @@ def _model_len(options: dict[str, Any]) -> int:
     return read_model(EngineOptions(**options), hardware)[2].model.max_model_len
 
 
-def _longest(steps: Steps, variants: int) -> int:
-    return INPUT_LEN + _SETTLE + 2 * steps.turn * variants + _SPARE
+def _longest(steps: Steps, programs: int) -> int:
+    return INPUT_LEN + _SETTLE + 2 * steps.turn * programs + _SPARE
 
 
 def _check_length(engine: Engine, longest: int) -> None:
@@ -180,35 +181,35 @@ def _check_length(engine: Engine, longest: int) -> None:
         )
 
 
-def _variants(
+def _programs(
     engine: Engine, names: Sequence[str], progress: Progress, say: Callable[[str], None]
-) -> dict[str, Variant]:
+) -> dict[str, Recompiled]:
     """The programs by title: the engine's own twice, then one for each pass that matches."""
     base = engine.config.compile.passes
-    variants = {title: make_variant(engine, base, progress) for title in _BASES}
-    here = variants[_BASES[0]].matched
+    programs = {title: recompile(engine, base, progress) for title in _BASES}
+    here = programs[_BASES[0]].matched
     for name in names or PASSES:
         is_on = name in base
         matches = here[name] if is_on else 1
         if matches:
             passes = [p for p in PASSES if (p in base) != (p == name)]
-            variant = make_variant(engine, passes, progress)
-            matches = matches if is_on else variant.matched[name]
+            program = recompile(engine, passes, progress)
+            matches = matches if is_on else program.matched[name]
         if matches:
             title = f"{'without' if is_on else 'with'} {name}"
-            variants[title] = variant
-            say(f"{title}: compiled in {sum(variant.compiled.seconds.values()):.1f} s")
+            programs[title] = program
+            say(f"{title}: compiled in {sum(program.compiled.seconds.values()):.1f} s")
         elif names:
             raise UserError(f"pass={name}: it matches nothing in this model")
-    if len(variants) == len(_BASES):
+    if len(programs) == len(_BASES):
         raise UserError("bench passes: no pass matches anything in this model at this level")
-    return variants
+    return programs
 
 
 def _rounds(
-    engine: Engine, variants: Sequence[Variant], steps: Steps, progress: Progress
+    engine: Engine, programs: Sequence[Recompiled], steps: Steps, progress: Progress
 ) -> dict[str, list[list[tuple[float, float]]]]:
-    """For each kind of step, a list a round, with a pair a variant.  An extra round comes first, in
+    """For each kind of step, a list a round, with a pair a program.  An extra round comes first, in
     which graphs are captured, and is dropped."""
     seed = iter(range(2**31))
     found: dict[str, list[list[tuple[float, float]]]] = {}
@@ -216,17 +217,17 @@ def _rounds(
     gc.collect()
     with (
         progress.bar("Measuring", total) as advance,
-        collector_at_rest(),
+        gc_paused(),
         _restored(engine),
     ):
         for work in steps.works:
             kind, _, size = work.partition(" ")
             for number in range(1 + steps.rounds):
-                order = _order(len(variants), number)
+                order = _order(len(programs), number)
                 if kind == "decode":
-                    times = _decode(engine, variants, order, int(size), steps.turn)
+                    times = _decode(engine, programs, order, int(size), steps.turn)
                 else:
-                    times = _prefill(engine, variants, order, int(size), seed)
+                    times = _prefill(engine, programs, order, int(size), seed)
                 found.setdefault(work, []).append(_pairs(order, times))
                 advance(1)
             del found[work][0]
@@ -244,7 +245,7 @@ def _restored(engine: Engine) -> Iterator[None]:
 
 
 def _order(count: int, number: int) -> list[int]:
-    """Whose turn it is in a round: the variants from 2 on, another first in each round, and before,
+    """Whose turn it is in a round: the programs from 2 on, another first in each round, and before,
     between and behind them 0 and 1 in alternation."""
     others = [2 + (i + number) % (count - 2) for i in range(count - 2)]
     order = [0]
@@ -254,7 +255,7 @@ def _order(count: int, number: int) -> list[int]:
 
 
 def _pairs(order: Sequence[int], times: Sequence[float]) -> list[tuple[float, float]]:
-    """For each variant the time of its turn, and the mean of the turns of 0 and 1 right before and
+    """For each program the time of its turn, and the mean of the turns of 0 and 1 right before and
     behind it; for these two, of all such turns but the first and the last."""
     bases = range(0, len(order), 2)
     found: dict[int, list[tuple[float, float]]] = {}
@@ -273,7 +274,7 @@ def _pairs(order: Sequence[int], times: Sequence[float]) -> list[tuple[float, fl
 
 
 def _decode(
-    engine: Engine, variants: Sequence[Variant], order: Sequence[int], batch: int, turn: int
+    engine: Engine, programs: Sequence[Recompiled], order: Sequence[int], batch: int, turn: int
 ) -> list[float]:
     """ms between the ends of two successive steps, the mean of each turn."""
     ended: list[float] = []
@@ -287,7 +288,7 @@ def _decode(
     def step(index: int) -> None:
         nonlocal num_launched
         num_launched += 1
-        engine.core.runner = variants[index].runner
+        engine.core.runner = programs[index].runner
         for output in engine.step():
             raise UserError(f"request {output.request_id} failed: {output.error}")
 
@@ -317,7 +318,7 @@ def _decode(
 
 def _prefill(
     engine: Engine,
-    variants: Sequence[Variant],
+    programs: Sequence[Recompiled],
     order: Sequence[int],
     size: int,
     seed: Iterator[int],
@@ -328,7 +329,7 @@ def _prefill(
     ]
     times = []
     for index, prompt in zip([order[0], *order], prompts, strict=True):
-        engine.core.runner = variants[index].runner
+        engine.core.runner = programs[index].runner
         times.append(run(engine, prompt).seconds * 1e3)
     return times[1:]
 

@@ -26,7 +26,7 @@ from ..engine.llm import LLM
 from ..engine.messages.sampling_params import SamplingParams
 from ..engine.messages.step import Batch, PendingStep, StepResult
 from .environment import environment
-from .profile_plan import Plan
+from .profile_options import ProfileOptions
 from .profile_trace import GPU, Activity, busy_times, kernel_rows, layer_groups, read_trace
 from .serving import warm_up
 from .workloads import equal
@@ -57,7 +57,7 @@ class Step:
 class PhaseProfile:
     """``undisturbed``: the same steps without the profiler."""
 
-    plan: Plan
+    options: ProfileOptions
     num_layers: int
     on_gpu: bool
     steps: list[Step]
@@ -145,47 +145,47 @@ class _Stopwatch:
         )
 
 
-def profile_phase(llm: LLM, plan: Plan, trace: Path) -> PhaseProfile:
+def profile_phase(llm: LLM, options: ProfileOptions, trace: Path) -> PhaseProfile:
     """Run and record; leaves the Chrome trace at ``trace`` and the engine at rest.
 
     Raises:
         UserError: the engine is too small for the requests; the device lets nothing be recorded.
     """
-    plan.check()
+    options.check()
     engine = llm.engine
     assert isinstance(engine, Engine)
     for name, has, needs in (
-        ("max_num_seqs", engine.core.scheduler.max_num_seqs, plan.batch_size),
-        ("max_model_len", engine.inputs.max_model_len, plan.input_len + plan.output_len),
+        ("max_num_seqs", engine.core.scheduler.max_num_seqs, options.batch_size),
+        ("max_model_len", engine.inputs.max_model_len, options.input_len + options.output_len),
     ):
         if needs > has:
             raise UserError(f"{name}={has}: profiling needs {needs}; raise it or ask for less")
     vocab_size = engine.inputs.vocab_size
-    warm_up(engine, equal(plan.batch_size, plan.input_len, _WARM_UP_TOKENS, vocab_size))
-    undisturbed = drive(engine, plan)
+    warm_up(engine, equal(options.batch_size, options.input_len, _WARM_UP_TOKENS, vocab_size))
+    undisturbed = drive(engine, options)
     on_gpu = engine.config.hardware.device == "cuda"
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-        record_shapes=plan.record_shapes,
-        profile_memory=plan.profile_memory,
-        with_stack=plan.with_stack,
+        record_shapes=options.record_shapes,
+        profile_memory=options.profile_memory,
+        with_stack=options.with_stack,
     )
-    steps = drive(engine, plan, profiler)
+    steps = drive(engine, options, profiler)
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
-    activities = read_trace(events, [step.index for step in steps], shapes=plan.record_shapes)
+    activities = read_trace(events, [step.index for step in steps], shapes=options.record_shapes)
     if on_gpu and not any(event.get("cat") in GPU for event in events):
         raise UserError(
             "profile: torch.profiler saw no kernel; let CUPTI record on this machine "
             "(no other profiler attached, NVreg_RestrictProfilingToAdminUsers=0)"
         )
-    return PhaseProfile(plan, engine.spec.num_layers, on_gpu, steps, undisturbed, activities)
+    return PhaseProfile(options, engine.spec.num_layers, on_gpu, steps, undisturbed, activities)
 
 
-def drive(engine: Engine, plan: Plan, profiler: profile | None = None) -> list[Step]:
+def drive(engine: Engine, options: ProfileOptions, profiler: profile | None = None) -> list[Step]:
     """The steady steps after the delay.  Prefill is kept steady by new prompts as soon as the last
     ones are scheduled; decode ends with the first step that has not all requests."""
-    decode = plan.phase == "decode"
+    decode = options.phase == "decode"
     watch = _Stopwatch(engine, annotate=profiler is not None)
     ids: list[str] = []
     prompts_done = skipped = index = 0
@@ -194,17 +194,17 @@ def drive(engine: Engine, plan: Plan, profiler: profile | None = None) -> list[S
     with ExitStack() as stack:
         stack.callback(come_to_rest, engine, ids)
         stack.enter_context(watch.attached())
-        while len(kept) < plan.max_iterations:
+        while len(kept) < options.max_iterations:
             if not ids or (prompts_done >= len(ids) and not decode):
-                ids += _submit(engine, plan, seed=len(ids) // plan.batch_size)
+                ids += _submit(engine, options, seed=len(ids) // options.batch_size)
             in_phase = not decode or prompts_done >= len(ids)
-            if in_phase and not recording and skipped == plan.delay_iterations:
+            if in_phase and not recording and skipped == options.delay_iterations:
                 stack.enter_context(_recorded(profiler))
                 recording = True
             step = watch.step(index)
             index += 1
             steady = step is not None and (
-                step.num_tokens == step.num_seqs == plan.batch_size
+                step.num_tokens == step.num_seqs == options.batch_size
                 if decode
                 else step.num_prompt_tokens > 0
             )
@@ -216,16 +216,16 @@ def drive(engine: Engine, plan: Plan, profiler: profile | None = None) -> list[S
                 break
     if not kept:
         raise UserError(
-            f"batch_size={plan.batch_size}: after {skipped} steps no more have all requests in "
+            f"batch_size={options.batch_size}: after {skipped} steps no more have all requests in "
             "decode; raise output_len, max_num_batched_tokens or gpu_memory_utilization"
         )
     return kept
 
 
-def _submit(engine: Engine, plan: Plan, seed: int) -> list[str]:
-    length = plan.output_len if plan.phase == "decode" else 1
+def _submit(engine: Engine, options: ProfileOptions, seed: int) -> list[str]:
+    length = options.output_len if options.phase == "decode" else 1
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    works = equal(plan.batch_size, plan.input_len, length, engine.inputs.vocab_size, seed)
+    works = equal(options.batch_size, options.input_len, length, engine.inputs.vocab_size, seed)
     return [
         engine.add_request({"prompt_token_ids": w.prompt_token_ids}, params, final_only=True)
         for w in works
@@ -295,7 +295,7 @@ def write(found: PhaseProfile, folder: Path) -> dict[str, Any]:
     rows = kernel_rows(found.activities, len(found.steps), found.num_layers)
     groups = layer_groups(found.activities, len(found.steps), found.num_layers)
     line = timeline(found)
-    about = {"environment": environment(), "plan": asdict(found.plan)}
+    about = {"environment": environment(), "options": asdict(found.options)}
     for name, data in (("kernels", {"rows": rows}), ("layers", groups), ("timeline", line)):
         record = {**about, "num_steps": len(found.steps), **data}
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..config import UserError
-from ..engine.frontend.collector import collector_at_rest
+from ..engine.frontend.gc_pause import gc_paused
 from ..engine.frontend.loop import EngineLoop
 from ..engine.messages.requests import NewTokens
 from ..engine.messages.sampling_params import SamplingParams
@@ -124,7 +124,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
     }
     before, engine.on_tokens = engine.on_tokens, on_tokens
     try:
-        with collector_at_rest() as added:
+        with gc_paused() as added:
             added()
             _serve(engine, due)
     except BaseException:

@@ -54,7 +54,7 @@ class Lowered:
         plan, pieces: what runs, and the distinct pieces by digest.
         reports, choices, tuned_us: what the passes and the choice of kernels report.
         graph: digest of the graph as it was traced.
-        weights: the linear layers that a library product can serve.
+        weights: the linear layers that a cuBLASLt algorithm can serve.
     """
 
     traced: Traced

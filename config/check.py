@@ -6,7 +6,7 @@ A start calls this before torch is imported, which takes seconds, and ``resolve`
 from __future__ import annotations
 
 from .errors import UserError
-from .levels import BATCH_INVARIANT_LEVEL, JOINS_PRODUCTS, LEVELS, PASSES, Level
+from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
 
@@ -168,7 +168,7 @@ def _check_batch_invariant(options: EngineOptions) -> None:
     given = [f"attention_backend={options.attention_backend}"]
     given = given if options.attention_backend != "auto" else []
     given += [f"kernels={','.join(options.kernels)}"] if options.kernels else []
-    given += [f"passes={name}" for name in JOINS_PRODUCTS if name in (options.passes or ())]
+    given += [f"passes={name}" for name in LINEAR_FUSIONS if name in (options.passes or ())]
     if given:
         raise UserError(
             f"batch_invariant has implementations of its own, which {given[0]} contradicts: drop "

@@ -18,7 +18,7 @@ from .errors import UserError
 
 FOLDER = Path(__file__).with_name("devices")
 OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
-"""Kinds of x and weight of a library product: bfloat16, or FP8 with a scheme of scales."""
+"""Kinds of x and weight of a cuBLASLt GEMM: bfloat16, or FP8 with a scheme of scales."""
 ALGORITHM_BYTES = 64
 ROWS = (
     "stream bfloat16",
@@ -76,7 +76,7 @@ class Algorithm:
 
     @property
     def weight(self) -> Weight:
-        """The product that the algorithm was measured for, without its number of rows."""
+        """The GEMM that the algorithm was measured for, without its number of rows."""
         return self.operands, self.out_features, self.in_features
 
 

@@ -56,9 +56,9 @@ BATCH_INVARIANT: dict[str, dict[str, str]] = {
 }
 """Implementations by device and op that ``batch_invariant`` forces: those of which a row's bits do
 not depend on the other rows.  What ``-O2`` chooses of the other ops has that property anyhow, but
-for those of ``JOINS_PRODUCTS``."""
+for those of ``LINEAR_FUSIONS``."""
 
-JOINS_PRODUCTS = ("fuse_gated_linear", "fuse_norm_linear")
+LINEAR_FUSIONS = ("fuse_gated_linear", "fuse_norm_linear")
 """Passes that attach more to a linear layer, whose kernels then follow the number of rows:
 ``batch_invariant`` leaves them out."""
 

@@ -7,8 +7,8 @@ from .check import check_limits, check_options, forced_kernels, level_of
 from .errors import UserError
 from .levels import (
     BATCH_INVARIANT,
-    JOINS_PRODUCTS,
     LEVELS,
+    LINEAR_FUSIONS,
     OPT_IN,
     PASSES,
     CudagraphMode,
@@ -119,7 +119,7 @@ def _compile(
     if chosen is None:
         chosen = tuple(name for name in PASSES if not why_off(name, number, hardware.sm, weights))
         if options.batch_invariant:
-            chosen = tuple(name for name in chosen if name not in JOINS_PRODUCTS)
+            chosen = tuple(name for name in chosen if name not in LINEAR_FUSIONS)
     passes = tuple(p for p in PASSES if p in chosen and p not in options.disable_passes)
     return CompileConfig(
         level=number,

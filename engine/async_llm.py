@@ -15,8 +15,8 @@ from threading import Thread, current_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .frontend.collector import collector_at_rest
 from .frontend.driver import Driver, Inbox, driver_of
+from .frontend.gc_pause import gc_paused
 from .frontend.inputs import Prompt
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
@@ -173,7 +173,7 @@ class _Stepper:
             self._thread.join()
 
     def _run(self) -> None:
-        with collector_at_rest() as added:
+        with gc_paused() as added:
             added()
             while not self.closing:
                 if not self.open:

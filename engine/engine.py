@@ -24,8 +24,8 @@ from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
 from .worker.graph_mode import graph_mode
 from .worker.hardware import detect_hardware
+from .worker.model_runner import ModelRunner
 from .worker.progress import show_progress
-from .worker.runner import Runner
 from .worker.sampler import OpTable, Sampler
 from .worker.startup import (
     account,
@@ -96,7 +96,7 @@ class Engine(EngineLoop):
             with startup.phase("capture"):
                 capture(graphs, config, progress)
         groups = block_groups(spec.cache_groups)
-        runner = Runner(
+        runner = ModelRunner(
             compiled.program,
             graphs,
             dispatcher,

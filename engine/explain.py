@@ -15,7 +15,7 @@ from ..compiler.run.load import TABLE
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.device_table import parse_table
 from ..config.resolve import why_off
-from .ahead import target_hardware
+from .aot_compile import target_hardware
 from .worker.hardware import detect_hardware
 from .worker.source import (
     artifact_key,
@@ -38,7 +38,7 @@ _UNMEASURED = (
 )
 _MEASURED = "-O3 chose these kernels by measurement when it compiled artifact {}"
 _CSRC = "the GPU is not here: the kernels of csrc are taken to be there"
-_CUBLAS = "cuBLAS may split a product into two launches"
+_CUBLAS = "cuBLAS may split a GEMM into two launches"
 
 
 class _Before(Record):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ..config import UserError, engine_options
 from .frontend.chat_template import Message
 from .frontend.check import check_start
-from .frontend.collector import collector_at_rest
 from .frontend.driver import Inbox, driver_of
+from .frontend.gc_pause import gc_paused
 from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
@@ -110,10 +110,12 @@ class LLM:
         driver, inbox = self._driver, Inbox()
         checked: list[CheckedRequest] = []
         finished: dict[str, RequestOutput] = {}
-        with collector_at_rest() as added:
-            for prompt, params, rank in every:
+        with gc_paused() as added:
+            for prompt, params, request_priority in every:
                 checked.append(
-                    self.engine.check_request(prompt, params, final_only=True, priority=rank)
+                    self.engine.check_request(
+                        prompt, params, final_only=True, priority=request_priority
+                    )
                 )
                 if time.perf_counter() - self.engine.stepped_s > _LONGEST_PAUSE_S:
                     driver.keep_running(inbox)

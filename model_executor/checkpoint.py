@@ -38,17 +38,17 @@ class TensorInfo:
 
 
 @contextmanager
-def open_shard(file: Path) -> Iterator[Any]:
+def open_checkpoint_file(file: Path) -> Iterator[Any]:
     """Open one safetensors file for reading tensors on the CPU, memory-mapped.
 
     Raises:
         UserError: it is missing, unreadable, truncated or damaged, then or while it is read.
     """
     try:
-        with safe_open(file, framework="pt", device="cpu") as shard:
-            yield shard
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
     except FileNotFoundError as error:
-        raise UserError(f"shard {file} is missing; download the model again") from error
+        raise UserError(f"checkpoint file {file} is missing; download the model again") from error
     except OSError as error:
         reason = error.strerror or "read failed"
         raise UserError(f"cannot read {file}: {reason}; check its permissions") from error
@@ -60,14 +60,14 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor in the folder's checkpoint, by name, from the headers alone.
 
     Raises:
-        UserError: there is no safetensors checkpoint, a shard is missing or damaged, or a tensor
+        UserError: there is no safetensors checkpoint, a file is missing or damaged, or a tensor
             is of none of the known types.
     """
     found: dict[str, TensorInfo] = {}
     for file in checkpoint_files(folder):
-        with open_shard(file) as shard:
-            for name in shard.keys():  # noqa: SIM118 - not a mapping
-                view = shard.get_slice(name)
+        with open_checkpoint_file(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                view = opened.get_slice(name)
                 info = TensorInfo(file, name, tuple(view.get_shape()), view.get_dtype())
                 if info.dtype not in _ITEMSIZE:
                     raise UserError(
@@ -92,10 +92,13 @@ def checkpoint_files(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
             if Path(name).name != name:
-                raise UserError(f"{index} names {name!r}; shards must lie beside the index")
+                raise UserError(
+                    f"{index} names {name!r}; checkpoint files must lie beside the index"
+                )
             if not (folder / name).is_file():
                 raise UserError(
-                    f"shard {folder / name}, named in {INDEX}, is missing; download the model again"
+                    f"checkpoint file {folder / name}, named in {INDEX}, is missing; download the "
+                    "model again"
                 )
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():

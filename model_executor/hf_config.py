@@ -11,7 +11,7 @@ from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES
 from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
-from .quant.scheme import BLOCK, LINEARS, QuantScheme
+from .quant.scheme import BLOCK, FORMATS, LINEARS, QuantScheme
 from .spec import ModelSpec
 
 
@@ -41,7 +41,7 @@ def read_spec(folder: Path | str) -> ModelSpec:
 
 
 def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
-    if quant is None or quant.kind != "fp8_block":
+    if quant is None or not FORMATS[quant.kind].blocks:
         return
     for linear in LINEARS:
         size = spec.in_features(linear)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._float8 import E4M3
-from .quant.scheme import BLOCK, QuantKind, weight_scale_shape
+from .quant.scheme import BLOCK, FORMATS, QuantKind
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 class Linear(nn.Module):
     """``x @ weight.T + bias``; made by the functions below, which differ in the rule only.
 
-    With ``quant`` the weight is FP8 and x is quantized before the product.  Scales are zero until
-    they are loaded; ``input_scale`` is there for ``fp8_static`` alone.
+    With ``quant`` the weight is FP8 and x is quantized before the matmul.  Scales are zero until
+    they are loaded; ``input_scale`` is there for a static format alone.
     """
 
     weight_scale: Tensor
@@ -106,32 +106,30 @@ class Linear(nn.Module):
         quant: QuantKind | None = None,
     ) -> None:
         super().__init__()
-        self.quant = quant
+        self.quant = FORMATS[quant] if quant else None
         self.weight = _parameter(out_features, in_features, dtype=E4M3 if quant else None)
         self.bias = _parameter(out_features) if bias else None
         # The bias of a row-split layer is added once, after the sum over ranks.
         whole = ShardRule(0, (Part("", out_features, 1),), split=False)
         self.rules = {"weight": rule, "bias": rule if rule.dim == 0 else whole}
-        if quant is None:
+        if self.quant is None:
             return
-        shape = weight_scale_shape(quant, out_features, in_features)
+        shape = self.quant.scale_shape(out_features, in_features)
         self.register_buffer("weight_scale", torch.zeros(shape))
-        if quant == "fp8_static":
+        if self.quant.static:
             self.register_buffer("input_scale", torch.zeros(1, 1))
-        elif quant == "fp8":
-            self.rules["weight_scale"] = self.rules["bias"]
-        else:
-            self.rules["weight_scale"] = _by_block(rule)
+        if self.quant.rows:
+            by_row = self.rules["bias"]
+            self.rules["weight_scale"] = _by_block(rule) if self.quant.blocks else by_row
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
         if self.quant is None:
             return ops.linear(x, self.weight, self.bias)
-        if self.quant == "fp8_static":
+        if self.quant.static:
             quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
         else:
-            group_size = BLOCK if self.quant == "fp8_block" else 0
-            quantized, scale = ops.quant_fp8_dynamic(x, group_size)
+            quantized, scale = ops.quant_fp8_dynamic(x, self.quant.columns)
         return ops.linear(quantized, self.weight, self.bias, scale, self.weight_scale, x.dtype)
 
 

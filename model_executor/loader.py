@@ -1,6 +1,7 @@
 """Checkpoint -> module: parameters get memory once, tensors are copied into them one by one.
 
-Every name, type and shape is checked against the shards' headers before the first byte is copied.
+Every name, type and shape is checked against the checkpoint files' headers before the first byte is
+copied.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..config.errors import UserError
 from ..ops._float8 import E4M3
-from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_shard, read_headers
+from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_checkpoint_file, read_headers
 from .layers import Linear, Placement, RMSNorm, ShardRule
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
@@ -44,7 +45,7 @@ def no_progress(label: str, total: int) -> Iterator[Callable[[int], Any]]:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorParallelRank:
     """This process among the ranks that hold the model together."""
 
     rank: int = 0
@@ -83,7 +84,7 @@ def load_model(
     Args:
         spec: of ``read_spec(folder)``; weights are cast to its ``dtype``, or quantized by its
             ``quant``, a parameter at a time.
-        folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
+        folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
         device: where the parameters live; tensors go there one at a time.
         load_format: "auto" or "safetensors" reads the folder; "dummy" reads nothing and fills
             the weights at random from ``seed``: FP8 ones are those of the same model without
@@ -91,8 +92,8 @@ def load_model(
         progress: shows the bytes that are loaded, see ``ProgressBar``.
 
     Raises:
-        UserError: a shard is missing or damaged, its tensors are not those of the model, or the
-            device has no room for them.
+        UserError: a checkpoint file is missing or damaged, its tensors are not those of the model,
+            or the device has no room for them.
     """
     try:
         model = DecoderModel(spec)
@@ -130,7 +131,7 @@ def load_weights(
     scales = find_scales(scale_slots(modules, names, online=online), found)
     used = {read.source.name for read in scales}
     weights = {name: info for name, info in found.items() if name not in used}
-    reads = plan_reads(slots(model, Shard()), weights, spec)
+    reads = plan_reads(slots(model, TensorParallelRank()), weights, spec)
     materialize(model, spec.dtype, device)
     combined = read_scales(scales, dict(model.named_buffers()))
     linears = {f"{n}.weight": m for n, m in modules.items() if isinstance(m, Linear) and m.quant}
@@ -236,11 +237,11 @@ def fill_dummy(model: DecoderModel, seed: int) -> None:
             if linear is not None:
                 quantize_into(linear, weight)
         for linear in quantized.values():
-            if linear.quant == "fp8_static":
+            if linear.quant and linear.quant.static:
                 linear.input_scale.fill_(DUMMY_INPUT_SCALE)
 
 
-def slots(model: DecoderModel, shard: Shard) -> dict[str, Slot]:
+def slots(model: DecoderModel, tp: TensorParallelRank) -> dict[str, Slot]:
     """Checkpoint tensor name -> slot, for every tensor that the model needs but scales."""
     spec = model.spec
     modules = dict(model.named_modules())
@@ -256,7 +257,7 @@ def slots(model: DecoderModel, shard: Shard) -> dict[str, Slot]:
             param = params.get(f"{target.module}.{kind}")
             if param is not None:
                 dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
-                slot = _slot(f"{target.module}.{kind}", param, rule, dtypes, target, shard)
+                slot = _slot(f"{target.module}.{kind}", param, rule, dtypes, target, tp)
                 found[f"{name}.{kind}"] = slot
     return found
 
@@ -267,11 +268,11 @@ def _slot(
     rule: ShardRule,
     dtypes: tuple[str, ...],
     target: Target,
-    shard: Shard,
+    tp: TensorParallelRank,
 ) -> Slot:
     shape = list(param.shape)
     shape[rule.dim] = next(part.size for part in rule.parts if part.name == target.part)
-    return Slot(name, tuple(shape), dtypes, rule.place(target.part, shard.rank, shard.world))
+    return Slot(name, tuple(shape), dtypes, rule.place(target.part, tp.rank, tp.world))
 
 
 def plan_reads(
@@ -327,12 +328,12 @@ def stream(
     order, ``advance`` is told the bytes of each, and ``filled`` the part of a parameter that holds
     it now."""
     for file, of_file in groupby(reads, key=lambda read: read.source.file):
-        with open_shard(file) as shard, torch.no_grad():
+        with open_checkpoint_file(file) as opened, torch.no_grad():
             for read in of_file:
                 place = read.slot.placement
                 index = [slice(None)] * len(read.slot.shape)
                 index[place.dim] = slice(place.source_start, place.source_start + place.length)
-                tensor = shard.get_slice(read.source.name)[tuple(index)]
+                tensor = opened.get_slice(read.source.name)[tuple(index)]
                 param = params[read.slot.parameter]
                 part = param.narrow(place.dim, place.dest_start, place.length)
                 part.copy_(tensor)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..config import UserError
 from ..config.rope import RopeParameters
 from .cache_spec import KV_PAIRS, KVCacheSpec, LayerGroup, group_layers, torch_dtype
-from .quant.scheme import BLOCK, LINEARS, QuantKind, QuantScheme
+from .quant.scheme import BLOCK, FORMATS, LINEARS, QuantKind, QuantScheme
 
 if TYPE_CHECKING:
     import torch
@@ -114,4 +114,5 @@ def check_online_kind(spec: ModelSpec, kind: str) -> None:
 
 def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
     """The ``LINEARS`` that no whole blocks read."""
-    return tuple(n for n in LINEARS if kind == "fp8_block" and spec.in_features(n) % BLOCK)
+    columns = FORMATS[kind].columns
+    return tuple(n for n in LINEARS if columns and spec.in_features(n) % columns)

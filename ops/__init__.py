@@ -1,8 +1,8 @@
 """The semantic ops: models call them, passes rewrite them, and kernels implement them.
 
-There is one file an op, or a family of ops that is a product of axes: norms, gated activations and
-quantization.  ``ALL_OPS`` is the visible list; conformance tests, benchmarks, costs and
-lowering all run over it.
+There is one file an op, or a family of ops with one for each combination of axes: norms, gated
+activations and quantization.  ``ALL_OPS`` is the visible list; conformance tests, benchmarks, costs
+and lowering all run over it.
 """
 
 from ._cublaslt import installed as installed_cublaslt

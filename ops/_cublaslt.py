@@ -143,7 +143,7 @@ def handle(device: int) -> c_void_p:
     return made
 
 
-class Product:
+class GemmPlan:
     """The GEMM plan of ``x @ weight.T`` for one shape; x, weight and y are contiguous.
 
     Its descriptors are destroyed with it.  A call holds the plan until everything is enqueued, and

@@ -18,7 +18,7 @@ _on_take: list[Callable[[], None]] = []
 _from_artifacts: list[DeviceTable] = []
 _found: dict[str, list[int]] = {}
 _missed: dict[str, list[int]] = {}
-"""Product or kernel -> the fewest and most rows, or columns, that were asked for."""
+"""GEMM or kernel -> the fewest and most rows, or columns, that were asked for."""
 
 
 def take(table: DeviceTable) -> None:

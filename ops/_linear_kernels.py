@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _device_table, _library_product
+from . import _cublaslt_linear, _device_table
 from ._cuda import load_cuda_library
 from ._device_table import most_rows
 from ._launch import Launch
@@ -290,7 +290,7 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 
 STREAM = LinearKernel("skinny_linear", _stream_refuses, _stream, fuses=True)
-ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _library_product.run)
+ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run)
 TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, _run_tiled, plan_tiled)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
 

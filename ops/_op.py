@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ._launch import Launch
+from ._launch import Launch, run_launches
 
 NAMESPACE = "fw"
 _LIBRARIES: dict[str, Library] = {}
@@ -117,6 +117,18 @@ class Implementation:
     opt_in: bool = False
     runs: Callable[..., tuple[str, ...]] | None = None
     on_host: bool = False
+
+
+def triton(
+    launches: Callable[..., tuple[list[Launch], Any]],
+    supports: Callable[[OpDesc], str] = always,
+    *,
+    name: str = "triton",
+    opt_in: bool = False,
+) -> Implementation:
+    """The implementation that runs the Triton kernels which ``launches(*args)`` describes."""
+    run = run_launches(launches)
+    return Implementation(name, run, supports, devices=("cuda",), launches=launches, opt_in=opt_in)
 
 
 @dataclass(frozen=True)

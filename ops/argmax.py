@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
 from ._sampling import FLOAT32_MAX, largest_of_rows
 from .launches import sampling
 
@@ -69,7 +69,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        triton(_launches),
         Implementation("native", _reference, inline=True),
     ),
 )

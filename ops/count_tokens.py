@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
 from .launches import penalties
 
 
@@ -70,13 +70,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "triton",
-            run_launches(_launches),
-            _triton_supports,
-            devices=("cuda",),
-            launches=_launches,
-        ),
+        triton(_launches, _triton_supports),
         Implementation("native", _reference),
     ),
     mutates=("output_counts",),

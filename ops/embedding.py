@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
 from .launches import gather
 
 
@@ -63,7 +63,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        triton(_launches),
         Implementation("native", _reference, inline=True),
     ),
     tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT, torch.float16: _EXACT},

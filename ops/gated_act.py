@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
 from .launches import activation as kernels
 from .quantize import ONE_STEP, SCHEMES, Cases, parameter, quantizing_op, schemes, signed
 
@@ -212,7 +212,7 @@ def _op(activation: str) -> SemanticOp:
         cases=cases,
         cost=_cost,
         implementations=(
-            Implementation("triton", run_launches(launches), devices=("cuda",), launches=launches),
+            triton(launches),
             Implementation("native", reference, inline=True),
         ),
     )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
 from .launches import tokens
 
 
@@ -64,7 +64,7 @@ OP = SemanticOp(
     mutates=("last_tokens", "read"),
     dtypes=(torch.int32,),
     implementations=(
-        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        triton(_launches),
         Implementation("native", _reference),
     ),
 )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
 from .launches import kv_store as kernels
 
 
@@ -184,13 +184,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "triton",
-            run_launches(_launches),
-            supports=lambda desc: why_no_e4m3(desc, "kv_cache"),
-            devices=("cuda",),
-            launches=_launches,
-        ),
+        triton(_launches, lambda desc: why_no_e4m3(desc, "kv_cache")),
         Implementation("native", _native),
     ),
     mutates=("kv_cache",),

@@ -34,7 +34,7 @@ from ._linear_kernels import (
     plan_tiled,
     runner,
 )
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance, triton
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .quantize import quantize_static, refuses_device
@@ -83,10 +83,14 @@ def linear(
 
 
 def _define(gemm: Gemm, *args: Any) -> Tensor:
-    """The definition, by some GEMM; the epilogue in plain ATen."""
+    """The definition, by some GEMM."""
     describe(*args)
     *operands, activation, out_scale = args
-    y = multiply(gemm, *operands)
+    return _finish(multiply(gemm, *operands), activation, out_scale)
+
+
+def _finish(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Tensor:
+    """The epilogue in plain ATen."""
     y = y if activation is None else GATED_ACTS[activation, ""].reference(y)
     return y if out_scale is None else quantize_static(y, out_scale)
 
@@ -116,9 +120,7 @@ def _torch(*args: Any) -> Tensor:
     """torch's own GEMM, then the epilogue in plain ATen."""
     describe(*args)
     *operands, activation, out_scale = args
-    y = library(*operands)
-    y = y if activation is None else GATED_ACTS[activation, ""].reference(y)
-    return y if out_scale is None else quantize_static(y, out_scale)
+    return _finish(library(*operands), activation, out_scale)
 
 
 def _plan_tiled(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
@@ -136,16 +138,6 @@ def _with_defaults(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         return fn(*args, *[None] * (8 - len(args)))
-
-    return run
-
-
-def _run_planned(planned: Callable[..., tuple[list[Launch], Tensor]]) -> Callable[..., Tensor]:
-    def run(*args: Any) -> Tensor:
-        launches, y = planned(*args)
-        for launch in launches:
-            launch.run()
-        return y
 
     return run
 
@@ -365,19 +357,11 @@ OP = SemanticOp(
         ),
         Implementation("native", _reference, _supports(_native_refuses), inline=True),
         Implementation("scaled_mm", _with_defaults(_torch), _supports(_torch_refuses)),
-        Implementation(
-            "triton",
-            _with_defaults(_run_planned(_plan_tiled)),
-            _supports(lambda desc, call: ""),
-            devices=("cuda",),
-            launches=_with_defaults(_plan_tiled),
-        ),
-        Implementation(
-            "invariant",
-            _with_defaults(_run_planned(_plan_invariant)),
+        triton(_with_defaults(_plan_tiled), _supports(lambda desc, call: "")),
+        triton(
+            _with_defaults(_plan_invariant),
             _supports(_invariant_refuses),
-            devices=("cuda",),
-            launches=_with_defaults(_plan_invariant),
+            name="invariant",
             opt_in=True,
         ),
         Implementation(

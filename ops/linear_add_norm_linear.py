@@ -90,9 +90,9 @@ class _Call(NamedTuple):
     def second(self, normed: Any) -> tuple[Any, ...]:
         return normed, self.next_weight, self.next_bias, None, None, None, self.activation, None
 
-    def between(self, product: Any) -> tuple[Any, ...]:
+    def between(self, y: Any) -> tuple[Any, ...]:
         """The arguments of ``add_rms_norm``."""
-        return product, self.residual, self.norm_weight, self.eps
+        return y, self.residual, self.norm_weight, self.eps
 
 
 def _reference(
@@ -106,8 +106,8 @@ def _reference(
     next_bias: Tensor | None,
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    product = LINEAR.reference(x, weight, bias)
-    normed, total = ADD_RMS_NORM.reference(product, residual, norm_weight, eps)
+    y = LINEAR.reference(x, weight, bias)
+    normed, total = ADD_RMS_NORM.reference(y, residual, norm_weight, eps)
     return LINEAR.reference(normed, next_weight, next_bias, activation=activation), total
 
 

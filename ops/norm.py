@@ -1,6 +1,6 @@
-"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]``, a product of axes.
+"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]``, by axes.
 
-``Norm`` is a point of the product, and ``NORMS`` has the op of each.  An op computes, in this
+``Norm`` is a combination of the axes, and ``NORMS`` has the op of each.  An op computes, in this
 order, the sum over ranks of x, the sum with the residual, RMSNorm (Zhang and Sennrich, 2019, eq. 4)
 and its quantization to FP8.  Every step rounds as the op of that step alone, so passes that attach
 a step to a norm change no bit.  Models call ``rms_norm``.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp
+from ._launch import Launch
+from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, triton
 from .all_reduce import CASES_GROUP, sum_flops, sum_over_ranks, wire_bytes
 from .all_reduce import check as check_sum
 from .launches import norm as plans
@@ -217,16 +217,13 @@ def _op(axes: Norm) -> SemanticOp:
         return refuses_device(desc) if axes.quant else ""
 
     native = Implementation("native", reference, native_supports, inline=not axes.reduce)
-    triton = Implementation(
-        "triton", run_launches(launches), supports, devices=("cuda",), launches=launches
-    )
     return SemanticOp(
         name=axes.name,
         reference=signed(reference, parameters, results),
         fake=lambda *args: _fake(axes, *args),
         cases=lambda *given: _cases(axes, *given),
         cost=lambda desc: _cost(axes, desc),
-        implementations=(native,) if axes.reduce else (triton, native),
+        implementations=(native,) if axes.reduce else (triton(launches, supports), native),
         tolerances=ONE_STEP if axes.quant else TOLERANCES,
     )
 

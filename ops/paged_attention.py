@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from . import _rowwise
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
-from ._launch import Launch, run_launches
-from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch
+from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
 from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
 from .paged_attention_cases import cases
@@ -111,7 +111,7 @@ def _sequences(
 
     K and V are [num_kv_heads, keys, head_dim], exactly the keys that some query sees.
     """
-    page = kv_cache.shape[2]
+    block_size = kv_cache.shape[2]
     starts, contexts = query_start_loc.tolist(), seq_lens.tolist()
     for s, context in enumerate(contexts):
         start, stop = starts[s], starts[s + 1]
@@ -119,9 +119,9 @@ def _sequences(
             continue
         first_query = context - (stop - start)
         first_key = max(0, first_query - sliding_window + 1) if sliding_window > 0 else 0
-        first_page = first_key // page
-        blocks = kv_cache[block_table[s, first_page : -(-context // page)].long()]
-        keys = slice(first_key - first_page * page, context - first_page * page)
+        first_block = first_key // block_size
+        blocks = kv_cache[block_table[s, first_block : -(-context // block_size)].long()]
+        keys = slice(first_key - first_block * block_size, context - first_block * block_size)
         k, v = (t.flatten(0, 1)[keys].transpose(0, 1) for t in blocks.unbind(1))
         yield slice(start, stop), first_key - first_query, k, v
 
@@ -239,11 +239,11 @@ _invariant = partial(_launches, invariant=True)
 
 def _triton_supports(desc: OpDesc) -> str:
     head_dim = desc["q"].shape[2]
-    _, _, page, kv_heads, _ = desc["kv_cache"].shape
+    _, _, block_size, kv_heads, _ = desc["kv_cache"].shape
     if head_dim > 256 or head_dim % 8:
         return f"head_dim {head_dim}: the kernels take multiples of 8 up to 256"
-    if page > 256 or page & (page - 1):
-        return f"block size {page}: the kernels take powers of two up to 256"
+    if block_size > 256 or block_size & (block_size - 1):
+        return f"block size {block_size}: the kernels take powers of two up to 256"
     if desc["q"].shape[1] // kv_heads > 128:
         return f"{desc['q'].shape[1]} heads share {kv_heads} KV heads: a group has at most 128"
     if desc["kv_cache"].dtype not in (desc["q"].dtype, E4M3):
@@ -296,22 +296,9 @@ OP = SemanticOp(
     cost=_cost,
     implementations=(
         by_cuda(_prefill, _triton_supports),
-        Implementation(
-            "triton",
-            run_launches(_launches),
-            _triton_supports,
-            devices=("cuda",),
-            launches=_launches,
-        ),
+        triton(_launches, _triton_supports),
         Implementation("native", _native, on_host=True),
-        Implementation(
-            "invariant",
-            run_launches(_invariant),
-            _triton_supports,
-            devices=("cuda",),
-            launches=_invariant,
-            opt_in=True,
-        ),
+        triton(_invariant, _triton_supports, name="invariant", opt_in=True),
         Implementation("rowwise", _rowwise.by_query(_reference), devices=("cpu",), opt_in=True),
     ),
     mutates=("out",),

@@ -18,7 +18,7 @@ def batch(
     gen: torch.Generator,
     lengths: Sequence[tuple[int, int]],
     heads: tuple[int, int, int],
-    page: int,
+    block_size: int,
     *,
     window: int = 0,
     cap: float = 0.0,
@@ -33,14 +33,14 @@ def batch(
     """
     num_heads, kv_heads, dim = heads
     num_seqs, num_tokens = len(lengths), sum(n for n, _ in lengths) + padding
-    pages = [-(-context // page) for _, context in lengths]
-    order = torch.randperm(sum(pages) + 2, generator=gen, device=device).int()
+    num_blocks = [-(-context // block_size) for _, context in lengths]
+    order = torch.randperm(sum(num_blocks) + 2, generator=gen, device=device).int()
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen, device=device).to(dtype)
 
     stored = E4M3 if "kv" in fp8 else dtype
-    cache = torch.full((len(order), 2, page, kv_heads, dim), float("nan"), dtype=stored)
+    cache = torch.full((len(order), 2, block_size, kv_heads, dim), float("nan"), dtype=stored)
     cache[::2] = float("inf") if stored == dtype else E4M3_MAX
     cache = cache.to(device)
     kv_scale = out_scale = None
@@ -48,18 +48,18 @@ def batch(
         kv_scale = torch.rand((2, kv_heads), generator=gen, device=device) / 16 + 1 / 64
     if "out" in fp8:
         out_scale = torch.rand((1, 1), generator=gen, device=device) / 2 + 0.25
-    table = torch.full((num_seqs, max(pages) + 3), 1 << 30, dtype=torch.int32, device=device)
+    table = torch.full((num_seqs, max(num_blocks) + 3), 1 << 30, dtype=torch.int32, device=device)
     taken = 0
     for s, (queries, context) in enumerate(lengths):
-        table[s, : pages[s]] = order[taken : taken + pages[s]]
-        taken += pages[s]
+        table[s, : num_blocks[s]] = order[taken : taken + num_blocks[s]]
+        taken += num_blocks[s]
         first = max(0, context - queries - window + 1) if window > 0 else 0
         slots = torch.arange(first, context, device=device)
         kv = randn(len(slots), 2, kv_heads, dim)
         if stored == E4M3:
             kv = to_e4m3(kv, None if kv_scale is None else kv_scale[:, :, None])
-        cache[table[s, slots // page].long(), :, slots % page] = kv
-        table[s, : first // page] = 1 << 30
+        cache[table[s, slots // block_size].long(), :, slots % block_size] = kv
+        table[s, : first // block_size] = 1 << 30
     # One row of a fused QKV projection: q is strided on tokens.
     q = randn(num_tokens, num_heads + 2 * kv_heads, dim)[:, :num_heads]
     starts = [sum(n for n, _ in lengths[:s]) for s in range(num_seqs + 1)]
@@ -108,5 +108,5 @@ def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Ite
         ("decode, fp8 kv, head 256", decode, (2, 1, 256), 32, {"fp8": "kv"}),
         ("long decodes, fp8 kv, scales, fp8 out", long, (8, 2, 128), 16, {"fp8": "scaled kv, out"}),
     ]
-    for label, lengths, heads, page, options in shapes:
-        yield Case(label, batch(dtype, device, gen, lengths, heads, page, **options))
+    for label, lengths, heads, block_size, options in shapes:
+        yield Case(label, batch(dtype, device, gen, lengths, heads, block_size, **options))

@@ -21,7 +21,7 @@ from ._op import Implementation, OpDesc
 _SM = 90
 _HEAD_DIMS = (64, 128)
 _PREFILL_HEAD_DIM = 128
-_PAGES = (8, 16, 32, 64, 128, 256)
+_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MAX_GROUP = 16
 
 Prefill: TypeAlias = Callable[..., list[Launch]]
@@ -89,7 +89,7 @@ def _launches(*args: Any, triton_prefill: Prefill) -> tuple[list[Launch], None]:
 def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
     q, kv_cache = desc["q"], desc["kv_cache"]
     _, num_heads, head_dim = q.shape
-    _, _, page, kv_heads, _ = kv_cache.shape
+    _, _, block_size, kv_heads, _ = kv_cache.shape
     if desc.device != "cuda":
         return f"on {desc.device}, not CUDA"
     if desc.sm != _SM:
@@ -100,8 +100,8 @@ def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
         return f"KV cache is {kv_cache.dtype}, q is {q.dtype}"
     if head_dim not in _HEAD_DIMS:
         return f"head_dim {head_dim}: the kernel takes {' and '.join(map(str, _HEAD_DIMS))}"
-    if page not in _PAGES:
-        return f"block size {page}: the kernel takes powers of two from 8 to 256"
+    if block_size not in _BLOCK_SIZES:
+        return f"block size {block_size}: the kernel takes powers of two from 8 to 256"
     if num_heads // kv_heads > _MAX_GROUP:
         return f"{num_heads} heads share {kv_heads} KV heads: a group has at most {_MAX_GROUP}"
     if reason := triton_supports(desc):

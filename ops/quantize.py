@@ -16,8 +16,18 @@ import torch
 from torch import Tensor
 
 from ._float8 import E4M3, E4M3_MAX
-from ._launch import Launch, run_launches
-from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
+from ._launch import Launch
+from ._op import (
+    TOLERANCES,
+    Case,
+    Cost,
+    Implementation,
+    OpDesc,
+    SemanticOp,
+    TensorDesc,
+    Tolerance,
+    triton,
+)
 from .launches.quant import GROUP, Scheme, empty_results
 from .launches.quant import quantize as plan_quantize
 
@@ -204,9 +214,7 @@ def quantizing_op(
         cases=cases,
         cost=lambda desc: quantizing_cost(desc, desc["x"].shape[1] // parts, flops + how.flops),
         implementations=(
-            Implementation(
-                "triton", run_launches(launches), supports, devices=("cuda",), launches=launches
-            ),
+            triton(launches, supports),
             Implementation("native", reference, refuses_device, inline=True),
         ),
         tolerances=tolerances,

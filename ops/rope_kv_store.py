@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ._float8 import E4M3, why_no_e4m3
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
 from .kv_store import OP as KV_STORE
 from .kv_store import check_kv_store
 from .launches import rope_kv_store as kernels
@@ -210,13 +210,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "triton",
-            run_launches(_launches),
-            supports=lambda desc: why_no_e4m3(desc, "kv_cache"),
-            devices=("cuda",),
-            launches=_launches,
-        ),
+        triton(_launches, lambda desc: why_no_e4m3(desc, "kv_cache")),
         Implementation("native", _composition(KV_STORE.implementation("native").fn)),
     ),
     mutates=("kv_cache",),

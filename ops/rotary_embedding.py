@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
 from .launches import rotary
 
 LAYOUTS: Mapping[str, tuple[bool, bool]] = {
@@ -150,7 +150,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        triton(_launches),
         Implementation("native", _reference, inline=True),
     ),
 )

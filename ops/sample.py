@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
 from ._sampling import (
     FLOAT32_MAX,
     GREEDY_TEMPERATURE,
@@ -208,7 +208,7 @@ OP = SemanticOp(
     cost=_cost,
     implementations=(
         BY_CUDA,
-        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        triton(_launches),
         Implementation("native", _reference, inline=True),
     ),
 )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import _rowwise
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
 from ._sampling import clean_logits, ordered_bits
 from .launches import logprobs
 
@@ -127,13 +127,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "triton",
-            run_launches(_launches),
-            _triton_supports,
-            devices=("cuda",),
-            launches=_launches,
-        ),
+        triton(_launches, _triton_supports),
         Implementation("native", _reference, inline=True),
         Implementation("rowwise", _rowwise.by_row(_reference), devices=("cpu",), opt_in=True),
     ),

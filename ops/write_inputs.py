@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..config import NO_SLOT, STEP
-from ._launch import Launch, run_launches
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp
+from ._launch import Launch
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
 from .launches import tokens as kernels
 
 
@@ -115,7 +115,7 @@ OP = SemanticOp(
     mutates=("tokens", "rows", "tables"),
     dtypes=(torch.int32,),
     implementations=(
-        Implementation("triton", run_launches(_launches), devices=("cuda",), launches=_launches),
+        triton(_launches),
         Implementation("native", _reference),
     ),
 )

@@ -145,8 +145,8 @@ def _widens_nothing(node: Any) -> bool:
     """Whether the node is an ``unsqueeze`` after which the last dimension is still the last."""
     if kind(node) != "unsqueeze":
         return False
-    rank = tensor(node).dim()
-    return bool(argument(node, 1, "dim") % rank != rank - 1)
+    num_dims = tensor(node).dim()
+    return bool(argument(node, 1, "dim") % num_dims != num_dims - 1)
 
 
 def _without_heads(node: Any, nodes: list[Any]) -> fx.Node:

@@ -178,13 +178,13 @@ def columns(node: Any) -> tuple[Any, int, int] | None:
         return None
     width, start = fake_value(node).shape[-1], None
     source: Any = node.args[0] if node.args else None
-    rank = fake_value(node).dim()
-    if kind(node) == "slice" and argument(node, 1, "dim", 0) in (-1, rank - 1):
+    num_dims = fake_value(node).dim()
+    if kind(node) == "slice" and argument(node, 1, "dim", 0) in (-1, num_dims - 1):
         start = argument(node, 2, "start") if argument(node, 4, "step", 1) == 1 else None
     elif kind(node) == "item" and kind(source) == "split":
         parts, index, source = fake_value(source), node.args[1], source.args[0]
         dim = argument(node.args[0], 2, "dim", 0)  # type: ignore[arg-type]
-        if dim in (-1, rank - 1) and isinstance(index, int):
+        if dim in (-1, num_dims - 1) and isinstance(index, int):
             start = sum(part.shape[-1] for part in parts[:index])
     elif kind(node) == "item" and isinstance(source, fx.Node):
         start = _slice_start(node.args[1], fake_value(source))

@@ -1,9 +1,9 @@
 """Proves that a pass changed nothing but what it declared: results and writes stay the same terms.
 
 Each value is named by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op and
-the names of its arguments.  Outputs of a rewrite take the names of what they replace, which
+the numbers of its arguments.  Outputs of a rewrite take the numbers of what they replace, which
 ``verify.check_rewrite`` has proven on data.  Then the graph's results and the sequence of its
-writes to memory must bear the same names before and after, and what is read must be in the same
+writes to memory must have the same numbers before and after, and what is read must be in the same
 state (``check_memory``).  No data is needed, so the check costs little on a whole model.
 """
 
@@ -15,28 +15,29 @@ from typing import Any
 from torch import fx
 
 from .check_memory import Contents, why_other_contents
-from .names import Names, key_of
 from .rule import Rewrite, writes_shared
 from .subgraph import Subgraph
+from .value_numbering import ValueNumbering, key_of
 
 
 class Snapshot:
-    """The names in a graph before a pass: those of every node, of its results, and of its writes in
-    order.  ``epochs`` counts the writes before each node; ``writers`` are the nodes that write."""
+    """The value numbers in a graph before a pass: those of every node, of its results, and of its
+    writes in order.  ``epochs`` counts the writes before each node; ``writers`` are the nodes that
+    write."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self.names = Names()
+        self.numbering = ValueNumbering()
         self.numbers: dict[fx.Node, int] = {}
         self.writes: list[int] = []
         self.epochs: dict[fx.Node, int] = {}
         self.writers: set[fx.Node] = set()
-        self.contents = Contents(gm, Names())
+        self.contents = Contents(gm, ValueNumbering())
         for node in gm.graph.nodes:
             if node.op == "output":
                 self.results = key_of(node.args[0], self.numbers)
                 continue
             self.epochs[node] = len(self.writes)
-            self.numbers[node] = self.names.of(node, self.numbers)
+            self.numbers[node] = self.numbering.of(node, self.numbers)
             if _writes(node):
                 self.writes.append(self.numbers[node])
                 self.writers.add(node)
@@ -49,14 +50,14 @@ def _writes(node: fx.Node) -> bool:
 def why_not_the_same(before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Rewrite]) -> str:
     """Say what the pass did besides its ``rewrites``; "" if nothing."""
     rewrites = list(rewrites)
-    names = before.names
+    numbering = before.numbering
     given: dict[fx.Node, int] = {}  # output of a rewrite -> the name of what it replaces
     made: dict[fx.Node, int] = {}  # output of a rewrite -> its name by what must compute it
     stores: dict[int, int] = {}  # write by a rewrite -> the name of the write that it replaces
     for rewrite in rewrites:
         numbers = [_number(n, before, given) for n in rewrite.before.inputs]
-        old_outputs, old_writes = _apply(names, rewrite.before, numbers)
-        new_outputs, new_writes = _apply(names, rewrite.after, numbers)
+        old_outputs, old_writes = _apply(numbering, rewrite.before, numbers)
+        new_outputs, new_writes = _apply(numbering, rewrite.after, numbers)
         for node, number in zip(rewrite.before.outputs, old_outputs, strict=True):
             if before.numbers.get(node, number) != number:
                 return f"it rewrote another {node.name} than the graph's"
@@ -79,18 +80,20 @@ def _number(node: fx.Node, before: Snapshot, given: dict[fx.Node, int]) -> int:
     if known is not None:
         return known
     args = {arg: _number(arg, before, given) for arg in node.all_input_nodes}
-    return before.names.of(node, args)
+    return before.numbering.of(node, args)
 
 
-def _apply(names: Names, side: Subgraph, inputs: list[int]) -> tuple[list[int], list[int]]:
-    """(names of the results, names of the writes) of one side of a rewrite."""
+def _apply(
+    numbering: ValueNumbering, side: Subgraph, inputs: list[int]
+) -> tuple[list[int], list[int]]:
+    """(numbers of the results, numbers of the writes) of one side of a rewrite."""
     graph = side.module.graph
     numbers = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     stores: list[int] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        numbers[node] = names.of(node, numbers)
+        numbers[node] = numbering.of(node, numbers)
         if _writes(node):
             stores.append(numbers[node])
     (output,) = graph.find_nodes(op="output")
@@ -114,7 +117,7 @@ def _difference(
         epoch = before.epochs.get(node, len(written))
         if epoch != len(written) and node.op != "placeholder":
             return f"{node.name} ran after {epoch} writes to memory, now after {len(written)}"
-        number = before.names.of(node, numbers)
+        number = before.numbering.of(node, numbers)
         if made.get(node, number) != number:
             return f"{node.format_node()} is not what the rewrite declared"
         numbers[node] = given.get(node, number)

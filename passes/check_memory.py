@@ -1,8 +1,8 @@
 """Proves that a pass left every value in the memory, and in the state, in which it was read before.
 
-``check_effects`` names values by what computes them, and cannot see that a buffer was written to
+``check_effects`` numbers values by what computes them, and cannot see that a buffer was written to
 since.  Here the content of a value is named: by what computed it from which contents, and by how
-often its memory was written to since.  So names change when two writers come to share a buffer,
+often its memory was written to since.  So numbers change when two writers come to share a buffer,
 when a view takes the place of a copy, and when a read moves past a write.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from .names import Names, changes_nothing, key_of
 from .rule import Rewrite, written
 from .subgraph import fake_value
+from .value_numbering import ValueNumbering, changes_nothing, key_of
 
 Buffer: TypeAlias = tuple[fx.Node, int]
 """A piece of memory, identified by the node that first held it and by which of its tensors did."""
@@ -33,9 +33,12 @@ class Contents:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, names: Names, given: Mapping[fx.Node, int] | None = None
+        self,
+        gm: fx.GraphModule,
+        numbering: ValueNumbering,
+        given: Mapping[fx.Node, int] | None = None,
     ) -> None:
-        self.names, self.given = names, given or {}
+        self.numbering, self.given = numbering, given or {}
         self.numbers: dict[fx.Node, int] = {}
         self.reads: dict[fx.Node, dict[fx.Node, int]] = {}
         self._buffers: dict[fx.Node, dict[int, Buffer]] = {}  # by storage
@@ -61,7 +64,7 @@ class Contents:
             self.numbers[node], self._made[node] = self.numbers[same], self._made[same]
             return
         number = self.given.get(node)
-        self.numbers[node] = self.names.of(node, self.reads[node]) if number is None else number
+        self.numbers[node] = self.numbering.of(node, self.reads[node]) if number is None else number
         self._made[node] = self._state(node)
 
     def _place(self, node: fx.Node) -> None:
@@ -83,7 +86,7 @@ class Contents:
             now - then for now, then in zip(self._state(node), self._made[node], strict=True)
         )
         number = self.numbers[node]
-        return self.names.number(("written", number, since)) if any(since) else number
+        return self.numbering.number(("written", number, since)) if any(since) else number
 
 
 def why_other_contents(before: Contents, gm: fx.GraphModule, rewrites: Iterable[Rewrite]) -> str:
@@ -93,8 +96,8 @@ def why_other_contents(before: Contents, gm: fx.GraphModule, rewrites: Iterable[
     for rewrite in rewrites:
         for old, new in zip(rewrite.before.outputs, rewrite.after.outputs, strict=True):
             known = before.numbers.get(old, given.get(old))
-            given[new] = before.names.number(("made", old.name)) if known is None else known
-    after = Contents(gm, before.names, given)
+            given[new] = before.numbering.number(("made", old.name)) if known is None else known
+    after = Contents(gm, before.numbering, given)
     for node, number in after.numbers.items():
         if before.numbers.get(node, number) != number and node not in given:
             return f"{node.format_node()} reads memory in another state, or other memory"

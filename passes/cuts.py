@@ -126,9 +126,9 @@ def joined(node: Any) -> Join | None:
     one, other = (fake_value(p) if isinstance(p, fx.Node) else None for p in parts)
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return None
-    rank = one.dim() + (layout == "pairs")
+    num_dims = one.dim() + (layout == "pairs")
     shape = [*one.shape[:-1], 2 * one.shape[-1]] if one.dim() else []
-    if argument(made, 1, "dim", 0) not in (-1, rank - 1) or one.shape[-1:] != other.shape[-1:]:
+    if argument(made, 1, "dim", 0) not in (-1, num_dims - 1) or one.shape[-1:] != other.shape[-1:]:
         return None
     if [*map(str, value.shape)] != [*map(str, shape)]:
         return None

@@ -22,7 +22,7 @@ from .rule import EXACT, Context, is_call, written_between
 class FuseNormLinear:
     """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear``.  The first
     norm of a model is none, since it adds nothing, nor is the last, which goes to the gather of
-    last tokens.
+    last tokens.  FP8 layers are none either: x is quantized between the norm and the layer.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies the norm's scale to the sums.

@@ -23,7 +23,7 @@ from .fuse_gated_linear import FuseGatedLinear
 from .fuse_norm_linear import FuseNormLinear
 from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FuseRopeStore
-from .place import module_of
+from .module_paths import module_path
 from .report import PassReport
 from .rule import Context, Rule
 from .verify import State, check_graph, check_nothing_else, check_rewrite
@@ -94,7 +94,7 @@ def run_passes(
         if verify and snapshot is None:
             snapshot = Snapshot(gm)
         start, before = time.perf_counter(), _num_ops(gm)
-        places = {node.name: module_of(node) for node in gm.graph.nodes}
+        places = {node.name: module_path(node) for node in gm.graph.nodes}
         report = rule(gm, context)
         report.sites = [replace(site, module=places.get(site.name, "")) for site in report.sites]
         report.ops_before, report.ops_after = before, _num_ops(gm)

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..ops import NAMESPACE
-from .place import STACK
+from .module_paths import STACK
 from .report import PassReport
 from .subgraph import Subgraph, compute_fake, describe_value, external_inputs, extract, fake_value
 

@@ -32,29 +32,29 @@ def compile(
     if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
         options.setdefault("verify", True)
     asked = checked(options)
-    from ..engine.ahead import compile_ahead
+    from ..engine.aot_compile import aot_compile
 
-    ahead = compile_ahead(asked, target_sm=target_sm, dump=dump)
-    artifact = ahead.compiled.artifact
+    result = aot_compile(asked, target_sm=target_sm, dump=dump)
+    artifact = result.compiled.artifact
     assert artifact is not None
     if json_output:
         record = {
             "key": artifact.manifest.key,
             "path": str(artifact.path),
-            "label": ahead.label,
-            "built": ahead.compiled.built,
-            "startup": ahead.startup.to_json(),
-            "compile": ahead.compiled.seconds,
-            "left": list(ahead.left),
+            "label": result.label,
+            "built": result.compiled.built,
+            "startup": result.startup.to_json(),
+            "compile": result.compiled.seconds,
+            "left": list(result.left),
             "report": dict(artifact.manifest.report),
         }
         typer.echo(json.dumps(record))
         return
-    verb = "compiled" if ahead.compiled.built else "found"
-    typer.echo(f"{verb} {ahead.label}\n{artifact.path}")
-    typer.echo(startup_table(ahead.startup.to_json(), ahead.compiled.seconds))
+    verb = "compiled" if result.compiled.built else "found"
+    typer.echo(f"{verb} {result.label}\n{artifact.path}")
+    typer.echo(startup_table(result.startup.to_json(), result.compiled.seconds))
     typer.echo(checks_line(artifact.manifest.report["passes"]))
-    for item in ahead.left:
+    for item in result.left:
         typer.echo(f"left to the first start: {item}")
     if dump is not None:
         typer.echo(f"read {dump / 'index.md'}")

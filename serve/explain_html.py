@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from .explain_text import (
     choice_rows,
+    fusion_rows,
     layer_rows,
     piece_rows,
-    product_rows,
     range_lines,
     site_rows,
     step_line,
@@ -44,7 +44,7 @@ def page(label: str, facts: Explanation, against: Differences | None = None) -> 
         summary=step_line(facts),
         sites=site_rows(facts),
         layers=layers,
-        products=product_rows(facts),
+        fusions=fusion_rows(facts),
         choices=choice_rows(facts),
         pieces=piece_rows(facts),
         other=against.right if against else "",

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:
-    """All of it: sites, products, pieces, choices, layers, the whole step; with ``graphs`` also
+    """All of it: sites, fusions, pieces, choices, layers, the whole step; with ``graphs`` also
     the graph of a layer of each kind, before and after."""
     checks = checks_table(facts.passes)
-    parts = [label, site_table(facts), *([checks] if checks else []), product_table(facts)]
+    parts = [label, site_table(facts), *([checks] if checks else []), fusion_table(facts)]
     parts += [table(piece_rows(facts)), table(choice_rows(facts))]
     for layer in facts.layers:
         parts += [layer_table(layer), *range_lines(layer)]
@@ -71,17 +71,17 @@ def site_table(facts: Explanation) -> str:
     return table(rows) if len(rows) > 1 else "no pass has a site here"
 
 
-def product_rows(facts: Explanation) -> list[list[str]]:
-    """The rule products, with how often the model has each."""
+def fusion_rows(facts: Explanation) -> list[list[str]]:
+    """The fusions, with how often the model has each."""
     rows = [["together", "one op", "calls", "why not"]]
-    for product, calls in facts.products:
-        rows.append([product.name, product.op or "-", str(calls) if calls else "", product.reason])
+    for fusion, calls in facts.fusions:
+        rows.append([fusion.name, fusion.op or "-", str(calls) if calls else "", fusion.reason])
     return rows
 
 
-def product_table(facts: Explanation) -> str:
-    """The products that the model has, and those that nobody can have."""
-    head, *rows = product_rows(facts)
+def fusion_table(facts: Explanation) -> str:
+    """The fusions that the model has, and those that nobody can have."""
+    head, *rows = fusion_rows(facts)
     return table([head, *(row for row in rows if row[2] or row[3])])
 
 

@@ -50,12 +50,12 @@ def profile(
     for Perfetto, or for TensorBoard under a name that ends in .pt.trace.json.
     """
     options = to_measure(engine, model_argument)
-    from ..bench.profile_plan import PHASES, Plan
+    from ..bench.profile_options import PHASES, ProfileOptions
 
     if phase not in (*PHASES, "both"):
         raise UserError(f"phase={phase!r}: expected prefill, decode or both")
-    plans = [
-        Plan(
+    to_profile = [
+        ProfileOptions(
             name,
             batch_size=batch_size,
             input_len=input_len,
@@ -68,18 +68,20 @@ def profile(
         )
         for name in (PHASES if phase == "both" else (phase,))
     ]
-    folders = {plan.phase: output / plan.phase if phase == "both" else output for plan in plans}
-    for plan in plans:
-        plan.check()
+    folders = {
+        wanted.phase: output / wanted.phase if phase == "both" else output for wanted in to_profile
+    }
+    for wanted in to_profile:
+        wanted.check()
     for folder in folders.values():
         _make(folder)
     from ..bench.profiling import profile_phase, write
 
     llm = load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
-    for plan in plans:
-        folder = folders[plan.phase]
-        found = write(profile_phase(llm, plan, folder / "trace.json"), folder)
-        _show(plan.phase, found)
+    for wanted in to_profile:
+        folder = folders[wanted.phase]
+        found = write(profile_phase(llm, wanted, folder / "trace.json"), folder)
+        _show(wanted.phase, found)
     (output / "engine.json").write_text(json.dumps(llm.report(), indent=1) + "\n")
     typer.echo(f"wrote {output}")
 

@@ -11,7 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from ...ops.gated_act import GATED_ACTS
-from .fusion import Fusion
+from .fusion import InductorFusion
 from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
 
@@ -26,7 +26,7 @@ def works() -> Iterator[Work]:
             made = partial(make, intermediate, scheme)
             for rows in TOKENS:
                 label = f"{rows} x {intermediate}" + f", {scheme}" * bool(scheme)
-                rival = Fusion(name, f"{intermediate} {scheme}", rows, made)
+                rival = InductorFusion(name, f"{intermediate} {scheme}", rows, made)
                 yield Work(name, label, partial(made, rows), {}, {"inductor": rival})
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...ops.paged_attention import context_symbols
 from .harness import MODELS, Model, Work, cases, measure, randn
 
-PAGE = 16
+BLOCK_SIZE = 16
 BATCHES = (1, 8, 64, 256)
 CONTEXTS = (128, 256, 1024, 4096, 16384, 131072)
 PREFILLS = ((1, 128), (1, 512), (1, 2048), (1, 8192), (4, 512), (16, 128))
@@ -35,11 +35,17 @@ def make(
     context: int,
     device: torch.device,
 ) -> tuple[Any, ...]:
-    pages = -(-context // PAGE)
+    num_blocks = -(-context // BLOCK_SIZE)
     cache = randn(
-        num_seqs * pages, 2, PAGE, model.kv_heads, model.head_dim, device=device, dtype=dtype
+        num_seqs * num_blocks,
+        2,
+        BLOCK_SIZE,
+        model.kv_heads,
+        model.head_dim,
+        device=device,
+        dtype=dtype,
     )
-    table = torch.randperm(num_seqs * pages, device=device).int().view(num_seqs, pages)
+    table = torch.randperm(num_seqs * num_blocks, device=device).int().view(num_seqs, num_blocks)
     lengths = torch.full((num_seqs,), context, device=device, dtype=torch.int32)
     starts = queries * torch.arange(num_seqs + 1, device=device, dtype=torch.int32)
     q = randn(num_seqs * queries, model.heads, model.head_dim, device=device)

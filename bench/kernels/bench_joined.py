@@ -1,5 +1,5 @@
-"""Products with what follows them in one op, at the sizes of decoding, against Inductor: cuBLAS, or
-its own product of few rows, and one kernel for the rest."""
+"""Linears with what follows them in one op, at the sizes of decoding, against Inductor: cuBLAS, or
+its own GEMM of few rows, and one kernel for the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from .fusion import Fusion
+from .fusion import InductorFusion
 from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
 
 ROWS = [rows for rows in TOKENS if rows <= 256]
@@ -72,7 +72,7 @@ def works() -> Iterator[Work]:
         for model in models:
             made = partial(make, model)
             for rows in ROWS:
-                rival = Fusion(op, f"{model.name} {name}", rows, made, counted)
+                rival = InductorFusion(op, f"{model.name} {name}", rows, made, counted)
                 label = f"{model.name} {name}, {rows} rows"
                 yield Work(op, label, partial(made, rows), {}, {"inductor": rival})
 

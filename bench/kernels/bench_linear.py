@@ -18,7 +18,7 @@ from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
 LIBRARY = {"": "native", "FP8": "scaled_mm"}
 
 
-def products(model: Model) -> dict[str, tuple[int, int]]:
+def linears(model: Model) -> dict[str, tuple[int, int]]:
     """(out_features, in_features) by name; of a MoE the parts that every token passes."""
     found = {"qkv": (model.qkv, model.hidden), "o": (model.hidden, model.heads * model.head_dim)}
     if model.intermediate > model.hidden:
@@ -28,10 +28,10 @@ def products(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def distinct() -> dict[tuple[int, int], str]:
-    """Every distinct product, under the name of the first model that has it."""
+    """Every distinct linear, under the name of the first model that has it."""
     named: dict[tuple[int, int], str] = {}
     for model in MODELS:
-        for name, shape in products(model).items():
+        for name, shape in linears(model).items():
             named.setdefault(shape, f"{model.name} {name}")
     return named
 

@@ -11,7 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from ...ops.norm import NORMS, Norm
-from .fusion import Fusion
+from .fusion import InductorFusion
 from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
 EPS = 1e-5
@@ -32,7 +32,7 @@ def works() -> Iterator[Work]:
                 for rows in TOKENS:
                     label = f"{rows} x {hidden}" + f", {scheme}" * bool(scheme)
                     counted = (0, 1) if adds else (0,)
-                    rival = Fusion(op, f"{hidden} {scheme}", rows, made, counted)
+                    rival = InductorFusion(op, f"{hidden} {scheme}", rows, made, counted)
                     yield Work(op, label, partial(made, rows), {}, {"inductor": rival})
 
 

@@ -1,4 +1,4 @@
-"""FP8 quantization by itself, as before the product after attention, against Inductor."""
+"""FP8 quantization by itself, as before the linear after attention, against Inductor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from ...ops.quantize import QUANTIZE
-from .fusion import Fusion
+from .fusion import InductorFusion
 from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
 
 
@@ -25,7 +25,7 @@ def works() -> Iterator[Work]:
         for columns in sorted({model.heads * model.head_dim for model in MODELS}):
             made = partial(make, columns, scheme)
             for rows in TOKENS:
-                rival = Fusion(name, f"{columns} {scheme}", rows, made)
+                rival = InductorFusion(name, f"{columns} {scheme}", rows, made)
                 label = f"{rows} x {columns}, {scheme}"
                 yield Work(name, label, partial(made, rows), {}, {"inductor": rival})
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from .fusion import Fusion
+from .fusion import InductorFusion
 from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
 
-PAGE, POSITIONS = 16, 8192
-BLOCKS = -(-max(TOKENS) // PAGE)
+BLOCK_SIZE, POSITIONS = 16, 8192
+BLOCKS = -(-max(TOKENS) // BLOCK_SIZE)
 
 
 def make(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
@@ -26,8 +26,8 @@ def make(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
         torch.randint(POSITIONS, (rows,), device=device, dtype=torch.int32),
         *qkv.split([heads, kv_heads, kv_heads], dim=1),
         torch.cat((angles.cos(), angles.sin()), dim=-1),
-        randn(BLOCKS, 2, PAGE, kv_heads, dim, device=device),
-        torch.randperm(BLOCKS * PAGE, device=device)[:rows].int(),
+        randn(BLOCKS, 2, BLOCK_SIZE, kv_heads, dim, device=device),
+        torch.randperm(BLOCKS * BLOCK_SIZE, device=device)[:rows].int(),
         *(weights if model.qk_norm else (None, None)),
         1e-6 if model.qk_norm else 0.0,
     )
@@ -38,7 +38,7 @@ def works() -> Iterator[Work]:
         made = partial(make, model)
         for rows in TOKENS:
             # Positions, q, k, v and slots have a row a token.
-            rival = Fusion("rope_kv_store", model.name, rows, made, (0, 1, 2, 3, 6))
+            rival = InductorFusion("rope_kv_store", model.name, rows, made, (0, 1, 2, 3, 6))
             label = f"{model.name}, {rows} tokens"
             yield Work("rope_kv_store", label, partial(made, rows), {}, {"inductor": rival})
 

@@ -12,7 +12,7 @@ import torch
 from ...engine.worker.progress import show_progress
 from ...ops import KERNELS
 from .figures import add, figure_of
-from .fusion import Fusion, compile_ahead
+from .fusion import InductorFusion, precompile_fusions
 from .harness import OURS, this_sm
 
 
@@ -50,7 +50,7 @@ def pytest_runtestloop(session: Any) -> Iterator[None]:
 def _compile(chosen: list[dict[str, Any]], say: Callable[[str], None]) -> None:
     say("Inductor's fusions")
     libraries = [params["work"].libraries.get(params["contender"]) for params in chosen]
-    compile_ahead(library for library in libraries if isinstance(library, Fusion))
+    precompile_fusions(library for library in libraries if isinstance(library, InductorFusion))
     say("kernels")
     works = dict.fromkeys(p["work"] for p in chosen if p["contender"] == OURS)
     KERNELS.precompile([v for work in works for v in work.variants(this_sm())], this_sm())

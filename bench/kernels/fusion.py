@@ -1,8 +1,8 @@
 """Inductor's fusion of an op's reference, as the rival of a fused kernel.
 
 Compiled for widths as they are and for three ranges of tokens, as a server would: what is fixed for
-a few tokens is wrong for many.  Compiling takes longer than measuring; ``compile_ahead`` does it in
-processes beside each other, through Inductor's cache on disk.
+a few tokens is wrong for many.  Compiling takes longer than measuring; ``precompile_fusions``
+does it in processes beside each other, through Inductor's cache on disk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key: TypeAlias = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Fusion:
+class InductorFusion:
     """A library function: a call of the op, whose first dimensions count tokens.
 
     Args:
@@ -88,18 +88,18 @@ def _function(op: str, backend: str) -> Callable[..., Any]:
     return torch.compile(BY_NAME[op].reference, backend=backend, fullgraph=True)
 
 
-def find_fusions() -> dict[Key, Fusion]:
+def find_fusions() -> dict[Key, InductorFusion]:
     """Those of all works in the files beside this one, each that is compiled once."""
-    found: dict[Key, Fusion] = {}
+    found: dict[Key, InductorFusion] = {}
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
         for work in importlib.import_module(f"{__package__}.{path.stem}").works():
             for library in work.libraries.values():
-                if isinstance(library, Fusion):
+                if isinstance(library, InductorFusion):
                     found.setdefault(library.key, library)
     return found
 
 
-def compile_ahead(fusions: Iterable[Fusion]) -> None:
+def precompile_fusions(fusions: Iterable[InductorFusion]) -> None:
     """Fill Inductor's cache with these.
 
     Raises:

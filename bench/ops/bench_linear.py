@@ -2,7 +2,7 @@
 
 ``python -m fusewright.bench.ops.bench_linear [--output FILE] [--rows N ...] [--formats F ...]``.
 Formats: bfloat16, and FP8 with scales by tensor, token and block; of these chains one has lm_head
-in FP8 too, one in bfloat16.  Every product of a round has its own weight, 15 GB and 7.5 GB, so that
+in FP8 too, one in bfloat16.  Every linear of a round has its own weight, 15 GB and 7.5 GB, so that
 all come from memory and none from L2.  "skinny" is what a program calls, its choice between the
 streaming kernel and the library included; "native" is cuBLAS and cuBLASLt, where there is a gated
 activation with its kernel behind.
@@ -85,7 +85,7 @@ def in_order(groups: dict[str, list[Call]], lm_head: list[Call]) -> list[Call]:
 
 
 def chain(weights: Weights, x: Tensor, run: Callable[..., Tensor]) -> None:
-    """All bfloat16 products in their order, each on the result of the one before it."""
+    """All bfloat16 linears in their order, each on the result of the one before it."""
     for qkv, o, gate_up, down in zip(*(weights[name] for name in SHAPES), strict=True):
         x = run(run(x, qkv, None)[:, : o.shape[1]], o, None)
         x = run(run(x, gate_up, None)[:, : down.shape[1]], down, None)

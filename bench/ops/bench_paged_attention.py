@@ -29,7 +29,7 @@ from ...ops.launches import paged_attention as kernels
 from ...ops.paged_attention import OP, context_symbols
 from ...ops.paged_attention_cases import batch as attention_batch
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 MAX_MODEL_LEN = 4096
 COLD_BYTES = 256 << 20
 MOST_KV_BYTES = 16 << 30
@@ -73,14 +73,14 @@ def batches(
 ) -> Iterator[tuple[Any, ...]]:
     """The op's arguments, over disjoint random blocks of one cache."""
     num_seqs, count = len(seq_lens), rotations(sum(seq_lens), kv_dtype)
-    pages = [-(-n // PAGE) for n in seq_lens]
-    width = max(MAX_MODEL_LEN // PAGE, *pages)
-    total = count * sum(pages)
-    cache = torch.empty(total, 2, PAGE, KV_HEADS, HEAD_DIM, device="cuda", dtype=kv_dtype)
+    num_blocks = [-(-n // BLOCK_SIZE) for n in seq_lens]
+    width = max(MAX_MODEL_LEN // BLOCK_SIZE, *num_blocks)
+    total = count * sum(num_blocks)
+    cache = torch.empty(total, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device="cuda", dtype=kv_dtype)
     for part in cache.split(1 << 14):
         part.copy_(torch.randn(part.shape, device="cuda"))
     kv_scale = torch.ones(2, KV_HEADS, device="cuda") if kv_dtype == E4M3 else None
-    order = torch.randperm(total, device="cuda").int().split(pages * count)
+    order = torch.randperm(total, device="cuda").int().split(num_blocks * count)
     lens = torch.tensor(seq_lens, device="cuda", dtype=torch.int32)
     starts = torch.tensor([0, *query_lens], device="cuda").cumsum(0).int()
     q = torch.randn(sum(query_lens), HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -107,8 +107,8 @@ def step_us(calls: list[tuple[Any, ...]], *, store: bool) -> float:
     def call(args: tuple[Any, ...]) -> Callable[[], None]:
         q, cache, blocks, lengths, *_, kv_scale, _ = args
         positions = lengths - 1
-        page = blocks.gather(1, (positions // PAGE).long()[:, None])[:, 0]
-        slots = page * PAGE + positions % PAGE
+        block = blocks.gather(1, (positions // BLOCK_SIZE).long()[:, None])[:, 0]
+        slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
         k, v = torch.randn(2, len(q), KV_HEADS, HEAD_DIM, device="cuda").to(q.dtype)
 
         def run() -> None:
@@ -284,7 +284,7 @@ def check(tile: Tile, device_type: str = "cuda") -> str:
     try:
         for batch in lengths:
             args = attention_batch(
-                torch.bfloat16, device, gen, batch, (HEADS, KV_HEADS, HEAD_DIM), PAGE
+                torch.bfloat16, device, gen, batch, (HEADS, KV_HEADS, HEAD_DIM), BLOCK_SIZE
             )
             want = args[5].clone()
             OP.overload("")(*args[:5], want, *args[6:])

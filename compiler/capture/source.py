@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 
-from ...passes.place import STACK
+from ...passes.module_paths import STACK
 
 WEIGHTS = "weights/"
 """Begins the name of every parameter and buffer among a program's inputs."""

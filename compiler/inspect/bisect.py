@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...passes import Context, Rule
-from ...passes.place import module_of
+from ...passes.module_paths import module_path
 from ..capture.trace import Traced
 from ..emit.piece_code import op_name
 from .sites import copied
@@ -154,7 +154,7 @@ def bisect_passes(
     rule = rules[number - 1]
     before = after(number - 1)
     everywhere = Context()
-    places = {node.name: module_of(node) for node in before.gm.graph.nodes}
+    places = {node.name: module_path(node) for node in before.gm.graph.nodes}
     rule(copied(before).gm, everywhere)
 
     def limited(limit: int) -> Difference | None:
@@ -195,7 +195,7 @@ def bisect_kernels(
     if found is None:
         return None
     kernel = pairs[changed[found[0] - 1]][1]
-    return Culprit("kernels", op_name(kernel), kernel.name, module_of(kernel), found[1])
+    return Culprit("kernels", op_name(kernel), kernel.name, module_path(kernel), found[1])
 
 
 def _calls(traced: Traced) -> Iterable[torch.fx.Node]:

@@ -24,8 +24,8 @@ from ..emit.kernels import launches_of, on_meta, step_sizes
 from ..emit.piece_code import op_name
 from ..emit.pieces import choose_emitter
 from ..run.plan import PieceStep
+from .fusions import Fusion, fusions, linear_parts
 from .graph import draw
-from .products import Product, linear_parts, products
 from .sites import SiteFacts, Where
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -94,7 +94,7 @@ class Explanation:
     Attributes:
         passes: reports of the passes, as plain data.
         sites: every expected site, also those of passes that are off.
-        products: which neighbours can be one kernel, and how often they are here.
+        fusions: which neighbours can be one kernel, and how often they are here.
         choices: kernel choice, printed -> how many calls got it.
         pieces: the distinct pieces.
         layers: each kind of layer, then what lies outside of them.
@@ -107,7 +107,7 @@ class Explanation:
     context: int
     passes: list[dict[str, Any]]
     sites: list[SiteFacts]
-    products: list[tuple[Product, int]]
+    fusions: list[tuple[Fusion, int]]
     choices: Mapping[str, int]
     pieces: list[PieceFacts]
     layers: list[LayerFacts]
@@ -124,7 +124,7 @@ class Explanation:
         sums = [{"launches": layer.launches, "bytes": layer.bytes} for layer in self.layers]
         facts = asdict(self)
         facts["layers"] = [f | s for f, s in zip(facts["layers"], sums, strict=True)]
-        facts["products"] = [{**asdict(p), "calls": calls} for p, calls in self.products]
+        facts["fusions"] = [{**asdict(p), "calls": calls} for p, calls in self.fusions]
         return facts
 
 
@@ -174,7 +174,7 @@ def explain(
         context=context,
         passes=[report.to_json() for report in lowered.reports],
         sites=sites,
-        products=_products(nodes),
+        fusions=_fusions(nodes),
         choices=dict(lowered.choices),
         pieces=pieces,
         layers=_layers(lowered.traced, before, where, costs),
@@ -192,28 +192,28 @@ def total_launches(calls: Iterable[OpFacts]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _products(nodes: Iterable[fx.Node]) -> list[tuple[Product, int]]:
-    """Every product, and the number of calls of the model that are one.
+def _fusions(nodes: Iterable[fx.Node]) -> list[tuple[Fusion, int]]:
+    """Every fusion, and the number of calls of the model that are one.
 
-    Products with the same op are told apart by its arguments: norm weights, a group, a scale.
+    Fusions with the same op are told apart by its arguments: norm weights, a group, a scale.
     """
     found = [(name, node) for node in nodes if (name := semantic_name(node))]
-    return [(p, sum(n == p.op and _is_product(p, node) for n, node in found)) for p in products()]
+    return [(p, sum(n == p.op and _is_fusion(p, node) for n, node in found)) for p in fusions()]
 
 
-def _is_product(product: Product, node: fx.Node) -> bool:
+def _is_fusion(fusion: Fusion, node: fx.Node) -> bool:
     args: dict[str, Any] = {
         argument.name: value
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
     }
-    if "FP8 token" in product.parts or "FP8 group" in product.parts:
-        return bool(args["group_size"]) == ("FP8 group" in product.parts)
-    if product.op == "rope_kv_store":
-        return (args.get("q_weight") is not None) == ("QK-norm" in product.parts)
-    if product.op == "linear":
+    if "FP8 token" in fusion.parts or "FP8 group" in fusion.parts:
+        return bool(args["group_size"]) == ("FP8 group" in fusion.parts)
+    if fusion.op == "rope_kv_store":
+        return (args.get("q_weight") is not None) == ("QK-norm" in fusion.parts)
+    if fusion.op == "linear":
         given = (args.get(name) is not None for name in ("x_scale", "activation", "out_scale"))
-        return linear_parts(*given) == product.parts
-    return product.op != "paged_attention" or args.get("out_scale") is not None
+        return linear_parts(*given) == fusion.parts
+    return fusion.op != "paged_attention" or args.get("out_scale") is not None
 
 
 def semantic_name(node: fx.Node) -> str:

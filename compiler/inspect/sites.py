@@ -11,7 +11,7 @@ from itertools import pairwise
 from torch import fx
 
 from ...passes import PassReport, build_passes, run_passes
-from ...passes.place import module_of
+from ...passes.module_paths import module_path
 from ..capture.source import Repeat
 from ..capture.trace import Traced
 
@@ -64,7 +64,7 @@ class Where:
         found: dict[int | None, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
-                layer = self._repeat.layer_of(module_of(node))[0] if self._repeat else None
+                layer = self._repeat.layer_of(module_path(node))[0] if self._repeat else None
                 found.setdefault(layer, []).append(node)
         return found
 

@@ -4,7 +4,7 @@
 GPU.  From the fastest of what the library's heuristic names, and of what it found for other shapes,
 it walks to algorithms that differ in one setting.  Every call reads a weight that is not in L2.
 The last ones are timed in CUDA graphs beside what the op runs without the table, and compared with
-a product in float32: the library also accepts settings with which it computes something else.
+a matmul in float32: the library also accepts settings with which it computes something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from ... import ops
 from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight, file_name
 from ...ops import _cublaslt
-from ...ops._cublaslt import Product
+from ...ops._cublaslt import GemmPlan
 from ...ops._device_table import gpu_of, num_sms, serving
 from ...ops._linear_desc import WEIGHT_FORMATS
 from ...ops._linear_kernels import UNMEASURED, runner
@@ -31,7 +31,7 @@ from .tune import graph_us
 
 ROWS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
-"""Fewest rows that are tuned, by kind of operands; with fewer, products stream."""
+"""Fewest rows that are tuned, by kind of operands; with fewer, linears stream."""
 LEAST_GAIN = 0.02
 _unmeasured = runner(UNMEASURED)
 _log = logging.getLogger(__name__)
@@ -232,11 +232,11 @@ def _copies(weight: Weight) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """A product and the inputs that it takes turns over."""
+    """A GEMM and the inputs that it takes turns over."""
 
     operands: str
     rows: int
-    product: Product
+    plan: GemmPlan
     x: Tensor
     weights: list[Tensor]
     scales: tuple[Tensor, ...]
@@ -244,7 +244,7 @@ class Problem:
 
     def call(self, algorithm: bytes, i: int) -> Tensor:
         weight = self.weights[i % len(self.weights)]
-        return self.product.run(self.x, weight, self.y, algorithm, *self.scales)
+        return self.plan.run(self.x, weight, self.y, algorithm, *self.scales)
 
     def before(self, i: int) -> Tensor:
         """What the op runs without the table."""
@@ -253,7 +253,7 @@ class Problem:
         return _unmeasured(self.x, weight, None, x_scale, weight_scale, torch.bfloat16, None, None)
 
     def error(self, algorithm: bytes) -> float:
-        """The error of one weight's product relative to its largest element; infinite for NaN."""
+        """The error of one weight's result relative to its largest element; infinite for NaN."""
         x, weight = self.x.float(), self.weights[0].float()
         if self.scales:
             x, weight = x * self.scales[0], weight * self.scales[1]
@@ -274,12 +274,12 @@ def problem(weight: Weight, rows: int, pool: Tensor) -> Problem:
         sizes = (rows, n) if many else (1, 1)
         scales = tuple(0.5 + torch.rand(size, 1, device="cuda") for size in sizes)
     y = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-    product = Product(operands, torch.cuda.current_device(), rows, n, k)
-    return Problem(operands, rows, product, x, weights, scales, y)
+    plan = GemmPlan(operands, torch.cuda.current_device(), rows, n, k)
+    return Problem(operands, rows, plan, x, weights, scales, y)
 
 
 def is_right(algorithm: bytes, p: Problem) -> bool:
-    return not p.product.refuses(algorithm) and p.error(algorithm) <= _MOST_ERROR
+    return not p.plan.refuses(algorithm) and p.error(algorithm) <= _MOST_ERROR
 
 
 def stream_us(call: Callable[[int], object]) -> float:
@@ -320,13 +320,13 @@ def screened(p: Problem, seeds: Iterable[bytes]) -> list[bytes]:
     times: dict[bytes, float] = {}
 
     def take(algorithm: bytes | None) -> None:
-        if algorithm and algorithm not in times and not p.product.refuses(algorithm):
+        if algorithm and algorithm not in times and not p.plan.refuses(algorithm):
             times[algorithm] = stream_us(partial(p.call, algorithm))
 
     def fastest(most: int) -> list[bytes]:
         return sorted(times, key=times.__getitem__)[:most]
 
-    for algorithm in (*p.product.algorithms(64), *seeds):
+    for algorithm in (*p.plan.algorithms(64), *seeds):
         take(algorithm)
     for kind, most in (("tile", 3), ("cluster", 6), ("tile", 3), ("split", 3), ("option", 4)):
         for algorithm in fastest(most):

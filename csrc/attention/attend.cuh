@@ -2,7 +2,7 @@
 //
 // Heads of a group are the narrow operand of the matrix instructions, tokens (then head_dim) the
 // tall one: S^T = K Q^T, O^T = V^T P^T. Eight heads are a head tile; a group of 9 to 16 has two.
-// A lane's column pair, 2 * (lane % 4), is its pair of heads in every product, so that maxima,
+// A lane's column pair, 2 * (lane % 4), is its pair of heads in every MMA, so that maxima,
 // sums and rescaling stay in the lane.
 #pragma once
 
@@ -50,18 +50,18 @@ __device__ __forceinline__ Visible visible(int seq_len, int window) {
   return {window > 0 ? max(seq_len - window, 0) : 0, seq_len};
 }
 
-// Chunks of one sequence, `step` chunks apart, whose pages the warp knows: lane i holds the page of
-// eight tokens, group i % kGroups of chunk i / kGroups.
+// Chunks of one sequence, `step` chunks apart, whose blocks the warp knows: lane i holds the block
+// of eight tokens, group i % kGroups of chunk i / kGroups.
 template <typename T>
 struct Batch {
   static constexpr int kGroups = T::kChunk / 8;
   static constexpr int kChunks = kWarpSize / kGroups;
-  int page = 0, first = 0, step = 0, count = 0, seq_len = 0;
+  int block_id = 0, first = 0, step = 0, count = 0, seq_len = 0;
 };
 
 template <typename T>
-__device__ __forceinline__ Batch<T> find_pages(const DecodeArgs& args, int seq, int first, int step,
-                                               int count) {
+__device__ __forceinline__ Batch<T> find_blocks(const DecodeArgs& args, int seq, int first,
+                                                int step, int count) {
   using B = Batch<T>;
   Batch<T> batch;
   batch.first = first;
@@ -70,10 +70,10 @@ __device__ __forceinline__ Batch<T> find_pages(const DecodeArgs& args, int seq, 
   const int lane = threadIdx.x % kWarpSize;
   const int index = lane / B::kGroups;
   const int token = (first + index * step) * T::kChunk + lane % B::kGroups * 8;
-  const int block = token >> args.page_shift;
+  const int block = token >> args.log2_block_size;
   // Entries past the sequence's end are read, but not used.
   if (index < batch.count && block < args.max_blocks) {
-    batch.page = args.block_table[seq * args.table_stride + block];
+    batch.block_id = args.block_table[seq * args.table_stride + block];
   }
   batch.seq_len = args.seq_lens[seq];
   return batch;
@@ -85,16 +85,16 @@ struct Copier {
   static constexpr int kLanesPerRow = T::kRowBytes / 16;
   static constexpr int kRows = kWarpSize / kLanesPerRow;  // of one instruction; divides 8
   const char* kv;
-  int64_t half_bytes;  // K or V of a page
-  int token_bytes, page_shift, window, row, to;
+  int64_t half_bytes;  // K or V of a KV block
+  int token_bytes, log2_block_size, window, row, to;
 
   __device__ Copier(const DecodeArgs& args, int head) {
     const int lane = threadIdx.x % kWarpSize;
     row = lane / kLanesPerRow;
     token_bytes = args.kv_heads * T::kRowBytes;
-    page_shift = args.page_shift;
+    log2_block_size = args.log2_block_size;
     window = args.window;
-    half_bytes = static_cast<int64_t>(token_bytes) << page_shift;
+    half_bytes = static_cast<int64_t>(token_bytes) << log2_block_size;
     kv = static_cast<const char*>(args.kv) + head * T::kRowBytes + lane % kLanesPerRow * 16 +
          row * token_bytes;
     to = row * T::kRowBytes;
@@ -107,10 +107,11 @@ struct Copier {
     const Visible seen = visible(batch.seq_len, window);
 #pragma unroll
     for (int group = 0; group < Batch<T>::kGroups; ++group) {
-      const int64_t page = __shfl_sync(kAllLanes, batch.page, index * Batch<T>::kGroups + group);
+      const int64_t block_id =
+          __shfl_sync(kAllLanes, batch.block_id, index * Batch<T>::kGroups + group);
       const int token = first + group * 8;
       const char* from =
-          kv + page * 2 * half_bytes + (token & ((1 << page_shift) - 1)) * token_bytes;
+          kv + block_id * 2 * half_bytes + (token & ((1 << log2_block_size) - 1)) * token_bytes;
 #pragma unroll
       for (int i = 0; i < 8 / kRows; ++i) {
         const int at = group * 8 + i * kRows;

@@ -95,8 +95,8 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
   args.max_blocks = static_cast<int>(block_table.size(1));
   args.kv_heads = static_cast<int>(kv_cache.size(3));
   args.group = static_cast<int>(q.size(1) / kv_cache.size(3));
-  args.page_shift = 0;
-  while ((int64_t{1} << args.page_shift) < kv_cache.size(2)) ++args.page_shift;
+  args.log2_block_size = 0;
+  while ((int64_t{1} << args.log2_block_size) < kv_cache.size(2)) ++args.log2_block_size;
   args.q_stride = q.stride(0);
   args.table_stride = block_table.stride(0);
   args.scale = static_cast<float>(scale);

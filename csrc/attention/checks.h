@@ -43,9 +43,9 @@ inline void check_cache(const char* op, const Tensor& kv_cache, const Tensor& q,
          " bytes, expected a contiguous [num_blocks, 2, block_size, num_kv_heads, ", head_dim,
          "] of q's dtype", takes_fp8 ? " or float8_e4m3fn" : "");
   }
-  const int64_t page = kv_cache.size(2), kv_heads = kv_cache.size(3);
-  if (page < 8 || page > 256 || (page & (page - 1)) != 0) {
-    fail(op, "block_size of kv_cache ", shape_of(kv_cache), " is ", page,
+  const int64_t block_size = kv_cache.size(2), kv_heads = kv_cache.size(3);
+  if (block_size < 8 || block_size > 256 || (block_size & (block_size - 1)) != 0) {
+    fail(op, "block_size of kv_cache ", shape_of(kv_cache), " is ", block_size,
          ", expected a power of two from 8 to 256");
   }
   if (kv_heads < 1 || q.size(1) % kv_heads != 0 || q.size(1) / kv_heads > max_group) {

@@ -30,7 +30,7 @@ cudaError_t plan_decode(const DecodeArgs& args, const DecodeTypes& types, Decode
     using T = decltype(tile);
     const Limits* limits = nullptr;
     if (const cudaError_t error = limits_of<T>(limits); error != cudaSuccess) return error;
-    const int64_t max_tokens = static_cast<int64_t>(args.max_blocks) << args.page_shift;
+    const int64_t max_tokens = static_cast<int64_t>(args.max_blocks) << args.log2_block_size;
     plan.grid = plan_grid<T>(*limits, args.num_seqs, args.kv_heads, max_tokens);
     plan.partial_float4s = partial_float4s<T>(plan.grid, args.kv_heads);
     return cudaSuccess;

@@ -23,8 +23,8 @@ struct DecodeArgs {
   const float* out_scale;  // [1], then out is e4m3; or nullptr: out is of q's type
   float4* partials;        // as many as the plan says
   int num_seqs, max_blocks, kv_heads, group;
-  int page_shift;  // log2 of block_size, 3 to 8
-  bool one_slot;   // the kernel ahead stores but the last slot of each sequence that has a query
+  int log2_block_size;  // log2 of block_size, 3 to 8
+  bool one_slot;  // the kernel ahead stores but the last slot of each sequence that has a query
   int64_t q_stride, table_stride;  // elements
   float scale;
   int window;      // 0: all

@@ -1,13 +1,13 @@
 // Attention of many queries a sequence over a paged KV cache, for the tensor cores of sm_90a: the
 // forward pass of FlashAttention-3 (Shah et al., 2024).
 //
-// Limit: products of matrices. What it takes to stay near that:
+// Limit: matrix multiplication. What it takes to stay near that:
 // - A block has 128 rows of q, queries of one sequence in some heads of one KV head. Two warpgroups
-//   compute 64 rows each; a warp keeps shared memory filled, two tiles of 128 keys ahead. Pages
-//   come by the copy engine: one copy brings what a page has of a head, in the layout that the
-//   products read; where nothing is to be read it brings zeros.
-// - The warpgroups issue their products in turns, so that the softmax of one runs beside those of
-//   the other. Running it beside its own last product too, as in the paper, was slower here.
+//   compute 64 rows each; a warp keeps shared memory filled, two tiles of 128 keys ahead. Blocks
+//   come by the copy engine: one copy brings what a block has of a head, in the layout that the
+//   MMAs read; where nothing is to be read it brings zeros.
+// - The warpgroups issue their MMAs in turns, so that the softmax of one runs beside those of
+//   the other. Running it beside its own last MMA too, as in the paper, was slower here.
 // - A block a multiprocessor takes item after item, the longest first: while one ends, q, K and V
 //   of the next are on their way.
 //
@@ -102,10 +102,10 @@ cudaError_t prepare(int& multiprocessors) {
   return error;
 }
 
-// A copy brings a page, or of a larger one a tile's keys. A tile has up to four heads, so that
+// A copy brings a KV block, or of a larger one a tile's keys. A tile has up to four heads, so that
 // short prompts fill it.
 inline void set_tiles(PrefillArgs& args) {
-  args.box_shift = std::min(args.page_shift, kTileKeysShift);
+  args.box_shift = std::min(args.log2_block_size, kTileKeysShift);
   args.query_shift = kTileRowsShift;
   for (int heads = 2; heads <= kMostTileHeads && args.group % heads == 0; heads *= 2) {
     --args.query_shift;
@@ -124,7 +124,7 @@ cudaError_t launch_prefill(PrefillArgs args, const PrefillShape& shape, cudaStre
                             {shape.q_stride * 2, kLineBytes}, {1 << args.query_shift, 1});
   if (error != cudaSuccess) return error;
   const int64_t token = shape.kv_heads * kHeadDim * 2;
-  const int64_t groups = shape.blocks * 2 << args.page_shift >> 3;
+  const int64_t groups = shape.blocks * 2 << args.log2_block_size >> 3;
   error = describe_lines<3>(&kv_map, shape.kv, {8, shape.kv_heads * kHalves, groups},
                             {token, kLineBytes, 8 * token}, {8, kHalves, 1 << args.box_shift >> 3});
   if (error != cudaSuccess) return error;

@@ -21,7 +21,7 @@ struct PrefillArgs {
   void* out;               // [tokens, heads, head_dim]
   const float* out_scale;  // [1] if out is FP8, else null
   int num_seqs, fewest;    // sequences with fewer queries are left out
-  int heads, group, page_shift;
+  int heads, group, log2_block_size;
   int box_shift;    // log2 of the tokens of one copy
   int query_shift;  // log2 of the queries of a tile; with that many heads, the tile has 128 rows
   int64_t table_stride;
@@ -32,7 +32,7 @@ struct PrefillArgs {
 // What of a call only the host needs.
 struct PrefillShape {
   const void* q;   // [tokens, heads, head_dim], tokens q_stride elements apart
-  const void* kv;  // [blocks, 2, page, kv_heads, head_dim]
+  const void* kv;  // [blocks, 2, block_size, kv_heads, head_dim]
   int64_t tokens, q_stride, blocks, kv_heads;
 };
 

@@ -55,7 +55,7 @@ void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
   args.fewest = static_cast<int>(fewest);
   args.heads = static_cast<int>(q.size(1));
   args.group = static_cast<int>(q.size(1) / kv_cache.size(3));
-  while (int64_t{1} << args.page_shift < kv_cache.size(2)) ++args.page_shift;
+  while (int64_t{1} << args.log2_block_size < kv_cache.size(2)) ++args.log2_block_size;
   args.table_stride = block_table.stride(0);
   args.scale = static_cast<float>(scale);
   args.soft_cap = static_cast<float>(soft_cap);

@@ -10,7 +10,7 @@ namespace fusewright::attention {
 constexpr float kNoPeak = -0x1p100f;
 
 // The same number in all lanes, as the compiler then knows: what follows from it is computed once a
-// warp, above all where the products' operands lie.
+// warp, above all where the MMAs' operands lie.
 __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(kAllLanes, x); }
 
 __device__ __forceinline__ Item uniform(const Item& item) {
@@ -57,7 +57,7 @@ struct Computer {
     asm volatile("bar.arrive %0, %1;" ::"r"(2 - group), "r"(2 * kWarpgroupThreads) : "memory");
   }
 
-  // Where the products' operands lie, as `operand` takes it.
+  // Where the MMAs' operands lie, as `operand` takes it.
   __device__ __forceinline__ uint32_t query_word() const {
     const uint32_t at = queries + q.stage * kQueryBytes + group * 64 * kLineBytes;
     return uniform(static_cast<int>(low_word(at, 0)));
@@ -72,7 +72,7 @@ struct Computer {
   // Starts logits = q k^T of the next tile.
   __device__ __forceinline__ void start_logits(uint32_t query_word, uint32_t key_word) {
     pin(logits);
-    products_fence();
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       const int half = step / 4, within = step % 4 * 32;
@@ -80,20 +80,20 @@ struct Computer {
           logits, operand<kAtomBytes>(query_word, half * kQueryHalfBytes + within),
           operand<kGroupBytes>(key_word, half * kAtomBytes + within), step == 0);
     }
-    products_commit();
+    wgmma_commit_group();
   }
 
   // Starts sums += weights v of the oldest tile.
   __device__ __forceinline__ void start_sums(uint32_t value_word) {
     pin(rows.sums);
     pin(weights);
-    products_fence();
+    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
       multiply_add<typename T::Element>(rows.sums, weights + 4 * step,
                                         operand<kGroupBytes>(value_word, 2 * step * kGroupBytes));
     }
-    products_commit();
+    wgmma_commit_group();
   }
 
   __device__ __forceinline__ bool capped() const { return T::kGeneral && args.soft_cap > 0; }
@@ -178,7 +178,7 @@ struct Computer {
   }
 
   // Zeros in the oldest V where no query sees anything and what lies there may be no number. That
-  // is in a page that holds the sequence's end or the window's begin: of others come zeros.
+  // is in a block that holds the sequence's end or the window's begin: of others come zeros.
   __device__ __forceinline__ void clear_unseen(int tile) const {
     const int first = tile * kTileKeys, box = (1 << args.box_shift) - 1;
     const int low = max((T::kGeneral ? reach_of(args, item.position) : 0) - first, 0);
@@ -200,7 +200,7 @@ struct Computer {
     wait_full(kValues, v);
     start_sums(from_v);
     pass_turn();
-    products_wait<1>();
+    wgmma_wait_group<1>();
     pin(logits);
     release(box->empty[kKeys][k.stage]);
     k.advance();
@@ -208,7 +208,7 @@ struct Computer {
     if constexpr (kMasked) mask(tile);
     float alpha[2];
     softmax(alpha);
-    products_wait<0>();
+    wgmma_wait_group<0>();
     pin(rows.sums);
     pin(weights);
     release(box->empty[kValues][v.stage]);
@@ -231,7 +231,7 @@ struct Computer {
     take_turn();
     start_logits(query_word(), key_word());
     pass_turn();
-    products_wait<0>();
+    wgmma_wait_group<0>();
     pin(logits);
     release(box->empty[kKeys][k.stage]);
     k.advance();
@@ -250,7 +250,7 @@ struct Computer {
     q.advance();
     wait_full(kValues, v);
     start_sums(value_word());
-    products_wait<0>();
+    wgmma_wait_group<0>();
     pin(rows.sums);
     release(box->empty[kValues][v.stage]);
     v.advance();

@@ -43,9 +43,9 @@ struct Filler {
                           position + (1 << args.box_shift) > reach_of(args, item.position) &&
                           t >= item.begin;
     if (!readable) return -kTileKeys;
-    const int page = __ldg(table + (position >> args.page_shift));
-    const int within = position & ((1 << args.page_shift) - 1);
-    return (2 * page << (args.page_shift - 3)) + (within >> 3);
+    const int block_id = __ldg(table + (position >> args.log2_block_size));
+    const int within = position & ((1 << args.log2_block_size) - 1);
+    return (2 * block_id << (args.log2_block_size - 3)) + (within >> 3);
   }
 
   // Waits for the stage and says what will come; lane 0 leaves the item with q.
@@ -70,7 +70,7 @@ struct Filler {
     if (lane < kTileKeys >> args.box_shift) {
       const uint32_t to = rings + (kPart * kStages + cursor[kPart].stage) * kKeysBytes +
                           (lane << args.box_shift) * kHeadDim * 2;
-      const int v = kPart == kKeys || group < 0 ? 0 : 1 << (args.page_shift - 3);
+      const int v = kPart == kKeys || group < 0 ? 0 : 1 << (args.log2_block_size - 3);
       copy_lines(to, kv_map, 0, item.head / args.group * kHalves, group + v, full);
     }
     cursor[kPart].advance();

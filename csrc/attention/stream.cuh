@@ -30,7 +30,7 @@ struct Stream {
     }
     next.count = 0;
     if (left == 0) return;
-    next = find_pages<T>(args, seq, first, step, left);
+    next = find_blocks<T>(args, seq, first, step, left);
     first += next.count * step;
     left -= next.count;
   }
@@ -75,16 +75,18 @@ __device__ __forceinline__ unsigned fresh_chunks(const DecodeArgs& args, const B
     const int index = behind / batch.step;
     return behind == index * batch.step && behind >= 0 && index < B::kChunks ? 1u << index : 0;
   }
-  const int lane = threadIdx.x % kWarpSize, in_page = (1 << args.page_shift) - 1;
-  const auto group_of = [&](int page, int token) {  // eight slots of the cache
-    return (static_cast<unsigned>(page) << (args.page_shift - 3)) + ((token & in_page) >> 3);
+  const int lane = threadIdx.x % kWarpSize, in_block = (1 << args.log2_block_size) - 1;
+  const auto group_of = [&](int block_id, int token) {  // eight slots of the cache
+    return (static_cast<unsigned>(block_id) << (args.log2_block_size - 3)) +
+           ((token & in_block) >> 3);
   };
   const int token = (batch.first + lane / B::kGroups * batch.step) * T::kChunk;
-  const unsigned group = group_of(batch.page, token + lane % B::kGroups * 8);
+  const unsigned group = group_of(batch.block_id, token + lane % B::kGroups * 8);
   unsigned newest = 0;
   const int last = lane < args.num_seqs ? args.seq_lens[lane] - 1 : -1;
   if (last >= 0)
-    newest = group_of(args.block_table[lane * args.table_stride + (last >> args.page_shift)], last);
+    newest =
+        group_of(args.block_table[lane * args.table_stride + (last >> args.log2_block_size)], last);
   const unsigned known = __ballot_sync(kAllLanes, last >= 0);
   bool fresh = false;
   for (int seq = 0; seq < args.num_seqs; ++seq) {

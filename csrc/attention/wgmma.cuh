@@ -1,5 +1,5 @@
-// Matrix products of a warpgroup (sm_90a): four consecutive warps, operands described in shared
-// memory in the layout that copies with a 128-byte swizzle leave, or A in registers.
+// Matrix multiplication of a warpgroup (sm_90a): four consecutive warps, operands described in
+// shared memory in the layout that copies with a 128-byte swizzle leave, or A in registers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,18 +26,18 @@ __device__ __forceinline__ uint64_t operand(uint32_t low_word, int offset) {
   return kSwizzle128 | uint64_t{kStride >> 4} << 32 | (low_word + (offset >> 4));
 }
 
-// Before products read registers that were written since the last ones.
-__device__ __forceinline__ void products_fence() {
+// Before MMAs read registers that were written since the last ones.
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void products_commit() {
+__device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Until at most that many groups are on their way.
 template <int kPending>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 

@@ -1,4 +1,4 @@
-// The kernels of the streaming products for each type of operands.
+// The kernels of the streaming GEMMs for each type of operands.
 #include "skinny_launch.cuh"
 
 namespace fusewright::gemm {

@@ -11,7 +11,7 @@ struct __nv_bfloat16;
 namespace fusewright::gemm {
 
 constexpr int kMaxSkinnyTokens = 32;
-constexpr int kMaxNormedTokens = 16;  // between products that share a norm
+constexpr int kMaxNormedTokens = 16;  // between linears that share a norm
 constexpr int kConsumerWarps = 4;
 
 // A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
@@ -36,7 +36,7 @@ enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
 //
 // Add: y is the rounded sum plus the residual, rounded, and weighted is y times a norm's weight:
 // the norm of y but for a token's scale, which no block knows, as none has a whole row.  So groups
-// of kNormGroup outputs leave their sum of squares, and the next product, of weighted, multiplies
+// of kNormGroup outputs leave their sum of squares, and the next linear, of weighted, multiplies
 // its sums by the scale that it makes of these.  Nothing is read twice, and y * weight is rounded
 // once, where a norm that scales first rounds twice.
 enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd };

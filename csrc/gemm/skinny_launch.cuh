@@ -1,4 +1,4 @@
-// Launches of the streaming products: tensor maps, shared memory, the tile of a call, the grid.
+// Launches of the streaming GEMMs: tensor maps, shared memory, the tile of a call, the grid.
 #pragma once
 
 #include <atomic>
@@ -97,8 +97,8 @@ template <typename Format, typename B>
 cudaError_t launch_batch(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
   using R = Rings<Format, B>;
   const int row_bytes = args.in_features * Format::kBytes;
-  const Plan plan = make_plan<R>(args.out_features * (args.gated() ? 2 : 1),
-                                 (row_bytes + kRowBytes - 1) / kRowBytes);
+  const TilePlan plan = plan_tile<R>(args.out_features * (args.gated() ? 2 : 1),
+                                     (row_bytes + kRowBytes - 1) / kRowBytes);
   const auto with = [&](auto tile) {
     return launch<decltype(tile)>(args, plan.splits, programmatic, stream);
   };

@@ -1,6 +1,6 @@
 // A linear layer for few tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16 or
 // of FP8 with scales, with float accumulation, rounded once; or what is made of such sums on the
-// spot: a gated activation, that in FP8; or, of two products in a row, the residual add and the
+// spot: a gated activation, that in FP8; or, of two linears in a row, the residual add and the
 // RMSNorm between them (see Epilogue).
 //
 // Limit: memory. A call streams the weight; x and y are small beside it. What it takes to stay near
@@ -9,8 +9,8 @@
 //   (TMA) into a ring of shared-memory stages. A copy takes 512 bytes of each of its rows, and L2
 //   is asked for no more than it takes: promotion to 256 bytes cost 5 % (bench/NOTES.md).
 // - Tensor cores, with 16 rows of the weight as the tall operand and 8 tokens as the narrow one
-//   (mma m16n8k16): M = 1 costs them what M = 8 does, and that is little. FP8 products (m16n8k32)
-//   are, on sm_90, conversions to half, which is exact, and products of halves.
+//   (mma m16n8k16): M = 1 costs them what M = 8 does, and that is little. FP8 MMAs (m16n8k32)
+//   are, on sm_90, conversions to half, which is exact, and MMAs of halves.
 // - Small blocks, two to six a multiprocessor: what one is late another takes on. Where N gives too
 //   few, the `splits` blocks of a cluster share a tile along K, and add their sums through
 //   distributed shared memory in order of rank: one launch, no atomics.
@@ -136,7 +136,7 @@ using Sums = float[T::kTilesM][T::kTilesN][4];
 // One warp's line of one stage, all rows times all tokens, added to sums.
 //
 // A dot product does not mind the order of K, so each lane reads 16 bytes of a row at once and
-// deals its words to the fragments of two products, for the weight as for x: no shuffle, no
+// deals its words to the fragments of two MMAs, for the weight as for x: no shuffle, no
 // ldmatrix. The swizzle keeps 16-byte chunk c of a line at c ^ (index of the line % 8), here of 4
 // lines a row: so two rows' four chunks, which a quarter of the warp reads, touch every bank once.
 template <typename T>
@@ -368,8 +368,8 @@ __device__ __forceinline__ Ahead read_ahead(const SkinnyLinearArgs& args, const 
 
 // One output of the add.  Half warps come here as a whole: their items are a group.
 __device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int token, int n,
-                                            float product, const Ahead& ahead) {
-  const float total = rounded(rounded(product, args.element) + ahead.residual, args.element);
+                                            float sum, const Ahead& ahead) {
+  const float total = rounded(rounded(sum, args.element) + ahead.residual, args.element);
   const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
   store_element(args.y, at, args.element, total);
   args.weighted[at] = __float2bfloat16_rn(total * ahead.norm_weight);

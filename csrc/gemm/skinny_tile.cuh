@@ -1,4 +1,4 @@
-// How a skinny product is cut: what a block works on, and the rule which tile serves which shape.
+// How a skinny GEMM is cut: what a block works on, and the rule which tile serves which shape.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -103,7 +103,7 @@ struct Rings<F, Batch<32, 32>> {
 enum class Ring { kDeep, kMedium, kShallow, kTall, kMany };
 
 // Which ring, and how many blocks, a cluster, share a tile along K.
-struct Plan {
+struct TilePlan {
   Ring ring;
   int splits;
 };
@@ -121,7 +121,7 @@ constexpr int splits_for(int tiles, int slots, int steps) {
 // pays.  Else one round of blocks, of the ring whose slots it fills better, if it fills them or
 // nothing else could; else one of tall blocks, if it fills theirs; else many rounds.
 template <typename R>
-constexpr Plan make_plan(int rows, int steps) {
+constexpr TilePlan plan_tile(int rows, int steps) {
   constexpr int kFewSteps = 8;
   constexpr float kFull = 0.7f;
   const int tiles = (rows + 15) / 16;

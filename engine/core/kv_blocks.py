@@ -87,23 +87,23 @@ class BlockPool:
         self.peak_held = [0] * len(groups)
         """The largest each of ``num_held`` ever was."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._holders = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._group_of = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
-        self._kept: list[dict[bytes, int]] = [{} for _ in groups]
+        self._cached: list[dict[bytes, int]] = [{} for _ in groups]
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Number of blocks that are found by key."""
-        return sum(map(len, self._kept))
+        return sum(map(len, self._cached))
 
-    def holders(self, block_id: int) -> int:
+    def ref_count(self, block_id: int) -> int:
         """Number of requests that hold a block."""
-        return self._holders[block_id]
+        return self._ref_counts[block_id]
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """Most blocks that a sequence of ``num_tokens`` tokens holds at once, see
@@ -154,7 +154,7 @@ class BlockPool:
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in taken:
             self._forget(block_id)
-            self._holders[block_id] = 1
+            self._ref_counts[block_id] = 1
             self._group_of[block_id] = group
         self._count(group, count)
         return taken
@@ -166,19 +166,19 @@ class BlockPool:
             RuntimeError: a block does not exist or is free already: two requests would share it.
         """
         for block_id in reversed(block_ids):
-            if not (0 <= block_id < self.num_blocks and self._holders[block_id]):
+            if not (0 <= block_id < self.num_blocks and self._ref_counts[block_id]):
                 raise RuntimeError(f"free({block_id}): not an allocated block of {self.num_blocks}")
-            self._holders[block_id] -= 1
-            if self._holders[block_id] == 0:
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
                 self.num_held[self._group_of[block_id]] -= 1
                 self._free[block_id] = None
                 if self._keys[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def keep(self, block_id: int, key: bytes) -> None:
+    def cache(self, block_id: int, key: bytes) -> None:
         """Let the content of a held block be found under its group and ``key``, unless another
         block is known by these already."""
-        if self._kept[self._group_of[block_id]].setdefault(key, block_id) == block_id:
+        if self._cached[self._group_of[block_id]].setdefault(key, block_id) == block_id:
             self._keys[block_id] = key
 
     def find(self, keys: Sequence[bytes]) -> SequenceBlocks:
@@ -189,63 +189,63 @@ class BlockPool:
             Their tables, not held yet: see ``share``.
         """
         num_found = len(keys)
-        for group, kept in zip(self.groups, self._kept, strict=True):
+        for group, cached in zip(self.groups, self._cached, strict=True):
             if not group.window:
-                num_found = next((i for i in range(num_found) if keys[i] not in kept), num_found)
+                num_found = next((i for i in range(num_found) if keys[i] not in cached), num_found)
         before = -1
         while num_found != before:  # a shorter run has other blocks in each window
             before = num_found
-            for group, kept in zip(self.groups, self._kept, strict=True):
+            for group, cached in zip(self.groups, self._cached, strict=True):
                 if group.window:
-                    num_found = self._behind_known(group, kept, keys, num_found)
+                    num_found = self._behind_known(group, cached, keys, num_found)
         start, size = num_found * self.block_size, self.block_size
         behind = [group.num_behind(start, size) for group in self.groups]
         tables = [
-            [0] * count + [kept[key] for key in keys[count:num_found]]
-            for count, kept in zip(behind, self._kept, strict=True)
+            [0] * count + [cached[key] for key in keys[count:num_found]]
+            for count, cached in zip(behind, self._cached, strict=True)
         ]
         return SequenceBlocks(tables, behind)
 
     def _behind_known(
-        self, group: CacheGroup, kept: dict[bytes, int], keys: Sequence[bytes], count: int
+        self, group: CacheGroup, cached: dict[bytes, int], keys: Sequence[bytes], count: int
     ) -> int:
-        """The longest run of up to ``count`` keys of whose window ``kept`` has all blocks."""
+        """The longest run of up to ``count`` keys of whose window ``cached`` has all blocks."""
         index = count - 1
         while index >= group.num_behind(count * self.block_size, self.block_size):
-            if keys[index] not in kept:
+            if keys[index] not in cached:
                 count = index
             index -= 1
         return count
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are free: sharing them leaves that many fewer to allocate."""
-        return sum(self._holders[block_id] == 0 for block_id in block_ids)
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Hold blocks that ``find`` returned, together with those who hold them already."""
         for block_id in block_ids:
-            if self._holders[block_id] == 0:
+            if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
                 self._count(self._group_of[block_id], 1)
-            self._holders[block_id] += 1
+            self._ref_counts[block_id] += 1
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop these keys: nothing is found by them any more."""
         for key in keys:
-            for kept in self._kept:
-                block_id = kept.get(key)
+            for cached in self._cached:
+                block_id = cached.get(key)
                 if block_id is not None:
                     self._forget(block_id)
 
     def forget_all(self) -> None:
         """Drop all keys, for when blocks may not hold what they should."""
-        for block_id in list(chain.from_iterable(kept.values() for kept in self._kept)):
+        for block_id in list(chain.from_iterable(cached.values() for cached in self._cached)):
             self._forget(block_id)
 
     def _forget(self, block_id: int) -> None:
         key = self._keys[block_id]
         if key is not None:
-            del self._kept[self._group_of[block_id]][key]
+            del self._cached[self._group_of[block_id]][key]
             self._keys[block_id] = None
 
     def _count(self, group: int, count: int) -> None:

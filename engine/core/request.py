@@ -56,7 +56,7 @@ class Request:
     blocks: SequenceBlocks = field(default_factory=SequenceBlocks)
     block_keys: list[bytes] = field(default_factory=list)
     """Keys of its full blocks, as far as they were needed; they stay valid when it is preempted."""
-    num_kept_blocks: int = 0
+    num_cached_blocks: int = 0
     """Number of blocks of each table, from the first on, that others may find."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

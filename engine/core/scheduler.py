@@ -226,7 +226,7 @@ class Scheduler:
             request_ids.append(request.request_id)
             rows.append(row)
             if self.prefix_caching:
-                self._keep_blocks(request)
+                self._cache_full_blocks(request)
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
@@ -277,7 +277,7 @@ class Scheduler:
         start = request.num_computed_tokens
         request.num_computed_tokens = end
         if self.prefix_caching:
-            self._keep_blocks(request)
+            self._cache_full_blocks(request)
         if end - start > 1 and self.pool.has_windows:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
         num_sampled = 0
@@ -293,7 +293,7 @@ class Scheduler:
         pool.free_behind(blocks, request.num_computed_tokens)
         missing = pool.num_missing(blocks, end, request.num_tokens)
         while sum(missing) > pool.num_free:
-            victim = max(self.running.values(), key=self._rank)
+            victim = max(self.running.values(), key=self._priority_key)
             if len(self.running) == 1:
                 raise RuntimeError(
                     f"request {request.request_id!r} alone exceeds the KV cache of "
@@ -330,7 +330,7 @@ class Scheduler:
         pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
         request.slot = self._free_slots.pop()
         request.blocks = blocks
-        request.num_kept_blocks = start // pool.block_size
+        request.num_cached_blocks = start // pool.block_size
         request.num_computed_tokens = start
         if self.prefix_caching:
             self.num_prefix_tokens += request.num_tokens
@@ -354,33 +354,33 @@ class Scheduler:
         keys = extend_keys(request, size) if self.prefix_caching else []
         return self.pool.find(keys[: (request.num_tokens - 1) // size])
 
-    def _keep_blocks(self, request: Request) -> None:
+    def _cache_full_blocks(self, request: Request) -> None:
         """Let others find the blocks that are full of known tokens.  They may be found before they
         are written: whoever reads them runs in this step or later, and a step stores before it
         reads."""
         size, num_computed = self.pool.block_size, request.num_computed_tokens
-        if num_computed < (request.num_kept_blocks + 1) * size:
+        if num_computed < (request.num_cached_blocks + 1) * size:
             return
         full = min(num_computed, request.num_known_tokens) // size
         keys = extend_keys(request, size)
-        kept = request.num_kept_blocks
+        cached = request.num_cached_blocks
         for table, freed in zip(request.blocks.tables, request.blocks.num_freed, strict=True):
-            for index in range(max(kept, freed), full):
-                self.pool.keep(table[index], keys[index])
-        request.num_kept_blocks = full
+            for index in range(max(cached, freed), full):
+                self.pool.cache(table[index], keys[index])
+        request.num_cached_blocks = full
 
     def _running_in_order(self) -> list[Request]:
         """Running requests, the one that is preempted last first.  So a request that is preempted
         to make room has no entry in the step yet.  By arrival this is the order of starting."""
         running = list(self.running.values())
-        return sorted(running, key=self._rank) if self.heed_priority else running
+        return sorted(running, key=self._priority_key) if self.heed_priority else running
 
-    def _rank(self, request: Request) -> tuple[int, int]:
+    def _priority_key(self, request: Request) -> tuple[int, int]:
         return (request.priority if self.heed_priority else 0, request.arrival)
 
     def _enqueue(self, request: Request) -> None:
         self.waiting[request.request_id] = request
-        heapq.heappush(self._queue, (*self._rank(request), request))
+        heapq.heappush(self._queue, (*self._priority_key(request), request))
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
@@ -393,7 +393,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         del self.running[request.request_id]
         self.pool.free(request.blocks.held())
-        request.blocks, request.num_kept_blocks = SequenceBlocks(), 0
+        request.blocks, request.num_cached_blocks = SequenceBlocks(), 0
         self._free_slots.append(request.slot)
         self._released_slots.append(request.slot)
         request.slot = -1

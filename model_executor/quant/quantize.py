@@ -26,22 +26,21 @@ products of weights with a standard deviation of 0.02, stay below."""
 
 def quantize_into(linear: Linear, weight: Tensor) -> None:
     """Fill an FP8 layer's weight and scale from ``weight``, of the same shape and device."""
-    if linear.quant == "fp8_static":
+    quant = linear.quant
+    assert quant is not None
+    if not quant.rows:
         least, most = weight.aminmax()
         linear.weight_scale.copy_(_scale(torch.maximum(-least, most).float()))
     for rows in _chunks(weight):
         chunk = weight[rows].float()
-        if linear.quant == "fp8":
-            linear.weight_scale[rows] = _scale(chunk.abs().amax(1, keepdim=True))
-            linear.weight[rows] = to_e4m3(chunk, linear.weight_scale[rows])
-        elif linear.quant == "fp8_block":
-            blocks = _blocks(chunk)
-            scale = _scale(blocks.abs().amax((1, 3), keepdim=True))
-            first = rows.start // BLOCK
-            linear.weight_scale[first : first + len(scale)] = scale[:, 0, :, 0]
-            linear.weight[rows] = _rows(to_e4m3(blocks, scale), chunk)
-        else:
+        if not quant.rows:
             linear.weight[rows] = to_e4m3(chunk, linear.weight_scale)
+            continue
+        blocks = _blocks(chunk, quant.rows, quant.columns or chunk.shape[1])
+        scale = _scale(blocks.abs().amax((1, 3), keepdim=True))
+        first = rows.start // quant.rows
+        linear.weight_scale[first : first + len(scale)] = scale[:, 0, :, 0]
+        linear.weight[rows] = _rows(to_e4m3(blocks, scale), chunk)
 
 
 def rescale(weight: Tensor, old: float, new: float) -> None:
@@ -97,11 +96,11 @@ def _scale(largest: Tensor) -> Tensor:
     return largest.clamp(min=_SMALLEST) * (1.0 / E4M3_MAX)
 
 
-def _blocks(x: Tensor) -> Tensor:
-    """[rows / 128, 128, columns / 128, 128], filled up with zeros."""
+def _blocks(x: Tensor, height: int, width: int) -> Tensor:
+    """[rows / height, height, columns / width, width], filled up with zeros."""
     rows, columns = x.shape
-    padded = F.pad(x, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    return padded.view(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    padded = F.pad(x, (0, -columns % width, 0, -rows % height))
+    return padded.view(-1, height, padded.shape[1] // width, width)
 
 
 def _rows(blocks: Tensor, like: Tensor) -> Tensor:

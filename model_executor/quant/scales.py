@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.errors import UserError
-from ..checkpoint import FLOATS, TensorInfo, open_shard
+from ..checkpoint import FLOATS, TensorInfo, open_checkpoint_file
 from ..layers import Linear, Part, ShardRule
 from ..models.weight_names import Target
 from .scheme import BLOCK
@@ -87,7 +87,7 @@ def scale_slots(
                 yield _kv_slot(name, target, module, f"{attention}.kv_scale", rank, world)
         if module.quant is None or online:
             continue
-        if module.quant == "fp8_static":
+        if module.quant.static:
             for buffer, kinds in (("weight_scale", _WEIGHT_SCALES), ("input_scale", _INPUT_SCALES)):
                 yield ScaleSlot(
                     tuple(f"{name}.{kind}" for kind in kinds),
@@ -101,7 +101,7 @@ def scale_slots(
 
 
 def _weight_slot(name: str, target: Target, linear: Linear, rank: int, world: int) -> ScaleSlot:
-    per_block = linear.quant == "fp8_block"
+    per_block = linear.quant is not None and linear.quant.blocks
     if per_block:
         _check_blocks(name, target, linear.rules["weight"], rank, world)
     rule = linear.rules["weight_scale"]
@@ -210,10 +210,10 @@ def read_scales(
     """
     own: dict[str, tuple[float, Tensor]] = {}
     for file, of_file in groupby(reads, key=lambda read: read.source.file):
-        with open_shard(file) as shard, torch.no_grad():
+        with open_checkpoint_file(file) as opened, torch.no_grad():
             for read in of_file:
                 slot = read.slot
-                scale = _positive(shard.get_tensor(read.source.name).float(), read.source)
+                scale = _positive(opened.get_tensor(read.source.name).float(), read.source)
                 scale = scale.view(slot.shape if scale.numel() > 1 else (1, 1)).expand(slot.shape)
                 dest = buffers[slot.buffer][slot.dest]
                 part = scale[slot.source].to(dest.device)

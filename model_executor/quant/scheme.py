@@ -5,6 +5,7 @@ Always float8_e4m3fn, up to 448 in size; a value is its FP8 number times its sca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -13,14 +14,43 @@ from ...config import outside_key
 BLOCK = 128
 
 QuantKind: TypeAlias = Literal["fp8", "fp8_block", "fp8_static"]
-"""What a scale covers, of weights [N, K] and of activations [M, K]:
-
-kind        weights                         activations
-fp8         one output channel, [N, 1]      one token, [M, 1], found at run time
-fp8_block   128 x 128, [N / 128, K / 128]   128 of one token, [M, K / 128], found at run time
-fp8_static  the whole matrix, [1, 1]        the whole matrix, [1, 1], from the checkpoint
-"""
 KINDS: tuple[QuantKind, ...] = get_args(QuantKind)
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """What a scale covers, of weights [N, K] and of activations [M, K].  Loading, sharding and
+    quantizing follow from it.
+
+    Attributes:
+        rows, columns: the numbers of a weight that share a scale; 0: all.
+        static: the activations' one scale is in the checkpoint; else scales are found at run time,
+            one for each token and ``columns`` of it.
+    """
+
+    rows: int
+    columns: int
+    static: bool = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether scales follow the columns, so that layers must have whole blocks of them."""
+        return self.columns > 0
+
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """The shape of the scale of a weight [out_features, in_features]."""
+        return _count(out_features, self.rows), _count(in_features, self.columns)
+
+
+def _count(size: int, unit: int) -> int:
+    return -(-size // unit) if unit else 1
+
+
+FORMATS: Mapping[str, QuantFormat] = {
+    "fp8": QuantFormat(1, 0),
+    "fp8_block": QuantFormat(BLOCK, BLOCK),
+    "fp8_static": QuantFormat(0, 0, static=True),
+}
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 """What is quantized in a layer unless left out; never norms, embedding and ``lm_head``."""
@@ -38,12 +68,3 @@ class QuantScheme:
     def kind_of(self, layer: int, linear: str) -> QuantKind | None:
         """How one of ``LINEARS`` is quantized; None: not at all."""
         return None if linear in self.unquantized[layer] else self.kind
-
-
-def weight_scale_shape(kind: QuantKind, out_features: int, in_features: int) -> tuple[int, int]:
-    """The shape of the scale of a weight [out_features, in_features]."""
-    if kind == "fp8":
-        return out_features, 1
-    if kind == "fp8_block":
-        return -(-out_features // BLOCK), -(-in_features // BLOCK)
-    return 1, 1

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._device_table import most_rows, num_sms
+from .._device_table import num_sms
 from .._launch import Launch
 from .counters import counters
 from .tiles import cdiv, next_power_of_2
@@ -92,11 +92,6 @@ def splits_of(tile: Tile, m: int, n: int, k: int) -> int:
     tiles = cdiv(next_power_of_2(m), tile.rows) * cdiv(n, tile.columns)
     most = cdiv(k, tile.depth) // tile.least_steps
     return max(min(num_sms(torch.device("meta")) * tile.an_sm // tiles, most), 1)
-
-
-def is_ahead(scheme: str, m: int, n: int) -> bool:
-    """Whether the kernel is faster than cuBLASLt, as measured (bench/NOTES.md)."""
-    return m <= most_rows(f"tiled fp8 {scheme}", n)
 
 
 def linear_fp8(

@@ -15,7 +15,7 @@ from .._device_table import num_sms
 from .._launch import Launch
 from .counters import MAX_COUNTERS
 from .counters import counters as _counters
-from .paged_attention_plan import MAX_SEQS, Plan, plan
+from .paged_attention_plan import MAX_SEQS, AttentionPlan, plan
 
 
 def programs_at_once(device: torch.device) -> int:
@@ -36,7 +36,7 @@ def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor)
 class _Call:
     """The arguments of a call that both kernels take."""
 
-    plan: Plan
+    plan: AttentionPlan
     tensors: dict[str, Tensor | None]
     numbers: dict[str, int | float]
     flags: dict[str, bool]
@@ -60,7 +60,7 @@ def _call(
 ) -> _Call:
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, max_blocks = block_table.shape
-    _, _, page, kv_heads, _ = kv_cache.shape
+    _, _, block_size, kv_heads, _ = kv_cache.shape
     _check_layout(q, kv_cache, block_table, out)
     if num_seqs > MAX_SEQS or num_seqs * kv_heads > MAX_COUNTERS:
         raise ValueError(
@@ -88,11 +88,11 @@ def _call(
     made = plan(
         num_tokens,
         num_seqs,
-        max_blocks * page,
+        max_blocks * block_size,
         kv_heads,
         num_heads // kv_heads,
         head_dim,
-        page,
+        block_size,
         q.element_size(),
         kv_cache.element_size(),
         programs_at_once(q.device),

@@ -31,7 +31,7 @@ FEW_TOKENS, MANY_TOGETHER = 128, 1024
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """The launches of one shape, as cached data.  ``scratch_numel`` counts float32 elements."""
 
     decode_grid: tuple[int, ...]
@@ -97,12 +97,12 @@ def plan(
     kv_heads: int,
     group: int,
     head_dim: int,
-    page: int,
+    block_size: int,
     itemsize: int,
     kv_itemsize: int,
     num_sms: int,
     invariant: bool = False,
-) -> Plan:
+) -> AttentionPlan:
     block_d = max(16, next_power_of_2(head_dim))
     # Few variants, since each is a compilation; a larger scan costs little.
     seqs = next(n for n in (1, 64, 1024, MAX_SEQS) if num_seqs <= n)
@@ -110,7 +110,7 @@ def plan(
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "PAGE": page,
+        "BLOCK_SIZE": block_size,
         "SEQS": seqs,
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if itemsize == 4 else "tf32",
@@ -138,7 +138,7 @@ def plan(
     # As many programs as fit at once: by registers, 128 a thread, and by shared memory, where
     # Triton needs some more for exchanges between warps.
     persistent = max(1, min(16 // warps, SHARED_BYTES // (shared_bytes + 4096))) * num_sms
-    return Plan(
+    return AttentionPlan(
         decode_grid=(min(num_seqs * kv_heads * max_splits, persistent),),
         decode_constexprs=decode,
         decode_warps=warps,

@@ -21,7 +21,7 @@ from ..conformance import ConformanceError
 from ..gated_act import GATED_ACTS
 from ..norm import NORMS
 from ..quantize import QUANTIZE
-from . import attention, norms, products, tokens
+from . import attention, linear, norms, tokens
 from ._call import Array, Call, Oracle, decode
 
 ORACLES: dict[str, Oracle] = {
@@ -32,8 +32,8 @@ ORACLES: dict[str, Oracle] = {
     "kv_store": attention.kv_store,
     "rope_kv_store": attention.rope_kv_store,
     "paged_attention": attention.paged_attention,
-    "linear": products.linear,
-    "linear_add_norm_linear": products.linear_add_norm_linear,
+    "linear": linear.linear,
+    "linear_add_norm_linear": linear.linear_add_norm_linear,
     "embedding": tokens.embedding,
     "gather_last_token": tokens.gather_last_token,
     "argmax": tokens.argmax,

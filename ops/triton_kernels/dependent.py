@@ -6,7 +6,7 @@ checks in the code of every such kernel: all threads of all blocks wait, before 
 and before any of them returns.  Then whatever had finished for the kernel ahead has finished for
 this one too, at any distance.  A prefetch into L2 touches nothing: L2 is where writes meet reads.
 
-Three kernels of csrc read before they wait.  Products read weights and their scales, which no
+Three kernels of csrc read before they wait.  Linears read weights and their scales, which no
 kernel writes.  Prefill attention reads lengths; decode attention those, block tables and the cache
 but for the slots that this step stores.  Those were written before the step's first kernel, which
 lets nothing start before it has waited.
@@ -27,7 +27,7 @@ def wait_for_previous(PROGRAMMATIC: tl.constexpr):
 
 @triton.jit
 def start_next_and_wait(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
-    """The first line of a kernel that comes before a product or csrc's decode attention: the next
+    """The first line of a kernel that comes before a linear or csrc's decode attention: the next
     one starts at once, and has fetched weights, or K and V of earlier steps, when this one ends.
 
     Not for others: blocks that start this early lie on the few multiprocessors that have room.  Nor

@@ -1,4 +1,4 @@
-"""A tiled GEMM of FP8 matrices with their scales; on Hopper by warp-group products.
+"""A tiled GEMM of FP8 matrices with their scales; on Hopper by warp-group MMA.
 
 Tensor cores of Hopper add FP8 products with fewer bits than float32 has; a partial sum of at most
 256 products, one step's, is made there, and added in float32.
@@ -13,7 +13,7 @@ from .dependent import prefetch, wait_for_previous
 
 
 @triton.jit
-def _product(x, w, total, SWAPPED: tl.constexpr, BLOCK_K: tl.constexpr):
+def _mma(x, w, total, SWAPPED: tl.constexpr, BLOCK_K: tl.constexpr):
     """``total`` plus x @ w.T; both transposed if SWAPPED."""
     if SWAPPED:
         total = tl.dot(w, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
@@ -130,13 +130,13 @@ def _linear_fp8_kernel(
         x = tl.load(x_at + start, mask=inside, other=other)
         w = tl.load(weight_at + start, mask=inside, other=other)
         if SCHEME == "block":
-            product = _product(x, w, tl.zeros_like(total), SWAPPED, BLOCK_K)
-            total += product * (scale[None, :] if SWAPPED else scale[:, None])
+            partial = _mma(x, w, tl.zeros_like(total), SWAPPED, BLOCK_K)
+            total += partial * (scale[None, :] if SWAPPED else scale[:, None])
             # Load the next step's scales now, so that no step waits for its own.
             ahead = tl.minimum(step + 1, steps - 1)
             scale = tl.load(x_scales + ahead * x_scale_group) * tl.load(weight_scales + ahead)
         else:
-            total = _product(x, w, total, SWAPPED, BLOCK_K)
+            total = _mma(x, w, total, SWAPPED, BLOCK_K)
     if SWAPPED:
         total = tl.trans(total)
     whole = True

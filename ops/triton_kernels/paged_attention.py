@@ -86,13 +86,13 @@ def _load_rows(ptr, row, cols, valid, HEAD_DIM: tl.constexpr, MASKED: tl.constex
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, end, readable_begin,
-    scale, window, soft_cap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+    scale, window, soft_cap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein, 2018) over the KV positions [begin, end).
 
-    When MASKED, nothing outside [readable_begin, end) is used: no V is read there, no page looked
+    When MASKED, nothing outside [readable_begin, end) is used: no V is read there, no block looked
     up, and the logits of whatever K lies there are dropped.  row_max is in units of log2.
     ``row_sum`` of [rows, BLOCK_N] instead of [rows] stays apart by column: where warps share the
     columns, as with few rows, summing them every tile would cost two barriers.
@@ -102,17 +102,17 @@ def _attend(
     cols = tl.arange(0, q.shape[1])
     first = begin + tl.arange(0, BLOCK_N)
     in_reach = (first >= readable_begin) & (first < end)
-    page = tl.load(table_ptr + first // PAGE, mask=in_reach, other=0)
-    v_ptr = kv_ptr + PAGE * KV_HEADS * HEAD_DIM
+    block = tl.load(table_ptr + first // BLOCK_SIZE, mask=in_reach, other=0)
+    v_ptr = kv_ptr + BLOCK_SIZE * KV_HEADS * HEAD_DIM
     for tile in range(begin, end, BLOCK_N):
         pos = tile + tl.arange(0, BLOCK_N)
         valid = (pos >= readable_begin) & (pos < end)
-        row = page.to(tl.int64) * (2 * PAGE * KV_HEADS * HEAD_DIM)
-        row += (pos % PAGE) * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM
+        row = block.to(tl.int64) * (2 * BLOCK_SIZE * KV_HEADS * HEAD_DIM)
+        row += (pos % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + head * HEAD_DIM
         k = _operand(_load_rows(kv_ptr, row, cols, valid, HEAD_DIM, False), q.dtype)
         # One tile ahead, or K and V could not be pipelined behind the load of their addresses.
         following = pos + BLOCK_N
-        page = tl.load(table_ptr + following // PAGE, mask=following < end, other=0)
+        block = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
         logits = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if HAS_CAP:
             logits = _tanh(logits * (scale / soft_cap)) * (soft_cap * _LOG2_E)
@@ -206,7 +206,7 @@ def _decode_kernel(
     q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr, out_scale_ptr,
     scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, q_stride, table_stride, scale,
     window, soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr, MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
     PROGRAMMATIC: tl.constexpr
@@ -231,7 +231,7 @@ def _decode_kernel(
     cols = tl.arange(0, BLOCK_D)
     row_mask = (rows < GROUP)[:, None] & (cols < HEAD_DIM)[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        # Neighbouring programs take the KV heads of one page: their rows are adjacent in memory.
+        # Neighbouring programs take the KV heads of one block: their rows are adjacent in memory.
         head = item % KV_HEADS
         unit = item // KV_HEADS
         before = units_to_here <= unit
@@ -256,8 +256,8 @@ def _decode_kernel(
             tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32),
             tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), q, rows, kv_ptr,
             table_ptr + seq.to(tl.int64) * table_stride, head, begin, end, begin, logit_scale,
-            window, soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, True, False, HAS_WINDOW, HAS_CAP,
-            PRECISION
+            window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, False, HAS_WINDOW,
+            HAS_CAP, PRECISION
         )  # fmt: skip
         row_sum = tl.sum(row_sum, axis=1)
         acc = acc * (v_scale / row_sum)[:, None]
@@ -287,7 +287,7 @@ def _decode_kernel(
 def _prefill_kernel(
     q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr, out_scale_ptr,
     num_seqs, q_stride, table_stride, scale, window, soft_cap, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, SEQS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, FEWEST: tl.constexpr, PRECISION: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
@@ -342,14 +342,14 @@ def _prefill_kernel(
         all_see = (computed + first_query + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, all_see, begin,
-            scale, window, soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, False, False,
+            scale, window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
             HAS_WINDOW, HAS_CAP, PRECISION
         )  # fmt: skip
         begin = all_see
     acc, row_max, row_sum = _attend(
         acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, end,
-        readable_begin, scale, window, soft_cap, KV_HEADS, HEAD_DIM, PAGE, BLOCK_N, True, True,
-        HAS_WINDOW, HAS_CAP, PRECISION
+        readable_begin, scale, window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True,
+        True, HAS_WINDOW, HAS_CAP, PRECISION
     )  # fmt: skip
     out_row = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head_col
     mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]

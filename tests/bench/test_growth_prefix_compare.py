@@ -31,7 +31,7 @@ def test_contexts_are_there_without_being_computed(engine: Engine) -> None:
     works = equal(3, 100, 5, engine.inputs.vocab_size)
     pretend_computed(engine, works)
     scheduler = engine.core.scheduler
-    assert scheduler.pool.num_kept == 3 * (100 // 16)
+    assert scheduler.pool.num_cached == 3 * (100 // 16)
     before = scheduler.num_prefix_hits
     row = measure_context(engine, 3, 100, 4)
     assert scheduler.num_prefix_hits - before == 3 * (99 // 16) * 16

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 import fusewright.bench.kernels as folder
 from fusewright.bench.kernels.bench_norm import make
 from fusewright.bench.kernels.figures import load, save
-from fusewright.bench.kernels.fusion import Fusion, find_fusions
+from fusewright.bench.kernels.fusion import InductorFusion, find_fusions
 from fusewright.bench.kernels.harness import Work
 from fusewright.bench.kernels.run import _FAMILIES, run_benchmarks
 from fusewright.config import UserError
@@ -49,7 +49,9 @@ def test_every_work_has_a_kernel_a_cost_and_a_name_of_its_own() -> None:
 def test_every_fused_elementwise_kernel_has_a_rival_at_every_size() -> None:
     alone = {"linear", "paged_attention", "argmax", "sample"}
     for work in works():
-        assert work.op in alone or isinstance(work.libraries["inductor"], Fusion), work.label
+        assert work.op in alone or isinstance(work.libraries["inductor"], InductorFusion), (
+            work.label
+        )
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_a_rival_is_compiled_for_its_width_and_three_ranges_of_tokens(compiled: 
     def call(hidden: int, rows: int) -> None:
         made = partial(make, False, hidden, "token")
         name = "rms_norm_quant_dynamic"
-        rival = Fusion(name, f"{hidden} {compiled}", rows, made, backend="eager")
+        rival = InductorFusion(name, f"{hidden} {compiled}", rows, made, backend="eager")
         with torch.inference_mode():
             args = made(rows, CPU)
             results = rival(*args)
@@ -84,7 +86,7 @@ def test_what_is_compiled_ahead_is_found_by_its_key() -> None:
         ("rms_norm", f"{hidden} ", least) for hidden in (2048, 4096) for least in (1, 2, 33)
     }
     libraries = [library for work in works() for library in work.libraries.values()]
-    assert {f.key for f in libraries if isinstance(f, Fusion)} == found.keys()
+    assert {f.key for f in libraries if isinstance(f, InductorFusion)} == found.keys()
 
 
 def test_every_file_of_works_is_run() -> None:

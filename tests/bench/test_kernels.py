@@ -49,8 +49,8 @@ def test_rates_and_share_follow_from_bytes_and_time() -> None:
     f = figure(us=4.0)
     assert f.gb_s == pytest.approx(2140)
     assert f.share == pytest.approx(0.5)
-    products = Figure("linear", "", "native", False, us=1e6, bytes=1.0, flops=395e12)
-    assert products.share == pytest.approx(0.5)
+    linears = Figure("linear", "", "native", False, us=1e6, bytes=1.0, flops=395e12)
+    assert linears.share == pytest.approx(0.5)
     fp8 = Figure("linear", "FP8", "native", False, us=1e6, bytes=1.0, flops=395e12)
     assert fp8.share == pytest.approx(0.25)
 

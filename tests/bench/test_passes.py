@@ -16,10 +16,10 @@ from fusewright.bench.passes import Steps, _order, _pairs, _rounds, measure_pass
 from fusewright.compiler.capture.trace import trace
 from fusewright.compiler.capture.unroll import unroll
 from fusewright.config import EngineOptions, UserError, gates
-from fusewright.engine.ahead import target_hardware
+from fusewright.engine.aot_compile import target_hardware
 from fusewright.engine.engine import Engine
 from fusewright.engine.llm import LLM
-from fusewright.engine.variant import make_variant
+from fusewright.engine.recompile import recompile
 from fusewright.engine.worker.progress import show_progress
 from fusewright.engine.worker.source import model_source
 from fusewright.engine.worker.startup import read_model
@@ -89,8 +89,8 @@ def test_programs_take_turns_over_the_same_requests() -> None:
     engine = LLM(**OPTIONS).engine
     assert isinstance(engine, Engine)
     with show_progress() as progress:
-        variants = [make_variant(engine, passes, progress) for passes in ((), ("fuse_act",))]
-    runners = [engine.core.runner, *(variant.runner for variant in variants)]
+        programs = [recompile(engine, passes, progress) for passes in ((), ("fuse_act",))]
+    runners = [engine.core.runner, *(program.runner for program in programs)]
     prompts = ["12+34=", "7*8=", "99-3="]
     alone = [LLM.from_engine(engine).generate(p, use_tqdm=False)[0] for p in prompts]
     requests = [engine.add_request(prompt, final_only=True) for prompt in prompts]
@@ -110,17 +110,17 @@ def test_an_engine_is_as_it_was_behind_a_round_that_failed(
     engine = Engine(EngineOptions(**OPTIONS))
     right = LLM.from_engine(engine).generate("12+34=", use_tqdm=False)[0].outputs[0]
     with show_progress() as progress:
-        variants = [make_variant(engine, engine.config.compile.passes, progress) for _ in range(3)]
+        programs = [recompile(engine, engine.config.compile.passes, progress) for _ in range(3)]
 
         def listen(tokens: Any) -> None:
             heard.append(tokens)
 
         heard: list[Any] = []
         own, engine.on_tokens = engine.core.runner, listen
-        monkeypatch.setattr(variants[2].runner, "_run", None)  # the third cannot run
+        monkeypatch.setattr(programs[2].runner, "_run", None)  # the third cannot run
         steps = Steps(batches=(2,), prefill=8, turn=2, rounds=1)
         with pytest.raises(UserError, match=r"request request-.* failed: TypeError"):
-            _rounds(engine, variants, steps, progress)
+            _rounds(engine, programs, steps, progress)
     assert engine.core.runner is own and engine.on_tokens is listen
     assert not engine.has_unfinished() and not heard
     again = LLM.from_engine(engine).generate("12+34=", use_tqdm=False)[0].outputs[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fusewright.bench.profile_plan import Plan
+from fusewright.bench.profile_options import ProfileOptions
 from fusewright.bench.profile_trace import (
     Repeat,
     busy_times,
@@ -120,8 +120,8 @@ def llm() -> LLM:
 def test_delay_and_most_steps_are_kept(llm: LLM, tmp_path: Path) -> None:
     first = None
     for delay in (0, 5):
-        plan = Plan("decode", 3, 8, 30, delay_iterations=delay, max_iterations=4)
-        found = profile_phase(llm, plan, tmp_path / "trace.json")
+        options = ProfileOptions("decode", 3, 8, 30, delay_iterations=delay, max_iterations=4)
+        found = profile_phase(llm, options, tmp_path / "trace.json")
         assert len(found.steps) == len(found.undisturbed) == 4
         assert all(step.num_seqs == step.num_tokens == 3 for step in found.steps)
         first = found.steps[0].index if first is None else first
@@ -132,14 +132,14 @@ def test_delay_and_most_steps_are_kept(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_decode_ends_where_requests_do(llm: LLM, tmp_path: Path) -> None:
-    plan = Plan("decode", 2, 8, 10, delay_iterations=3, max_iterations=50)
-    found = profile_phase(llm, plan, tmp_path / "trace.json")
+    options = ProfileOptions("decode", 2, 8, 10, delay_iterations=3, max_iterations=50)
+    found = profile_phase(llm, options, tmp_path / "trace.json")
     assert len(found.steps) == 10 - 1 - 3
 
 
 def test_prefill_goes_on_with_new_prompts(llm: LLM, tmp_path: Path) -> None:
-    plan = Plan("prefill", 2, 12, 2, delay_iterations=2, max_iterations=5)
-    found = profile_phase(llm, plan, tmp_path / "trace.json")
+    options = ProfileOptions("prefill", 2, 12, 2, delay_iterations=2, max_iterations=5)
+    found = profile_phase(llm, options, tmp_path / "trace.json")
     assert [step.num_prompt_tokens for step in found.steps] == [24] * 5
     line = timeline(found)
     assert line["num_steps"] == 5 and set(line["median"]["cpu_us"]) == set(CPU_PARTS)
@@ -208,14 +208,14 @@ def test_a_phase_is_found_with_chunks_and_cached_prefixes(tmp_path: Path) -> Non
     limits = {"max_num_batched_tokens": 16, "max_num_seqs": 3}  # no prompts beside the last ones
     llm = LLM("abacus", optimization_level=0, device="cpu", **limits)
     assert llm.engine.core.scheduler.prefix_caching
-    plan = Plan("decode", 3, 40, 30, delay_iterations=0, max_iterations=4)
-    found = profile_phase(llm, plan, tmp_path / "trace.json")
+    options = ProfileOptions("decode", 3, 40, 30, delay_iterations=0, max_iterations=4)
+    found = profile_phase(llm, options, tmp_path / "trace.json")
     assert [step.num_prompt_tokens for step in found.steps] == [0] * 4
-    plan = Plan("prefill", 3, 40, 2, delay_iterations=8, max_iterations=6)
-    steps = profile_phase(llm, plan, tmp_path / "trace.json").steps
+    options = ProfileOptions("prefill", 3, 40, 2, delay_iterations=8, max_iterations=6)
+    steps = profile_phase(llm, options, tmp_path / "trace.json").steps
     assert all(0 < step.num_prompt_tokens <= 16 for step in steps)
-    plan = Plan("prefill", 3, 5, 2, delay_iterations=1, max_iterations=3)
-    steps = profile_phase(llm, plan, tmp_path / "trace.json").steps
+    options = ProfileOptions("prefill", 3, 5, 2, delay_iterations=1, max_iterations=3)
+    steps = profile_phase(llm, options, tmp_path / "trace.json").steps
     assert [step.num_prompt_tokens for step in steps] == [15] * 3
     assert [step.index for step in steps] == [2, 4, 6]  # no room for prompts before the last end
 
@@ -238,9 +238,9 @@ def test_kernels_are_recorded_as_graphs_replay(tmp_path: Path, capsys: Capture) 
 
 
 def test_requests_that_do_not_fit_are_refused(llm: LLM, tmp_path: Path) -> None:
-    for plan, message in (
-        (Plan("decode", batch_size=100_000), "max_num_seqs=.* profiling needs 100000"),
-        (Plan("decode", input_len=100_000), "max_model_len=.* profiling needs 100128"),
+    for options, message in (
+        (ProfileOptions("decode", batch_size=100_000), "max_num_seqs=.* profiling needs 100000"),
+        (ProfileOptions("decode", input_len=100_000), "max_model_len=.* profiling needs 100128"),
     ):
         with pytest.raises(UserError, match=message):
-            profile_phase(llm, plan, tmp_path / "trace.json")
+            profile_phase(llm, options, tmp_path / "trace.json")

@@ -21,7 +21,7 @@ from fusewright.compiler.run.runtime import load_piece
 
 
 class Quantized(nn.Module):
-    """A norm into FP8 and a product: one piece.  Without the norm: a single op, which the plan
+    """A norm into FP8 and a linear: one piece.  Without the norm: a single op, which the plan
     calls itself."""
 
     def __init__(self, norm: bool) -> None:

@@ -24,7 +24,7 @@ FUSE = "fuse_all_reduce_norm"
 
 
 class Block(nn.Module):
-    """A split product with what follows in a decoder: the sum, the residual, the norm."""
+    """A split linear with what follows in a decoder: the sum, the residual, the norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ def test_sites_and_launches_are_told() -> None:
     assert launches["fw_native::all_reduce_add_rms_norm"] is facts.launches is None
     (on,) = (site for site in facts.sites if site.name == FUSE)
     assert (on.outcome, on.count) == ("matched", 1)
-    (product,) = (calls for p, calls in facts.products if p.name == "all-reduce + add + RMSNorm")
-    assert product == 1
+    (calls,) = (calls for p, calls in facts.fusions if p.name == "all-reduce + add + RMSNorm")
+    assert calls == 1
     text = explanation("a block on each of 2 ranks", facts, graphs=False)
     assert "all_reduce_add_rms_norm" in text and "not known" in text
 

@@ -97,15 +97,15 @@ def test_a_hit_needs_the_blocks_of_each_window_and_all_others() -> None:
     pool = BlockPool(20, 4, (CacheGroup(), CacheGroup(window=6)))
     everywhere, behind = pool.allocate(5), pool.allocate(6, 1)
     for block_id, key in zip(everywhere, keys, strict=False):
-        pool.keep(block_id, key)
+        pool.cache(block_id, key)
     for index in (0, 1, 2, 4, 5):  # one in the middle is lost
-        pool.keep(behind[index], keys[index])
+        pool.cache(behind[index], keys[index])
     found = pool.find(keys)
     # 5 blocks of the first group, but then the window would begin in the lost block.
     assert found.tables[0] == everywhere[:3]
     assert (found.num_freed, found.tables[1][1:]) == ([0, 1], behind[1:3])
     assert found.held() == [everywhere[0], everywhere[1], behind[1], everywhere[2], behind[2]]
-    pool.keep(behind[3], keys[3])
+    pool.cache(behind[3], keys[3])
     assert [len(table) for table in pool.find(keys).tables] == [5, 5]
 
 
@@ -125,10 +125,10 @@ def test_a_block_that_went_back_before_its_token_was_known_is_not_found() -> Non
     scheduler = Setup(block_size=1, windows=(2,), prefix_caching=True).scheduler()
     scheduler.add(request("a", [5, 6], max_tokens=9))
     steps = [scheduler.schedule() for _ in range(4)]
-    assert scheduler.pool.num_kept == 2 and scheduler.pool.num_held == [2]
+    assert scheduler.pool.num_cached == 2 and scheduler.pool.num_held == [2]
     assert steps[0] is not None
     scheduler.update(steps[0], result(steps[0]))  # of position 2, which is behind the window
-    assert scheduler.pool.num_kept == 2
+    assert scheduler.pool.num_cached == 2
 
 
 def test_a_request_is_refused_by_what_it_needs_at_once() -> None:

@@ -22,7 +22,7 @@ from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.messages.sampling_params import SamplingParams
-from fusewright.engine.worker.runner import Runner
+from fusewright.engine.worker.model_runner import ModelRunner
 from fusewright.engine.worker.sampler import OpTable, Sampler
 from fusewright.engine.worker.startup import block_groups, read_model
 from fusewright.graph_capture import Dispatcher, Graphs, StepBuffers
@@ -93,7 +93,7 @@ def solo(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_runner(scheduler: Scheduler, chunk: int) -> Runner:
+def make_runner(scheduler: Scheduler, chunk: int) -> ModelRunner:
     """The package's runner over the toy model, with as many caches as ``SPECS`` says."""
     options = EngineOptions(
         device="cpu", optimization_level=0, max_num_seqs=4, max_model_len=MAX_LEN
@@ -110,7 +110,7 @@ def make_runner(scheduler: Scheduler, chunk: int) -> Runner:
         torch.device("cpu"), max_tokens=chunk, max_seqs=4, max_blocks=columns, schema=schema
     )
     table = OpTable(config.compile, 0)
-    return Runner(
+    return ModelRunner(
         program,
         Graphs(program, buffers, dispatcher, None),
         dispatcher,

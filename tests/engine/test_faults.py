@@ -14,7 +14,7 @@ from fusewright.config import NO_SLOT, EngineDeadError
 from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.sampling_params import SamplingParams
-from fusewright.engine.worker.runner import Runner
+from fusewright.engine.worker.model_runner import ModelRunner
 
 from .toy import Setup, ToyRunner, ToyStep, check_invariants, solo
 
@@ -268,7 +268,7 @@ def test_a_failed_capture_ends_the_requests_that_needed_it(
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     right = llm.generate(["12+34="] * 3, greedy, use_tqdm=False)
     runner = llm.engine.core.runner
-    assert isinstance(runner, Runner)
+    assert isinstance(runner, ModelRunner)
     ensure, calls = runner.graphs.ensure, []
 
     def fail_once(dispatch: Any) -> None:

@@ -152,10 +152,10 @@ def test_a_capture_that_fails_ends_the_requests_of_its_step(
 _LOST = """
 import sys
 import torch
-from fusewright.engine.worker.runner import Runner
+from fusewright.engine.worker.model_runner import ModelRunner
 from fusewright.serve.cli import main
 
-launch, launched = Runner.launch, []
+launch, launched = ModelRunner.launch, []
 
 def lose(self, batch):
     launched.append(1)
@@ -163,7 +163,7 @@ def lose(self, batch):
         torch.zeros(2, device="cuda")[torch.full((1,), 1 << 20, device="cuda")]  # asserted there
     return launch(self, batch)
 
-Runner.launch = lose
+ModelRunner.launch = lose
 sys.exit(main({argv}))
 """
 

@@ -66,6 +66,6 @@ def test_the_launches_of_a_decode_step_are_as_predicted(
     assert len(per_layer) == 2 and len(set(per_layer)) == 1
     predicted = [call.op for layer in facts.layers for call in layer.calls]
     assert len(kernels) == facts.launches, f"{kernels}\npredicted a layer: {predicted}"
-    # The layer shown is one that joins its last product to the next layer's first; the last cannot.
+    # The layer shown is one that joins its last linear to the next layer's first; the last cannot.
     alone = 1 if quantization is None else 0
     assert sum(n or 0 for n in per_layer) + outside.launches + alone == facts.launches

@@ -43,7 +43,7 @@ def test_a_prompt_starts_behind_the_full_blocks_that_another_computed() -> None:
     b = request("b", [*range(9), 99])
     scheduler.add(b)
     assert shape(scheduler.schedule()) == [("b", 8, 2)]
-    assert (b.num_kept_blocks, scheduler.num_prefix_hits) == (2, 8)
+    assert (b.num_cached_blocks, scheduler.num_prefix_hits) == (2, 8)
     check_invariants(scheduler)
 
 
@@ -93,7 +93,7 @@ def test_the_prefix_freed_longest_ago_gives_way_and_its_beginning_last() -> None
     finish(scheduler)
     scheduler.add(request("new", [2] * 8, max_tokens=1))
     finish(scheduler)
-    assert scheduler.pool.num_kept == 5
+    assert scheduler.pool.num_cached == 5
     scheduler.add(request("large", [3] * 11, max_tokens=1))  # 1 empty block, 2 of the oldest
     finish(scheduler)
     scheduler.add(request("old again", [1] * 12, max_tokens=1))
@@ -145,7 +145,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
         run(scheduler, batch := scheduler.schedule())
         assert (name, 0, 9) in shape(batch)
     finish(scheduler)
-    assert (scheduler.pool.num_kept, scheduler.num_prefix_tokens) == (0, 0)
+    assert (scheduler.pool.num_cached, scheduler.num_prefix_tokens) == (0, 0)
 
 
 def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
@@ -188,9 +188,9 @@ def test_a_long_prompt_leaves_room_in_every_step_for_others() -> None:
 def test_a_key_that_is_kept_already_is_not_kept_twice() -> None:
     pool = BlockPool(num_blocks=3, block_size=4)
     first, second = pool.allocate(2)
-    pool.keep(first, b"key")
-    pool.keep(second, b"key")
+    pool.cache(first, b"key")
+    pool.cache(second, b"key")
     assert pool.find([b"key", b"other"]).held() == [first]
     pool.free([second, first])
     pool.share(pool.find([b"key"]).held())
-    assert (pool.holders(first), pool.num_free) == (1, 2)
+    assert (pool.ref_count(first), pool.num_free) == (1, 2)

@@ -354,10 +354,10 @@ def check_invariants(scheduler: Scheduler) -> None:
     running, waiting = list(scheduler.running.values()), in_order(scheduler)
     pool = scheduler.pool
     holds = Counter(block for request in running for block in request.blocks.held())
-    assert all(pool.holders(block) == holds[block] for block in range(pool.num_blocks))
+    assert all(pool.ref_count(block) == holds[block] for block in range(pool.num_blocks))
     if not scheduler.prefix_caching:
         assert not holds or max(holds.values()) == 1, "a block with two owners"
-        assert pool.num_kept == 0
+        assert pool.num_cached == 0
     assert len(holds) + pool.num_free == pool.num_blocks, "a block was lost"
     assert sum(pool.num_held) == len(holds)
     slots = [request.slot for request in running]
@@ -374,10 +374,10 @@ def check_invariants(scheduler: Scheduler) -> None:
             assert len(table) >= group.num_blocks(*computed)
             assert freed <= group.num_behind(*computed)
         full = min(request.num_computed_tokens, request.num_known_tokens) // pool.block_size
-        assert request.num_kept_blocks == (full if scheduler.prefix_caching else 0)
+        assert request.num_cached_blocks == (full if scheduler.prefix_caching else 0)
     if not scheduler.long_prefill_token_threshold:
         for request in running[:-1]:
             left = request.num_tokens - request.num_computed_tokens
             assert left <= scheduler.tokens_per_step, "only the last prefills"
     for request in waiting:
-        assert request.slot == -1 and not request.blocks.tables and not request.num_kept_blocks
+        assert request.slot == -1 and not request.blocks.tables and not request.num_cached_blocks

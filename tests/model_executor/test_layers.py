@@ -96,7 +96,7 @@ def test_gate_up_keeps_a_rank_s_gate_before_its_up() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_column_then_row_over_ranks_is_the_whole_product(world: int) -> None:
+def test_column_then_row_over_ranks_is_the_whole_matmul(world: int) -> None:
     up, down = torch.randn(8, HIDDEN), torch.randn(HIDDEN, 8)
     x = torch.randn(3, HIDDEN)
     column, row = column_linear(HIDDEN, 8), row_linear(8, HIDDEN)

@@ -20,7 +20,7 @@ from fusewright.model_executor.checkpoint import read_headers
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
 from fusewright.model_executor.loader import (
-    Shard,
+    TensorParallelRank,
     load_model,
     plan_reads,
     slots,
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> Path:
+def several_files(tmp_path: Path) -> Path:
     BY_NAME["llama_gqa"].save(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) >= 3
     return tmp_path
@@ -114,7 +114,7 @@ def test_ranks_read_only_their_slices(folder: Path, world: int) -> None:
     halves = []
     for rank in range(world):
         reads = plan_reads(
-            slots(DecoderModel(spec), Shard(rank, world)), read_headers(folder), spec
+            slots(DecoderModel(spec), TensorParallelRank(rank, world)), read_headers(folder), spec
         )
         heads = 64 // world + 2 * 16 * max(1, 2 // world)
         params = {
@@ -129,17 +129,17 @@ def test_ranks_read_only_their_slices(folder: Path, world: int) -> None:
     assert torch.equal(torch.cat([o for _, o in halves], 1), saved[f"{theirs}o_proj.weight"])
 
 
-def test_a_missing_shard_is_named(sharded: Path) -> None:
-    shard = sorted(sharded.glob("*.safetensors"))[1]
-    shard.unlink()
-    assert f"shard {shard}" in (message := refusal(sharded)) and "missing" in message
+def test_a_missing_checkpoint_file_is_named(several_files: Path) -> None:
+    file = sorted(several_files.glob("*.safetensors"))[1]
+    file.unlink()
+    assert f"checkpoint file {file}" in (message := refusal(several_files)) and "missing" in message
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -1])
-def test_a_truncated_shard_is_named(sharded: Path, keep: int) -> None:
-    shard = sorted(sharded.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:keep])
-    assert f"{shard} is truncated or damaged" in refusal(sharded)
+def test_a_truncated_checkpoint_file_is_named(several_files: Path, keep: int) -> None:
+    file = sorted(several_files.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"{file} is truncated or damaged" in refusal(several_files)
 
 
 def test_a_damaged_header_is_refused(folder: Path) -> None:
@@ -155,12 +155,12 @@ def test_a_damaged_header_is_refused(folder: Path) -> None:
     [
         ("{", "is not valid JSON"),
         ("{}", "has no weight_map"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "shards must lie beside the index"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "checkpoint files must lie beside the index"),
     ],
 )
-def test_a_bad_index_is_refused(sharded: Path, index: str, expected: str) -> None:
-    (sharded / "model.safetensors.index.json").write_text(index)
-    assert expected in refusal(sharded)
+def test_a_bad_index_is_refused(several_files: Path, index: str, expected: str) -> None:
+    (several_files / "model.safetensors.index.json").write_text(index)
+    assert expected in refusal(several_files)
 
 
 def test_a_folder_without_weights_says_what_to_do(folder: Path) -> None:
@@ -232,7 +232,13 @@ from pathlib import Path
 import torch
 from fusewright.model_executor.checkpoint import read_headers
 from fusewright.model_executor.hf_config import read_spec
-from fusewright.model_executor.loader import Shard, materialize, plan_reads, slots, stream
+from fusewright.model_executor.loader import (
+    TensorParallelRank,
+    materialize,
+    plan_reads,
+    slots,
+    stream,
+)
 from fusewright.model_executor.models.decoder import DecoderModel
 
 def anonymous_bytes():
@@ -241,7 +247,7 @@ def anonymous_bytes():
 folder = Path(sys.argv[1])
 spec = read_spec(folder)
 model = DecoderModel(spec)
-reads = plan_reads(slots(model, Shard()), read_headers(folder), spec)
+reads = plan_reads(slots(model, TensorParallelRank()), read_headers(folder), spec)
 materialize(model, spec.dtype, "cpu")
 before, peak = anonymous_bytes(), 0
 

@@ -17,12 +17,24 @@ from torch import Tensor
 
 from fusewright.config.errors import UserError
 from fusewright.model_executor.hf_config import read_spec
-from fusewright.model_executor.layers import Linear, gate_up_linear, qkv_linear, row_linear
+from fusewright.model_executor.layers import (
+    Linear,
+    column_linear,
+    gate_up_linear,
+    qkv_linear,
+    row_linear,
+)
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.models.weight_names import Target
-from fusewright.model_executor.quant.quantize import DUMMY_INPUT_SCALE
+from fusewright.model_executor.quant.quantize import DUMMY_INPUT_SCALE, quantize_into
 from fusewright.model_executor.quant.scales import scale_slots
-from fusewright.model_executor.quant.scheme import KINDS, LINEARS, QuantKind
+from fusewright.model_executor.quant.scheme import (
+    FORMATS,
+    KINDS,
+    LINEARS,
+    QuantFormat,
+    QuantKind,
+)
 from fusewright.model_executor.spec import quantize_online
 from tests.model_executor.quant_checkpoints import (
     BY_NAME,
@@ -349,3 +361,17 @@ def test_online_quantization_holds_one_unquantized_parameter(kind: str, tmp_path
     growth, total, largest = map(int, done.stdout.split())
     # Beside both: some rows in float32, a few times, while they are quantized.
     assert total + 0.9 * largest < growth < total + largest + 35e6
+
+
+def test_a_format_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale for 64 x 32 numbers: shaped, quantized and sharded by what its row says."""
+    made = QuantFormat(rows=64, columns=32)
+    monkeypatch.setitem(FORMATS, "fp8 64 x 32", made)  # type: ignore[arg-type]
+    linear = column_linear(96, 128, quant="fp8 64 x 32")  # type: ignore[arg-type]
+    assert linear.weight_scale.shape == made.scale_shape(128, 96) == (2, 3)
+    linear = linear.to_empty(device="cpu")
+    weight = torch.randn(128, 96) * torch.logspace(-2, 2, 96)
+    quantize_into(linear, weight)
+    scale = linear.weight_scale.repeat_interleave(64, 0).repeat_interleave(32, 1)
+    torch.testing.assert_close(linear.weight.float() * scale, weight, rtol=0.07, atol=1e-3)
+    assert (linear.weight.float().view(2, 64, 3, 32).abs().amax((1, 3)) == 448).all()

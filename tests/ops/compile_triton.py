@@ -130,7 +130,7 @@ def large_launches() -> Iterator[Needed]:
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def products(scheme: str, rows: int, n: int, k: int) -> tuple[Any, ...]:
+    def linears(scheme: str, rows: int, n: int, k: int) -> tuple[Any, ...]:
         one, bf16 = torch.float32, torch.bfloat16
         x, weight = (empty(size, k, dtype=torch.float8_e4m3fn) for size in (rows, n))
         if scheme == "token":
@@ -146,8 +146,7 @@ def large_launches() -> Iterator[Needed]:
     ]
     for scheme in ("token", "block"):
         calls += [
-            ("linear", products(scheme, *shape))
-            for shape in ((64, 28672, 4096), (128, 4096, 14336))
+            ("linear", linears(scheme, *shape)) for shape in ((64, 28672, 4096), (128, 4096, 14336))
         ]
     for name, args in calls:
         describe = BY_NAME[name].implementation("triton").launches

@@ -15,10 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusewright import ops
 from fusewright.ops.all_reduce import CASES_GROUP
 from fusewright.ops.conformance import check_case
-from fusewright.ops.norm import NORMS as PRODUCT
+from fusewright.ops.norm import NORMS as ALL_NORMS
 from tests.ranks import in_ranks, name_world
 
-NORMS = [op for axes, op in PRODUCT.items() if not axes.reduce]
+NORMS = [op for axes, op in ALL_NORMS.items() if not axes.reduce]
 COLLECTIVES = [op for op in ops.ALL_OPS if op.collective]
 CPU = torch.device("cpu")
 
@@ -99,13 +99,13 @@ def test_a_group_of_one_rank_is_refused(name: str) -> None:
         _unregister_process_group(CASES_GROUP)
 
 
-def test_the_whole_product_of_norms_is_there() -> None:
-    product = {
+def test_every_combination_of_norms_is_there() -> None:
+    expected = {
         f"all_reduce_{add}rms_norm{quant}"
         for add in ("", "add_")
         for quant in ("", "_quant_static", "_quant_dynamic")
     }
-    assert {op.name for op in COLLECTIVES} == product | {"all_reduce"}
+    assert {op.name for op in COLLECTIVES} == expected | {"all_reduce"}
 
 
 @pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)

@@ -27,7 +27,7 @@ def run(op: str, implementation: str, device: torch.device, *args: Any) -> Any:
 def batches(device: torch.device, implementation: str) -> list[tuple[int, int]]:
     """(rows of a batch, place of the row that is compared), across every tile.
 
-    Interpreted, a tile's product is numpy's, which computes rows by their place: it stays the same
+    Interpreted, a tile's matmul is numpy's, which computes rows by their place: it stays the same
     there.
     """
     if device.type == "cpu" and implementation != "rowwise":
@@ -113,7 +113,7 @@ def test_logprobs(implementation: str, device: torch.device) -> None:
     check_rows(logits, device, compute, implementation)
 
 
-PAGE, HEADS, KV_HEADS, DIM = 16, 8, 2, 64
+BLOCK_SIZE, HEADS, KV_HEADS, DIM = 16, 8, 2, 64
 
 
 class Sequences:
@@ -121,10 +121,10 @@ class Sequences:
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.device, self.lengths = device, lengths
-        pages = [-(-length // PAGE) for length in lengths]
-        order = torch.randperm(sum(pages)).tolist()
-        self.blocks = [[order.pop() for _ in range(count)] for count in pages]
-        shape = (sum(pages), 2, PAGE, KV_HEADS, DIM)
+        num_blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        order = torch.randperm(sum(num_blocks)).tolist()
+        self.blocks = [[order.pop() for _ in range(count)] for count in num_blocks]
+        shape = (sum(num_blocks), 2, BLOCK_SIZE, KV_HEADS, DIM)
         self.cache = torch.randn(shape, device=device).to(dtype)
         self.queries = [torch.randn(n, HEADS, DIM, device=device).to(dtype) for n in lengths]
 

@@ -47,7 +47,7 @@ def test_streams_and_graphs_keep_their_own() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "a graph beside"])
-def test_divided_products_of_two_streams_at_the_same_time(captured: bool) -> None:
+def test_split_linears_of_two_streams_at_the_same_time(captured: bool) -> None:
     tile = kernels.tile_of("tensor", ROWS, OUT)
     assert kernels.splits_of(tile, ROWS, OUT, IN) > 1
     count, one = 200, torch.full((1, 1), 2.0**-6, device="cuda")
@@ -58,18 +58,18 @@ def test_divided_products_of_two_streams_at_the_same_time(captured: bool) -> Non
     ]
     run = BY_NAME["linear"].overload("triton")
 
-    def product(which: int) -> Tensor:
+    def linear(which: int) -> Tensor:
         x, weight = given[which]
         y: Tensor = run(x, weight, None, one, one, torch.bfloat16)
         return y
 
-    wanted = [product(which) for which in (0, 1)]
-    assert all(torch.equal(product(which), wanted[which]) for which in (0, 1))
+    wanted = [linear(which) for which in (0, 1)]
+    assert all(torch.equal(linear(which), wanted[which]) for which in (0, 1))
     ys: list[list[Tensor]] = [[], []]
     graph = torch.cuda.CUDAGraph()
     if captured:
         with torch.cuda.graph(graph):
-            ys[0] = [product(0) for _ in range(count)]
+            ys[0] = [linear(0) for _ in range(count)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     for stream in streams:
@@ -81,8 +81,8 @@ def test_divided_products_of_two_streams_at_the_same_time(captured: bool) -> Non
     for _ in range(count):
         for which in (1,) if captured else (0, 1):
             with torch.cuda.stream(streams[which]):
-                ys[which].append(product(which))
+                ys[which].append(linear(which))
     torch.cuda.synchronize()
     for which in (0, 1):
         wrong = sum(not torch.equal(y, wanted[which]) for y in ys[which])
-        assert not wrong, f"{wrong} of {count} products of stream {which}"
+        assert not wrong, f"{wrong} of {count} linears of stream {which}"

@@ -151,7 +151,7 @@ def run_chain(
     side: torch.cuda.Stream,
     seed: int,
 ) -> list[Tensor]:
-    """Each product reads the one before it; sometimes another kernel or a join comes between."""
+    """Each linear reads the one before it; sometimes another kernel or a join comes between."""
     rng = random.Random(seed)
     results = [x]
     for weight in weights:
@@ -194,7 +194,7 @@ def test_chains_in_a_graph_give_the_bits_of_single_launches(
             graph.replay()
             for depth, (got, want) in enumerate(zip(results, expected, strict=True)):
                 assert torch.equal(got, want), (
-                    f"chain {chain}, {rows} rows, widths {widths}: product {depth} differs, "
+                    f"chain {chain}, {rows} rows, widths {widths}: linear {depth} differs, "
                     f"--fw-seed={fw_seed}"
                 )
 

@@ -129,7 +129,7 @@ LLAMA = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("n", "k"), LLAMA)
-def test_tiles_of_a_models_products_are_near_float64_and_repeat(
+def test_tiles_of_a_models_linears_are_near_float64_and_repeat(
     n: int, k: int, scheme: str, fw_seed: int
 ) -> None:
     device = torch.device("cuda")
@@ -149,7 +149,7 @@ def test_tiles_of_a_models_products_are_near_float64_and_repeat(
 
 
 @pytest.mark.gpu
-def test_products_that_start_early_in_a_graph_give_the_bits_of_single_launches(
+def test_linears_that_start_early_in_a_graph_give_the_bits_of_single_launches(
     fw_seed: int,
 ) -> None:
     """Behind quantization, which lets them fetch weights before it has written x."""

@@ -220,7 +220,7 @@ def test_prefill_in_chunks_is_the_whole_prefill(window: int, device: torch.devic
         chunk = run_on_copy("triton", _one_sequence(args, 0, first, queries))
         here = whole[first : first + queries]
         torch.testing.assert_close(chunk, here, atol=1e-2, rtol=1.6e-2)
-        # The interpreter's matrix product (NumPy) rounds a row by its place in the tile.
+        # The interpreter's matmul (NumPy) rounds a row by its place in the tile.
         assert device.type == "cpu" or torch.equal(chunk, here)
         first += queries
 

@@ -32,8 +32,8 @@ OUT = 5
 
 
 def description(dtype: torch.dtype = torch.bfloat16, sm: int = 90, **options: Any) -> OpDesc:
-    heads, page = options.pop("heads", HEADS), options.pop("page", 16)
-    args = batch(dtype, CPU, torch.Generator(), [(1, 3), (4, 9)], heads, page, **options)
+    heads, block_size = options.pop("heads", HEADS), options.pop("block_size", 16)
+    args = batch(dtype, CPU, torch.Generator(), [(1, 3), (4, 9)], heads, block_size, **options)
     return replace(PAGED_ATTENTION.describe(args, sm=sm, csrc=True), device="cuda")
 
 
@@ -41,15 +41,15 @@ def description(dtype: torch.dtype = torch.bfloat16, sm: int = 90, **options: An
     ("desc", "reason"),
     [
         (description(), ""),
-        (description(torch.float16, heads=(16, 1, 64), page=256), ""),
-        (description(fp8="scaled kv, out", window=5, cap=3.0, page=8), ""),
+        (description(torch.float16, heads=(16, 1, 64), block_size=256), ""),
+        (description(fp8="scaled kv, out", window=5, cap=3.0, block_size=8), ""),
         (description(sm=80), "built for SM 9.0, not 8.0"),
         (description(sm=0), "not an unknown one"),
         (replace(description(), device="cpu"), "on cpu, not CUDA"),
         (description(torch.float32), "q is torch.float32"),
         (description(heads=(4, 2, 80)), "head_dim 80: the kernel takes 64 and 128"),
-        (description(page=4), "block size 4"),
-        (description(page=24), "block size 24"),
+        (description(block_size=4), "block size 4"),
+        (description(block_size=24), "block size 24"),
         (description(heads=(17, 1, 64)), "17 heads share 1 KV heads: a group has at most 16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -169,11 +169,11 @@ def test_it_matches_the_reference(
 ) -> None:
     gen = torch.Generator("cuda").manual_seed(fw_seed)
     shapes = [((8, 2, 128), 16), ((3, 3, 64), 8), ((7, 1, 128), 64), ((32, 2, 64), 256)]
-    for i, (heads, page) in enumerate(shapes):
+    for i, (heads, block_size) in enumerate(shapes):
         dtype = torch.float16 if i % 2 else torch.bfloat16
         lengths = [(1, context) for context in contexts]
-        args = batch(dtype, torch.device("cuda"), gen, lengths, heads, page, fp8=fp8)
-        check(kernel, f"{heads}, block size {page}, --fw-seed={fw_seed}", args)
+        args = batch(dtype, torch.device("cuda"), gen, lengths, heads, block_size, fp8=fp8)
+        check(kernel, f"{heads}, block size {block_size}, --fw-seed={fw_seed}", args)
 
 
 @pytest.mark.gpu

@@ -36,8 +36,8 @@ def kernel() -> Kernel:
 def made(seed: int, lengths: Sequence[tuple[int, int]], **options: Any) -> tuple[Any, ...]:
     gen = torch.Generator("cuda").manual_seed(seed)
     dtype = options.pop("dtype", torch.bfloat16)
-    heads, page = options.pop("heads", HEADS), options.pop("page", 16)
-    return batch(dtype, torch.device("cuda"), gen, lengths, heads, page, **options)
+    heads, block_size = options.pop("heads", HEADS), options.pop("block_size", 16)
+    return batch(dtype, torch.device("cuda"), gen, lengths, heads, block_size, **options)
 
 
 def check(kernel: Kernel, label: str, args: tuple[Any, ...]) -> None:
@@ -48,7 +48,7 @@ def check(kernel: Kernel, label: str, args: tuple[Any, ...]) -> None:
 BATCHES = {
     "one query": [(1, 1)],
     "edges of a tile": [(n, n) for n in (2, 63, 64, 65, 127, 128, 129, 255, 256, 257)],
-    "edges of pages": [(3, n) for n in (7, 8, 9, 15, 16, 17, 31, 33, 127, 128, 129)],
+    "edges of blocks": [(3, n) for n in (7, 8, 9, 15, 16, 17, 31, 33, 127, 128, 129)],
     "one": [(1500, 1500)],
     "chunks": [(300, 1300), (128, 1000), (77, 900), (500, 640)],
     "mixed": [(1, 40), (23, 23), (0, 0), (5, 150), (1, 0), (260, 264), (1, 1000)],
@@ -69,17 +69,25 @@ SHAPES = [
 def test_it_matches_the_reference(
     kernel: Kernel, lengths: list[tuple[int, int]], fp8: str, fw_seed: int
 ) -> None:
-    for heads, page, dtype in SHAPES:
-        args = made(fw_seed, lengths, heads=heads, page=page, dtype=dtype, fp8=fp8)
-        check(kernel, f"{heads}, block size {page}, --fw-seed={fw_seed}", args)
+    for heads, block_size, dtype in SHAPES:
+        args = made(fw_seed, lengths, heads=heads, block_size=block_size, dtype=dtype, fp8=fp8)
+        check(kernel, f"{heads}, block size {block_size}, --fw-seed={fw_seed}", args)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(300, 0.0), (1, 0.0), (128, 0.0), (77, 5.0), (0, 3.0)])
 def test_it_takes_any_window_and_cap(kernel: Kernel, window: int, cap: float, fw_seed: int) -> None:
     lengths = [(1000, 1000), (2, 600), (1, 0), (333, 700), (130, 1400)]
-    for heads, page, dtype in SHAPES:
-        args = made(fw_seed, lengths, heads=heads, page=page, dtype=dtype, window=window, cap=cap)
-        check(kernel, f"{heads}, block size {page}, --fw-seed={fw_seed}", args)
+    for heads, block_size, dtype in SHAPES:
+        args = made(
+            fw_seed,
+            lengths,
+            heads=heads,
+            block_size=block_size,
+            dtype=dtype,
+            window=window,
+            cap=cap,
+        )
+        check(kernel, f"{heads}, block size {block_size}, --fw-seed={fw_seed}", args)
 
 
 def test_it_matches_the_reference_at_128k(kernel: Kernel, fw_seed: int) -> None:
@@ -92,8 +100,10 @@ def test_random_batches_match_the_reference(kernel: Kernel, fw_seed: int) -> Non
     for i in range(20):
         queries = [rng.choice([0, 1, rng.randint(1, 300)]) for _ in range(rng.randint(1, 64))]
         lengths = [(n, n + rng.choice([0, rng.randint(0, 900)])) for n in queries]
-        heads, page, dtype = SHAPES[i % len(SHAPES)]
-        args = made(fw_seed + i, lengths, heads=heads, page=page, dtype=dtype, padding=i % 3)
+        heads, block_size, dtype = SHAPES[i % len(SHAPES)]
+        args = made(
+            fw_seed + i, lengths, heads=heads, block_size=block_size, dtype=dtype, padding=i % 3
+        )
         check(kernel, f"{lengths}, --fw-seed={fw_seed}", args)
 
 

@@ -157,7 +157,7 @@ def test_every_op_waits_for_a_slow_kernel_ahead(name: str, captured: bool) -> No
             assert all(map(torch.equal, contents(call(), late), want)), f"{name}: argument {index}"
 
 
-@pytest.mark.parametrize("page", [8, 16, 64])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -170,18 +170,20 @@ def test_every_op_waits_for_a_slow_kernel_ahead(name: str, captured: bool) -> No
     ids=str,
 )
 def test_decode_attention_sees_the_slots_that_are_stored_late(
-    lengths: list[tuple[int, int]], page: int
+    lengths: list[tuple[int, int]], block_size: int
 ) -> None:
     """It reads older slots before the kernel ahead has finished.  The second sequence goes on where
     the first one ends: it reads what the first one's queries store."""
     if not load_cuda_library():
         pytest.skip("needs csrc")
     generator = torch.Generator("cuda").manual_seed(0)
-    args = [*batch(torch.bfloat16, torch.device("cuda"), generator, lengths, (4, 1, 64), page)]
+    args = [
+        *batch(torch.bfloat16, torch.device("cuda"), generator, lengths, (4, 1, 64), block_size)
+    ]
     whole = torch.randn(args[CACHE].shape, generator=generator, device="cuda").bfloat16()
     args[CACHE], table = whole, args[TABLE]
     if len(lengths) > 1:
-        shared = -(-lengths[0][1] // page)
+        shared = -(-lengths[0][1] // block_size)
         table[1, :shared] = table[0, :shared]
     newest = [(s, n - i - 1) for s, (queries, n) in enumerate(lengths) for i in range(queries) if n]
     late = cloned(tuple(args))
@@ -197,7 +199,7 @@ def test_decode_attention_sees_the_slots_that_are_stored_late(
     for _ in range(5):
         late[CACHE].copy_(whole)
         for seq, position in newest:
-            late[CACHE][table[seq, position // page], :, position % page] = float("nan")
+            late[CACHE][table[seq, position // block_size], :, position % block_size] = float("nan")
         late[OUT].fill_(7.0)
         torch.cuda.synchronize()
         replay()

@@ -140,10 +140,10 @@ BETWEEN += [(4096, 2048, 5120)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("k", "hidden", "n"), BETWEEN)
-def test_two_products_with_the_add_and_the_norm_between_them(
+def test_two_linears_with_the_add_and_the_norm_between_them(
     k: int, hidden: int, n: int, kernels: Any, fw_seed: int
 ) -> None:
-    """The sum to the bit; every output within its roundings of the product of the weighted sums;
+    """The sum to the bit; every output within its roundings of the linear of the weighted sums;
     rows no further from float64 than by the kernels one by one, but for one rounding of what is
     summed, of which an outlier's moves the whole row."""
     torch.manual_seed(fw_seed)
@@ -166,11 +166,11 @@ def test_two_products_with_the_add_and_the_norm_between_them(
             assert torch.equal(total, kernels.skinny_linear(x, first, first_bias) + residual), where
             scale = torch.rsqrt(total.double().square().mean(-1, keepdim=True) + 1e-5)
             weighted = (total * norm_weight).double() * scale
-            exact, bound = product_in_float64(weighted, second, bias, activation)
+            exact, bound = linear_in_float64(weighted, second, bias, activation)
             assert ((y - exact).abs() <= bound).all(), where
             if n >= 1000:  # few outputs have no usual error
                 summands = total.double() * scale * norm_weight.double()
-                exact, _ = product_in_float64(summands, second, bias, activation)
+                exact, _ = linear_in_float64(summands, second, bias, activation)
                 moved = moved_by_rounding(summands, second, bias, activation)
                 normed = RMS_NORM.reference(total, norm_weight, 1e-5)
                 apart = kernels.skinny_linear(normed, second, bias)
@@ -182,10 +182,10 @@ def test_two_products_with_the_add_and_the_norm_between_them(
             assert all(map(torch.equal, again, (y, total))), f"{where}: another result"
 
 
-def product_in_float64(
+def linear_in_float64(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    """The product of ``x``, with the bias or the activation; and how far roundings to bfloat16 of
+    """The linear of ``x``, with the bias or the activation; and how far roundings to bfloat16 of
     the sums and of the result, and float32 sums, may move each output."""
     y, ulp = x @ weight.double().T, 2.0**-8
     sums = 2.0**-14 * (x.square() @ weight.double().T.square()).sqrt()
@@ -202,7 +202,7 @@ def moved_by_rounding(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     """How far a rounding of each summand to bfloat16, half a unit in the last place, moves the
-    product of ``x``, as independent errors add."""
+    linear of ``x``, as independent errors add."""
     weight = weight.double()
     moved = 2.0**-8 * (x.square() @ weight.T.square()).sqrt()
     if activation is None:
@@ -221,7 +221,7 @@ def acted(gate: Tensor, activation: str) -> Tensor:
 
 
 @pytest.mark.gpu
-def test_a_token_has_one_result_between_products_in_every_batch_of_its_class(kernels: Any) -> None:
+def test_a_token_has_one_result_between_linears_in_every_batch_of_its_class(kernels: Any) -> None:
     x, first = draw_bf16(16, 2048, 2048)
     residual, second = draw_bf16(16, 4096, 2048)
     residual, norm_weight = residual.contiguous(), torch.randn(2048, device="cuda").bfloat16()

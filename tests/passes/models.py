@@ -56,7 +56,7 @@ def gated_fp8(x: Tensor, w: Tensor, s: Tensor) -> Any:
     return ops.quant_fp8_static(y, scale)
 
 
-def between_products(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor) -> Any:
+def between_linears(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor) -> Any:
     w = w.view(SIZE, SIZE)
     total = r + ops.linear(x, w, None)
     y = ops.silu_mul(ops.linear(ops.rms_norm(total, wn, 1e-5), w, None))
@@ -149,7 +149,7 @@ def _given(model: Callable[..., Any]) -> dict[str, Tensor]:
     given = {name: value for name, value in _inputs().items() if name in names}
     if model is attention:
         given["table"] = torch.randint(0, 3, (TOKENS, 3)).int()
-    if model in (gated, gated_fp8, between_products):
+    if model in (gated, gated_fp8, between_linears):
         given["w"] = hidden(dtype=torch.bfloat16, size=SIZE, tokens=SIZE).flatten()
     if model is stores:
         given["kv"] = given["kv"].to(torch.bfloat16)

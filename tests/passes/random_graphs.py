@@ -195,7 +195,7 @@ def gated_fp8(b: Builder, i: int, j: int) -> None:
     quantize(b, 0, i)
 
 
-def products_and_norm(b: Builder, i: int, j: int) -> None:
+def linears_and_norm(b: Builder, i: int, j: int) -> None:
     linear(b, i, 0)
     add_norm(b, 0, 1 + j)
     (linear if i < 2 else raised_activation)(b, 0, j)
@@ -299,7 +299,7 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
     quantize,
     fp8_linear,
     gated_fp8,
-    products_and_norm,
+    linears_and_norm,
     linear,
     add,
     norm,

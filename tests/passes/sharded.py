@@ -72,7 +72,7 @@ def whole(quant: QuantKind | None) -> DecoderModel:
 
 
 class Sharded(DecoderModel):
-    """One rank's part: a sum over the ranks wherever the input of a product is split, and behind
+    """One rank's part: a sum over the ranks wherever the input of a linear is split, and behind
     the embedding, of which each rank has some rows.  ``first_id`` is that of the first."""
 
     first_id: Tensor

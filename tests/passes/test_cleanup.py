@@ -140,7 +140,7 @@ def test_what_was_computed_before_is_not_again() -> None:
     assert after == ["add", "rms_norm.default", "view", "chunk", "getitem", "mul", "sub"]
 
 
-def test_three_products_of_one_tensor_quantize_it_once() -> None:
+def test_three_linears_of_one_tensor_quantize_it_once() -> None:
     def fn(x: Tensor) -> Any:
         pairs = [ops.quant_fp8_dynamic(x, 0) for _ in range(3)]
         return [q.float() * (i + scale) for i, (q, scale) in enumerate(pairs)]

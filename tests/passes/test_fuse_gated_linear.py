@@ -1,4 +1,4 @@
-"""A product and the gated activation of its result become one op where nothing else reads it."""
+"""A linear layer and its gated activation become one op where nothing else reads the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_twice(x: Tensor, weight: Tensor) -> Tensor:
     return ops.silu_mul(y) * y.sum()
 
 
-def no_product(x: Tensor, weight: Tensor) -> Tensor:
+def no_linear(x: Tensor, weight: Tensor) -> Tensor:
     return ops.silu_mul(x * weight[0, 0])
 
 
@@ -67,7 +67,7 @@ def test_they_become_one_op_and_no_bit_changes(model: Model) -> None:
     ("model", "reason"),
     [
         (read_twice, "has 2 users, not the activation alone"),
-        (no_product, "not from a linear layer"),
+        (no_linear, "not from a linear layer"),
         (clamped, "interleaved=True), for which there is no fused kernel"),
     ],
 )

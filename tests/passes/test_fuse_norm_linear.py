@@ -1,4 +1,4 @@
-"""Between two products the add and the norm join them, wherever nothing else looks at the parts."""
+"""The add and the norm between two linear layers join them where nothing else reads the parts."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def doubled(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.linear(ops.rms_norm(y + y, nw, 1e-5), w, None), r * 2
 
 
-def no_product(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+def no_linear(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.linear(ops.rms_norm(r + x * 2, nw, 1e-5), w, None)
 
 
-def product_read(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+def linear_read(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     y = ops.linear(x, w, None)
     return ops.linear(ops.rms_norm(r + y, nw, 1e-5), w, None), y.sum()
 
@@ -126,8 +126,8 @@ def test_they_become_one_op_and_no_bit_changes(model: Model, sites: int) -> None
     [
         (offset, "weight has an offset"),
         (doubled, "is added to itself"),
-        (no_product, "not from a linear layer"),
-        (product_read, "is also read by"),
+        (no_linear, "not from a linear layer"),
+        (linear_read, "is also read by"),
         (normed_read, "is also read by"),
         (early_sum, "the sum is used before"),
         (write_between, "writes to memory between"),

@@ -52,7 +52,7 @@ from tests.passes.models import (
     act_group,
     act_static,
     attention,
-    between_products,
+    between_linears,
     gated,
     gated_fp8,
     graph_of,
@@ -133,7 +133,7 @@ MUTATIONS = [
     ),
     *_in(
         "fuse_norm_linear",
-        between_products,
+        between_linears,
         dropped_residual=apply(3, operator.mul, 0),
         normed_x_as_residual=same(3, 0),
         transposed_weight=apply(1, "t"),
@@ -145,7 +145,7 @@ MUTATIONS = [
     ),
     *_on(
         "fuse_norm_linear",
-        between_products,
+        between_linears,
         another_activation=at("linear_add_norm_linear", put(8, "gelu_tanh")),
         stale_residual=like_the_first("linear_add_norm_linear", 3),
         norms_of_each_other=swap_between("linear_add_norm_linear", 4),

@@ -42,7 +42,7 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
     ]
     layers, outside = told["layers"]
     assert (layers["title"], outside["title"]) == ("layers 0 to 4", "outside of layers")
-    # Weights this small are not streamed: the joined ops run product by product.
+    # Weights this small are not streamed: the joined ops run one linear after the other.
     assert [(c["op"].partition("::")[2], c["launches"]) for c in layers["calls"]] == [
         ("linear_add_norm_linear", 3),
         ("rope_kv_store", 1),
@@ -160,9 +160,9 @@ def test_every_site_has_a_place_and_a_reason_unless_it_matched(capsys: Capture) 
     assert all(s["reason"] for s in told["sites"] if s["outcome"] != "matched")
 
 
-def test_products_are_counted_or_say_why_not(capsys: Capture) -> None:
+def test_fusions_are_counted_or_say_why_not(capsys: Capture) -> None:
     told = facts(capsys, *SM_90, "--quantization", "fp8_static", "--load-format", "dummy")[
-        "products"
+        "fusions"
     ]
     counts = {" + ".join(p["parts"]): p["calls"] for p in told}
     assert counts["add + RMSNorm + FP8 static"] == 9 and counts["add + RMSNorm + FP8 token"] == 0

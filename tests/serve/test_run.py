@@ -224,13 +224,13 @@ def test_a_config_that_is_not_json(capsys: Capture, folder: Path) -> None:
     assert "config.json" in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
 
 
-def test_a_missing_shard(capsys: Capture, folder: Path) -> None:
+def test_a_missing_checkpoint_file(capsys: Capture, folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    shard = "model-00002-of-00002.safetensors"
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, shard)}
+    file = "model-00002-of-00002.safetensors"
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, file)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert shard in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
+    assert file in refusal(capsys, "run", str(folder), "-p", "1", *CPU)
 
 
 def test_a_truncated_weights_file(capsys: Capture, folder: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_step_that_fails_is_said_in_one_line(
     def fail(*args: Any) -> None:
         raise RuntimeError("no memory left\nand a long trace")
 
-    monkeypatch.setattr("fusewright.engine.worker.runner.Runner._run", fail)
+    monkeypatch.setattr("fusewright.engine.worker.model_runner.ModelRunner._run", fail)
     assert main([*argv, *CPU]) == 2
     said = capsys.readouterr().err
     assert re.search(r"error: .*failed.*: RuntimeError: no memory left\n", said), said

@@ -11,7 +11,7 @@ PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProfileOptions:
     """``batch_size`` equal requests; ``max_iterations`` steps recorded after
     ``delay_iterations`` steps of the phase.  The three flags are torch.profiler's."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fusewright.bench.ops.tune_linear import main
 from fusewright.compiler.lowering.tune_library import LEAST_ROWS
 from fusewright.config.device_table import Algorithm, DeviceTable, read_table, shipped
-from fusewright.ops import BY_NAME, _cublaslt, _device_table, _library_product, load_cuda_library
+from fusewright.ops import BY_NAME, _cublaslt, _cublaslt_linear, _device_table, load_cuda_library
 
 (SHIPPED,) = shipped().tables
 ONE = Algorithm("bfloat16", 4096, 1024, 33, 64, "0a" * 64, 10.0, 12.0)
@@ -44,7 +44,7 @@ def test_a_missing_library_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Library:
-    """The part of cuBLASLt that describes products.  Descriptors are numbers; ``fails_at`` is the
+    """The part of cuBLASLt that describes GEMMs.  Descriptors are numbers; ``fails_at`` is the
     one that cannot be made."""
 
     def __init__(self, fails_at: int = 0) -> None:
@@ -74,16 +74,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     return made
 
 
-def test_descriptors_go_with_their_product(library: Library) -> None:
-    product = _cublaslt.Product("fp8 token", 0, 64, 128, 256)
+def test_descriptors_go_with_their_plan(library: Library) -> None:
+    plan = _cublaslt.GemmPlan("fp8 token", 0, 64, 128, 256)
     assert len(library.live) == 4  # the operation; weight, x and y
-    product.algorithms(8)
+    plan.algorithms(8)
     assert len(library.live) == 4
-    del product
+    del plan
     assert not library.live
     library.fails_at = library.made + 3
     with pytest.raises(_cublaslt.CublasLtError, match="cublasLtMatrixLayoutCreate: cuBLAS status"):
-        _cublaslt.Product("bfloat16", 0, 64, 128, 256)
+        _cublaslt.GemmPlan("bfloat16", 0, 64, 128, 256)
     assert not library.live
 
 
@@ -92,20 +92,20 @@ def test_an_evicted_plan_goes_unless_somebody_runs_it(
 ) -> None:
     found = replace(SHIPPED, algorithms=(replace(ONE, least_rows=1, most_rows=1 << 20),))
     monkeypatch.setattr(_device_table, "serving", lambda device: (found,))
-    _library_product._planned.cache_clear()
+    _cublaslt_linear._planned.cache_clear()
 
     def planned(rows: int) -> Any:
-        return _library_product._planned("bfloat16", torch.device("cuda", 0), rows, 4096, 1024)
+        return _cublaslt_linear._planned("bfloat16", torch.device("cuda", 0), rows, 4096, 1024)
 
     running = planned(1)
-    most = _library_product._SHAPES
+    most = _cublaslt_linear._SHAPES
     for rows in range(2, most + 10):
         planned(rows)
     assert len(library.live) == 4 * (most + 1)
     assert planned(1) is not running, "it was evicted"
     del running
     assert len(library.live) == 4 * most
-    _library_product._planned.cache_clear()
+    _cublaslt_linear._planned.cache_clear()
     assert not library.live
 
 
@@ -114,12 +114,12 @@ def test_operands_of_two_devices_are_refused_by_name() -> None:
     words = "linear: weight is on meta, expected cpu, where x is"
     with pytest.raises(ValueError, match=words):
         weight = torch.ones(4, 16, dtype=x.dtype, device="meta")
-        _library_product.run(x, weight, None, None, None, None)
+        _cublaslt_linear.run(x, weight, None, None, None, None)
     fp8 = [torch.ones(n, 16).to(torch.float8_e4m3fn) for n in (2, 4)]
     scales = [torch.ones(1, 1), torch.ones(1, 1, device="meta")]
     words = "linear: weight_scale is on meta, expected cpu, where x is"
     with pytest.raises(ValueError, match=words):
-        _library_product.run(*fp8, None, *scales, torch.bfloat16)
+        _cublaslt_linear.run(*fp8, None, *scales, torch.bfloat16)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def table() -> DeviceTable:
 
 
 def operands(a: Algorithm, rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """x, weight and their scales, if any; and the exact product."""
+    """x, weight and their scales, if any; and the exact result."""
     shapes = ((rows, a.in_features), (a.out_features, a.in_features))
     x, weight = (torch.randn(shape, device="cuda") for shape in shapes)
     if a.operands == "bfloat16":
@@ -158,12 +158,12 @@ def test_each_algorithm_is_near_float64(a: Algorithm, table: DeviceTable, fw_see
         args, exact = operands(a, rows)
         algorithm = bytes.fromhex(a.algorithm)
         shape = (rows, a.out_features, a.in_features)
-        planned = _library_product._planned(a.operands, args[0].device, *shape)
+        planned = _cublaslt_linear._planned(a.operands, args[0].device, *shape)
         assert planned is not None and planned[1] == algorithm
-        product = _cublaslt.Product(a.operands, 0, *shape)
+        plan = _cublaslt.GemmPlan(a.operands, 0, *shape)
         y = torch.full(exact.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
         x, weight, _, *scales = args[:5] if len(args) > 2 else (*args, None)
-        product.run(x, weight, y, algorithm, *scales)
+        plan.run(x, weight, y, algorithm, *scales)
         error = float(((y.double() - exact).abs().max() / exact.abs().max()).nan_to_num(torch.inf))
         assert error <= 2.0**-8, f"{rows} rows: {error}, --fw-seed={fw_seed}"
         for _ in range(3):
@@ -175,8 +175,8 @@ def test_the_library_takes_each_algorithm_for_every_number_of_rows(table: Device
     refused = {}
     for a in table.algorithms:
         for rows in range(a.least_rows, a.most_rows + 1):
-            product = _cublaslt.Product(a.operands, 0, rows, a.out_features, a.in_features)
-            if reason := product.refuses(bytes.fromhex(a.algorithm)):
+            plan = _cublaslt.GemmPlan(a.operands, 0, rows, a.out_features, a.in_features)
+            if reason := plan.refuses(bytes.fromhex(a.algorithm)):
                 refused[a.weight, rows] = reason
     assert not refused
 
@@ -198,28 +198,28 @@ def test_a_graph_holds_the_algorithm(table: DeviceTable) -> None:
         assert torch.equal(y, op(x, weight, None))
 
 
-def split(rows: int, n: int, k: int) -> tuple[_cublaslt.Product, bytes]:
-    """A product and an algorithm that adds partial sums in its workspace."""
-    product = _cublaslt.Product("bfloat16", 0, rows, n, k)
-    for algorithm in product.algorithms(64):
+def split(rows: int, n: int, k: int) -> tuple[_cublaslt.GemmPlan, bytes]:
+    """A plan and an algorithm that adds partial sums in its workspace."""
+    plan = _cublaslt.GemmPlan("bfloat16", 0, rows, n, k)
+    for algorithm in plan.algorithms(64):
         for parts in (4, 3, 2):
             for reduction in (2, 4):
                 found = _cublaslt.changed(algorithm, split_k=parts, reduction=reduction)
-                if found and not product.refuses(found) and product.workspace_bytes(found):
-                    return product, found
+                if found and not plan.refuses(found) and plan.workspace_bytes(found):
+                    return plan, found
     pytest.fail("no algorithm of this library divides K")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "a graph beside"])
-def test_products_of_two_streams_at_the_same_time(table: DeviceTable, captured: bool) -> None:
+def test_gemms_of_two_streams_at_the_same_time(table: DeviceTable, captured: bool) -> None:
     rows, n, k, count = 64, 1024, 8192, 200
-    product, algorithm = split(rows, n, k)
+    plan, algorithm = split(rows, n, k)
     xs, weights = (torch.randn(2, m, k, device="cuda").bfloat16() for m in (rows, n))
     ys = torch.full((2, count, rows, n), torch.nan, dtype=torch.bfloat16, device="cuda")
 
     def run(which: int, at: int) -> Tensor:
-        return product.run(xs[which], weights[which], ys[which, at], algorithm)
+        return plan.run(xs[which], weights[which], ys[which, at], algorithm)
 
     wanted = [run(which, 0).clone() for which in (0, 1)]
     exact = xs.double() @ weights.double().mT
@@ -250,7 +250,7 @@ def test_products_of_two_streams_at_the_same_time(table: DeviceTable, captured: 
     torch.cuda.synchronize()
     for which in (0, 1):
         wrong = sum(not torch.equal(y, wanted[which]) for y in ys[which])
-        assert not wrong, f"{wrong} of {count} products of stream {which}"
+        assert not wrong, f"{wrong} of {count} GEMMs of stream {which}"
 
 
 @pytest.mark.gpu
@@ -265,22 +265,22 @@ def test_a_plan_outlives_its_eviction_while_threads_run_it(
         call(name, *args)
 
     monkeypatch.setattr(_cublaslt, "_call", counted)
-    _library_product._planned.cache_clear()
+    _cublaslt_linear._planned.cache_clear()
     given = [operands(a, rows)[0] for rows in (a.most_rows, a.most_rows - 1)]
 
-    def product(which: int) -> Tensor:
-        found = _library_product.run(*given[which])
+    def linear(which: int) -> Tensor:
+        found = _cublaslt_linear.run(*given[which])
         assert found is not None
         return found
 
-    wanted = [product(which) for which in (0, 1)]
+    wanted = [linear(which) for which in (0, 1)]
     torch.cuda.synchronize()
     wrong: list[int] = []
 
     def work(which: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for done in count():
-                if not torch.equal(product(which), wanted[which]):
+                if not torch.equal(linear(which), wanted[which]):
                     wrong.append(which)
                 if done >= 40 and calls["cublasLtMatmulDescCreate"] > 10:
                     return
@@ -289,11 +289,11 @@ def test_a_plan_outlives_its_eviction_while_threads_run_it(
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        _library_product._planned.cache_clear()
+        _cublaslt_linear._planned.cache_clear()
     for thread in threads:
         thread.join()
     assert not wrong
-    _library_product._planned.cache_clear()
+    _cublaslt_linear._planned.cache_clear()
     for kind in ("MatmulDesc", "MatrixLayout"):
         made, gone = (calls[f"cublasLt{kind}{end}"] for end in ("Create", "Destroy"))
         assert made == gone > 10
@@ -316,6 +316,6 @@ def test_tuning_writes_a_table_that_keeps_other_weights(
     assert (new.gpu, new.cublaslt) == (table.gpu, table.cublaslt)
     assert other in new.algorithms
     tuned = [a for a in new.algorithms if a != other]
-    assert tuned, "another algorithm was worth 15 % of o's product at 96 rows when this was written"
+    assert tuned, "another algorithm was worth 15 % of o's GEMM at 96 rows when this was written"
     assert all(a.least_rows in (17, 89) and a.most_rows == 96 for a in tuned), tuned
     assert all(a.us <= 0.98 * a.us_before for a in tuned)

@@ -12,8 +12,8 @@ from .norms import gated, normed, quantized
 _GROUP = 128
 
 
-def product(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:
-    """The sums over the last dimension of both."""
+def matmul(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:
+    """``x @ weight.T``, plus the bias if there is one."""
     with np.errstate(invalid="ignore"):
         y: Floats = np.einsum("...k,nk->...n", x, weight)
     return y if bias is None else y + bias
@@ -34,7 +34,7 @@ def linear(call: Call) -> Expected:
     if call["weight_scale"] is not None:
         x, weight = dequantized(x, call["x_scale"]), dequantized(weight, call["weight_scale"])
     dtype: Any = call["out_dtype"] or call.dtypes["x"]
-    y = product(x, weight, call["bias"])
+    y = matmul(x, weight, call["bias"])
     if call["activation"] is not None:
         y = gated(rounded(y, dtype), None, call["activation"])
     return {0: y} if call["out_scale"] is None else quantized(rounded(y, dtype), call["out_scale"])
@@ -42,10 +42,10 @@ def linear(call: Call) -> Expected:
 
 def linear_add_norm_linear(call: Call) -> Expected:
     dtype: Any = call.dtypes["x"]
-    first = rounded(product(call["x"], call["weight"], call["bias"]), dtype)
+    first = rounded(matmul(call["x"], call["weight"], call["bias"]), dtype)
     total = rounded(first + call["residual"], dtype)
     norm = rounded(normed(total, call["norm_weight"], call["eps"], None, dtype), dtype)
-    y = product(norm, call["next_weight"], call["next_bias"])
+    y = matmul(norm, call["next_weight"], call["next_bias"])
     if call["activation"] is not None:
         y = gated(rounded(y, dtype), None, call["activation"])
     return {0: y, 1: total}

@@ -10,7 +10,7 @@ from torch import fx
 STACK = "nn_module_stack"
 
 
-def module_of(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
     """The innermost module that computed ``node``, such as ``layers.3.mlp.down``; "" for the model
     itself, and if it is not known."""
     stack = node.meta.get(STACK)

@@ -11,7 +11,7 @@ _decides = Lock()
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[Callable[[], None]]:
+def gc_paused() -> Iterator[Callable[[], None]]:
     """A full collection walks over every object of the process: 80 ms on an H200's host, twenty
     decode steps, and more beside thousands of requests.  There is none until the caller has
     ``added`` its requests, and none that walks over what was there by then until the block ends.

@@ -22,19 +22,19 @@ _SHAPES = 4096
 @lru_cache(_SHAPES)
 def _planned(
     operands: str, device: torch.device, rows: int, out_features: int, in_features: int
-) -> tuple[_cublaslt.Product, bytes] | None:
+) -> tuple[_cublaslt.GemmPlan, bytes] | None:
     answer = _device_table.algorithm(operands, device, rows, out_features, in_features)
     if answer is None:
         return None
     table, found = answer
     index = _device_table.index_of(device)
-    product = _cublaslt.Product(operands, index, rows, out_features, in_features)
-    if reason := product.refuses(found):
+    plan = _cublaslt.GemmPlan(operands, index, rows, out_features, in_features)
+    if reason := plan.refuses(found):
         raise RuntimeError(
             f"{table.name}: the algorithm for {operands} {[out_features, in_features]} and {rows}"
             f" rows: {reason}; write the table anew with python -m fusewright.bench.ops.tune_linear"
         )
-    return product, found
+    return plan, found
 
 
 _device_table.on_take(_planned.cache_clear)
@@ -78,6 +78,6 @@ def run(
     planned = _planned(operands, x.device, rows, *weight.shape)
     if planned is None or not _plain(x, weight, *scales):
         return None
-    product, algorithm = planned
+    plan, algorithm = planned
     y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.bfloat16)
-    return product.run(x, weight, y, algorithm, *scales)
+    return plan.run(x, weight, y, algorithm, *scales)

@@ -1,6 +1,6 @@
 """Compiles a model without starting it: for images, and for GPUs that are not on this machine.
 
-``compile_ahead`` resolves the options as a start does, finds or builds the artifact for the target
+``aot_compile`` resolves the options as a start does, finds or builds the artifact for the target
 GPU, and says what is left to the first start.
 """
 
@@ -23,7 +23,7 @@ from .worker.startup_report import StartupReport
 
 
 @dataclass(frozen=True)
-class CompiledAhead:
+class AotResult:
     """An artifact that is now in a store, and what is left to the first start."""
 
     compiled: Compiled
@@ -32,9 +32,9 @@ class CompiledAhead:
     left: tuple[str, ...]
 
 
-def compile_ahead(
+def aot_compile(
     options: EngineOptions, *, target_sm: int | None = None, dump: Path | None = None
-) -> CompiledAhead:
+) -> AotResult:
     """Compile the program that ``options`` would run, and keep it in the store.
 
     Args:
@@ -60,7 +60,7 @@ def compile_ahead(
     ):
         compiled = find_or_compile(spec, config, store, on_phase=say, record=record)
     label = artifact_label(spec, config)
-    return CompiledAhead(compiled, label, startup, _left(hardware, absent))
+    return AotResult(compiled, label, startup, _left(hardware, absent))
 
 
 def target_hardware(options: EngineOptions, target_sm: int | None) -> Hardware:

@@ -1,6 +1,6 @@
-"""Makes the same engine with other passes.
+"""Recompiles an engine's model with other passes.
 
-A variant has a program and graphs of its own, and shares the engine's weights, KV caches, input
+The result has a program and graphs of its own, and shares the engine's weights, KV caches, input
 buffers and sampler, so that two programs can be compared step by step.
 """
 
@@ -14,18 +14,18 @@ from ..config import UserError
 from ..graph_capture import Dispatcher
 from .engine import Engine
 from .worker.graph_mode import graph_mode
+from .worker.model_runner import ModelRunner
 from .worker.progress import Progress
-from .worker.runner import Runner
 from .worker.source import kv_cache_name
 from .worker.startup import compile_model, make_graphs, read_model
 from .worker.startup_report import StartupReport
 
 
 @dataclass(frozen=True)
-class Variant:
+class Recompiled:
     """A runner that ``engine.core.runner`` may be set to between steps, and how it was compiled."""
 
-    runner: Runner
+    runner: ModelRunner
     compiled: Compiled
 
     @property
@@ -34,7 +34,7 @@ class Variant:
         return {entry["name"]: entry["matched"] for entry in self.compiled.report["passes"]}
 
 
-def make_variant(engine: Engine, passes: Sequence[str], progress: Progress) -> Variant:
+def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Recompiled:
     """``engine`` with ``passes`` in place of its own; nothing is captured yet.
 
     Raises:
@@ -51,6 +51,6 @@ def make_variant(engine: Engine, passes: Sequence[str], progress: Progress) -> V
     mode = graph_mode(config.capture.mode, program, hardware)
     dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
     runner = engine.core.runner
-    assert isinstance(runner, Runner)
+    assert isinstance(runner, ModelRunner)
     graphs = make_graphs(program, engine.buffers, dispatcher, config)
-    return Variant(runner.with_program(program, graphs, dispatcher), compiled)
+    return Recompiled(runner.with_program(program, graphs, dispatcher), compiled)

@@ -1,4 +1,4 @@
-"""Lists the rule products: which neighbours are made into one kernel, and what cannot be and why.
+"""Lists the fusions: which neighbouring ops are made into one kernel, and what cannot be and why.
 
 Each is a sequence of steps that models have; ``op`` is the semantic op that does all of it, which
 some pass of the pipeline puts in place.
@@ -18,12 +18,12 @@ QUANTS = ("static", "token", "group")
 
 _KINDS = {"": ((),), "static": (("FP8 static",),), "dynamic": (("FP8 token",), ("FP8 group",))}
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
-_HIDDEN = "the norm that follows adds for nothing, hidden behind the next product's weights"
-_ROWS = "a scale a {} needs the largest value of a row, which several blocks of a product compute"
+_HIDDEN = "the norm that follows adds for nothing, hidden behind the next linear's weights"
+_ROWS = "a scale a {} needs the largest value of a row, which several blocks of a linear compute"
 
 
 @dataclass(frozen=True)
-class Product:
+class Fusion:
     """A sequence of ``parts``: ``op`` computes it in one kernel, or ``reason`` says why not."""
 
     parts: tuple[str, ...]
@@ -35,8 +35,8 @@ class Product:
         return " + ".join(self.parts)
 
 
-def products() -> list[Product]:
-    """Every product, whether a model has it or not."""
+def fusions() -> list[Fusion]:
+    """Every fusion, whether a model has it or not."""
     return list(_named())
 
 
@@ -46,24 +46,24 @@ def linear_parts(scaled: bool, activation: bool, quant: bool) -> tuple[str, ...]
     return "FP8 linear" if scaled else "linear", *(part for part, done in steps if done)
 
 
-def _named() -> Iterator[Product]:
+def _named() -> Iterator[Fusion]:
     for axes, op in NORMS.items():
         steps = (("all-reduce", axes.reduce), ("add", axes.add), ("RMSNorm", True))
         parts = tuple(part for part, done in steps if done)
-        yield from (Product((*parts, *kind), op.name) for kind in _KINDS[axes.quant])
+        yield from (Fusion((*parts, *kind), op.name) for kind in _KINDS[axes.quant])
     for (activation, quant), op in GATED_ACTS.items():
         name = f"{ACTIVATIONS[activation].title}-mul"
-        yield from (Product((name, *kind), op.name) for kind in _KINDS[quant])
-    yield Product(("attention", "FP8 static"), "paged_attention")
+        yield from (Fusion((name, *kind), op.name) for kind in _KINDS[quant])
+    yield Fusion(("attention", "FP8 static"), "paged_attention")
     for kind in QUANTS[1:]:
-        yield Product(("attention", f"FP8 {kind}"), reason=_BLOCKS)
-    yield Product(("rope", "KV store"), "rope_kv_store")
-    yield Product(("QK-norm", "rope", "KV store"), "rope_kv_store")
+        yield Fusion(("attention", f"FP8 {kind}"), reason=_BLOCKS)
+    yield Fusion(("rope", "KV store"), "rope_kv_store")
+    yield Fusion(("QK-norm", "rope", "KV store"), "rope_kv_store")
     for scaled, gated, quantized in product((False, True), repeat=3):
         if gated or quantized:
-            yield Product(linear_parts(scaled, gated, quantized), "linear")
-    yield Product(("linear", "add", "RMSNorm", "linear"), "linear_add_norm_linear")
-    yield Product(("linear", "add"), reason=_HIDDEN)
+            yield Fusion(linear_parts(scaled, gated, quantized), "linear")
+    yield Fusion(("linear", "add", "RMSNorm", "linear"), "linear_add_norm_linear")
+    yield Fusion(("linear", "add"), reason=_HIDDEN)
     for kind in QUANTS[1:]:
         reason = _ROWS.format("token" if kind == "token" else "group")
-        yield Product(("linear", f"FP8 {kind}"), reason=reason)
+        yield Fusion(("linear", f"FP8 {kind}"), reason=reason)

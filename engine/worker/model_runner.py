@@ -81,7 +81,7 @@ class LaunchedStep:
         return StepResult(token_ids, Logprobs(*(tensor.numpy() for tensor in self.logprobs)))
 
 
-class Runner:
+class ModelRunner:
     """Launches batches in order on the current stream.
 
     Args:
@@ -112,7 +112,7 @@ class Runner:
         self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
 
-    def with_program(self, program: Program, graphs: Graphs, dispatcher: Dispatcher) -> Runner:
+    def with_program(self, program: Program, graphs: Graphs, dispatcher: Dispatcher) -> ModelRunner:
         """A runner of another program over the same buffers, block tables and sampled tokens: the
         two may take turns."""
         other = copy.copy(self)

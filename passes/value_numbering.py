@@ -1,8 +1,8 @@
-"""Names values by what computes them, so that two graphs can be compared without data.
+"""Numbers values by what computes them, so that two graphs can be compared without data.
 
-This is value numbering (Alpern, Wegman, Zadeck, 1988).  Calls that change nothing bear the name of
-their argument.  Which calls those are is decided here and not by ``cleanup``, which is checked by
-it.
+This is value numbering (Alpern, Wegman, Zadeck, 1988).  Calls that change nothing have the number
+of their argument.  Which calls those are is decided here and not by ``cleanup``, which is checked
+by it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOSSLESS = {
 
 
 @dataclass
-class Names:
+class ValueNumbering:
     """Gives terms numbers: equal terms have equal numbers."""
 
     numbers: dict[Any, int] = field(default_factory=dict)
