@@ -3,6 +3,7 @@
 #
 #   make demo                               solved problems, fusions, times, with the bundled model
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
+#   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
 #                                           most; COMMIT=HASH where git is missing, RESULTS=FOLDER
@@ -15,7 +16,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test check gpu-test gpu-evidence bench
+.PHONY: install demo test check docs gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -66,6 +67,15 @@ check: install
 	$(PKGROOT); $(PY) -m pytest -q tests/test_layout.py -m 'not slow'
 	@PATH="$(dir $(PY)):$$PATH" PYTHONPATH=tools $(PY) tools/check_bindings.py
 	@$(PY) tools/gpu_stamp.py check
+
+ifndef PYTHON
+docs: .venv/.docs
+.venv/.docs: .venv/.installed
+	$(PY) -m pip install -c constraints.txt mkdocs-material
+	touch $@
+endif
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test

@@ -1,1 +1,1 @@
-"""Benchmarks: a kernel, a pass and end to end; figures go to results/ and NOTES.md."""
+"""Benchmarks: a kernel, a pass and end to end; figures go to results/."""

@@ -23,7 +23,7 @@ from .serving import check_length, run, warm_up
 from .workloads import Work, equal
 
 COPY_TB_S = 4.28
-"""Copy rate of an H200, bytes read and written (bench/NOTES.md): limits are computed with it."""
+"""Copy rate of an H200, bytes read and written (docs/decisions): limits are computed with it."""
 _REPLAYS = 20
 
 

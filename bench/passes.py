@@ -44,7 +44,7 @@ PREFILL = 2048
 INPUT_LEN = 128
 _BASES = ("as it is", "as it is, again")
 _SETTLE = 12
-"""Steps behind a prefill that are not measured: it leaves other clocks (bench/NOTES.md)."""
+"""Steps behind a prefill that are not measured: it leaves other clocks (docs/decisions)."""
 _SPARE = 64
 """Steps of the first sequences until the last has its first token, and those after the measured."""
 

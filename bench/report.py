@@ -90,7 +90,7 @@ def render(text: str, results: Path) -> str:
                 f"<!-- bench:{found[2]} -->: no table {table}; known: {', '.join(TABLES)}"
             )
         chosen = _of_one_commit([load(_file(results, name)) for name in names])
-        return f"{found[1]}{TABLES[table](chosen)}\n\n{_caption(chosen)}\n{found[3]}"
+        return f"{found[1]}\n{TABLES[table](chosen)}\n\n{_caption(chosen)}\n\n{found[3]}"
 
     return _MARKED.sub(made, text)
 

@@ -2,7 +2,8 @@
 
 ``fusewright bench passes --update-gates`` writes it: for each pass, the time of a whole step with
 the pass and without, at several numbers of rows.  One graph serves every number of rows, so a pass
-is on or off for all of them; where a fused op can choose by rows, it does so when it is called.
+is on or off for all of them; where a fused op can select a kernel by row count, it does so when it
+is called.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class Linear(nn.Module):
         if self.quant.static:
             self.register_buffer("input_scale", torch.zeros(1, 1))
         if self.quant.rows:
-            by_row = self.rules["bias"]
-            self.rules["weight_scale"] = _by_block(rule) if self.quant.blocks else by_row
+            each_row = self.rules["bias"]
+            self.rules["weight_scale"] = _by_block(rule) if self.quant.blocks else each_row
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""

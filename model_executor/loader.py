@@ -23,7 +23,7 @@ from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_checkpoint_file, read_
 from .layers import Linear, Placement, RMSNorm, ShardRule
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
-from .models.weight_names import Target, checkpoint_names
+from .models.weight_names import ModulePart, checkpoint_names
 from .quant.quantize import DUMMY_INPUT_SCALE, Staging, quantize_into, rescale
 from .quant.scales import find_scales, read_scales, scale_slots
 from .spec import ModelSpec
@@ -267,7 +267,7 @@ def _slot(
     param: Tensor,
     rule: ShardRule,
     dtypes: tuple[str, ...],
-    target: Target,
+    target: ModulePart,
     tp: TensorParallelRank,
 ) -> Slot:
     shape = list(param.shape)

@@ -51,10 +51,10 @@ class WeightFormat:
 
 
 def _shape(unit: tuple[int, int], rows: Any, columns: int) -> tuple[Any, int]:
-    by_row, by_column = unit
+    rows_a_scale, columns_a_scale = unit
     return (
-        1 if not by_row else rows if by_row == 1 else cdiv(rows, by_row),
-        1 if not by_column else cdiv(columns, by_column),
+        1 if not rows_a_scale else rows if rows_a_scale == 1 else cdiv(rows, rows_a_scale),
+        1 if not columns_a_scale else cdiv(columns, columns_a_scale),
     )
 
 

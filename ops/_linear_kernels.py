@@ -112,7 +112,7 @@ def stream_rows(desc: LinearDesc) -> int:
 
     With it, the bfloat16 linear layers of a Llama-3-8B token take 12 % less time than with cuBLAS
     at one row, 7 % less at 16 and 3 % more at 32, where x costs as much in L2 as the weight does in
-    memory (bench/NOTES.md).  It is 0 if the kernel cannot run, and for weights below 8 MiB, which
+    memory (docs/decisions).  It is 0 if the kernel cannot run, and for weights below 8 MiB, which
     are not measured and whose time is that of launches rather than of bytes.
     """
     row_bytes = desc.format.dtype.itemsize * desc.in_features
@@ -131,7 +131,7 @@ def _stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if desc.weight_format not in ("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"):
         return f"dtype {desc.format.dtype}, not bfloat16 or FP8"
     if desc.format.scaled and (desc.add or desc.prologue):
-        return "joins no FP8 layers: quantizing x in every block was slower (bench/NOTES.md)"
+        return "joins no FP8 layers: quantizing x in every block was slower (docs/decisions)"
     if desc.weight_format == "fp8 block":
         if desc.activation:
             return "activates no layer with scales of blocks"

@@ -25,7 +25,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def by_query(attend: Callable[..., None]) -> Callable[..., None]:
+def each_query(attend: Callable[..., None]) -> Callable[..., None]:
     """``attend``, an implementation of ``paged_attention``, for one query at a time: what it
     computes follows from the query's own position."""
 
@@ -51,7 +51,7 @@ def by_query(attend: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def by_row(reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def each_row(reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """``reference`` for one row of its tensors at a time, the results put together again."""
 
     def run(*args: Any) -> tuple[Tensor, ...]:

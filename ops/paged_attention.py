@@ -1,4 +1,8 @@
-"""``paged_attention`` is causal attention over a paged KV cache, decodes and prefills mixed."""
+"""``paged_attention`` is causal attention over a paged KV cache, decodes and prefills mixed.
+
+Shape suffixes: Q queries of a sequence, K keys that they see, G KV heads, H query heads of a KV
+head, N all query heads, D head_dim.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +113,7 @@ def _sequences(
 ) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
     """(rows of q, position of the first key relative to the first query, K, V) a sequence.
 
-    K and V are [num_kv_heads, keys, head_dim], exactly the keys that some query sees.
+    K and V are GKD, exactly the keys that some query sees.
     """
     block_size = kv_cache.shape[2]
     starts, contexts = query_start_loc.tolist(), seq_lens.tolist()
@@ -122,23 +126,23 @@ def _sequences(
         first_block = first_key // block_size
         blocks = kv_cache[block_table[s, first_block : -(-context // block_size)].long()]
         keys = slice(first_key - first_block * block_size, context - first_block * block_size)
-        k, v = (t.flatten(0, 1)[keys].transpose(0, 1) for t in blocks.unbind(1))
-        yield slice(start, stop), first_key - first_query, k, v
+        k_GKD, v_GKD = (t.flatten(0, 1)[keys].transpose(0, 1) for t in blocks.unbind(1))
+        yield slice(start, stop), first_key - first_query, k_GKD, v_GKD
 
 
-def _values(k: Tensor, v: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values of the cached K and V [num_kv_heads, keys, head_dim], in float32."""
-    k, v = k.float(), v.float()
+def _values(k_GKD: Tensor, v_GKD: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The values of the cached K and V, in float32."""
+    k_GKD, v_GKD = k_GKD.float(), v_GKD.float()
     if kv_scale is None:
-        return k, v
+        return k_GKD, v_GKD
     k_scale, v_scale = kv_scale[:, :, None, None].unbind()
-    return k * k_scale, v * v_scale
+    return k_GKD * k_scale, v_GKD * v_scale
 
 
 def _visible(
     rows: range, first_key: int, num_keys: int, sliding_window: int, device: torch.device
 ) -> Tensor:
-    """[rows, keys] bool; positions are relative to the sequence's first query."""
+    """QK bool; positions are relative to the sequence's first query."""
     query = torch.arange(rows.start, rows.stop, device=device)[:, None]
     key = torch.arange(first_key, first_key + num_keys, device=device)[None, :]
     visible = key <= query
@@ -164,22 +168,22 @@ def _reference(
     _, num_heads, head_dim = q.shape
     kv_heads = kv_cache.shape[3]
     found = _sequences(kv_cache, block_table, seq_lens, query_start_loc, sliding_window)
-    for span, first_key, k, v in found:
-        k, v = _values(k, v, kv_scale)
-        num_queries, num_keys = span.stop - span.start, k.shape[1]
+    for span, first_key, k_GKD, v_GKD in found:
+        k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
+        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
         step = max(1, _MAX_LOGITS // (num_heads * num_keys))
         for begin in range(0, num_queries, step):
             rows = range(begin, min(begin + step, num_queries))
             here = slice(span.start + rows.start, span.start + rows.stop)
-            # [kv_heads, rows, group, head_dim]: the heads of a group share their K and V.
-            grouped = q[here].float().view(len(rows), kv_heads, -1, head_dim).transpose(0, 1)
-            logits = torch.einsum("hqgd,hkd->hqgk", grouped, k) * scale
+            q_QGHD = q[here].float().view(len(rows), kv_heads, -1, head_dim)
+            logits_GQHK = torch.einsum("QGHD,GKD->GQHK", q_QGHD, k_GKD) * scale
             if soft_cap > 0:
-                logits = soft_cap * torch.tanh(logits / soft_cap)
-            visible = _visible(rows, first_key, num_keys, sliding_window, q.device)
-            logits = logits.masked_fill(~visible[None, :, None, :], float("-inf"))
-            result = torch.einsum("hqgk,hkd->qhgd", torch.softmax(logits, -1), v)
-            result = result.reshape(len(rows), num_heads, head_dim)
+                logits_GQHK = soft_cap * torch.tanh(logits_GQHK / soft_cap)
+            visible_QK = _visible(rows, first_key, num_keys, sliding_window, q.device)
+            logits_GQHK = logits_GQHK.masked_fill(~visible_QK[None, :, None, :], float("-inf"))
+            weights_GQHK = torch.softmax(logits_GQHK, -1)
+            result_QGHD = torch.einsum("GQHK,GKD->QGHD", weights_GQHK, v_GKD)
+            result = result_QGHD.reshape(len(rows), num_heads, head_dim)
             out[here] = result if out_scale is None else to_e4m3(result, out_scale)
 
 
@@ -193,20 +197,21 @@ def _native(*args: Any) -> None:
         return
     gqa = q.shape[1] != kv_cache.shape[3]
     found = _sequences(kv_cache, table, seq_lens, starts, sliding_window)
-    for span, first_key, k, v in found:
-        num_queries, num_keys = span.stop - span.start, k.shape[1]
+    for span, first_key, k_GKD, v_GKD in found:
+        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
         whole = first_key == 0 and (sliding_window == 0 or sliding_window >= num_keys)
         mask = None
         if num_queries > 1 and not whole:
             mask = _visible(range(num_queries), first_key, num_keys, sliding_window, q.device)
-        query = q[span].transpose(0, 1)
+        q_NQD = q[span].transpose(0, 1)
         if kv_cache.dtype != q.dtype:
             # float32: K and V times their scales would be rounded once more in q's dtype.
-            query, (k, v) = query.float(), _values(k, v, kv_scale)
+            q_NQD = q_NQD.float()
+            k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
         result = F.scaled_dot_product_attention(
-            query[None],
-            k[None],
-            v[None],
+            q_NQD[None],
+            k_GKD[None],
+            v_GKD[None],
             attn_mask=mask,
             is_causal=whole and num_queries > 1,
             scale=scale,
@@ -299,7 +304,7 @@ OP = SemanticOp(
         triton(_launches, _triton_supports),
         Implementation("native", _native, on_host=True),
         triton(_invariant, _triton_supports, name="invariant", opt_in=True),
-        Implementation("rowwise", _rowwise.by_query(_reference), devices=("cpu",), opt_in=True),
+        Implementation("rowwise", _rowwise.each_query(_reference), devices=("cpu",), opt_in=True),
     ),
     mutates=("out",),
     # Sums run in another order than the reference's, over logits of a few units.  In FP8, of which

@@ -129,7 +129,7 @@ OP = SemanticOp(
     implementations=(
         triton(_launches, _triton_supports),
         Implementation("native", _reference, inline=True),
-        Implementation("rowwise", _rowwise.by_row(_reference), devices=("cpu",), opt_in=True),
+        Implementation("rowwise", _rowwise.each_row(_reference), devices=("cpu",), opt_in=True),
     ),
     tolerances={
         torch.float32: _TOLERANCE,

@@ -1,7 +1,7 @@
 """Proves that a pass changed nothing but what it declared: results and writes stay the same terms.
 
-Each value is named by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op and
-the numbers of its arguments.  Outputs of a rewrite take the numbers of what they replace, which
+Each value is numbered by what computes it (value numbering: Alpern, Wegman, Zadeck, 1988): its op
+and the numbers of its arguments.  Outputs of a rewrite take the numbers of what they replace, which
 ``verify.check_rewrite`` has proven on data.  Then the graph's results and the sequence of its
 writes to memory must have the same numbers before and after, and what is read must be in the same
 state (``check_memory``).  No data is needed, so the check costs little on a whole model.
@@ -51,9 +51,9 @@ def why_not_the_same(before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Re
     """Say what the pass did besides its ``rewrites``; "" if nothing."""
     rewrites = list(rewrites)
     numbering = before.numbering
-    given: dict[fx.Node, int] = {}  # output of a rewrite -> the name of what it replaces
-    made: dict[fx.Node, int] = {}  # output of a rewrite -> its name by what must compute it
-    stores: dict[int, int] = {}  # write by a rewrite -> the name of the write that it replaces
+    given: dict[fx.Node, int] = {}  # output of a rewrite -> the number of what it replaces
+    made: dict[fx.Node, int] = {}  # output of a rewrite -> its number by what must compute it
+    stores: dict[int, int] = {}  # write by a rewrite -> the number of the write that it replaces
     for rewrite in rewrites:
         numbers = [_number(n, before, given) for n in rewrite.before.inputs]
         old_outputs, old_writes = _apply(numbering, rewrite.before, numbers)
@@ -75,7 +75,7 @@ def why_not_the_same(before: Snapshot, gm: fx.GraphModule, rewrites: Iterable[Re
 
 
 def _number(node: fx.Node, before: Snapshot, given: dict[fx.Node, int]) -> int:
-    """The name of an input of a rewrite, which may be a node that the pass itself made."""
+    """The number of an input of a rewrite, which may be a node that the pass itself made."""
     known = before.numbers.get(node, given.get(node))
     if known is not None:
         return known

@@ -32,7 +32,7 @@ _OUT, _OUT_SCALE = 5, 10
 
 
 @dataclass(frozen=True)
-class Quant:
+class QuantNode:
     """One quantization.  ``outputs`` are its values and, if it is dynamic, its scales; ``how`` is
     its argument after the tensor: the static scale, or the group size."""
 
@@ -48,7 +48,7 @@ class Quant:
 
 
 @dataclass(frozen=True)
-class Site:
+class Candidate:
     """A quantization and its producer, which is replaced at ``at``: as ``Context.replace`` takes
     them.  With a ``reason`` it is a miss."""
 
@@ -69,7 +69,7 @@ class FuseQuant:
 
     name: str
     tier: Tier
-    site: Callable[[Quant], Site | None]
+    site: Callable[[QuantNode], Candidate | None]
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
@@ -86,7 +86,7 @@ class FuseQuant:
         return report
 
 
-def _quantizations(gm: fx.GraphModule) -> Iterator[Quant]:
+def _quantizations(gm: fx.GraphModule) -> Iterator[QuantNode]:
     """Every FP8 quantization of the graph, in order."""
     for node in list(gm.graph.nodes):
         if kind := _QUANTS.get(node.target):
@@ -94,10 +94,10 @@ def _quantizations(gm: fx.GraphModule) -> Iterator[Quant]:
             if kind == "dynamic":
                 items = [user for user in node.users if is_call(user, operator.getitem)]
                 outputs = tuple(sorted(items, key=lambda item: item.args[1]))  # type: ignore[arg-type,return-value]
-            yield Quant(node, kind, node.args[0], node.args[1], outputs)
+            yield QuantNode(node, kind, node.args[0], node.args[1], outputs)
 
 
-def _why_not_read(quant: Quant) -> str:
+def _why_not_read(quant: QuantNode) -> str:
     """Why not to fuse: values or scales are not taken from a dynamic quantization once each."""
     if quant.kind == "static":
         return ""
@@ -110,7 +110,7 @@ def _why_not_read(quant: Quant) -> str:
     return ""
 
 
-def _why_not(quant: Quant, producer: fx.Node) -> str:
+def _why_not(quant: QuantNode, producer: fx.Node) -> str:
     """Why not to fuse: somebody else reads the unquantized tensor, which would disappear, or the
     static scale is not known yet."""
     others = [user for user in quant.source.users if user is not quant.node]
@@ -119,7 +119,7 @@ def _why_not(quant: Quant, producer: fx.Node) -> str:
     return _why_not_known(quant, producer)
 
 
-def _why_not_known(quant: Quant, producer: fx.Node) -> str:
+def _why_not_known(quant: QuantNode, producer: fx.Node) -> str:
     if isinstance(quant.how, fx.Node) and not quant.how < producer:
         return f"the scale {quant.how.name} is not known before {producer.name}"
     return ""
@@ -137,7 +137,7 @@ def _call(target: Any, args: Any, count: int) -> Callable[[fx.Graph], list[fx.No
     return build
 
 
-def _norm(quant: Quant) -> Site | None:
+def _norm(quant: QuantNode) -> Candidate | None:
     """Exact: the norm is rounded to the model's dtype before it is quantized, as without fusion."""
     norm: Any = quant.source
     if is_call(norm, operator.getitem) and norm.args[1] == 0:
@@ -150,12 +150,12 @@ def _norm(quant: Quant) -> Site | None:
     if any(offset is not None for offset in norm.args[count:]):
         reason = "its weight has an offset, for which there is no fused kernel"
     if reason := reason or _why_not_read(quant):
-        return Site(norm, reason)
+        return Candidate(norm, reason)
     outputs = [*quant.outputs, *([_total_of(norm)] if axes.add else [])]
     build = _call(
         with_axes(norm.target, quant=quant.kind), (*norm.args[:count], quant.how), len(outputs)
     )
-    return Site(norm, "", [norm, quant.source, *quant.nodes, *outputs], outputs, build)
+    return Candidate(norm, "", [norm, quant.source, *quant.nodes, *outputs], outputs, build)
 
 
 def _total_of(norm: fx.Node) -> fx.Node:
@@ -172,7 +172,7 @@ def _total_of(norm: fx.Node) -> fx.Node:
     return totals[0]
 
 
-def _activation(quant: Quant) -> Site | None:
+def _activation(quant: QuantNode) -> Candidate | None:
     """Exact: the product is rounded to the model's dtype before it is quantized, as without
     fusion."""
     act: Any = quant.source
@@ -183,10 +183,10 @@ def _activation(quant: Quant) -> Site | None:
     target = GATED_ACTS[activation, quant.kind].overload()
     build = _call(target, (act.args[0], quant.how), len(quant.outputs))
     reason = reason or _why_not(quant, act)
-    return Site(act, reason, [act, *quant.nodes], quant.outputs, build)
+    return Candidate(act, reason, [act, *quant.nodes], quant.outputs, build)
 
 
-def _attention(quant: Quant) -> Site | None:
+def _attention(quant: QuantNode) -> Candidate | None:
     """Before: ``out = empty_like(q); paged_attention(q, ..., out, ...); y = out.view(...);
     y8 = quant_fp8_static(y, s)``.  After: ``out8 = empty_like(q, dtype=float8);
     paged_attention(q, ..., out8, ..., out_scale=s); y8 = out8.view(...)``.
@@ -214,7 +214,9 @@ def _attention(quant: Quant) -> Site | None:
         return [y]
 
     reason = _why_not_attention(quant, attention, out, views)
-    return Site(attention, reason, [out, attention, *views, *quant.nodes], quant.outputs, build)
+    return Candidate(
+        attention, reason, [out, attention, *views, *quant.nodes], quant.outputs, build
+    )
 
 
 def _through_views(source: Any) -> tuple[list[fx.Node], Any]:
@@ -238,7 +240,9 @@ def _attention_into(out: Any) -> fx.Node | None:
     return writers[0] if len(writers) == 1 else None
 
 
-def _why_not_attention(quant: Quant, attention: fx.Node, out: fx.Node, views: list[fx.Node]) -> str:
+def _why_not_attention(
+    quant: QuantNode, attention: fx.Node, out: fx.Node, views: list[fx.Node]
+) -> str:
     if quant.kind != "static":
         kind = "group of 128" if quant.how else "token"
         return f"a scale a {kind} follows from values of several blocks of the kernel"

@@ -261,8 +261,8 @@ def _spread(value: Any, first: int) -> Any:
     shape = value.shape[:-1] if value.dim() > 1 else value.shape
     turns = torch.arange(first, first + math.prod(shape), device=value.device) % len(scales)
     wide = torch.complex128 if value.is_complex() else torch.float64
-    by_row = torch.tensor(scales, dtype=wide, device=value.device)[turns].view(shape)
-    scaled = value * (by_row[..., None] if value.dim() > 1 else by_row)
+    row_scales = torch.tensor(scales, dtype=wide, device=value.device)[turns].view(shape)
+    scaled = value * (row_scales[..., None] if value.dim() > 1 else row_scales)
     if value.dtype == torch.float16:
         scaled = scaled.clamp(-512, 512)
     return scaled.to(value.dtype)

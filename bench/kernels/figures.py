@@ -13,7 +13,7 @@ from ...config import UserError
 from ..compare import Change, largest_first
 
 COPY_TB_S = 4.28
-"""Device-to-device copy on an H200, bytes read and written (bench/NOTES.md)."""
+"""Device-to-device copy on an H200, bytes read and written (docs/decisions)."""
 BF16_TFLOP_S = 790.0
 """An 8192-cubed matmul by cuBLAS on an H200."""
 FP8_TFLOP_S = 2 * BF16_TFLOP_S

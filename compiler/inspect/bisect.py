@@ -24,7 +24,7 @@ Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Difference:
+class OutputDifference:
     """The place where an output differs most.
 
     ``error`` is the norm of the whole output's difference over the norm of ``want``; ``index`` is a
@@ -50,7 +50,7 @@ class Culprit:
     name: str
     site: str
     module: str
-    difference: Difference
+    difference: OutputDifference
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Run:
                 results[f"logits of step {number}"] = made[0] if isinstance(made, tuple) else made
         return results | caches
 
-    def difference(self, call: Callable[[Inputs], Any]) -> Difference | None:
+    def difference(self, call: Callable[[Inputs], Any]) -> OutputDifference | None:
         """The first output beyond tolerance; None if there is none."""
         found = self.outputs(call)
         for name, want in self.want.items():
@@ -89,7 +89,7 @@ class Run:
                 return difference
         return None
 
-    def of(self, traced: Traced) -> Difference | None:
+    def of(self, traced: Traced) -> OutputDifference | None:
         """``difference`` of a graph: semantic ops run their references, lowered ones their
         kernels."""
         traced.gm.recompile()
@@ -104,7 +104,7 @@ class Run:
         return self.difference(call)
 
 
-def compare(name: str, want: Tensor, got: Tensor) -> Difference:
+def compare(name: str, want: Tensor, got: Tensor) -> OutputDifference:
     """The error of one output; infinite if a value is not finite on one side only."""
     left, right = want.double().flatten(), got.double().flatten()
     apart = torch.where(left == right, 0.0, (left - right).abs())
@@ -113,11 +113,13 @@ def compare(name: str, want: Tensor, got: Tensor) -> Difference:
     size = float(left.nan_to_num(posinf=0.0, neginf=0.0).norm()) or 1.0
     error = float(apart.norm()) / size
     if not len(apart):
-        return Difference(name, 0.0, 0, 0.0, 0.0)
-    return Difference(name, error, index, float(left[index]), float(right[index]))
+        return OutputDifference(name, 0.0, 0, 0.0, 0.0)
+    return OutputDifference(name, error, index, float(left[index]), float(right[index]))
 
 
-def first_bad(count: int, bad: Callable[[int], Difference | None]) -> tuple[int, Difference] | None:
+def first_bad(
+    count: int, bad: Callable[[int], OutputDifference | None]
+) -> tuple[int, OutputDifference] | None:
     """The least n in 1..count with ``bad(n)``, by bisection; None if not even ``count`` is bad."""
     found = bad(count)
     if found is None:
@@ -143,7 +145,7 @@ def bisect_passes(
             rule(graph.gm, Context())
         return graph
 
-    def bad(count: int) -> Difference | None:
+    def bad(count: int) -> OutputDifference | None:
         say(f"passes {', '.join(rule.name for rule in rules[:count])}")
         return run.of(after(count))
 
@@ -157,7 +159,7 @@ def bisect_passes(
     places = {node.name: module_path(node) for node in before.gm.graph.nodes}
     rule(copied(before).gm, everywhere)
 
-    def limited(limit: int) -> Difference | None:
+    def limited(limit: int) -> OutputDifference | None:
         say(f"{rule.name}, {limit} of {len(everywhere.replaced)} sites")
         graph = copied(before)
         rule(graph.gm, Context(limit=limit))
@@ -183,7 +185,7 @@ def bisect_kernels(
     pairs = list(zip(_calls(rewritten), _calls(lowered), strict=True))
     changed = [i for i, (ref, kernel) in enumerate(pairs) if ref.target is not kernel.target]
 
-    def bad(count: int) -> Difference | None:
+    def bad(count: int) -> OutputDifference | None:
         say(f"kernels of {count} of {len(changed)} calls")
         graph = copied(rewritten)
         nodes = list(_calls(graph))

@@ -333,7 +333,7 @@ cudaError_t limits_of(const Limits*& limits) {
 constexpr int kLongTokens = 8192, kVeryLongTokens = 4 * kLongTokens;
 
 // max_tokens: the most that a row of the block table holds. What is good for long items alone is
-// kept for tables where they gain more than short ones lose (bench/NOTES.md).
+// kept for tables where they gain more than short ones lose (docs/decisions).
 template <typename T>
 Grid plan_grid(const Limits& limits, int num_seqs, int kv_heads, int64_t max_tokens) {
   const int items = num_seqs * kv_heads;

@@ -235,9 +235,9 @@ class OutputProcessor:
     ) -> None:
         if logprobs is None or completion.logprobs is None or completion.cumulative_logprob is None:
             raise RuntimeError(f"request {completion.request_id!r}: no logprobs came back")
-        chosen, ranks, top, top_ids = logprobs
+        chosen, token_ranks, top, top_ids = logprobs
         count = completion.params.logprobs
-        entry = {token_id: Logprob(chosen[row], ranks[row], self._text(token_id))}
+        entry = {token_id: Logprob(chosen[row], token_ranks[row], self._text(token_id))}
         best = zip(top_ids[row][:count], top[row][:count], strict=True)
         for rank, (likely, logprob) in enumerate(best, start=1):
             entry.setdefault(likely, Logprob(logprob, rank, self._text(likely)))
@@ -253,7 +253,7 @@ def _rows(logprobs: Logprobs | None) -> _LogprobRows | None:
         return None
     return (
         logprobs.chosen.tolist(),
-        logprobs.ranks.tolist(),
+        logprobs.token_ranks.tolist(),
         logprobs.top.tolist(),
         logprobs.top_ids.tolist(),
     )

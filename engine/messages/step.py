@@ -88,17 +88,19 @@ class Logprobs(Struct, frozen=True):
     """Log probabilities of sampled tokens and of the likeliest ones.
 
     Attributes:
-        chosen, ranks: [num_tokens] of the sampled tokens; ranks count from 1.
+        chosen, token_ranks: [num_tokens] of the sampled tokens; ranks by logit count from 1.
         top, top_ids: [num_tokens, most that a request wants] the likeliest, in order.
     """
 
     chosen: Floats
-    ranks: Ints
+    token_ranks: Ints
     top: Floats
     top_ids: Ints
 
     def of(self, rows: list[int]) -> Logprobs:
-        return Logprobs(self.chosen[rows], self.ranks[rows], self.top[rows], self.top_ids[rows])
+        return Logprobs(
+            self.chosen[rows], self.token_ranks[rows], self.top[rows], self.top_ids[rows]
+        )
 
 
 class StepResult(Struct, frozen=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
 from .families import llama, mistral, qwen2, qwen3
-from .weight_names import DENSE_DECODER, Target
+from .weight_names import DENSE_DECODER, ModulePart
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Architecture:
     """How a checkpoint of one architecture is read: its config and its tensor names."""
 
     spec: Callable[[HfConfig, str], ModelSpec]
-    weights: Mapping[str, Target]
+    weights: Mapping[str, ModulePart]
 
 
 ARCHITECTURES: dict[str, Architecture] = {

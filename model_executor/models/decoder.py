@@ -2,6 +2,8 @@
 
 Residual adds and activations are written plainly; passes raise them to fused ops.  Sizes that
 depend on the batch are never read, so that one trace serves every batch.
+
+Shape suffixes: T tokens, H query heads, G KV heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -60,29 +62,29 @@ class Attention(nn.Module):
         kv_cache: Tensor,
         cos_sin_cache: Tensor,
     ) -> Tensor:
-        q, k, v = (
+        q_THD, k_TGD, v_TGD = (
             part.view(-1, size // self.head_dim, self.head_dim)
             for part, size in zip(self.qkv(x).split(self.sizes, dim=-1), self.sizes, strict=True)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.rotary_embedding(positions, q, k, cos_sin_cache)
+            q_THD, k_TGD = self.q_norm(q_THD), self.k_norm(k_TGD)
+        q_THD, k_TGD = ops.rotary_embedding(positions, q_THD, k_TGD, cos_sin_cache)
         cache = inputs.groups[self.cache_group]
-        ops.kv_store(k, v, kv_cache, cache.slot_mapping, self.kv_scale)
-        out = torch.empty_like(q)
+        ops.kv_store(k_TGD, v_TGD, kv_cache, cache.slot_mapping, self.kv_scale)
+        out_THD = torch.empty_like(q_THD)
         ops.paged_attention(
-            q,
+            q_THD,
             kv_cache,
             cache.block_table,
             inputs.seq_lens,
             inputs.query_start_loc,
-            out,
+            out_THD,
             self.scale,
             self.sliding_window,
             0.0,
             self.kv_scale,
         )
-        return self.o(out.view(-1, self.sizes[0]))  # type: ignore[no-any-return]
+        return self.o(out_THD.view(-1, self.sizes[0]))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

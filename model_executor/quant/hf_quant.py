@@ -14,7 +14,7 @@ from typing import Any
 
 from ...config.errors import UserError
 from ..hf_json import HfConfig, read_json
-from ..models.weight_names import Target
+from ..models.weight_names import ModulePart
 from .scheme import BLOCK, LINEARS, QuantKind, QuantScheme
 
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -32,7 +32,7 @@ _GROUP_KINDS: Mapping[tuple[str, str, str], QuantKind] = {
 
 
 def read_quantization(
-    config: HfConfig, names: Iterable[tuple[str, Target]], num_layers: int
+    config: HfConfig, names: Iterable[tuple[str, ModulePart]], num_layers: int
 ) -> QuantScheme | None:
     """How the checkpoint of a ``config.json`` is quantized; None: not at all.
 
@@ -169,7 +169,7 @@ def _pattern(section: HfConfig, field: str, pattern: str) -> Callable[[str], boo
 
 def _unquantized(
     section: HfConfig,
-    names: Iterable[tuple[str, Target]],
+    names: Iterable[tuple[str, ModulePart]],
     num_layers: int,
     quantizes: Callable[[str], bool],
 ) -> tuple[tuple[str, ...], ...]:

@@ -1,6 +1,6 @@
 """Quantize weights that a checkpoint holds in 16 or 32 bits, and move FP8 weights to other scales.
 
-Works by rows, so that beside a weight in its own dtype only a few MB are needed.
+Works row by row, so that beside a weight in its own dtype only a few MB are needed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...config.errors import UserError
 from ..checkpoint import FLOATS, TensorInfo, open_checkpoint_file
 from ..layers import Linear, Part, ShardRule
-from ..models.weight_names import Target
+from ..models.weight_names import ModulePart
 from .scheme import BLOCK
 
 Index: TypeAlias = tuple[slice, ...]
@@ -60,7 +60,7 @@ class ScaleRead:
 
 def scale_slots(
     modules: Mapping[str, nn.Module],
-    names: Iterable[tuple[str, Target]],
+    names: Iterable[tuple[str, ModulePart]],
     rank: int = 0,
     world: int = 1,
     *,
@@ -100,7 +100,7 @@ def scale_slots(
             yield _weight_slot(name, target, module, rank, world)
 
 
-def _weight_slot(name: str, target: Target, linear: Linear, rank: int, world: int) -> ScaleSlot:
+def _weight_slot(name: str, target: ModulePart, linear: Linear, rank: int, world: int) -> ScaleSlot:
     per_block = linear.quant is not None and linear.quant.blocks
     if per_block:
         _check_blocks(name, target, linear.rules["weight"], rank, world)
@@ -119,7 +119,7 @@ def _weight_slot(name: str, target: Target, linear: Linear, rank: int, world: in
     )
 
 
-def _check_blocks(name: str, target: Target, rule: ShardRule, rank: int, world: int) -> None:
+def _check_blocks(name: str, target: ModulePart, rule: ShardRule, rank: int, world: int) -> None:
     place = rule.place(target.part, rank, world)
     for start in (place.source_start, place.dest_start):
         if start % BLOCK:
@@ -131,7 +131,7 @@ def _check_blocks(name: str, target: Target, rule: ShardRule, rank: int, world: 
 
 
 def _kv_slot(
-    name: str, target: Target, linear: Linear, buffer: str, rank: int, world: int
+    name: str, target: ModulePart, linear: Linear, buffer: str, rank: int, world: int
 ) -> ScaleSlot:
     (part,) = (p for p in linear.rules["weight"].parts if p.name == target.part)
     heads = ShardRule(0, (Part("", part.units, part.units, part.replicate),))

@@ -84,7 +84,7 @@ def test_a_table_says_commit_and_day_and_only_has_figures_of_one_commit(tmp_path
     latency(tmp_path, "a", row(4.0), row(5.0, batch=64), commit="new")
     latency(tmp_path, "b", row(9.0), commit="old", day="01")
     text = render(page("latency a b"), tmp_path)
-    assert text.startswith("before\n<!-- bench:latency a b -->\n| TPOT") and "| old |" not in text
+    assert text.startswith("before\n<!-- bench:latency a b -->\n\n| TPOT") and "| old |" not in text
     assert "| a `-O2` | 4.00 | 5.00 | 5.0 |" in text and "9.00" not in text
     assert "NVIDIA H200; commit new, 2026-01-02: `a.json`." in text
     assert render(text, tmp_path) == text

@@ -1,4 +1,4 @@
-"""Requests that begin alike share blocks: what is computed, what is kept, who may share."""
+"""Requests that begin alike share blocks: what is computed, what is cached, who may share."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_equal_block_behind_another_prefix_is_not_shared() -> None:
 
 def test_the_prefix_freed_longest_ago_gives_way_and_its_beginning_last() -> None:
     scheduler = Setup(num_blocks=6, block_size=4, prefix_caching=True).scheduler()
-    scheduler.add(request("old", [1] * 12, max_tokens=1))  # 3 full blocks, kept
+    scheduler.add(request("old", [1] * 12, max_tokens=1))  # 3 full blocks, cached
     finish(scheduler)
     scheduler.add(request("new", [2] * 8, max_tokens=1))
     finish(scheduler)
@@ -138,7 +138,7 @@ def test_nothing_is_found_after_forget_all() -> None:
     assert shape(scheduler.schedule()) == [("b", 0, 9)]
 
 
-def test_without_prefix_caching_nothing_is_kept() -> None:
+def test_without_prefix_caching_nothing_is_cached() -> None:
     scheduler = Setup(num_blocks=12, block_size=4).scheduler()
     for name in "ab":
         scheduler.add(request(name, [*range(9)]))
@@ -185,7 +185,7 @@ def test_a_long_prompt_leaves_room_in_every_step_for_others() -> None:
     assert shape(scheduler.schedule()) == [("short", 5, 1), ("long", 6, 6)]
 
 
-def test_a_key_that_is_kept_already_is_not_kept_twice() -> None:
+def test_a_key_that_is_cached_already_is_not_cached_twice() -> None:
     pool = BlockPool(num_blocks=3, block_size=4)
     first, second = pool.allocate(2)
     pool.cache(first, b"key")

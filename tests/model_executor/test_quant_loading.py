@@ -25,7 +25,7 @@ from fusewright.model_executor.layers import (
     row_linear,
 )
 from fusewright.model_executor.loader import load_model
-from fusewright.model_executor.models.weight_names import Target
+from fusewright.model_executor.models.weight_names import ModulePart
 from fusewright.model_executor.quant.quantize import DUMMY_INPUT_SCALE, quantize_into
 from fusewright.model_executor.quant.scales import scale_slots
 from fusewright.model_executor.quant.scheme import (
@@ -273,7 +273,7 @@ def test_fused_parts_that_begin_within_a_block_are_refused(tmp_path: Path) -> No
     assert "begins at 64, expected a multiple of 128" in message
 
 
-def shards(linear: Linear, names: list[tuple[str, Target]], world: int) -> list[Tensor]:
+def shards(linear: Linear, names: list[tuple[str, ModulePart]], world: int) -> list[Tensor]:
     """Each rank's part of a layer's weight scale, from one whose entries count up in each part."""
     made = []
     for rank in range(world):
@@ -289,7 +289,7 @@ def shards(linear: Linear, names: list[tuple[str, Target]], world: int) -> list[
 
 
 def test_ranks_hold_the_scales_of_their_rows_and_columns() -> None:
-    parts = [("q", Target("m", "q")), ("k", Target("m", "k")), ("v", Target("m", "v"))]
+    parts = [("q", ModulePart("m", "q")), ("k", ModulePart("m", "k")), ("v", ModulePart("m", "v"))]
     block = qkv_linear(256, 8, 2, 128, quant="fp8_block")
     first, second = shards(block, parts, 2)
     assert first.tolist() == [0, 1, 2, 3, 100, 200] and second.tolist() == [4, 5, 6, 7, 101, 201]
@@ -298,13 +298,13 @@ def test_ranks_hold_the_scales_of_their_rows_and_columns() -> None:
     channel = shards(qkv_linear(256, 8, 2, 16, quant="fp8"), parts, 2)[1]
     assert channel.tolist() == [*range(64, 128), *range(116, 132), *range(216, 232)]
     down = row_linear(512, 256, quant="fp8_block")
-    assert [s.tolist() for s in shards(down, [("d", Target("m"))], 2)] == [[0, 1], [2, 3]]
-    whole = shards(row_linear(512, 4, quant="fp8"), [("d", Target("m"))], 2)
+    assert [s.tolist() for s in shards(down, [("d", ModulePart("m"))], 2)] == [[0, 1], [2, 3]]
+    whole = shards(row_linear(512, 4, quant="fp8"), [("d", ModulePart("m"))], 2)
     assert [s.tolist() for s in whole] == [[0, 1, 2, 3]] * 2
 
 
 def test_ranks_that_would_share_a_block_are_refused() -> None:
-    halves = [("gate", Target("m", "gate")), ("up", Target("m", "up"))]
+    halves = [("gate", ModulePart("m", "gate")), ("up", ModulePart("m", "up"))]
     gate_up = gate_up_linear(256, 256, quant="fp8_block")
     assert [s.tolist() for s in shards(gate_up, halves, 2)] == [[0, 100], [1, 101]]
     with pytest.raises(UserError, match="begins at 64, expected a multiple of 128"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from fusewright.compiler.inspect.bisect import Difference, compare, first_bad
+from fusewright.compiler.inspect.bisect import OutputDifference, compare, first_bad
 from fusewright.config import EngineOptions
 from fusewright.engine.bisect import bisect_model
 from fusewright.passes import PassReport, build_passes
@@ -105,12 +105,14 @@ def test_a_level_within_tolerance_ends_with_0(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_first_bad_number_is_found_by_halves() -> None:
-    wrong = Difference("x", 1.0, 0, 0.0, 1.0)
+    wrong = OutputDifference("x", 1.0, 0, 0.0, 1.0)
     for count in range(1, 20):
         for first in range(1, count + 1):
             tried: list[int] = []
 
-            def bad(n: int, first: int = first, tried: list[int] = tried) -> Difference | None:
+            def bad(
+                n: int, first: int = first, tried: list[int] = tried
+            ) -> OutputDifference | None:
                 tried.append(n)
                 return wrong if n >= first else None
 
