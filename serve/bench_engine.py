@@ -24,6 +24,7 @@ from .table import table
 if TYPE_CHECKING:
     from ..bench.compare import Change
     from ..bench.workloads import Work
+    from ..engine.engine import Engine
     from ..engine.llm import LLM
 
 Compare = Annotated[
@@ -204,14 +205,14 @@ def throughput(
             continue
         for rate in request_rate or [inf]:
             about = {"workload": name, "request_rate": None if rate == inf else rate}
-            rows.append({**about, **_best_run(llm, works, rate, repeats, limits)})
+            rows.append({**about, **_best_run(llm.engine, works, rate, repeats, limits)})
             _show_throughput(rows[-1], err=json_output)
     results: dict[str, Any] = {"frontends": found} if frontends else {"rows": rows}
     _write(output, json_output, llm, options, picture=plot, **results)
 
 
 def _best_run(
-    llm: LLM, works: Sequence[Work], rate: float, repeats: int, limits: dict[str, float]
+    engine: Engine, works: Sequence[Work], rate: float, repeats: int, limits: dict[str, float]
 ) -> dict[str, Any]:
     """The fastest of ``repeats`` runs, and by what share the slowest took longer."""
     from ..bench.account import account, recorded
@@ -219,8 +220,8 @@ def _best_run(
 
     tries = []
     for _ in range(repeats):
-        with recorded(llm.engine) as steps:
-            tries.append((run(llm.engine, works, rate), steps))
+        with recorded(engine) as steps:
+            tries.append((run(engine, works, rate), steps))
     best, steps = min(tries, key=lambda each: each[0].seconds)
     spread = round(max(each.seconds for each, _ in tries) / best.seconds - 1, 4)
     return {**best.to_json(limits), "n": repeats, "spread": spread, "account": account(steps)}
