@@ -5,6 +5,8 @@
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
+#   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
+#                                           most; COMMIT=HASH where git is missing, RESULTS=FOLDER
 #
 # Nothing else here builds csrc, also where nvcc is there: tools/build_csrc.sh does.
 #
@@ -14,7 +16,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test check docs gpu-test bench
+.PHONY: install demo test check docs gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -78,6 +80,10 @@ docs: install
 gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test
 
+gpu-evidence: install
+	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.bench.evidence \
+	  $(if $(COMMIT),--commit $(COMMIT)) $(if $(RESULTS),--results $(RESULTS))
+
 bench: install
-	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.serve.cli bench kernels \
-	  --output bench/results/kernels.jsonl
+	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.bench.evidence kernels.jsonl \
+	  $(if $(COMMIT),--commit $(COMMIT)) $(if $(RESULTS),--results $(RESULTS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,15 @@ def compare(old: Path, new: Path) -> list[Change]:
         for figure, value in _figures(row)
         if before.get(_work(row), {}).get(figure) and value
     ]
+    return largest_first(changes, old, new)
+
+
+def largest_first(changes: Sequence[Change], old: Path, new: Path) -> list[Change]:
+    """Sorted by loss.
+
+    Raises:
+        UserError: there are none.
+    """
     if not changes:
         raise UserError(f"{old} and {new} measured nothing in common")
     return sorted(changes, key=lambda change: -change.slower)

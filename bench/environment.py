@@ -1,19 +1,29 @@
-"""What every result file says of where it was measured."""
+"""Says in a result file where, when and over which sources it was measured, and tells later whether
+those sources have changed.
+"""
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ("config", "csrc", "ops")
+ENGINE = (*KERNELS, "passes", "compiler", "graph_capture", "model_executor", "engine")
+"""Folders of the package that decide how fast a kernel is, and how fast the whole engine is."""
+_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h", ".json"}
 
 
 def environment() -> dict[str, Any]:
-    """GPU, versions, commit and command of this process."""
+    """GPU, versions, commit, command and time of this process, and a digest of each folder."""
+    import torch
     import triton
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.machine()
@@ -24,8 +34,48 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "python": platform.python_version(),
         "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(),
+        "sources": source_digests(ENGINE),
     }
+
+
+def source_digests(folders: Iterable[str], root: Path = ROOT) -> dict[str, str]:
+    """Folder -> digest of the names and contents of its sources."""
+    return {folder: _digest(root, folder) for folder in folders}
+
+
+def _digest(root: Path, folder: str) -> str:
+    digest = hashlib.sha256()
+    for path in sorted((root / folder).rglob("*")):
+        if path.suffix in _SUFFIXES:
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def changed_since(
+    measured: Mapping[str, Any], folders: Iterable[str], root: Path = ROOT
+) -> list[str] | None:
+    """Which folders have other sources than those that a result was measured over.
+
+    Args:
+        measured: the ``environment`` of the result. One without digests is compared by its commit.
+        folders: those that the result depends on.
+
+    Returns:
+        The changed folders, or None where the result has no digests and git does not know its
+        commit.
+    """
+    if digests := measured.get("sources"):
+        present = source_digests(folders, root)
+        return [name for name in present if digests.get(name) != present[name]]
+    base = str(measured.get("commit", "unknown")).split()[0]
+    names = _git("diff", "--name-only", base, "--", *folders, root=root)
+    if names is None:
+        return None
+    changed = {Path(name).parts[0] for name in names.split() if Path(name).suffix in _SUFFIXES}
+    return [folder for folder in folders if folder in changed]
 
 
 def _command() -> str:
@@ -39,10 +89,15 @@ def _command() -> str:
 
 def commit() -> str:
     """The checkout's commit, or "unknown" where there is no git."""
+    return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
+
+
+def _git(*arguments: str, root: Path = ROOT) -> str | None:
+    """What git prints in ``root``; None where it fails or is missing."""
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
         )
     except OSError:
-        return "unknown"
-    return found.stdout.strip() or "unknown"
+        return None
+    return None if found.returncode else found.stdout

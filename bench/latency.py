@@ -21,8 +21,8 @@ def measure_latency(
     output_len: int = OUTPUT_LEN,
     repeats: int = 2,
 ) -> dict[str, Any]:
-    """One batch size: ``tpot_ms`` as above, ``ttft_ms`` of all requests' first tokens, and what a
-    run's requests took by themselves."""
+    """One batch size: ``tpot_ms`` as above, ``ttft_ms`` of all requests' first tokens, what a run's
+    requests took by themselves, and by what share the slowest of ``n`` runs took longer."""
     engine = llm.engine
     check_length(engine, input_len + output_len)
     vocab_size = engine.inputs.vocab_size
@@ -32,11 +32,14 @@ def measure_latency(
     runs = [(run(engine, full), run(engine, first)) for _ in range(repeats)]
     best = min((whole for whole, _ in runs), key=lambda found: found.seconds)
     first_s = min(one.seconds for _, one in runs)
+    slowest_s = max(whole.seconds for whole, _ in runs)
     return {
         "batch": batch,
         "input_len": input_len,
         "output_len": output_len,
         "tpot_ms": tpot_ms(best.seconds, first_s, output_len),
         "ttft_ms": round(first_s * 1e3, 3),
+        "n": repeats,
+        "spread": round(slowest_s / best.seconds - 1, 4),
         "run": best.to_json(),
     }

@@ -1,5 +1,5 @@
-"""Pictures of what ``fusewright bench latency``, ``throughput`` and ``growth`` keep as JSON: the
-machine that measures needs nothing that draws.
+"""Draws what ``fusewright bench latency``, ``throughput``, ``growth`` and ``bench.peers`` keep as
+JSON: the machine that measures needs nothing that draws.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def load(path: Path) -> Record:
 def _kind(record: Record) -> str:
     if "context" in record and "requests" in record:
         return "growth"
+    if isinstance(record.get("tpot_ms"), dict):
+        return "engines"
     row = record["rows"][0]
     return "throughput" if "workload" in row else "latency" if row["batch"] else ""
 
@@ -96,6 +98,17 @@ def _throughput(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
     return [axis]
 
 
+def _engines(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
+    """A line for each engine, a point for each batch of equal requests of short context."""
+    axis = page.subplots()
+    for name, record in results.items():
+        tpot = {int(size): ms for size, ms in record["tpot_ms"].items() if ":" not in size}
+        points = [(ms, batch * 1e3 / ms) for batch, ms in tpot.items()]
+        axis.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
+    axis.set(xlabel="ms a token", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
+    return [axis]
+
+
 def _growth(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
     """Left: TPOT over context with its limit by bytes; right: step and overhead over requests."""
     left, right = page.subplots(1, 2)
@@ -124,4 +137,4 @@ def _growth(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
     return [left, right]
 
 
-_DRAW = {"latency": _latency, "throughput": _throughput, "growth": _growth}
+_DRAW = {"latency": _latency, "throughput": _throughput, "growth": _growth, "engines": _engines}

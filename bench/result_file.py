@@ -1,4 +1,4 @@
-"""Reading what a bench wrote with --output."""
+"""Reads what a bench wrote with --output: one JSON object, or one object a line (.jsonl)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from ..config import UserError
 
 T = TypeVar("T")
+Record = dict[str, Any]
 
 
-def read_result(path: Path, benches: str, parse: Callable[[dict[str, Any]], T]) -> T:
+def read_result(path: Path, benches: str, parse: Callable[[Record], T]) -> T:
     """What ``parse`` makes of a result.
 
     Args:
@@ -21,8 +22,19 @@ def read_result(path: Path, benches: str, parse: Callable[[dict[str, Any]], T]) 
     Raises:
         UserError: it cannot be read, or ``parse`` does not find what it looks for.
     """
+    return read_results(path, benches, lambda records: parse(records[0]))
+
+
+def read_results(path: Path, benches: str, parse: Callable[[list[Record]], T]) -> T:
+    """As ``read_result``, of the object of a .json file or all objects of a .jsonl file.
+
+    Raises:
+        UserError: as ``read_result``.
+    """
     try:
-        return parse(json.loads(path.read_text()))
+        text = path.read_text()
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        return parse([json.loads(line) for line in lines])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

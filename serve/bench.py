@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import UserError
 from ..config.numbers import check_counts, check_number
-from .bench_engine import growth, latency, prefix, throughput
+from .bench_engine import growth, latency, prefix, show_changes, throughput
 from .bench_passes import passes
 from .flags import Json, Model, Output, engine_flags
 from .help import GroupedHelp
@@ -70,6 +69,42 @@ def plot(
     plots.plot({path.stem: plots.load(path) for path in results}, picture)
 
 
+@app.command("report")
+def report(
+    results: Annotated[
+        Path | None, typer.Option(help="Folder of one GPU's results. [default: those of the H200]")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 on a page.")
+    ] = False,
+    pictures: Annotated[bool, typer.Option("--pictures", help="Draw docs/*.png too.")] = False,
+    kernels: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Only write all kernels' figures to PAGE.")
+    ] = None,
+) -> None:
+    """Render the documents' tables from bench/results/; say which results are old."""
+    from ..bench import report as pages
+
+    folder = results or pages.H200
+    if kernels is not None:
+        writable("kernels", kernels)
+        pages.write_kernels(folder, kernels)
+        return
+    rows = [["result", "commit", "measured", "its sources"], *pages.freshness(folder)]
+    typer.echo(table(rows) + "\n")
+    made = pages.rendered(folder)
+    if pictures and not check:
+        pages.draw(folder)
+    changed = [path for path, text in made.items() if path.read_text() != text]
+    for path in () if check else changed:
+        path.write_text(made[path])
+    names = ", ".join(path.name for path in changed)
+    typer.echo(
+        f"{'not as rendered' if check else 'wrote'}: {names}" if names else "no page changed"
+    )
+    raise typer.Exit(int(check and bool(changed)))
+
+
 @app.command("kernels")
 def kernels(
     select: Annotated[
@@ -83,27 +118,14 @@ def kernels(
         typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
     ] = None,
     threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05,
-    render: Annotated[
-        list[Path] | None,
-        typer.Option(help="Measure nothing: make docs/kernels.md and its plot of these results."),
-    ] = None,
 ) -> None:
     """Time every kernel on real shapes, beside the best library; exit 1 on a regression."""
-    from ..bench.kernels import figures
-
     check_number(threshold=threshold)
-    if compare is not None or render:
-        no_result("--compare" if compare else "--render", output, False)
     if compare is not None:
-        raise typer.Exit(_compare(*compare, threshold))
-    if render:
-        environment, found = figures.load_all(render)
-        page = Path("docs/kernels.md")
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(figures.markdown(environment, found, "kernels.png"))
-        figures.plot(found, page.with_suffix(".png"))
-        typer.echo(f"wrote {page} and {page.with_suffix('.png')}")
-        return
+        from ..bench.kernels.figures import compare as changes_of
+
+        no_result("--compare", output, False)
+        raise typer.Exit(show_changes(changes_of(*compare), threshold))
     from ..bench.kernels.run import run_benchmarks
 
     writable("output", output)
@@ -114,26 +136,3 @@ def kernels(
         rates = [f"{f.us:.2f}", f"{f.gb_s:.0f}", f"{f.tflop_s:.0f}", f"{f.share:.0%}"]
         rows.append([f.op, f.label, f.contender, *rates])
     typer.echo(table(rows))
-
-
-def _compare(old: Path, new: Path, threshold: float) -> int:
-    """Print what changed by more than ``threshold``; the exit code."""
-    from ..bench.kernels import figures
-
-    changes = figures.compare(figures.load(old)[1], figures.load(new)[1])
-    if not changes:
-        raise UserError(f"{old} and {new} measured nothing in common")
-    slower = [change for change in changes if change.ratio > 1 + threshold]
-    faster = [change for change in changes if change.ratio < 1 / (1 + threshold)]
-    for word, some in (("slower", slower), ("faster", faster[::-1])):
-        if some:
-            rows = [[word, "work", "contender", "old us", "new us", "ratio"]]
-            for c in some:
-                times = [f"{c.old.us:.2f}", f"{c.new.us:.2f}", f"{c.ratio:.2f}"]
-                rows.append([c.new.op, c.new.label, c.new.contender, *times])
-            typer.echo(table(rows) + "\n")
-    typer.echo(
-        f"{len(changes)} in both: {len(slower)} slower, {len(faster)} faster by more than "
-        f"{threshold:.0%}"
-    )
-    return int(bool(slower))

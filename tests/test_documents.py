@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.rglob("*.md"
 PRESENT = [page for page in PAGES if page.parent.name != "decisions"]
 """Those that describe the code as it is; records of decisions name what was there then."""
 LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
-RESULT = re.compile(r"bench/results/[\w.-]+\.jsonl?")
+RESULT = re.compile(r"(?<!:)bench/results/[\w./-]+\.jsonl?")  # not COMMIT:bench/results/…
 BLOCK = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.M | re.S)
 FILE = re.compile(r"`([\w/.-]+/[\w.-]+\.(?:py|cuh|cpp|cu|md|json|sh))`")
 

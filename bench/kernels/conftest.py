@@ -25,8 +25,7 @@ class Record:
     def pytest_runtest_teardown(self, item: Any) -> None:
         benchmark = item.funcargs.get("benchmark")
         if self._path is not None and benchmark is not None and benchmark.stats is not None:
-            seconds = benchmark.stats.stats.median
-            add(self._path, figure_of(benchmark.extra_info, seconds))
+            add(self._path, figure_of(benchmark.extra_info, benchmark.stats.stats.data))
 
     def pytest_runtest_logfinish(self) -> None:
         self._advance(1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ...config import UserError
+from ..compare import Change, largest_first
 
 COPY_TB_S = 4.28
 """Device-to-device copy on an H200, bytes read and written (docs/decisions)."""
@@ -19,7 +21,8 @@ FP8_TFLOP_S = 2 * BF16_TFLOP_S
 
 @dataclass(frozen=True)
 class Figure:
-    """One contender on one work: median microseconds a call, and the least it must do."""
+    """One contender on one work: median microseconds a call, and the least it must do; the number
+    of rounds and what they differed by, as a share of the median, where it was recorded."""
 
     op: str
     label: str
@@ -28,6 +31,8 @@ class Figure:
     us: float
     bytes: float
     flops: float
+    n: int = 0
+    spread: float = 0.0
 
     @property
     def gb_s(self) -> float:
@@ -49,23 +54,13 @@ class Figure:
         return self.op, self.label, self.contender if self.library else "ours"
 
 
-@dataclass(frozen=True)
-class Change:
-    """One contender in two runs."""
-
-    old: Figure
-    new: Figure
-
-    @property
-    def ratio(self) -> float:
-        """Above 1: slower than before."""
-        return self.new.us / self.old.us
-
-
-def figure_of(extra: Mapping[str, Any], seconds: float) -> Figure:
-    """A figure from what ``harness.measure`` left with a benchmark and the median of its rounds."""
-    named = {f.name: extra[f.name] for f in fields(Figure) if f.name != "us"}
-    return Figure(us=round(seconds * 1e6 / extra["calls"], 3), **named)
+def figure_of(extra: Mapping[str, Any], rounds: Sequence[float]) -> Figure:
+    """A figure from what ``harness.measure`` left with a benchmark, and the rounds' seconds."""
+    seconds = statistics.median(rounds)
+    named = {f.name: extra[f.name] for f in fields(Figure) if f.name in extra}
+    spread = round((max(rounds) - min(rounds)) / seconds, 4)
+    us = round(seconds * 1e6 / extra["calls"], 3)
+    return Figure(**named, us=us, n=len(rounds), spread=spread)
 
 
 def save(path: Path, environment: Mapping[str, Any], figures: Iterable[Figure]) -> None:
@@ -117,11 +112,19 @@ def load_all(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Figure]]:
     return {**environments[0], "runs": "; ".join(runs)}, found
 
 
-def compare(old: Iterable[Figure], new: Iterable[Figure]) -> list[Change]:
-    """What both runs measured, the largest slowdown first."""
-    before = {figure.key: figure for figure in old}
-    both = [Change(before[figure.key], figure) for figure in new if figure.key in before]
-    return sorted(both, key=lambda change: -change.ratio)
+def compare(old: Path, new: Path) -> list[Change]:
+    """What both runs measured, the largest slowdown first.
+
+    Raises:
+        UserError: as ``load``; or they measured nothing in common.
+    """
+    before = {figure.key: figure for figure in load(old)[1]}
+    changes = [
+        Change(f"{figure.op} {figure.label}", f"{figure.contender}, us", was.us, figure.us)
+        for figure in load(new)[1]
+        if (was := before.get(figure.key))
+    ]
+    return largest_first(changes, old, new)
 
 
 def by_work(figures: Iterable[Figure]) -> dict[tuple[str, str], list[Figure]]:
@@ -161,6 +164,29 @@ def markdown(environment: Mapping[str, Any], figures: Sequence[Figure], plot: st
         lines.append("|---|---|---|---|---|---|---|---|---|")
         lines += [_row(label, group) for (name, label), group in works.items() if name == op]
     return "\n".join(lines) + "\n"
+
+
+def summary(figures: Sequence[Figure]) -> list[list[str]]:
+    """A heading, and a row an op: the least and the largest share of the ceiling that our fastest
+    kernel reaches, and its time over the fastest library's."""
+    works = by_work(figures)
+    heads = ["op", "works", "least of ceiling", "most of ceiling", "against a library", "ahead"]
+    rows = [[*heads, "mean ratio", "worst ratio"]]
+    for op in dict.fromkeys(op for op, _ in works):
+        groups = [group for (name, _), group in works.items() if name == op]
+        ours = [figure for group in groups if (figure := best(group, library=False))]
+        pairs = [(best(g, library=False), best(g, library=True)) for g in groups]
+        ratios = {a.label: a.us / b.us for a, b in pairs if a and b}
+        least, most = (pick(ours, key=lambda f: f.share) for pick in (min, max))
+        cells = [f"{f.share:.0%} ({f.label})" for f in (least, most)]
+        row = [op, str(len(ours)), *cells, str(len(ratios) or "-"), *["-"] * 3]
+        if ratios:
+            worst = max(ratios, key=lambda label: ratios[label])
+            mean = statistics.geometric_mean(ratios.values())
+            ahead = sum(ratio < 1 for ratio in ratios.values())
+            row[5:] = [str(ahead), f"{mean:.2f}", f"{ratios[worst]:.2f} ({worst})"]
+        rows.append(row)
+    return rows
 
 
 def _row(label: str, group: Sequence[Figure]) -> str:

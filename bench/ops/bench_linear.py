@@ -168,7 +168,7 @@ def main() -> None:
                 figures.append(figure)
                 print(*figure.values(), flush=True)
     if options.output:
-        report = {**environment(), "rounds": ROUNDS, "figures": figures}
+        report = {"environment": environment(), "rounds": ROUNDS, "figures": figures}
         options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from ...config import UserError
 from ...config.numbers import check_counts
 from ...engine.worker.startup_report import process_age_s
+from ..environment import environment
 from ..workloads import INPUT_LEN, equal
 from .peer import Peer, PeerOptions
 from .work import THROUGHPUTS, latencies, longest_request, seconds, throughputs
@@ -106,6 +107,7 @@ def measure(given: argparse.Namespace) -> None:
         "start_to_first_token_s": round(process_age_s(), 2),
         **latencies(peer, given.batch, vocab_size, given.repeats),
         **throughputs(peer, given.throughput, given.requests, vocab_size, given.repeats),
+        "environment": environment(),
     }
     with given.output.open("a") as file:
         file.write(json.dumps(record) + "\n")

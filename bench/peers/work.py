@@ -66,15 +66,18 @@ def longest_request(
 
 
 def latencies(peer: Peer, sizes: Sequence[str], vocab_size: int, repeats: int) -> dict[str, Any]:
-    """``tpot_ms`` and ``ttft_ms`` by size, each the best of ``repeats`` after a warm-up."""
-    found: dict[str, Any] = {"tpot_ms": {}, "ttft_ms": {}}
+    """``tpot_ms`` and ``ttft_ms`` by size, each the best of ``n`` after a warm-up; ``spread``: by
+    what share the slowest took longer at most."""
+    found: dict[str, Any] = {"tpot_ms": {}, "ttft_ms": {}, "n": repeats, "spread": 0.0}
     for size in sizes:
         batch, context = parse_size(size)
         full = equal(batch, context, OUTPUT_LEN, vocab_size)
         first = equal(batch, context, 1, vocab_size)
         seconds(peer, full)
         runs = [(seconds(peer, full), seconds(peer, first)) for _ in range(repeats)]
-        whole_s, first_s = (min(times) for times in zip(*runs, strict=True))
+        wholes, firsts = zip(*runs, strict=True)
+        whole_s, first_s = min(wholes), min(firsts)
+        found["spread"] = max(found["spread"], round(max(wholes) / whole_s - 1, 4))
         found["tpot_ms"][size] = tpot_ms(whole_s, first_s, OUTPUT_LEN)
         found["ttft_ms"][size] = round(first_s * 1e3, 2)
     return found

@@ -19,6 +19,7 @@ from fusewright.bench.kernels.figures import (
     markdown,
     plot,
     save,
+    summary,
 )
 from fusewright.config import UserError
 from fusewright.serve.cli import main
@@ -35,6 +36,13 @@ ENVIRONMENT = {
 def figure(us: float, contender: str = "triton", op: str = "rms_norm", label: str = "1") -> Figure:
     library = contender in ("inductor", "cublas")
     return Figure(op, label, contender, library, us, bytes=8.56e6, flops=1e6)
+
+
+def saved(folder: Path, *runs: list[Figure]) -> list[Path]:
+    paths = [folder / f"{number}.jsonl" for number in range(len(runs))]
+    for path, figures in zip(paths, runs, strict=True):
+        save(path, ENVIRONMENT, figures)
+    return paths
 
 
 def test_rates_and_share_follow_from_bytes_and_time() -> None:
@@ -57,8 +65,9 @@ def test_a_figure_is_a_call_of_the_graphs_that_were_timed() -> None:
         "bytes": 10.0,
         "flops": 20.0,
     }
-    found = figure_of(extra, 100e-6)
+    found = figure_of(extra, [100e-6, 95e-6, 105e-6])
     assert (found.us, found.bytes, found.flops) == (2.0, 10.0, 20.0)
+    assert (found.n, found.spread) == (3, 0.1)
 
 
 def test_a_saved_result_is_read_back_and_one_cut_short_too(tmp_path: Path) -> None:
@@ -82,9 +91,9 @@ def test_results_of_several_runs_make_one_page(tmp_path: Path) -> None:
         load_all([tmp_path / "a.json", tmp_path / "b.json"])
 
 
-def test_ours_is_compared_whichever_kernel_it_was() -> None:
-    (change,) = compare([figure(4.0, "cuda")], [figure(5.0, "triton")])
-    assert change.ratio == 1.25
+def test_ours_is_compared_whichever_kernel_it_was(tmp_path: Path) -> None:
+    (change,) = compare(*saved(tmp_path, [figure(4.0, "cuda")], [figure(5.0, "triton")]))
+    assert change.slower == 1.25
 
 
 def test_the_best_of_ours_against_the_best_library() -> None:
@@ -108,10 +117,23 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_lists_the_largest_slowdown_first() -> None:
+def test_compare_lists_the_largest_slowdown_first(tmp_path: Path) -> None:
     old = [figure(4.0), figure(4.0, label="2"), figure(1.0, label="gone")]
     new = [figure(4.1), figure(8.0, label="2"), figure(1.0, label="fresh")]
-    assert [c.ratio for c in compare(old, new)] == [2.0, pytest.approx(1.025)]
+    changes = compare(*saved(tmp_path, old, new))
+    assert [c.slower for c in changes] == [2.0, pytest.approx(1.025)]
+
+
+def test_the_summary_has_a_row_an_op_with_its_extremes_and_ratios() -> None:
+    figures = [
+        figure(4.0),
+        figure(5.0, "inductor"),
+        figure(8.0, label="2"),
+        figure(9.0, op="argmax"),
+    ]
+    _, norm, argmax = summary(figures)
+    assert norm == ["rms_norm", "2", "25% (2)", "50% (1)", "1", "1", "0.80", "0.80 (1)"]
+    assert argmax[4:] == ["-"] * 4
 
 
 def test_the_command_fails_on_a_regression_and_names_it(

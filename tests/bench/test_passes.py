@@ -168,7 +168,7 @@ def test_figures_of_another_machine_are_read(
     table = tmp_path / "gates.json"
     table.write_text('{"measured": []}')
     monkeypatch.setattr(gates.update, "__defaults__", (table,))
-    result = CONFIG.parents[4] / "bench" / "results" / "passes-llama3-8b-fp8_static.json"
+    result = CONFIG.parents[4] / "bench" / "results" / "h200" / "passes-llama3-8b-fp8_static.json"
     assert main(["bench", "passes", "--read", str(result), "--update-gates"]) == 0
     assert "fuse_gated_linear_fp8" in capsys.readouterr().out
     rows = json.loads(result.read_text())["rows"]

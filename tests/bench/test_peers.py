@@ -12,7 +12,7 @@ import pytest
 from fusewright.model_executor.abacus import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_RUN = ROOT / "bench" / "results" / "peers-h200-2026-11-22.jsonl"
+FIRST_RUN = ROOT / "bench" / "results" / "h200" / "peers.jsonl"
 
 
 def peers(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,10 @@ def test_our_engine_leaves_a_result_like_those_of_the_first_run(tmp_path: Path) 
     assert kept == '{"engine": "another"}'
     record = json.loads(line)
     known = {key for first in FIRST_RUN.read_text().splitlines() for key in json.loads(first)}
-    assert set(record) == known - {"tput_sharegpt", "tput_prefill", "tput_decode"}
+    unlike = {"tput_sharegpt", "tput_prefill", "tput_decode"}
+    assert set(record) == known - unlike | {"n", "spread"}
+    assert (record["n"], record["spread"]) == (1, 0.0)
+    assert {"commit", "date", "sources"} <= set(record["environment"])
     assert record["engine"].startswith("fusewright ") and record["model"] == "abacus"
     assert list(record["tpot_ms"]) == list(record["ttft_ms"]) == ["2:40"]
     assert all(v > 0 for name in ("tpot_ms", "ttft_ms") for v in record[name].values())

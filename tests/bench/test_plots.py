@@ -25,6 +25,7 @@ THROUGHPUT = {
         for rate, ms in ((10.0, 5.0), (20.0, 6.0), (None, 9.0))
     ]
 }
+ENGINE = {"engine": "vllm 1", "tpot_ms": {"1": 4.0, "64": 5.0, "17:3000": 6.0}}
 GROWTH = {
     "context": [
         {"batch": b, "context": c, "tpot_ms": 3.0 * b, "limit_ms": 2.0}
@@ -49,6 +50,7 @@ def written(folder: Path, **results: Any) -> list[str]:
     [
         ("latency", LATENCY, {"a": 3}),
         ("throughput", THROUGHPUT, {"a, chat": 3, "a, decode-heavy": 3}),
+        ("engines", ENGINE, {"a": 2}),
         (
             "growth",
             GROWTH,
