@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def changed_since(
         present = source_digests(folders, root)
         return [name for name in present if digests.get(name) != present[name]]
     base = str(measured.get("commit", "unknown")).split()[0]
-    names = _git("diff", "--name-only", base, "--", *folders, root=root)
+    known = re.fullmatch(r"[0-9a-f]{7,40}", base)
+    names = _git("diff", "--name-only", base, "--", *folders, root=root) if known else None
     if names is None:
         return None
     changed = {Path(name).parts[0] for name in names.split() if Path(name).suffix in _SUFFIXES}

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -124,12 +126,15 @@ def measure(name: str, suite: Suite, models: Path, results: Path, commit: str | 
     end = time.monotonic() + suite.limit_s
     draft = models / name
     for text in suite.commands:
-        try:
-            code = subprocess.run(
-                command(text, models, draft), timeout=max(end - time.monotonic(), 1), check=False
-            ).returncode
-        except subprocess.TimeoutExpired as error:
-            raise UserError(f"{name}: ended at its limit of {suite.limit_s} s") from error
+        # A group of its own: the processes that a bench starts are ended with it.
+        with subprocess.Popen(command(text, models, draft), process_group=0) as process:
+            try:
+                code = process.wait(max(end - time.monotonic(), 0))
+            except subprocess.TimeoutExpired as error:
+                raise UserError(f"{name}: ended at its limit of {suite.limit_s} s") from error
+            finally:
+                if process.returncode is None:
+                    os.killpg(process.pid, signal.SIGKILL)
         if code:
             raise UserError(f"{name}: `{text}` ended with exit code {code}")
     if commit is not None:

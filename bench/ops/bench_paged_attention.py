@@ -1,10 +1,10 @@
-"""Paged attention on a GPU: decode and prefill of the Llama-3-8B shape against PyTorch's SDPA.
+"""Times other tiles of Triton's decode and prefill attention on the Llama-3-8B shape: a Launch is
+data.
 
-Each figure is a CUDA graph of calls that rotate over enough KV blocks to miss the L2 cache.
-``--sweep`` times other tiles of the same launches instead: a Launch is data.  The whole grid of
-shapes and every library is ``bench/kernels``'s; here is what decides the tiles.
+Each figure is a CUDA graph of calls that rotate over enough KV blocks to miss the L2 cache.  What
+the chosen kernels take over the whole grid of shapes, and every library, is ``bench/kernels``'s.
 
-    python -m fusewright.bench.ops.bench_paged_attention [--output FILE] [--sweep]
+    python -m fusewright.bench.ops.bench_paged_attention [--output FILE]
 """
 
 from __future__ import annotations
@@ -21,20 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from ...ops import BY_NAME, Launch, choose
+from ...ops import Launch
 from ...ops.launches import paged_attention as kernels
-from ...ops.paged_attention import OP, context_symbols
+from ...ops.paged_attention import OP
 from ...ops.paged_attention_cases import batch as attention_batch
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 MAX_MODEL_LEN = 4096
 COLD_BYTES = 256 << 20
-MOST_KV_BYTES = 16 << 30
-COPY_GB_PER_S = 4280.0  # what a copy on this GPU reads and writes
-E4M3 = torch.float8_e4m3fn
 Launches = Callable[[tuple[Any, ...]], list[Launch]]
 
 
@@ -62,24 +57,23 @@ def graph_us(calls: list[Callable[[], Any]], budget_ms: float = 60.0) -> float:
     return 1e3 * min(replay_ms(times) for _ in range(3)) / len(calls)
 
 
-def rotations(context_tokens: int, dtype: torch.dtype) -> int:
+def rotations(context_tokens: int) -> int:
     """Calls whose KV together passes the L2 cache, at most 256."""
-    kv_bytes = context_tokens * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize
+    kv_bytes = context_tokens * 2 * KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
     return max(1, min(256, -(-COLD_BYTES // kv_bytes)))
 
 
-def batches(
-    query_lens: list[int], seq_lens: list[int], kv_dtype: torch.dtype = torch.bfloat16
-) -> Iterator[tuple[Any, ...]]:
+def batches(query_lens: list[int], seq_lens: list[int]) -> Iterator[tuple[Any, ...]]:
     """The op's arguments, over disjoint random blocks of one cache."""
-    num_seqs, count = len(seq_lens), rotations(sum(seq_lens), kv_dtype)
+    num_seqs, count = len(seq_lens), rotations(sum(seq_lens))
     num_blocks = [-(-n // BLOCK_SIZE) for n in seq_lens]
     width = max(MAX_MODEL_LEN // BLOCK_SIZE, *num_blocks)
     total = count * sum(num_blocks)
-    cache = torch.empty(total, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device="cuda", dtype=kv_dtype)
+    cache = torch.empty(
+        total, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16
+    )
     for part in cache.split(1 << 14):
         part.copy_(torch.randn(part.shape, device="cuda"))
-    kv_scale = torch.ones(2, KV_HEADS, device="cuda") if kv_dtype == E4M3 else None
     order = torch.randperm(total, device="cuda").int().split(num_blocks * count)
     lens = torch.tensor(seq_lens, device="cuda", dtype=torch.int32)
     starts = torch.tensor([0, *query_lens], device="cuda").cumsum(0).int()
@@ -89,38 +83,7 @@ def batches(
         for s, blocks in enumerate(order[i * num_seqs : (i + 1) * num_seqs]):
             table[s, : len(blocks)] = blocks
         out = torch.empty_like(q)
-        yield q, cache, table, lens, starts, out, HEAD_DIM**-0.5, 0, 0.0, kv_scale, None
-
-
-def chosen(args: tuple[Any, ...]) -> str:
-    """The implementation that the compiler would take."""
-    major, minor = torch.cuda.get_device_capability()
-    return choose(OP, OP.describe(args, sm=10 * major + minor), inline_first=False).implementation
-
-
-def step_us(calls: list[tuple[Any, ...]], *, store: bool) -> float:
-    """The chosen implementation; with ``store``, the layer's rotary embedding and KV store before
-    each, as in a decode step."""
-    attention, rope = OP.overload(chosen(calls[0])), BY_NAME["rope_kv_store"].overload("triton")
-    table = torch.rand(max(MAX_MODEL_LEN, int(calls[0][3].max())), HEAD_DIM, device="cuda")
-
-    def call(args: tuple[Any, ...]) -> Callable[[], None]:
-        q, cache, blocks, lengths, *_, kv_scale, _ = args
-        positions = lengths - 1
-        block = blocks.gather(1, (positions // BLOCK_SIZE).long()[:, None])[:, 0]
-        slots = block * BLOCK_SIZE + positions % BLOCK_SIZE
-        k, v = torch.randn(2, len(q), KV_HEADS, HEAD_DIM, device="cuda").to(q.dtype)
-
-        def run() -> None:
-            if store:
-                new = (table, cache, slots, None, None, 0.0, kv_scale)
-                attention(rope(positions, q, k, v, *new), *args[1:])
-            else:
-                attention(*args)
-
-        return run
-
-    return graph_us([call(args) for args in calls])
+        yield q, cache, table, lens, starts, out, HEAD_DIM**-0.5, 0, 0.0, None, None
 
 
 def ours_us(calls: list[tuple[Any, ...]], launches: Launches, budget_ms: float = 60.0) -> float:
@@ -132,78 +95,6 @@ def ours_us(calls: list[tuple[Any, ...]], launches: Launches, budget_ms: float =
         return run
 
     return graph_us([call(args) for args in calls], budget_ms)
-
-
-def sdpa_us(query_lens: list[int], seq_lens: list[int]) -> float:
-    """SDPA on contiguous K and V of equal sequences: no paging, no ragged lengths."""
-    num_seqs, queries, context = len(seq_lens), query_lens[0], seq_lens[0]
-    count = rotations(sum(seq_lens), torch.bfloat16)
-
-    def tensor(heads: int, tokens: int, copies: int) -> Tensor:
-        shape = (copies, num_seqs, heads, tokens, HEAD_DIM)
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-    q, k, v = (
-        tensor(HEADS, queries, 1)[0],
-        tensor(KV_HEADS, context, count),
-        tensor(KV_HEADS, context, count),
-    )
-
-    def call(i: int) -> Callable[[], Any]:
-        return lambda: F.scaled_dot_product_attention(
-            q, k[i], v[i], is_causal=queries > 1, enable_gqa=True
-        )
-
-    return graph_us([call(i) for i in range(count)])
-
-
-def measure(
-    label: str, query_lens: list[int], seq_lens: list[int], kv_dtype: torch.dtype
-) -> dict[str, Any]:
-    calls = list(batches(query_lens, seq_lens, kv_dtype))
-    us = step_us(calls, store=False)
-    decode = all(n == 1 for n in query_lens)
-    cost = OP.cost(OP.describe(calls[0]))
-    values = context_symbols(query_lens, seq_lens)
-    gb_per_s = float(cost.bytes.subs(values)) / us / 1e3
-    implementation = chosen(calls[0])
-    stored_us = round(step_us(calls, store=True), 2) if decode else None
-    del calls
-    # SDPA's causal mask starts at the first key: a chunk after earlier tokens is other work.
-    kinds = {*zip(query_lens, seq_lens, strict=True)}
-    equal = len(kinds) == 1 and all(n in (1, context) for n, context in kinds)
-    compared = equal and kv_dtype == torch.bfloat16
-    return {
-        "work": label,
-        "implementation": implementation,
-        "us": round(us, 2),
-        "with rope_kv_store, us": stored_us,
-        "GB/s": round(gb_per_s, 1),
-        "share of copy": round(gb_per_s / COPY_GB_PER_S, 3),
-        "TFLOP/s": round(float(cost.flops.subs(values)) / us / 1e6, 1),
-        "sdpa_us": round(sdpa_us(query_lens, seq_lens), 2) if compared else None,
-    }
-
-
-def works() -> Iterator[tuple[str, list[int], list[int], torch.dtype]]:
-    bf16 = torch.bfloat16
-    for kv, dtype in (("bf16", bf16), ("fp8", E4M3)):
-        for batch in (1, 8, 64, 256):
-            for context in (192, 1024, 4096, 32768):
-                if batch * context * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize <= MOST_KV_BYTES:
-                    yield (
-                        f"decode {kv} b={batch} ctx={context}",
-                        [1] * batch,
-                        [context] * batch,
-                        dtype,
-                    )
-        for tokens in (128, 2048, 8192):
-            yield f"prefill {kv} {tokens}", [tokens], [tokens], dtype
-    ragged = [128 + (i * 37) % 129 for i in range(64)]
-    yield "decode b=64 ctx=128..256", [1] * 64, ragged, bf16
-    yield "chunk of 2048 at 6144", [2048], [8192], bf16
-    mixed = [1] * 63 + [512], [192] * 63 + [512]
-    yield "mixed: 63 decodes ctx=192 + prefill 512", *mixed, bf16
 
 
 @dataclass(frozen=True)
@@ -320,14 +211,12 @@ def sweep() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--output", type=Path, help="write the figures there")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles instead")
     options = parser.parse_args()
     torch.manual_seed(0)
     figures: list[dict[str, Any]] = []
-    lines = sweep() if options.sweep else (measure(*work) for work in works())
-    for line in lines:
+    for line in sweep():
         figures.append(line)
-        print(*line.values() if options.sweep else [line], flush=True)
+        print(*line.values(), flush=True)
     if options.output:
         device = torch.cuda.get_device_name()
         versions = {"torch": torch.__version__, "triton": version("triton")}

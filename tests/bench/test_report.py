@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fusewright.bench.environment import ENGINE, changed_since, source_digests
-from fusewright.bench.evidence import ON_REQUEST, SUITES, command, write_models
+from fusewright.bench.evidence import ON_REQUEST, SUITES, Suite, command, measure, write_models
 from fusewright.bench.report import PAGES, TABLES, freshness, load, render, rendered
 from fusewright.config import UserError
 from fusewright.serve.cli import main
@@ -191,3 +191,27 @@ def test_the_suites_measure_what_the_pages_show_in_25_minutes(tmp_path: Path) ->
 def test_every_table_is_on_a_page() -> None:
     text = "".join((ROOT / name).read_text() for name in PAGES)
     assert set(TABLES) == set(re.findall(r"<!-- bench:(\S+) ", text))
+
+
+@pytest.mark.slow
+def test_a_suite_leaves_a_result_that_a_page_can_show(tmp_path: Path) -> None:
+    models, results = tmp_path / "models", tmp_path / "results"
+    models.mkdir()
+    results.mkdir()
+    flags = "-O0 --device cpu --max-model-len 64 --input-len 4 --output-len 3 --repeats 2"
+    suite = Suite((f"serve.cli bench latency abacus {flags}",), limit_s=120)
+    measure("small.json", suite, models, results, commit=None)
+    text = render(page("latency small"), results)
+    assert "| abacus `-O0` |" in text and "n = 2, spread up to" in text
+    ((_, commit, _, state),) = freshness(results)
+    assert commit in text and state == "as measured"
+
+
+def test_a_suite_that_fails_leaves_the_older_result(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("older")
+    suite = Suite(("serve.cli bench latency /nope",), limit_s=120)
+    with pytest.raises(UserError, match=r"a\.json: `serve.* ended with exit code 2"):
+        measure("a.json", suite, tmp_path, tmp_path, commit=None)
+    with pytest.raises(UserError, match=r"a\.json: ended at its limit of 0 s"):
+        measure("a.json", Suite(suite.commands, limit_s=0), tmp_path, tmp_path, commit=None)
+    assert (tmp_path / "a.json").read_text() == "older"
