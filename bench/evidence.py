@@ -26,6 +26,7 @@ from ..config import UserError
 from .environment import ENGINE, KERNELS, ROOT
 
 RESULTS = ROOT / "bench" / "results"
+_OURS = '{"engine": "fusewright'
 _8B, _1B = "{llama3-8b} -O2 --load-format dummy", "{llama3.2-1b} -O2 --load-format dummy"
 _LATENCY = "serve.cli bench latency {} --max-model-len 4096 --repeats 3 --batch-size {}"
 _THROUGHPUT = "serve.cli bench throughput {} --max-model-len 4096 --repeats 2 --workload {}"
@@ -144,9 +145,6 @@ def measure(name: str, suite: Suite, models: Path, results: Path, commit: str | 
         lines = [s for s in target.read_text().splitlines() if not s.startswith(_OURS)]
         draft.write_text("\n".join([*lines, draft.read_text()]))
     shutil.copyfile(draft, target)
-
-
-_OURS = '{"engine": "fusewright'
 
 
 def results_folder() -> Path:
