@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import UserError
-from .environment import ENGINE, KERNELS, ROOT
+from .environment import ENGINE, KERNELS, ROOT, commit
 
 RESULTS = ROOT / "bench" / "results"
+_OURS = '{"engine": "fusewright'
 _8B, _1B = "{llama3-8b} -O2 --load-format dummy", "{llama3.2-1b} -O2 --load-format dummy"
 _LATENCY = "serve.cli bench latency {} --max-model-len 4096 --repeats 3 --batch-size {}"
 _THROUGHPUT = "serve.cli bench throughput {} --max-model-len 4096 --repeats 2 --workload {}"
@@ -117,8 +118,11 @@ def write_models(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps({**base, **other}))
 
 
-def measure(name: str, suite: Suite, models: Path, results: Path, commit: str | None) -> None:
+def measure(name: str, suite: Suite, models: Path, results: Path, unknown: str | None) -> None:
     """Run a suite and put its result in place.
+
+    Args:
+        unknown: the commit to write where git does not know it.
 
     Raises:
         UserError: a command failed, or the suite took longer than its limit.
@@ -137,16 +141,13 @@ def measure(name: str, suite: Suite, models: Path, results: Path, commit: str | 
                     os.killpg(process.pid, signal.SIGKILL)
         if code:
             raise UserError(f"{name}: `{text}` ended with exit code {code}")
-    if commit is not None:
-        draft.write_text(draft.read_text().replace('"commit": "unknown"', f'"commit": "{commit}"'))
+    if unknown is not None:
+        draft.write_text(draft.read_text().replace('"commit": "unknown"', f'"commit": "{unknown}"'))
     target = results / name
     if name == "peers.jsonl" and target.is_file():  # other engines are measured elsewhere
         lines = [s for s in target.read_text().splitlines() if not s.startswith(_OURS)]
         draft.write_text("\n".join([*lines, draft.read_text()]))
     shutil.copyfile(draft, target)
-
-
-_OURS = '{"engine": "fusewright'
 
 
 def results_folder() -> Path:
@@ -163,7 +164,7 @@ def results_folder() -> Path:
     return RESULTS / device.replace(" ", "-")
 
 
-def run(names: Iterable[str], results: Path, commit: str | None) -> list[str]:
+def run(names: Iterable[str], results: Path, unknown: str | None) -> list[str]:
     """Measure the suites; what went wrong, a line each."""
     results.mkdir(parents=True, exist_ok=True)
     failed = []
@@ -172,7 +173,7 @@ def run(names: Iterable[str], results: Path, commit: str | None) -> list[str]:
         for name in names:
             start = time.monotonic()
             try:
-                measure(name, {**SUITES, **ON_REQUEST}[name], Path(folder), results, commit)
+                measure(name, {**SUITES, **ON_REQUEST}[name], Path(folder), results, unknown)
                 print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
             except UserError as error:
                 failed.append(str(error))
@@ -196,6 +197,8 @@ def main() -> None:
             for text in known[name].commands:
                 print(shlex.join(command(text, Path("MODELS"), Path(name))[1:]))
         return
+    if options.commit is None and commit() == "unknown":
+        raise SystemExit("error: git does not know the commit here; give it by --commit")
     try:
         failed = run(names, options.results or results_folder(), options.commit)
     except UserError as error:

@@ -77,7 +77,7 @@ def plot(results: Mapping[str, Record], path: Path) -> None:
 def _latency(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
     axis = page.subplots()
     for name, record in results.items():
-        points = [(row["batch"], row["tpot_ms"]) for row in record["rows"]]
+        points = sorted((row["batch"], row["tpot_ms"]) for row in record["rows"])
         axis.plot(*zip(*points, strict=True), "o-", label=name)
     axis.set(xscale="log", xlabel="requests in a batch", ylabel="ms a token", ylim=(0, None))
     return [axis]

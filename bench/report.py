@@ -186,7 +186,7 @@ def _markdown(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _name(options: Mapping[str, Any]) -> str:
-    """Of a configuration: model, level and what differs from the defaults."""
+    """The name of a configuration: model, level and what differs from the defaults."""
     model = Path(str(options["model"]).removesuffix(" config.json")).name.lower()
     given = [f"-O{options.get('optimization_level', 2)}"]
     if quantization := options.get("quantization"):

@@ -36,7 +36,8 @@ class ModelLimits:
 
 @dataclass(frozen=True)
 class Precision:
-    """Of activations and unquantized weights; how weights are quantized, or "none"; of K and V."""
+    """The dtype of activations and unquantized weights; how weights are quantized, or "none"; the
+    dtype of K and V."""
 
     dtype: str
     quantization: str

@@ -75,7 +75,7 @@ def report(
         Path | None, typer.Option(help="Folder of one GPU's results. [default: those of the H200]")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit 1 on a page.")
+        bool, typer.Option("--check", help="Write nothing; exit 1 if a page is old.")
     ] = False,
     pictures: Annotated[bool, typer.Option("--pictures", help="Draw docs/*.png too.")] = False,
     kernels: Annotated[

@@ -4,10 +4,12 @@ says when the sources that it measured have changed."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,14 @@ def test_the_suites_measure_what_the_pages_show_in_25_minutes(tmp_path: Path) ->
                 assert main([*words[3:], "--help"]) == 0, each
 
 
+def test_measuring_without_git_needs_the_commit(tmp_path: Path) -> None:
+    words = [sys.executable, "-P", "-m", "fusewright.bench.evidence", "--results", str(tmp_path)]
+    env = {**os.environ, "GIT_DIR": str(tmp_path / "nowhere")}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "give it by --commit" in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
 def test_every_table_is_on_a_page() -> None:
     text = "".join((ROOT / name).read_text() for name in PAGES)
     assert set(TABLES) == set(re.findall(r"<!-- bench:(\S+) ", text))
@@ -200,7 +210,7 @@ def test_a_suite_leaves_a_result_that_a_page_can_show(tmp_path: Path) -> None:
     results.mkdir()
     flags = "-O0 --device cpu --max-model-len 64 --input-len 4 --output-len 3 --repeats 2"
     suite = Suite((f"serve.cli bench latency abacus {flags}",), limit_s=120)
-    measure("small.json", suite, models, results, commit=None)
+    measure("small.json", suite, models, results, unknown=None)
     text = render(page("latency small"), results)
     assert "| abacus `-O0` |" in text and "n = 2, spread up to" in text
     ((_, commit, _, state),) = freshness(results)
@@ -211,7 +221,7 @@ def test_a_suite_that_fails_leaves_the_older_result(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("older")
     suite = Suite(("serve.cli bench latency /nope",), limit_s=120)
     with pytest.raises(UserError, match=r"a\.json: `serve.* ended with exit code 2"):
-        measure("a.json", suite, tmp_path, tmp_path, commit=None)
+        measure("a.json", suite, tmp_path, tmp_path, unknown=None)
     with pytest.raises(UserError, match=r"a\.json: ended at its limit of 0 s"):
-        measure("a.json", Suite(suite.commands, limit_s=0), tmp_path, tmp_path, commit=None)
+        measure("a.json", Suite(suite.commands, limit_s=0), tmp_path, tmp_path, unknown=None)
     assert (tmp_path / "a.json").read_text() == "older"
