@@ -95,7 +95,7 @@ def commit() -> str:
 
 
 def _git(*arguments: str, root: Path = ROOT) -> str | None:
-    """What git prints in ``root``; None where it fails or is missing."""
+    """Run git in ``root``; returns what it prints, or None where it fails or is missing."""
     try:
         found = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=False

@@ -78,7 +78,7 @@ SUITES: dict[str, Suite] = {
     "compile-time-llama3-8b.json": Suite(("bench.compile_time {llama3-8b}",), 100),
     "linear.json": Suite(("bench.ops.bench_linear --rows 1 8 16 32",), 90, KERNELS),
 }
-"""What runs when no suite is named: together at most 25 minutes."""
+"""These suites run when none is named; together they take at most 25 minutes."""
 
 ON_REQUEST: dict[str, Suite] = {
     "kernels.jsonl": Suite(("serve.cli bench kernels -k 'not inductor'",), 1800, KERNELS),
@@ -88,7 +88,7 @@ ON_REQUEST: dict[str, Suite] = {
     "passes-llama3-8b-fp8_static.json": Suite((_PASSES.format("--quantization fp8_static"),), 900),
     "growth-llama3.2-1b.json": Suite((f"serve.cli bench growth {_1B} --max-model-len 32896",), 600),
 }
-"""What runs only when it is named."""
+"""These suites run only when they are named."""
 
 _CONFIG = ROOT / "tests" / "serve" / "golden" / "llama3-8b" / "config.json"
 _LLAMA_1B: dict[str, object] = {

@@ -245,7 +245,7 @@ def _restored(engine: Engine) -> Iterator[None]:
 
 
 def _order(count: int, number: int) -> list[int]:
-    """Whose turn it is in a round: the programs from 2 on, another first in each round, and before,
+    """The order of a round: the programs from 2 on, another first in each round, and before,
     between and behind them 0 and 1 in alternation."""
     others = [2 + (i + number) % (count - 2) for i in range(count - 2)]
     order = [0]

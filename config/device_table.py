@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as data: one file a GPU model and version of cuBLASLt.
+"""Device tables hold what was measured on a GPU: one file a GPU model and version of cuBLASLt.
 
 ``devices/`` ships them, and at ``-O3`` an artifact brings one for its own model's shapes, which is
 asked first.  A GPU without a file takes that of the nearest: section by section, as ``PORTABLE``

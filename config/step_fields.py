@@ -13,8 +13,8 @@ from functools import cached_property
 
 
 class Per(StrEnum):
-    """What a field has one value of.  ``BOUNDARY``: of the sequences' ends, with a leading zero.
-    ``TABLE``: of each KV block of each sequence."""
+    """The things of which a field has one value each.  ``BOUNDARY`` are the ends of the sequences,
+    with a leading zero; ``TABLE`` is each KV block of each sequence."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"

@@ -113,7 +113,7 @@ def load_all(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Figure]]:
 
 
 def compare(old: Path, new: Path) -> list[Change]:
-    """What both runs measured, the largest slowdown first.
+    """The figures that both runs have, the largest slowdown first.
 
     Raises:
         UserError: as ``load``; or they measured nothing in common.

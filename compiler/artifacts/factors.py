@@ -68,7 +68,7 @@ def toolchain_factors(device: str) -> dict[str, str]:
 
 
 def measured_factors(device: str) -> dict[str, str]:
-    """What decides what ``-O3`` measures: the tables that are shipped, and the library."""
+    """The shipped tables and the library decide what ``-O3`` measures."""
     factors = {f"devices.{file.name}": _digest(file) for file in sorted(FOLDER.glob("*.json"))}
     if device == "cuda":
         factors["toolchain.cublaslt"] = installed_cublaslt()

@@ -51,7 +51,7 @@ Measure: TypeAlias = Callable[[Weight, int, int], Algorithm | None]
 
 @dataclass
 class Filled:
-    """What a search did.
+    """The outcome of a search.
 
     Attributes:
         algorithms: the entries that it found.
@@ -247,7 +247,7 @@ class Problem:
         return self.plan.run(self.x, weight, self.y, algorithm, *self.scales)
 
     def before(self, i: int) -> Tensor:
-        """What the op runs without the table."""
+        """Run what the op runs without the table."""
         weight = self.weights[i % len(self.weights)]
         x_scale, weight_scale = self.scales or (None, None)
         return _unmeasured(self.x, weight, None, x_scale, weight_scale, torch.bfloat16, None, None)

@@ -23,7 +23,7 @@ from .runtime import load_piece
 PLAN = "plan.json"
 KERNELS = "kernels.json"
 TABLE = "device_table.json"
-"""What ``-O3`` measured, if a shape of the model gained; else there is no such file."""
+"""This file has what ``-O3`` measured; it is missing if no shape of the model gained."""
 
 
 def piece_file(piece: str) -> str:

@@ -1,1 +1,1 @@
-"""What the rooms of the engine exchange.  It imports none of them."""
+"""The messages that the rooms of the engine exchange.  This room imports none of them."""
