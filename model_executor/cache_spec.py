@@ -1,4 +1,4 @@
-"""What each layer keeps of earlier tokens, and which layers share block ids.
+"""Describes what each layer keeps of earlier tokens, and which layers share block ids.
 
 A ``KVCacheSpec`` describes one layer's cache.  Layers of equal spec form groups of equally many
 layers; a group has a block table of its own, and every block id stands for one block in each of its

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import _cublaslt_linear, _device_table
 from ._cuda import load_cuda_library
 from ._device_table import most_rows
-from ._launch import Launch
+from ._launch import Launch, run_launches
 from ._linear_desc import LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
 from ._op import OpDesc
 from .launches import linear as tiled
@@ -211,13 +211,6 @@ def plan_tiled(
     )
 
 
-def _run_tiled(*args: Any) -> Tensor:
-    launches, y = plan_tiled(*args)
-    for launch in launches:
-        launch.run()
-    return y
-
-
 def _library_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if desc.groups > 1 or desc.prologue or desc.add:
         return "multiplies and adds a bias, nothing else"
@@ -291,14 +284,14 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 STREAM = LinearKernel("skinny_linear", _stream_refuses, _stream, fuses=True)
 ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run)
-TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, _run_tiled, plan_tiled)
+TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
 
 KERNELS = (STREAM, ALGORITHM, TILED, LIBRARY)
 """Every kernel in order of preference: the first that does not refuse is chosen."""
 WITHOUT_CSRC = KERNELS[1:]
 UNMEASURED = KERNELS[2:]
-"""What runs where no table names a library algorithm."""
+"""The kernels that are left where no table names a library algorithm."""
 
 
 def plan_epilogue(
@@ -313,11 +306,7 @@ def plan_epilogue(
     return [], y
 
 
-def _run_epilogue(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Tensor:
-    launches, y = plan_epilogue(y, activation, out_scale)
-    for launch in launches:
-        launch.run()
-    return y
+_run_epilogue = run_launches(plan_epilogue)
 
 
 @lru_cache(_CALLS)

@@ -1,4 +1,4 @@
-"""What the frontend and the core exchange: requests and aborts one way, ``StepOutputs`` back."""
+"""The frontend sends the core requests and aborts; the core sends ``StepOutputs`` back."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Finished(Struct, frozen=True):
 
 
 class StepOutputs(Struct, frozen=True):
-    """What a step of the core has brought: tokens, unless none was waited for, the requests that
+    """The outcome of a step of the core: tokens, unless none was waited for, the requests that
     ended, and those that will be computed anew."""
 
     tokens: NewTokens | None
@@ -86,7 +86,7 @@ class CoreStats(Struct, frozen=True):
 
 
 class Core(Protocol):
-    """What the frontend calls, on one thread at a time but for ``check_size``."""
+    """The calls that the frontend makes, on one thread at a time but for ``check_size``."""
 
     def check_size(self, request: AddRequest) -> None:
         """Raises ``UserError`` if the KV cache could never hold the request, or it has a priority

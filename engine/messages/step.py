@@ -1,4 +1,4 @@
-"""What the core and a worker exchange: a ``Batch`` a step to the worker, a ``StepResult`` back.
+"""The core sends a worker a ``Batch`` a step, and the worker sends a ``StepResult`` back.
 
 Rows are the step's sequences.  The worker keeps what it was told of a slot (block tables, sampling
 state) until the slot is released, so that a step brings only what has changed.
@@ -34,7 +34,7 @@ class NewSequence(Struct, frozen=True):
 
 
 class BlockTableUpdate(Struct, frozen=True):
-    """What the block tables of one group gain: ``counts[i]`` blocks at the end of row
+    """The blocks that the block tables of one group gain: ``counts[i]`` blocks at the end of row
     ``rows[i]``'s table; ``block_ids`` has them one behind the other."""
 
     rows: Ints
@@ -104,7 +104,7 @@ class Logprobs(Struct, frozen=True):
 
 
 class StepResult(Struct, frozen=True):
-    """What a step sampled.
+    """The tokens that a step sampled.
 
     Attributes:
         token_ids: [num_seqs * tokens_per_step] the tokens of each row; undefined beyond its

@@ -109,7 +109,7 @@ def outside_calls(
 
 @dataclass
 class _Rows:
-    """What the requests of a batch ask for.
+    """The sampling that the requests of a batch ask for.
 
     ``requests`` [num_seqs] of ``_REQUEST``.  ``draws``: not all of them the likeliest token.
     ``num_logprobs``: the most that one wants, or -1.
@@ -143,7 +143,7 @@ _REQUEST = np.dtype(
     ],
     align=True,
 )
-"""What sampling must know of the request in a slot."""
+"""The facts about the request in a slot that sampling needs."""
 
 
 class Sampler:
@@ -245,7 +245,7 @@ class Sampler:
         return host[:count]
 
     def _rows_of(self, batch: Batch) -> _Rows:
-        """What the batch's requests ask for; known from the last batch if nobody came or went."""
+        """Collect what the requests ask for, or reuse the last rows if nobody came or went."""
         key = (self._num_admitted, batch.slots.tobytes(), batch.num_sampled.tobytes())
         if self._rows is None or self._rows.key != key:
             requests, samples = self._slots[batch.slots], batch.num_sampled > 0

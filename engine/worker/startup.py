@@ -173,7 +173,7 @@ def compile_model(
 
 
 def block_groups(groups: Sequence[LayerGroup]) -> tuple[CacheGroup, ...]:
-    """What the scheduler needs to know of the groups of layers."""
+    """Describe the groups of layers as the scheduler needs them."""
     specs = [group.spec for group in groups]
     return tuple(CacheGroup(spec.window, spec.kind.per_sequence) for spec in specs)
 

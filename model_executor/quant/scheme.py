@@ -19,7 +19,7 @@ KINDS: tuple[QuantKind, ...] = get_args(QuantKind)
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """What a scale covers, of weights [N, K] and of activations [M, K].  Loading, sharding and
+    """Says what a scale covers, of weights [N, K] and of activations [M, K].  Loading, sharding and
     quantizing follow from it.
 
     Attributes:
