@@ -68,4 +68,40 @@ inline int32_t dtype_of(const Tensor& t) {
   return dtype;
 }
 
+inline bool is_aligned(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+}
+
+// Rows of bfloat16 or FP8 that copies of 16 bytes reach.
+inline void check_matrix(const char* op, const Tensor& t, const char* name, ScalarType dtype) {
+  if (t.dim() != 2 || t.scalar_type() != dtype) {
+    fail(op, name, " has shape ", shape_of(t), " and elements of ", t.element_size(),
+         " bytes, expected two dimensions of ",
+         dtype == ScalarType::BFloat16 ? "bfloat16" : "float8_e4m3fn");
+  }
+  const int64_t unit = 16 / t.element_size();
+  const bool rows_apart = t.size(0) > 1;
+  if (t.stride(1) != 1 || (rows_apart && (t.stride(0) % unit != 0 || t.stride(0) < t.size(1))) ||
+      !is_aligned(t)) {
+    fail(op, name, " ", shape_of(t), " has strides [", t.stride(0), ", ", t.stride(1),
+         "], expected rows without gaps inside, a multiple of ", unit,
+         " elements apart, on an address that is a multiple of 16: call .contiguous()");
+  }
+}
+
+inline void check_device(const char* op, const Tensor& t, const char* name, const Tensor& x) {
+  if (!t.is_cuda() || t.get_device_index() != x.get_device_index()) {
+    fail(op, name, " is not on x's device, cuda:", x.get_device_index());
+  }
+}
+
+// Under capture a weight is what it was before the graph and stays so; outside it may be the result
+// of the kernel just launched.
+inline bool is_capturing(const char* op, cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  if (error != cudaSuccess) fail(op, "no capture status: ", cudaGetErrorString(error));
+  return status == cudaStreamCaptureStatusActive;
+}
+
 }  // namespace fusewright

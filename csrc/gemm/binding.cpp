@@ -12,39 +12,8 @@ namespace {
 
 constexpr const char* kLinear = "fw_cuda::skinny_linear";
 constexpr const char* kAddNorm = "fw_cuda::skinny_linear_add_norm_linear";
-
-bool is_aligned(const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0; }
-
-void check_matrix(const char* op, const Tensor& t, const char* name, ScalarType dtype) {
-  if (t.dim() != 2 || t.scalar_type() != dtype) {
-    fail(op, name, " has shape ", shape_of(t), " and elements of ", t.element_size(),
-         " bytes, expected two dimensions of ",
-         dtype == ScalarType::BFloat16 ? "bfloat16" : "float8_e4m3fn");
-  }
-  const int64_t unit = 16 / t.element_size();
-  const bool rows_apart = t.size(0) > 1;
-  if (t.stride(1) != 1 || (rows_apart && (t.stride(0) % unit != 0 || t.stride(0) < t.size(1))) ||
-      !is_aligned(t)) {
-    fail(op, name, " ", shape_of(t), " has strides [", t.stride(0), ", ", t.stride(1),
-         "], expected rows without gaps inside, a multiple of ", unit,
-         " elements apart, on an address that is a multiple of 16: call .contiguous()");
-  }
-}
-
-void check_device(const char* op, const Tensor& t, const char* name, const Tensor& x) {
-  if (!t.is_cuda() || t.get_device_index() != x.get_device_index()) {
-    fail(op, name, " is not on x's device, cuda:", x.get_device_index());
-  }
-}
-
-// Under capture a weight is what it was before the graph and stays so; outside it may be the result
-// of the kernel just launched.
-bool is_capturing(const char* op, cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  if (error != cudaSuccess) fail(op, "no capture status: ", cudaGetErrorString(error));
-  return status == cudaStreamCaptureStatusActive;
-}
+constexpr const char* kAdd = "fw_cuda::skinny_linear_add";
+constexpr const char* kNorm = "fw_cuda::skinny_norm_linear";
 
 // The arguments but for scales, bias and outputs, checked.
 SkinnyLinearArgs describe(const char* op, const Tensor& x, const Tensor& weight, ScalarType dtype,
@@ -123,18 +92,63 @@ Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const T
 }
 
 // The residual and the norm of the add: t is [rows, out_features], or [out_features].
-const __nv_bfloat16* added(const Tensor& t, const char* name, const SkinnyLinearArgs& args,
-                           const Tensor& x, bool matrix) {
-  check_device(kAddNorm, t, name, x);
+const __nv_bfloat16* added(const char* op, const Tensor& t, const char* name,
+                           const SkinnyLinearArgs& args, const Tensor& x, bool matrix) {
+  check_device(op, t, name, x);
   const bool fits = t.dim() == (matrix ? 2 : 1) && t.size(t.dim() - 1) == args.out_features &&
                     (!matrix || t.size(0) == args.num_tokens);
   if (!fits || !t.is_contiguous() || t.scalar_type() != ScalarType::BFloat16) {
     std::ostringstream rows;
     if (matrix) rows << args.num_tokens << ", ";
-    fail(kAddNorm, name, " has shape ", shape_of(t), ", expected a contiguous [", rows.str(),
+    fail(op, name, " has shape ", shape_of(t), ", expected a contiguous [", rows.str(),
          args.out_features, "] of bfloat16");
   }
   return static_cast<const __nv_bfloat16*>(t.data_ptr());
+}
+
+struct Added {
+  Tensor weighted, total, squares;
+};
+
+// x * weight.T + bias + residual, that times the norm's weight, and its sums of squares.
+Added add(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+          const Tensor& residual, const Tensor& norm_weight) {
+  auto args = describe(op, x, weight, ScalarType::BFloat16, Epilogue::kAdd, kMaxNormedTokens);
+  add_bias(op, args, bias, ScalarType::BFloat16, x);
+  args.residual = added(op, residual, "residual", args, x, true);
+  args.norm_weight = added(op, norm_weight, "norm_weight", args, x, false);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor weighted = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
+  const int64_t groups = args.out_features / kNormGroup;
+  const Tensor squares = empty({args.num_tokens, groups}, aoti_torch_dtype_float32(), x);
+  args.weighted = static_cast<__nv_bfloat16*>(weighted.data_ptr());
+  args.squares_out = static_cast<float*>(squares.data_ptr());
+  const Tensor total = run_bf16(op, args, x, weight);
+  return {weighted, total, squares};
+}
+
+// A layer that reads what `add` made, or an op like it: the norm's scale is in sums of squares of
+// kNormGroup columns, or of half as many.
+Tensor norm_linear(const char* op, const Tensor& weighted, const Tensor& squares, double eps,
+                   const Tensor& weight, const std::optional<Tensor>& bias,
+                   const std::optional<std::string>& activation) {
+  auto args = describe(op, weighted, weight, ScalarType::BFloat16, epilogue_of(op, activation));
+  add_bias(op, args, bias, ScalarType::BFloat16, weighted);
+  check_device(op, squares, "squares", weighted);
+  const int64_t most_groups = weighted.size(1) / (kNormGroup / 2);
+  const int64_t groups = squares.dim() == 2 ? squares.size(1) : 0;
+  if (groups == 0 || squares.size(0) != weighted.size(0) ||
+      (groups != most_groups && groups != most_groups / 2) || !squares.is_contiguous() ||
+      squares.scalar_type() != ScalarType::Float) {
+    fail(op, "squares have shape ", shape_of(squares), ", expected a contiguous [",
+         weighted.size(0), ", ", most_groups / 2, "] or [", weighted.size(0), ", ", most_groups,
+         "] of float32");
+  }
+  const torch::stable::accelerator::DeviceGuard guard(weighted.get_device_index());
+  args.squares = static_cast<const float*>(squares.data_ptr());
+  args.num_groups = static_cast<int>(groups);
+  args.eps = static_cast<float>(eps);
+  return run_bf16(op, args, weighted, weight);
 }
 
 // Two layers: (y of the second, the sum of the first and the residual).
@@ -142,24 +156,26 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const Tensor& residual, const Tensor& norm_weight, double eps, const Tensor& next_weight,
     const std::optional<Tensor>& next_bias, const std::optional<std::string>& activation) {
-  auto first =
-      describe(kAddNorm, x, weight, ScalarType::BFloat16, Epilogue::kAdd, kMaxNormedTokens);
-  add_bias(kAddNorm, first, bias, ScalarType::BFloat16, x);
-  first.residual = added(residual, "residual", first, x, true);
-  first.norm_weight = added(norm_weight, "norm_weight", first, x, false);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor weighted = empty({first.num_tokens, first.out_features}, dtype_of(x), x);
-  const Epilogue epilogue = epilogue_of(kAddNorm, activation);
-  auto second = describe(kAddNorm, weighted, next_weight, ScalarType::BFloat16, epilogue);
-  add_bias(kAddNorm, second, next_bias, ScalarType::BFloat16, x);
-  const int64_t groups = first.out_features / kNormGroup;
-  const Tensor squares = empty({first.num_tokens, groups}, aoti_torch_dtype_float32(), x);
-  first.weighted = static_cast<__nv_bfloat16*>(weighted.data_ptr());
-  first.squares_out = static_cast<float*>(squares.data_ptr());
-  const Tensor total = run_bf16(kAddNorm, first, x, weight);
-  second.squares = first.squares_out;
-  second.eps = static_cast<float>(eps);
-  return {run_bf16(kAddNorm, second, weighted, next_weight), total};
+  const Added first = add(kAddNorm, x, weight, bias, residual, norm_weight);
+  return {
+      norm_linear(kAddNorm, first.weighted, first.squares, eps, next_weight, next_bias, activation),
+      first.total};
+}
+
+// Its first layer alone: (the sum times the norm's weight, the sum, its sums of squares).
+std::tuple<Tensor, Tensor, Tensor> skinny_linear_add(const Tensor& x, const Tensor& weight,
+                                                     const std::optional<Tensor>& bias,
+                                                     const Tensor& residual,
+                                                     const Tensor& norm_weight) {
+  const Added made = add(kAdd, x, weight, bias, residual, norm_weight);
+  return {made.weighted, made.total, made.squares};
+}
+
+// Its second layer alone.
+Tensor skinny_norm_linear(const Tensor& weighted, const Tensor& squares, double eps,
+                          const Tensor& weight, const std::optional<Tensor>& bias,
+                          const std::optional<std::string>& activation) {
+  return norm_linear(kNorm, weighted, squares, eps, weight, bias, activation);
 }
 
 void check_scale(const char* op, const Tensor& t, const char* name, const Tensor& x) {
@@ -270,10 +286,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
       "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, float eps, Tensor next_weight, Tensor? next_bias, str? activation) -> "
       "(Tensor, Tensor)");
+  m.def(
+      "skinny_linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
+      "Tensor norm_weight) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "skinny_norm_linear(Tensor weighted, Tensor squares, float eps, Tensor weight, Tensor? bias, "
+      "str? activation=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("skinny_linear", TORCH_BOX(&fusewright::gemm::skinny_linear));
   m.impl("skinny_linear_add_norm_linear",
          TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));
+  m.impl("skinny_linear_add", TORCH_BOX(&fusewright::gemm::skinny_linear_add));
+  m.impl("skinny_norm_linear", TORCH_BOX(&fusewright::gemm::skinny_norm_linear));
 }

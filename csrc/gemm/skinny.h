@@ -49,7 +49,8 @@ struct SkinnyLinearArgs {
                               // not with a gate
   const void* bias;           // [rows] of element, or nullptr
   const float* out_scale;     // of y, which is then FP8; or nullptr
-  const float* squares;       // of a weighted x: [num_tokens, in_features / kNormGroup]; or nullptr
+  const float* squares;       // of a weighted x: [num_tokens, num_groups] sums; or nullptr
+  int num_groups;             // then: a multiple of 4
   float eps;                  // then: added to the mean square
   const __nv_bfloat16* residual;     // add: [num_tokens, out_features], contiguous
   const __nv_bfloat16* norm_weight;  // add: [out_features]

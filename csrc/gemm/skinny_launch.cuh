@@ -9,17 +9,18 @@
 namespace fusewright::gemm {
 
 // Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, lines, line], so that a copy
-// walks each row's four lines before the next row. Outside the matrix they are zero.
+// walks each row's box_lines lines before the next row. Outside the matrix they are zero.
 template <typename Format>
 cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t cols,
-                            int64_t row_stride, int box_rows) {
+                            int64_t row_stride, int box_rows, int box_lines = kConsumerWarps) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
   constexpr cuuint32_t kLine = kLineBytes / Format::kBytes;
   const cuuint64_t sizes[] = {kLine, static_cast<cuuint64_t>(cols / kLine),
                               static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[] = {kLineBytes, static_cast<cuuint64_t>(row_stride) * Format::kBytes};
-  const cuuint32_t box[] = {kLine, kConsumerWarps, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t box[] = {kLine, static_cast<cuuint32_t>(box_lines),
+                            static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1, 1};
   const auto type =
       Format::kBytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;

@@ -315,21 +315,23 @@ __device__ __forceinline__ float finish_sum(const SkinnyLinearArgs& args, uint32
   return args.bias ? total + load_element(args.bias, n, args.element) : total;
 }
 
-// The norm's scale of token threadIdx.x / 8, from its sums of squares; for consumer warps.
-__device__ __forceinline__ float norm_scale(const SkinnyLinearArgs& args) {
-  const int token = threadIdx.x / 8, groups = args.in_features / kNormGroup;
+// The norm's scale of token thread / 8, from its sums of squares [num_tokens, groups]; for complete
+// warps.
+__device__ __forceinline__ float norm_scale(int thread, const float* token_squares, int groups,
+                                            int num_tokens, int in_features, float eps) {
+  const int token = thread / 8;
   float total = 0.0f;
-  if (token < args.num_tokens) {
-    const auto* squares = reinterpret_cast<const float4*>(args.squares + token * groups);
+  if (token < num_tokens) {
+    const auto* squares = reinterpret_cast<const float4*>(token_squares + token * groups);
 #pragma unroll 8
-    for (int i = threadIdx.x % 8; i < groups / 4; i += 8) {
+    for (int i = thread % 8; i < groups / 4; i += 8) {
       const float4 v = squares[i];
       total += (v.x + v.y) + (v.z + v.w);
     }
   }
 #pragma unroll
   for (int other = 4; other; other /= 2) total += __shfl_xor_sync(~0u, total, other);
-  return rsqrtf(total / static_cast<float>(args.in_features) + args.eps);
+  return rsqrtf(total / static_cast<float>(in_features) + eps);
 }
 
 // What a block writes of the outputs of its cluster's tile: items [first, end) of [token][width].
@@ -460,7 +462,10 @@ __global__ void __launch_bounds__(kThreads)
   const float out_scale = T::Format::kScaled && args.out_scale ? *args.out_scale : 1.0f;
   float scale = 1.0f;
   if (threadIdx.x < kConsumers) {
-    if (args.squares) scale = norm_scale(args);
+    if (args.squares) {
+      scale = norm_scale(threadIdx.x, args.squares, args.num_groups, args.num_tokens,
+                         args.in_features, args.eps);
+    }
     consume<T>(shared, share.num_steps, args.num_tokens, sums);
   }
   __syncthreads();  // no warp reads the stages any more

@@ -17,7 +17,7 @@
 // Free of any framework: pointers, strides and a stream. Clusters need sm_90.
 #pragma once
 
-#include "cluster.cuh"
+#include "../common/cluster.cuh"
 #include "keys.cuh"
 #include "sample.h"
 

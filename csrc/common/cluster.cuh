@@ -7,9 +7,9 @@
 
 #include <cstdint>
 
-#include "../common/device.cuh"
+#include "device.cuh"
 
-namespace fusewright::sampling {
+namespace fusewright {
 
 __device__ __forceinline__ int block_rank() {
   uint32_t rank;
@@ -57,6 +57,18 @@ struct Inbox {
         "r"(shared_address(&barrier)), "r"(rank), "l"(value)
         : "memory");
   }
+
+  __device__ void send(float* to, float value, int rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 place, counted;\n\t"
+        "mapa.shared::cluster.u32 place, %0, %2;\n\t"
+        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [place], %3, [counted];\n\t"
+        "}" ::"r"(shared_address(to)),
+        "r"(shared_address(&barrier)), "r"(rank), "f"(value)
+        : "memory");
+  }
 };
 
-}  // namespace fusewright::sampling
+}  // namespace fusewright

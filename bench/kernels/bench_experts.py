@@ -1,0 +1,91 @@
+"""Mixtures of experts, router included, and their layers alone, with balanced and skewed routing.
+
+The rival of a layer is torch's grouped GEMM over rows that it has to gather first.  Weights of all
+experts are made for a work, so they lie in memory and not in L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+
+from .harness import TOKENS, KernelWork, cases, measure, randn
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of one layer of a model, or of a rank's share of it."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B", 2048, 768, 128, 8),
+    Mixture("Mixtral-8x7B", 4096, 14336, 8, 2),
+    Mixture("DeepSeek-V3, 1 of 8", 7168, 256, 256, 8),
+)
+_SKEW = 4.0
+"""Bias of the first expert in units of a mean score; the bias of the others falls as 1 / rank."""
+
+
+def make(mixture: Mixture, skewed: bool, tokens: int, device: torch.device) -> tuple[Any, ...]:
+    """Arguments of ``fused_moe``.  A correction bias draws tokens to few experts."""
+    m, bias = mixture, None
+    if skewed:
+        ranks = torch.arange(1, m.experts + 1, device=device, dtype=torch.float32)
+        bias = _SKEW / (m.experts * ranks)
+    router = randn(m.experts, m.hidden, device=device) * m.hidden**-0.5
+    gate_up = randn(m.experts, 2 * m.intermediate, m.hidden, device=device)
+    down = randn(m.experts, m.hidden, m.intermediate, device=device)
+    x = randn(tokens, m.hidden, device=device)
+    how = (m.top_k, "softmax", True, 1, 1, 1.0, "silu")
+    layers = (gate_up.mul_(m.hidden**-0.5), down.mul_(m.intermediate**-0.5))
+    return x, router, bias, *layers, *[None] * 4, 0, None, None, *how
+
+
+def make_layer(mixture: Mixture, tokens: int, device: torch.device) -> tuple[Any, ...]:
+    """Arguments of ``expert_linear`` for gate and up, each expert as likely as any."""
+    m = mixture
+    ids = torch.rand((tokens, m.experts), device=device).argsort(-1)[:, : m.top_k]
+    weight = randn(m.experts, 2 * m.intermediate, m.hidden, device=device)
+    x = randn(tokens, m.hidden, device=device)
+    topk_ids = ids.to(torch.int32).contiguous()
+    return x, weight.mul_(m.hidden**-0.5), topk_ids, None, None, None, "silu"
+
+
+def grouped_mm(x: Tensor, weight: Tensor, topk_ids: Tensor, *_: Any) -> Tensor:
+    """Gather by expert, torch's grouped GEMM, the activation: rows stay sorted by expert."""
+    of_slot = topk_ids.flatten()
+    order = of_slot.argsort()
+    ends = torch.bincount(of_slot, minlength=weight.shape[0]).cumsum(0).to(torch.int32)
+    rows = x[order // topk_ids.shape[1]]
+    gate, up = torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends).chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def works() -> Iterator[KernelWork]:
+    for mixture in MIXTURES:
+        for tokens in TOKENS:
+            for skewed, kind in ((False, "balanced"), (True, "skewed")):
+                label = f"{mixture.name}, {tokens} tokens, {kind}"
+                yield KernelWork("fused_moe", label, partial(make, mixture, skewed, tokens))
+            label = f"{mixture.name} gate_up, {tokens} tokens"
+            rivals = {"grouped_mm": grouped_mm}
+            made = partial(make_layer, mixture, tokens)
+            yield KernelWork("expert_linear", label, made, {}, rivals)
+
+
+@pytest.mark.parametrize(("work", "contender"), cases(works()))
+def test_experts(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
+    measure(benchmark, work, contender)

@@ -1,0 +1,203 @@
+"""Finds the fastest tile of the experts' GEMMs for each number of tokens, within a time.
+
+``tune`` asks a measure for the candidates that a shape and a number of tokens leave, and keeps one
+only where it beats the tile of the rule; there the rule's own is written down, so that no
+neighbour's serves in its place.  ``ExpertMeasure`` answers on the GPU: both layers of the experts
+behind the sort, in a CUDA graph, their weights in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...config.expert_tables import SHARED_BYTES, ExpertTable, ExpertTile
+from ...ops import KERNELS, Launch, Variant, variants_of
+from ...ops._expert_kernels import MOST_UNSORTED, plan_gemm
+from ...ops._float8 import E4M3
+from ...ops.launches.experts import Tile, sort_by_expert, tile_of
+from ...ops.launches.tiles import cdiv, next_power_of_2
+from .tune import graph_us
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+LEAST_GAIN = 0.02
+_MOST_ACCUMULATORS = 128
+"""Sums that a thread holds; more spill."""
+_CALLS, _GROUP = 6, 8
+
+Measure: TypeAlias = Callable[[int, Sequence[ExpertTile]], list[float]]
+"""(tokens, tiles) -> microseconds of each; infinite for a tile that does not run."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The layer to tune: as a rank holds it."""
+
+    experts: int
+    intermediate: int
+    hidden: int
+    top_k: int
+    kind: str
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.kind == "bfloat16" else 1
+
+
+@dataclass
+class Tuned:
+    """The outcome: the tile of each number of tokens with its time, that of the rule, and numbers
+    of tokens for which no time was left."""
+
+    tiles: dict[int, ExpertTile] = field(default_factory=dict)
+    us: dict[int, float] = field(default_factory=dict)
+    rule_us: dict[int, float] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+
+    def table(self, experts: Experts) -> ExpertTable:
+        shape = (experts.experts, experts.intermediate, experts.kind)
+        return ExpertTable(*shape, tuple(sorted(self.tiles.items())))
+
+
+def rule_tile(experts: Experts, tokens: int) -> ExpertTile:
+    """The tile of the rule for gate and up, as a file has it; down's may have other columns."""
+    counted = 1 if tokens <= MOST_UNSORTED else tokens
+    found: Tile = tile_of(counted, experts.top_k, experts.experts, experts.itemsize, gated=True)
+    return ExpertTile(
+        found.rows, 2 * found.columns, found.depth, found.group, found.warps, found.stages
+    )
+
+
+def candidates(experts: Experts, tokens: int) -> Iterator[ExpertTile]:
+    """The tiles worth measuring: rows for about what an expert gets, and what fits a block."""
+    of_expert = next_power_of_2(cdiv(tokens * experts.top_k, experts.experts))
+    rows = [r for r in (16, 32, 64, 128) if r <= max(16, 2 * of_expert) and 4 * r >= of_expert]
+    rows = rows or [128]
+    rows = rows if tokens > MOST_UNSORTED else [16]
+    depths = (128,) if experts.kind == "fp8 block" else (64, 128, 256)
+    columns = (64, 128) if experts.kind == "fp8 block" else (64, 128, 256)
+    for r, n, k, w, s in product(rows, columns, depths, (4, 8), (2, 3, 4, 5)):
+        tile = ExpertTile(r, n, k, _GROUP, w, s)
+        if tile.shared_bytes(experts.itemsize) > SHARED_BYTES:
+            continue
+        if r * n // (32 * w) > _MOST_ACCUMULATORS or k > experts.hidden:
+            continue
+        if n > 2 * next_power_of_2(experts.intermediate) or (w == 8 and r * n < 8192):
+            continue
+        yield tile
+
+
+def tune(
+    experts: Experts,
+    measure: Measure,
+    *,
+    tokens: Sequence[int] = TOKENS,
+    seconds: float,
+    known: Mapping[int, ExpertTile] | None = None,
+    on_done: Callable[[int, Tuned], None] = lambda tokens, tuned: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuned:
+    """Choose a tile for each number of tokens, until the time is up.
+
+    Args:
+        known: what an interrupted run has found; it is kept, and not measured again.
+        on_done: called after each number of tokens that was measured.
+    """
+    end, tuned = clock() + seconds, Tuned(dict(known or {}))
+    for count in tokens:
+        if count in tuned.tiles:
+            continue
+        if clock() >= end:
+            tuned.skipped.append(count)
+            continue
+        rule = rule_tile(experts, count)
+        tiles = [rule, *(tile for tile in candidates(experts, count) if tile != rule)]
+        times = measure(count, tiles)
+        best = min(range(len(tiles)), key=times.__getitem__)
+        chosen = best if times[best] < times[0] * (1 - LEAST_GAIN) else 0
+        tuned.tiles[count], tuned.us[count] = tiles[chosen], times[chosen]
+        tuned.rule_us[count] = times[0]
+        on_done(count, tuned)
+    return tuned
+
+
+class ExpertMeasure:
+    """Times tiles on the GPU in use, every expert as likely as any."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts, self._device = experts, torch.device("cuda", torch.cuda.current_device())
+        major, minor = torch.cuda.get_device_capability(self._device)
+        self._sm = 10 * major + minor
+        e = experts
+        self._layers = [
+            self._weight(2 * e.intermediate, e.hidden),
+            self._weight(e.hidden, e.intermediate),
+        ]
+
+    def __call__(self, tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        e = self._experts
+        drawn = torch.rand((tokens, e.experts), device=self._device)
+        ids = drawn.argsort(-1)[:, : e.top_k].to(torch.int32).contiguous()
+        inputs = [self._input(tokens, e.hidden), self._input(tokens * e.top_k, e.intermediate)]
+        variants = [variants_of(self._launches(ids, inputs, tile)) for tile in tiles]
+        compiled = self._compile(variants)
+        return [
+            self._time(self._launches(ids, inputs, tile)) if fits else torch.inf
+            for tile, fits in zip(tiles, compiled, strict=True)
+        ]
+
+    def _compile(self, variants: Sequence[set[Variant]]) -> list[bool]:
+        """Which of the sets of variants compile; all at once if they all do."""
+
+        def compiles(these: set[Variant]) -> bool:
+            try:
+                KERNELS.precompile(these, self._sm)
+            except Exception:  # the compiler's errors have no common class
+                return False
+            return True
+
+        return [compiles(set().union(*variants)) or compiles(these) for these in variants]
+
+    def _time(self, launches: list[Launch]) -> float:
+        def run() -> None:
+            for launch in launches:
+                launch.run()
+
+        return graph_us([run], calls=_CALLS)
+
+    def _launches(
+        self, ids: Tensor, inputs: list[tuple[Tensor, Tensor | None]], tile: ExpertTile
+    ) -> list[Launch]:
+        launches: list[Launch] = []
+        by_expert = None
+        if ids.shape[0] > MOST_UNSORTED:
+            launches, by_expert = sort_by_expert(ids, self._experts.experts)
+        for (x, x_scale), (weight, scale), activation in zip(
+            inputs, self._layers, ("silu", None), strict=True
+        ):
+            operands = (x, weight, ids, x_scale, scale, torch.bfloat16, activation)
+            launches += plan_gemm(by_expert, *operands, forced=tile)[0]
+        return launches
+
+    def _weight(self, n: int, k: int) -> tuple[Tensor, Tensor | None]:
+        shape, kind = (self._experts.experts, n, k), self._experts.kind
+        weight = torch.randn(shape, device=self._device, dtype=torch.bfloat16)
+        if kind == "bfloat16":
+            return weight, None
+        scales: tuple[int, ...] = (shape[0], n, 1)
+        if kind == "fp8 block":
+            scales = (shape[0], cdiv(n, 128), cdiv(k, 128))
+        return weight.to(E4M3), torch.ones(scales, device=self._device)
+
+    def _input(self, rows: int, columns: int) -> tuple[Tensor, Any]:
+        x = torch.randn((rows, columns), device=self._device, dtype=torch.bfloat16)
+        if self._experts.kind == "bfloat16":
+            return x, None
+        groups = cdiv(columns, 128) if self._experts.kind == "fp8 block" else 1
+        return x.to(E4M3), torch.ones((groups, rows), device=self._device).t()

@@ -1,0 +1,185 @@
+"""Tuned tiles of the experts' GEMMs, as files in the format that vLLM and SGLang share.
+
+A file is of one GPU model, number of experts, intermediate size and kind of weights, all of which
+are in its name; it holds a tile for each of some numbers of tokens.  ``read_folder`` reads those of
+a folder for one GPU and names those that cannot serve, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+_NAME = re.compile(
+    r"E=(?P<experts>\d+),N=(?P<intermediate>\d+),device_name=(?P<device>[^,]+?)"
+    r"(,dtype=(?P<dtype>\w+))?(,block_shape=\[(?P<block>\d+, ?\d+)\])?\.json"
+)
+_KEYS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
+_RANGES = ((16, 256), (16, 256), (32, 256), (1, 64), (1, 16), (1, 8))
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a block on SM 9.0, the most of the GPUs that these kernels were written for."""
+KINDS = ("bfloat16", "fp8", "fp8 block")
+"""Kinds of weights: 16 bits; FP8 with a scale a tensor or channel; FP8 with one a block of 128."""
+
+
+@dataclass(frozen=True)
+class ExpertTile:
+    """The tile that one program computes: rows of slots by columns of the weight, ``depth`` at a
+    time.  ``group`` row tiles are walked before the next column tile."""
+
+    rows: int
+    columns: int
+    depth: int
+    group: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory that its steps under way take."""
+        return (self.rows + self.columns) * self.depth * itemsize * self.stages
+
+    def to_json(self) -> dict[str, int]:
+        return dict(zip(_KEYS, astuple(self), strict=True))
+
+
+@dataclass(frozen=True)
+class ExpertTable:
+    """One file; ``tiles`` by number of tokens, in order."""
+
+    experts: int
+    intermediate: int
+    kind: str
+    tiles: tuple[tuple[int, ExpertTile], ...]
+
+    @property
+    def shape(self) -> tuple[int, int, str]:
+        """Experts, intermediate size and kind of weights that the table serves."""
+        return self.experts, self.intermediate, self.kind
+
+    def find(self, num_tokens: int) -> ExpertTile:
+        """The tile of the nearest number of tokens; of two as near, of the lower."""
+        return min(self.tiles, key=lambda tile: abs(tile[0] - num_tokens))[1]
+
+    def text(self, triton: str) -> str:
+        """The file's content."""
+        entries = {str(tokens): tile.to_json() for tokens, tile in self.tiles}
+        return json.dumps({"triton_version": triton, **entries}, indent=4) + "\n"
+
+
+def installed_triton() -> str:
+    """Triton's version, without importing it; "" if it is not installed."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def file_name(shape: tuple[int, int, str], gpu: str) -> str:
+    """The name of the file for a shape and a GPU."""
+    experts, intermediate, kind = shape
+    dtype = "" if kind == "bfloat16" else ",dtype=fp8_w8a8"
+    block = ",block_shape=[128,128]" if kind == "fp8 block" else ""
+    device = gpu.replace(" ", "_")
+    return f"E={experts},N={intermediate},device_name={device}{dtype}{block}.json"
+
+
+def parse_table(name: str, text: str, gpu: str, triton: str) -> ExpertTable:
+    """The table of a file for a GPU and a version of Triton.
+
+    Raises:
+        UserError: it cannot serve; says why.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise UserError(f"{name}: expected a name as {file_name((8, 14336, 'bfloat16'), gpu)}")
+    if found["device"] != gpu.replace(" ", "_"):
+        raise UserError(f"{name}: measured on {found['device']}, this is {gpu.replace(' ', '_')}")
+    kind = _kind(name, found["dtype"], found["block"])
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{name}: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{name}: holds no object of tiles by number of tokens")
+    version = content.pop("triton_version", triton)
+    if version != triton:
+        raise UserError(f"{name}: measured with Triton {version}, here is {triton or 'none'}")
+    tiles = [(_tokens(name, key), _tile(name, key, tile, kind)) for key, tile in content.items()]
+    if not tiles:
+        raise UserError(f"{name}: holds no tile")
+    shape = (int(found["experts"]), int(found["intermediate"]), kind)
+    return ExpertTable(*shape, tuple(sorted(tiles, key=lambda tile: tile[0])))
+
+
+def _kind(name: str, dtype: str | None, block: str | None) -> str:
+    if dtype is None and block is None:
+        return "bfloat16"
+    if dtype == "fp8_w8a8" and block is None:
+        return "fp8"
+    if dtype == "fp8_w8a8" and block is not None and block.replace(" ", "") == "128,128":
+        return "fp8 block"
+    raise UserError(f"{name}: weights of dtype {dtype} in blocks of {block}, which no kernel has")
+
+
+def _tokens(name: str, key: str) -> int:
+    if not key.isdecimal() or int(key) < 1:
+        raise UserError(f"{name}: key {key!r}, expected a number of tokens")
+    return int(key)
+
+
+def _tile(name: str, key: str, found: Any, kind: str) -> ExpertTile:
+    if not isinstance(found, Mapping):
+        raise UserError(f"{name}: the tile of {key} tokens is no object")
+    values: list[int] = []
+    for field, (least, most) in zip(_KEYS, _RANGES, strict=True):
+        value: Any = found.get(field)
+        whole = type(value) is int and least <= value <= most
+        if not whole or (field not in ("GROUP_SIZE_M", "num_stages") and value & (value - 1)):
+            raise UserError(
+                f"{name}: {field} of {key} tokens is {value!r}, expected {least} to {most}, "
+                "for tiles and warps a power of two"
+            )
+        values.append(value)
+    tile = ExpertTile(*values)
+    if kind == "fp8 block" and (tile.depth != 128 or tile.columns > 128):
+        raise UserError(f"{name}: the tile of {key} tokens does not fit scales of blocks of 128")
+    if (taken := tile.shared_bytes(2 if kind == "bfloat16" else 1)) > SHARED_BYTES:
+        raise UserError(
+            f"{name}: the tile of {key} tokens takes {taken} bytes of shared memory, at most "
+            f"{SHARED_BYTES}"
+        )
+    return tile
+
+
+def read_folder(
+    folder: Path, gpu: str, triton: str
+) -> tuple[tuple[ExpertTable, ...], dict[str, str]]:
+    """The tables of a folder that serve a GPU and a version of Triton, and why others do not.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    except OSError as error:
+        raise UserError(f"tuned_config_dir={folder}: {error.strerror}; give a folder") from error
+    tables: list[ExpertTable] = []
+    ignored: dict[str, str] = {}
+    for path in paths:
+        try:
+            tables.append(parse_table(path.name, path.read_text(), gpu, triton))
+        except (UserError, OSError, UnicodeDecodeError) as error:
+            ignored[path.name] = str(error)
+    return tuple(tables), ignored
+
+
+def find_table(tables: Iterable[ExpertTable], shape: tuple[int, int, str]) -> ExpertTable | None:
+    """The table for a shape, if there is one."""
+    return next((table for table in tables if table.shape == shape), None)

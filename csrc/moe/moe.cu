@@ -1,0 +1,160 @@
+// Launches of the mixture-of-experts kernels: tensor maps, shared memory, the grid.
+#include <algorithm>
+#include <atomic>
+
+#include "../gemm/skinny_launch.cuh"
+#include "experts.cuh"
+#include "route.cuh"
+
+namespace fusewright::moe {
+namespace {
+
+// Once a device and kernel.
+template <typename Kernel, typename Prepare>
+cudaError_t prepare_once(const Prepare& prepare) {
+  static std::atomic<uint64_t> done{0};
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (done.load() & bit) return cudaSuccess;
+  const cudaError_t error = prepare();
+  if (error == cudaSuccess) done.fetch_or(bit);
+  return error;
+}
+
+template <auto kKernel>
+struct Identity {};
+
+template <auto kKernel>
+cudaError_t allow_shared_memory(int bytes) {
+  return prepare_once<Identity<kKernel>>([&] {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    return cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+  });
+}
+
+template <bool kWide>
+cudaError_t run_route(const RouteArgs& args, int block_experts, int cluster, bool programmatic,
+                      cudaStream_t stream) {
+  constexpr auto kKernel = route_kernel<kWide>;
+  const cudaError_t error = prepare_once<Identity<kKernel>>([&] {
+    return cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  });
+  if (error != cudaSuccess) return error;
+  const int clusters = (args.num_tokens + kMaxTokens - 1) / kMaxTokens;
+  const int warps = kRouteWarps + (args.squares ? kNormWarps : 0);
+  const gemm::LaunchConfig config(clusters * cluster, warps * kWarpSize, 0, cluster, programmatic,
+                                  stream);
+  return cudaLaunchKernelEx(&config.config, kKernel, args, block_experts, cluster);
+}
+
+struct Maps {
+  CUtensorMap weight, x;
+};
+
+template <typename T>
+cudaError_t describe(Maps* maps, const ExpertsArgs& args, int64_t weight_rows, int64_t x_rows) {
+  const cudaError_t error = gemm::describe_matrix<typename T::Operands::Weight>(
+      &maps->weight, args.weight, weight_rows, args.in_features, args.in_features, kTileRows,
+      T::kLines);
+  if (error != cudaSuccess) return error;
+  return gemm::describe_matrix<gemm::Bf16>(&maps->x, args.x, x_rows, args.in_features,
+                                           args.x_row_stride, 1, T::kXLines);
+}
+
+template <typename T, template <typename> typename S>
+constexpr int kSharedBytes = T::kRingBytes + static_cast<int>(sizeof(S<T>));
+
+// Blocks of gate_up a multiprocessor, and the ring of each: what keeps memory busy, and no more, so
+// that down's blocks start beside them.
+struct GateUpPlan {
+  int blocks, lines, stages;
+};
+constexpr GateUpPlan kFewTokens = {2, 8, 3}, kManyTokens = {3, 4, 4};
+
+template <typename W, int kXRows>
+cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t stream) {
+  constexpr GateUpPlan kPlan = kXRows <= 2 ? kFewTokens : kManyTokens;
+  using T = Tile<W, 2 * kTileRows, kXRows, kPlan.lines, kPlan.stages>;
+  Maps maps;
+  cudaError_t error =
+      describe<T>(&maps, args, int64_t{2} * args.num_experts * args.out_features, args.num_tokens);
+  if (error != cudaSuccess) return error;
+  constexpr int kBytes = kSharedBytes<T, GateUpShared>;
+  error = allow_shared_memory<gate_up_kernel<T>>(kBytes);
+  if (error != cudaSuccess) return error;
+  const int most_chosen = std::min(args.num_tokens * args.top_k, args.num_experts);
+  const int blocks =
+      std::min(args.out_features / kTileRows * most_chosen, gemm::kMultiprocessors * kPlan.blocks);
+  const gemm::LaunchConfig config(blocks, T::kThreads, kBytes, 1, programmatic, stream);
+  return cudaLaunchKernelEx(&config.config, gate_up_kernel<T>, maps.weight, maps.x, args);
+}
+
+// Two blocks of down share a multiprocessor; for few tokens, one and gate_up's do.
+template <typename W, int kXRows, int kLines>
+cudaError_t run_down(const ExpertsArgs& args, bool programmatic, cudaStream_t stream) {
+  constexpr int kMaxBytes = (kXRows <= 2 ? 106 : 108) * 1024;
+  using One = Tile<W, kTileRows, kXRows, kLines, 1>;  // what lies beside a ring is the same for all
+  constexpr int kStages = (kMaxBytes - static_cast<int>(sizeof(DownShared<One>))) / One::kRingBytes;
+  using T = Tile<W, kTileRows, kXRows, kLines, kStages>;
+  Maps maps;
+  cudaError_t error =
+      describe<T>(&maps, args, static_cast<int64_t>(args.num_experts) * args.out_features,
+                  static_cast<int64_t>(args.num_tokens) * args.top_k);
+  if (error != cudaSuccess) return error;
+  constexpr int kBytes = kSharedBytes<T, DownShared>;
+  error = allow_shared_memory<down_kernel<T>>(kBytes);
+  if (error != cudaSuccess) return error;
+  const gemm::LaunchConfig config(args.out_features / kTileRows, T::kThreads, kBytes, 1,
+                                  programmatic, stream);
+  return cudaLaunchKernelEx(&config.config, down_kernel<T>, maps.weight, maps.x, args);
+}
+
+// Calls use<weights, rows of x>().
+template <typename Use>
+cudaError_t with_weights(const ExpertsArgs& args, Operands operands, const Use& use) {
+  const auto with = [&]<typename W>() {
+    if (args.num_tokens == 1) return use.template operator()<W, 1>();
+    return args.num_tokens == 2 ? use.template operator()<W, 2>() : use.template operator()<W, 8>();
+  };
+  switch (operands) {
+    case Operands::kBf16:
+      return with.template operator()<Bf16>();
+    case Operands::kFp8Rows:
+      return with.template operator()<Fp8Rows>();
+    default:
+      return with.template operator()<Fp8Blocks>();
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_route(const RouteArgs& args, bool programmatic, cudaStream_t stream) {
+  constexpr int kCluster = 16;  // not portable, but every H100 and H200 runs it
+  const int cluster = args.num_experts <= kCluster / 2 * 8 ? kCluster / 2 : kCluster;
+  const int block_experts = (args.num_experts + cluster - 1) / cluster;
+  const auto run = block_experts > 8 ? run_route<true> : run_route<false>;
+  return run(args, block_experts, cluster, programmatic, stream);
+}
+
+cudaError_t launch_gate_up(const ExpertsArgs& args, Operands operands, bool programmatic,
+                           cudaStream_t stream) {
+  return with_weights(args, operands, [&]<typename W, int kXRows>() {
+    return run_gate_up<W, kXRows>(args, programmatic, stream);
+  });
+}
+
+cudaError_t launch_down(const ExpertsArgs& args, Operands operands, bool programmatic,
+                        cudaStream_t stream) {
+  return with_weights(args, operands, [&]<typename W, int kXRows>() {
+    const int lines = args.in_features * W::Weight::kBytes / gemm::kLineBytes;
+    const bool wide = (lines + 11) / 12 * 12 <= (lines + 7) / 8 * 8;  // what a row fills better
+    return wide ? run_down<W, kXRows, 12>(args, programmatic, stream)
+                : run_down<W, kXRows, 8>(args, programmatic, stream);
+  });
+}
+
+}  // namespace fusewright::moe

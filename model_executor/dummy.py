@@ -1,0 +1,70 @@
+"""Random weights, for measurements and tests that need no checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .experts import ExpertLinear
+from .layers import Linear, RMSNorm, ShardRule, rules_of
+from .parallel import TensorParallelRank
+from .quant.quantize import DUMMY_INPUT_SCALE, quantize_into
+
+
+def fill_dummy(model: nn.Module, dtype: torch.dtype, seed: int, tp: TensorParallelRank) -> None:
+    """Random weights, made on the parameters' device: normal with standard deviation 0.02, norms
+    one.  The same for the same seed, model and kind of device, however many ranks hold it; FP8
+    layers quantize the weights that they would have in the model's ``dtype``."""
+    modules = list(model.modules())
+    norms = {id(m.weight) for m in modules if isinstance(m, RMSNorm)}
+    quantized = {
+        id(m.weight): m for m in modules if isinstance(m, Linear | ExpertLinear) and m.quant
+    }
+    rules = {
+        id(getattr(m, kind, None)): rule for m in modules for kind, rule in rules_of(m).items()
+    }
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if id(param) in norms:
+                param.fill_(1.0)
+                continue
+            linear, rule = quantized.get(id(param)), rules[id(param)]
+            if linear is None and tp.world == 1:
+                param.normal_(0.0, 0.02, generator=generator)
+                continue
+            whole = torch.empty(_whole_shape(param, rule), dtype=dtype, device=device)
+            weight = _slice(whole.normal_(0.0, 0.02, generator=generator), rule, tp)
+            if linear is None:
+                param.copy_(weight)
+            else:
+                quantize_into(linear, weight)
+        for linear in quantized.values():
+            if linear.quant and linear.quant.static:
+                linear.input_scale.fill_(DUMMY_INPUT_SCALE)
+
+
+def _dim(param: Tensor, rule: ShardRule) -> int:
+    """The dimension along which a parameter is split; weights of experts have one more in front."""
+    return rule.dim + (param.dim() == 3)
+
+
+def _whole_shape(param: Tensor, rule: ShardRule) -> list[int]:
+    shape = list(param.shape)
+    shape[_dim(param, rule)] = rule.local_size(1)
+    return shape
+
+
+def _slice(whole: Tensor, rule: ShardRule, tp: TensorParallelRank) -> Tensor:
+    """A rank's slices of a parameter that one rank would hold whole."""
+    if tp.world == 1:
+        return whole
+    dim = _dim(whole, rule)
+    starts = [rule.place(part.name, 0, 1).dest_start for part in rule.parts]
+    places = [rule.place(part.name, tp.rank, tp.world) for part in rule.parts]
+    parts = [
+        whole.narrow(dim, start + place.source_start, place.length)
+        for start, place in zip(starts, places, strict=True)
+    ]
+    return torch.cat(parts, dim=dim)

@@ -1,0 +1,77 @@
+"""A linear layer with a weight for each expert, in one parameter, and how it is loaded.
+
+Checkpoints hold a tensor an expert; each is copied into its share of the parameter, by the rules of
+the dense layer that it would be.  Nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .layers import Linear, ShardRule
+from .quant.scheme import QuantFormat
+
+
+@dataclass(frozen=True)
+class OneExpert:
+    """One expert's share of a layer, as a ``Linear`` has it."""
+
+    quant: QuantFormat | None
+    weight: Tensor
+    weight_scale: Tensor
+    rules: dict[str, ShardRule]
+
+
+class ExpertLinear(nn.Module):
+    """``x @ weight[expert].T`` for each choice of a token, without a bias.
+
+    With ``quant`` weights are FP8 and x is quantized before the matmul, as in ``Linear``; a static
+    ``input_scale`` is that of all experts.
+    """
+
+    weight_scale: Tensor
+    input_scale: Tensor
+
+    def __init__(self, num_experts: int, one: Linear) -> None:
+        """As many experts as ``num_experts``, each of which is like ``one``."""
+        super().__init__()
+        self.num_experts, self.quant, self.rules = num_experts, one.quant, one.rules
+        shape = (num_experts, *one.weight.shape)
+        weight = torch.empty(shape, dtype=one.weight.dtype, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        if one.quant is not None:
+            self.register_buffer("weight_scale", torch.zeros(num_experts, *one.weight_scale.shape))
+            if one.quant.static:
+                self.register_buffer("input_scale", torch.zeros(1, 1))
+
+    def forward(self, x: Tensor, topk_ids: Tensor) -> Tensor:
+        """[num_tokens, in_features], or a row for each choice -> [num_tokens * top_k,
+        out_features]."""
+        if self.quant is None:
+            return ops.expert_linear(x, self.weight, topk_ids)
+        if self.quant.static:
+            quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
+        else:
+            quantized, scale = ops.quant_fp8_dynamic(x, self.quant.columns)
+        return ops.expert_linear(
+            quantized, self.weight, topk_ids, scale, self.weight_scale, x.dtype
+        )
+
+    def expert(self, number: int) -> OneExpert:
+        """The share of one expert; writing to its tensors writes to the layer's."""
+        scale = self.weight_scale[number] if self.quant else self.weight
+        return OneExpert(self.quant, self.weight[number], scale, self.rules)
+
+
+def expert_shares(model: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """Every expert's share of the tensors ``kind`` ("weight" or "weight_scale"), by names such as
+    ``layers.0.mlp.experts.down.weight[3]``."""
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertLinear) and (kind == "weight" or module.quant):
+            shares = getattr(module, kind).unbind(0)
+            yield from ((f"{name}.{kind}[{i}]", share) for i, share in enumerate(shares))

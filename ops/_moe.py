@@ -1,0 +1,187 @@
+"""A mixture of experts as data, and the launches that compute it behind the router's layer.
+
+``Call`` has the arguments of ``fused_moe`` and those of the ops that it consists of.  What is
+planned here serves that op, and ``linear_add_norm_moe``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _expert_kernels as kernels
+from ._expert_kernels import describe_experts
+from ._float8 import E4M3
+from ._launch import Launch
+from ._op import Cost, TensorDesc
+from .launches import experts as plans
+from .launches import route as route_plans
+from .launches.quant import quantize as plan_quantize
+from .route import check as check_route
+from .route import routing
+
+
+class Call(NamedTuple):
+    """The arguments of a call, and those of the ops that it consists of."""
+
+    x: Any
+    router_weight: Any
+    correction_bias: Any
+    gate_up: Any
+    down: Any
+    gate_up_scale: Any
+    down_scale: Any
+    gate_up_input_scale: Any
+    down_input_scale: Any
+    group_size: Any
+    shared: Any
+    shared_gate: Any
+    top_k: Any
+    scoring: Any
+    renormalize: Any
+    num_groups: Any
+    topk_groups: Any
+    scaling: Any
+    activation: Any
+
+    @property
+    def num_experts(self) -> Any:
+        return self.gate_up.shape[0]
+
+    def scheme(self, input_scale: Any) -> Any:
+        """How an input is quantized: by a scale, or in groups of a size; None: not at all."""
+        if self.gate_up_scale is None:
+            return None
+        return self.group_size if input_scale is None else input_scale
+
+    def routed(self, logits: Any) -> tuple[Any, ...]:
+        """The arguments of ``route``."""
+        return logits, self.correction_bias, *self[12:18]
+
+    def first(self, x: tuple[Any, ...], ids: Any) -> tuple[Any, ...]:
+        """The arguments of ``expert_linear`` for gate and up; ``x`` as ``finish`` makes it."""
+        scale = self._scale(x, self.gate_up_input_scale)
+        dtype = None if scale is None else self.x.dtype
+        return x[0], self.gate_up, ids, scale, self.gate_up_scale, dtype, self.activation
+
+    def second(self, h: tuple[Any, ...], ids: Any) -> tuple[Any, ...]:
+        """The arguments of ``expert_linear`` for down."""
+        scale = self._scale(h, self.down_input_scale)
+        dtype = None if scale is None else self.x.dtype
+        return h[0], self.down, ids, scale, self.down_scale, dtype, None
+
+    def _scale(self, made: tuple[Any, ...], input_scale: Any) -> Any:
+        if self.gate_up_scale is None:
+            return None
+        return made[1] if len(made) > 1 else input_scale
+
+
+def check(call: Call) -> None:
+    """Raises ValueError: shapes, dtypes or attributes do not fit; names what was expected."""
+    x, experts = call.x, call.num_experts
+    if len(x.shape) != 2 or tuple(call.router_weight.shape) != (experts, x.shape[1]):
+        raise ValueError(
+            f"fused_moe: x is {[*x.shape]} and router_weight {[*call.router_weight.shape]}, "
+            f"expected [num_tokens, hidden] and [{experts}, hidden]"
+        )
+    logits = TensorDesc(x.dtype, (x.shape[0], experts))
+    check_route(logits, call.correction_bias, routing(call.routed(logits)))
+    ids = TensorDesc(torch.int32, (x.shape[0], call.top_k))
+    slots = x.shape[0] * call.top_k
+    h = TensorDesc(x.dtype, (slots, call.gate_up.shape[1] // 2))
+    first = describe_experts(*call.first(_described(x, call.scheme(call.gate_up_input_scale)), ids))
+    second = describe_experts(*call.second(_described(h, call.scheme(call.down_input_scale)), ids))
+    if (second.out_features, second.groups) != (first.in_features, first.groups):
+        raise ValueError(
+            f"fused_moe: gate_up is {[*call.gate_up.shape]} and down {[*call.down.shape]}, "
+            "expected [num_experts, 2 * intermediate, hidden] and [num_experts, hidden, "
+            "intermediate]"
+        )
+
+
+def _described(x: Any, scheme: Any) -> tuple[Any, ...]:
+    """What ``finish`` makes of x, described."""
+    if scheme is None:
+        return (x,)
+    rows, columns = x.shape
+    q = TensorDesc(E4M3, (rows, columns))
+    if not isinstance(scheme, int):
+        return (q,)
+    return q, TensorDesc(torch.float32, (rows, columns // scheme if scheme else 1))
+
+
+def plan_quantized(x: Tensor, scheme: Any) -> tuple[list[Launch], tuple[Tensor, ...]]:
+    """``finish`` by kernels."""
+    if scheme is None:
+        return [], (x,)
+    return plan_quantize(x, scheme)
+
+
+class Planned(NamedTuple):
+    """What is launched behind the router's layer up to the sum, and what the sum is of."""
+
+    launches: list[Launch]
+    y: Tensor
+    topk_weights: Tensor
+
+
+def _plan_layers(call: Call, logits: Tensor) -> Planned:
+    """Choice, sort for many tokens, and both layers of the experts."""
+    launches, (topk_weights, ids) = route_plans.route(
+        logits,
+        call.correction_bias,
+        top_k=call.top_k,
+        scoring=call.scoring,
+        renormalize=call.renormalize,
+        num_groups=call.num_groups,
+        topk_groups=call.topk_groups,
+        scaling=call.scaling,
+    )
+    by_expert = None
+    if call.x.shape[0] > kernels.MOST_UNSORTED:
+        more, by_expert = plans.sort_by_expert(ids, call.num_experts)
+        launches += more
+    more, first = plan_quantized(call.x, call.scheme(call.gate_up_input_scale))
+    launches += more
+    more, h = kernels.plan_gemm(by_expert, *call.first(first, ids))
+    launches += more
+    more, second = plan_quantized(h, call.scheme(call.down_input_scale))
+    launches += more
+    more, y = kernels.plan_gemm(by_expert, *call.second(second, ids))
+    return Planned([*launches, *more], y, topk_weights)
+
+
+def plan_experts(call: Call, logits: Tensor) -> tuple[list[Launch], Tensor]:
+    """The launches behind the router's layer, and the experts' sum."""
+    made = _plan_layers(call, logits)
+    more, out = plans.combine(made.y, made.topk_weights, call.shared, call.shared_gate, None)
+    return [*made.launches, *more], out
+
+
+def plan_experts_and_norm(
+    call: Call, logits: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    """The same, and (the norm of the sum with a residual, that sum), by the kernel that adds."""
+    made = _plan_layers(call, logits)
+    beside = (call.shared, call.shared_gate, residual)
+    more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm_weight, eps)
+    return [*made.launches, *more], results
+
+
+def kernel_names(launches: list[Launch]) -> tuple[str, ...]:
+    return tuple(launch.kernel.partition(":")[2] for launch in launches)
+
+
+def cost_of_call(call: Call) -> Cost:
+    """The cost of the experts, their router among them."""
+    slots = call.x.shape[0] * call.top_k
+    held = [t for t in call[3:7] if t is not None]
+    share = kernels.most_chosen(slots, call.num_experts)
+    beside = (call.router_weight, *call[2:3], *call[7:9], *call[10:12])
+    read = call.x.nbytes + sum(t.nbytes for t in beside if t is not None)
+    read += share * sum(t.nbytes for t in held) / call.num_experts
+    inner, hidden = call.gate_up.shape[1] // 2, call.x.shape[1]
+    flops = 2 * call.x.numel * call.num_experts + 2 * slots * 3 * inner * hidden
+    return Cost(bytes=read + call.x.nbytes, flops=flops + slots * (5 * inner + 2 * hidden))

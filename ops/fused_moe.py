@@ -1,0 +1,267 @@
+"""``fused_moe`` is a whole mixture of experts: router, choice, both layers of experts, their sum.
+
+It is one op because what lies between its GEMMs depends on the number of tokens, which is known
+only when a program runs.  With few tokens each choice reads its expert's weights by itself; with
+many, slots are sorted by expert once, and that index serves both layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._float8 import E4M3
+from ._launch import Launch
+from ._linear_kernels import Target
+from ._moe import Call, check, cost_of_call, kernel_names, plan_experts
+from ._moe_cuda import STREAMED, down, route_and_gate_up, streams, why_not_streamed
+from ._op import (
+    Case,
+    Cost,
+    Implementation,
+    OpDesc,
+    SemanticOp,
+    Tolerance,
+    definition,
+    dispatched,
+)
+from .combine_experts import OP as COMBINE_EXPERTS
+from .expert_linear import OP as EXPERT_LINEAR
+from .launches import experts as plans
+from .launches import route as route_plans
+from .linear import GATED
+from .linear import OP as LINEAR
+from .quantize import finish, refuses_device
+from .route import OP as ROUTE
+
+
+@dispatched
+def fused_moe(
+    x: Tensor,
+    router_weight: Tensor,
+    correction_bias: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    gate_up_input_scale: Tensor | None,
+    down_input_scale: Tensor | None,
+    group_size: int,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    scaling: float,
+    activation: str,
+) -> Tensor:
+    """Router, ``route``, two ``expert_linear`` and ``combine_experts``, rounded as in turn.
+
+    Args:
+        x: [num_tokens, hidden], floating point.
+        router_weight: [num_experts, hidden], same dtype.
+        correction_bias: as of ``route``.
+        gate_up, down: [num_experts, 2 * intermediate, hidden] and [num_experts, hidden,
+            intermediate], same dtype; or float8_e4m3fn, then their inputs are quantized first.
+        gate_up_scale, down_scale: of FP8: as of ``expert_linear``.
+        gate_up_input_scale, down_input_scale: [1, 1] float32, by which inputs are quantized; None:
+            by scales found in them, for groups of ``group_size``, 0 for whole rows.
+        shared, shared_gate: as of ``combine_experts``.
+        top_k, scoring, renormalize, num_groups, topk_groups, scaling: as of ``route``.
+        activation: "silu" or "gelu_tanh".
+
+    Returns:
+        [num_tokens, hidden] in x's dtype, contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or attributes are not these.
+    """
+    call = Call(
+        *(x, router_weight, correction_bias, gate_up, down, gate_up_scale, down_scale),
+        *(gate_up_input_scale, down_input_scale, group_size, shared, shared_gate, top_k, scoring),
+        *(renormalize, num_groups, topk_groups, scaling, activation),
+    )
+    topk_weights, ids = ROUTE.reference(*call.routed(LINEAR.reference(x, router_weight)))
+    first = finish(x, call.scheme(call.gate_up_input_scale))
+    h = EXPERT_LINEAR.reference(*call.first(first, ids))
+    y = EXPERT_LINEAR.reference(*call.second(finish(h, call.scheme(call.down_input_scale)), ids))
+    result: Tensor = COMBINE_EXPERTS.reference(y, topk_weights, shared, shared_gate)
+    return result
+
+
+_reference = definition(fused_moe)
+
+
+def _fake(*args: Any) -> Tensor:
+    call = Call(*args)
+    check(call)
+    result: Tensor = call.x.new_empty(call.x.shape)
+    return result
+
+
+def _cuda(*args: Any) -> Tensor:
+    """Three kernels of csrc for few tokens, else Triton's."""
+    call = Call(*args)
+    if not streams(call):
+        return _triton(*args)
+    x = call.x if call.x.is_contiguous() and call.x.data_ptr() % 16 == 0 else call.x.clone()
+    shared = None if call.shared is None else call.shared.contiguous()
+    call = call._replace(x=x.contiguous(), shared=shared)
+    return down(call, route_and_gate_up(call))
+
+
+def _triton(*args: Any) -> Tensor:
+    call = Call(*args)
+    launches, out = plan_experts(call, torch.nn.functional.linear(call.x, call.router_weight))
+    for launch in launches:
+        launch.run()
+    return out
+
+
+def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
+    """The launches that must be compiled: all but the router's GEMM."""
+    call = Call(*args)
+    check(call)
+    return plan_experts(call, call.x.new_empty((call.x.shape[0], call.num_experts)))
+
+
+def _runs(*args: Any) -> tuple[str, ...]:
+    return "cuBLAS", *kernel_names(_launches(*args)[0])
+
+
+def _cuda_runs(*args: Any) -> tuple[str, ...]:
+    return STREAMED if streams(Call(*args)) else _runs(*args)
+
+
+def _cuda_supports(desc: OpDesc) -> str:
+    call = Call(*(value for _, value in desc.args))
+    return supports(desc) or why_not_streamed(call, 1, Target.of(desc))
+
+
+def supports(desc: OpDesc) -> str:
+    """Why the Triton kernels do not serve a call, or nothing."""
+    return supports_call(Call(*(value for _, value in desc.args)), desc)
+
+
+def supports_call(call: Call, desc: OpDesc) -> str:
+    """The same of a call that is a part of ``desc``."""
+    try:
+        check(call)
+    except ValueError as error:
+        return str(error)
+    if call.gate_up_scale is not None and (reason := refuses_device(desc)):
+        return reason
+    if call.num_experts > plans.MOST_EXPERTS:
+        return f"{call.num_experts} experts > {plans.MOST_EXPERTS}: their offsets are one tile"
+    return route_plans.too_many(call.num_experts)
+
+
+def moe_args(
+    dtype: torch.dtype,
+    device: torch.device,
+    gen: torch.Generator,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    *,
+    fp8: str = "",
+    shared: bool = False,
+    biased: bool = False,
+    routing: tuple[Any, ...] = ("softmax", True, 1, 1, 1.0),
+    activation: str = "silu",
+) -> tuple[Any, ...]:
+    """Arguments of a call; router logits are far enough apart that no rounding changes a choice."""
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen, device=device)
+
+    # Each token points along a few router rows, which are orthogonal.
+    router = torch.linalg.qr(randn(hidden, hidden))[0][:experts]
+    order = torch.rand((tokens, experts), generator=gen, device=device).argsort(-1)
+    x = (order * (4.0 / experts)) @ router + randn(tokens, hidden) * 1e-3
+    bias = torch.zeros(experts, device=device) if biased else None
+    scales: list[Tensor | None] = [None] * 4
+    weights = [randn(experts, 2 * inner, hidden) * hidden**-0.5]
+    weights += [randn(experts, hidden, inner) * inner**-0.5]
+    group_size = 0
+    if fp8:
+        group_size = 128 if fp8 == "block" else 0
+        for index, weight in enumerate(weights):
+            n, k = weight.shape[1:]
+            shape = {"tensor": (1, 1), "token": (n, 1), "block": (-(-n // 128), -(-k // 128))}[fp8]
+            scales[index] = 0.01 + torch.rand((experts, *shape), generator=gen, device=device) / 99
+            weights[index] = (weight * 60).clamp(-448, 448).to(E4M3)
+            if fp8 == "tensor":
+                scales[2 + index] = torch.full((1, 1), 0.02, device=device)
+    else:
+        weights = [weight.to(dtype) for weight in weights]
+    widths = (hidden, 1) if shared else ()
+    beside: list[Tensor | None] = [randn(tokens, width).to(dtype) for width in widths]
+    beside = beside or [None, None]
+    return (
+        *(x.to(dtype), router.to(dtype).contiguous(), bias, *weights, *scales, group_size),
+        *(*beside, top_k, *routing, activation),
+    )
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    def call(label: str, *sizes: int, **given: Any) -> Case:
+        tolerances = _FP8 if given.get("fp8") else None
+        return Case(label, moe_args(dtype, device, gen, *sizes, **given), tolerances)
+
+    yield call("one token", 1, 4, 2, 64, 32)
+    yield call("few tokens, shared", 3, 8, 2, 48, 40, shared=True)
+    yield call("sorted", 11, 6, 3, 64, 48, activation="gelu_tanh")
+    grouped = ("sigmoid", True, 4, 2, 2.5)
+    yield call("groups and a bias, sorted", 9, 16, 3, 64, 32, biased=True, routing=grouped)
+    yield call("no tokens", 0, 4, 2, 32, 16)
+    yield call("FP8 token", 10, 4, 2, 64, 32, fp8="token")
+    yield call("FP8 tensor", 2, 4, 2, 64, 32, fp8="tensor")
+    yield call("FP8 block", 9, 3, 2, 128, 128, fp8="block")
+    if device.type == "cuda":  # too large to interpret
+        for tokens in (1, 8, 64, 600):
+            yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 1024, 384)
+
+
+_FP8 = {
+    # h is quantized between the layers: what differs by a rounding may become the next FP8 value.
+    torch.float32: Tolerance(3e-2, 3e-2),
+    torch.bfloat16: Tolerance(6e-2, 6e-2),
+    torch.float16: Tolerance(3e-2, 3e-2),
+}
+
+
+def _cost(desc: OpDesc) -> Cost:
+    return cost_of_call(Call(*(value for _, value in desc.args)))
+
+
+OP = SemanticOp(
+    name="fused_moe",
+    reference=_reference,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    implementations=(
+        Implementation(
+            "cuda",
+            _cuda,
+            _cuda_supports,
+            devices=("cuda",),
+            launches=_launches,
+            opt_in=True,
+            runs=_cuda_runs,
+        ),
+        Implementation(
+            "triton", _triton, supports, devices=("cuda",), launches=_launches, runs=_runs
+        ),
+        Implementation("native", _reference, on_host=True),
+    ),
+    tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},
+)

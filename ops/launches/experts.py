@@ -1,0 +1,237 @@
+"""Describes the launches of the experts: sort, GEMMs over gathered rows, and their sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...config.expert_tables import ExpertTile
+from .._launch import Launch
+from .tiles import cdiv, next_power_of_2
+
+MOST_EXPERTS = 1024
+_GROUP_M = 8
+_SORT_BLOCK = 2048
+# Above so many tokens tiles are the same: no other variants are compiled (representative_sizes).
+_MOST_TOKENS = 2048
+# Fewer rows are the second operand of a matrix instruction, whose first has 64.
+_LEAST_UNSWAPPED = 64
+
+
+class Sorted(NamedTuple):
+    """Slots by expert: ``order`` [num_slots] int32, and where each expert's begin, ``offsets``
+    [num_experts + 1] int32."""
+
+    order: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tile that a program computes; ``swapped``: the weight is the tensor core's first operand,
+    of which less idles for few rows.  ``group`` row tiles are walked before the next column tile,
+    so that weight tiles stay in L2."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+    swapped: bool = False
+    group: int = _GROUP_M
+
+
+def counted_tokens(num_tokens: int) -> int:
+    """The number of tokens that a tile is chosen by: the next power of two, up to a limit."""
+    return min(next_power_of_2(max(num_tokens, 1)), _MOST_TOKENS)
+
+
+def tuned_tile(tile: ExpertTile, *, gated: bool) -> Tile:
+    """A tuned tile, whose columns count gate and up."""
+    columns = tile.columns // 2 if gated else tile.columns
+    return Tile(
+        tile.rows,
+        columns,
+        tile.depth,
+        warps=tile.warps,
+        stages=tile.stages,
+        swapped=tile.rows < _LEAST_UNSWAPPED,
+        group=tile.group,
+    )
+
+
+def tile_of(num_tokens: int, top_k: int, num_experts: int, itemsize: int, *, gated: bool) -> Tile:
+    """The tile for so many tokens, by the next power of two: rows for about what an expert has."""
+    of_expert = counted_tokens(num_tokens) * top_k / num_experts
+    if itemsize > 2:  # float32 runs on the plain cores: keep its tiles in registers
+        return Tile(16 if of_expert <= 16 else 32, 32, 32)
+    depth = 128 if itemsize == 1 else 64
+    if of_expert <= 8:
+        return Tile(16, 64, 128, stages=3 if gated else 4, swapped=True)
+    if of_expert <= 24:
+        return Tile(32, 64, 128, stages=3, swapped=True)
+    if of_expert <= 96:
+        return Tile(64, 64 if gated else 128, depth, stages=4)
+    return Tile(128, 64 if gated else 128, depth, warps=8, stages=4)
+
+
+def invariant_tile(itemsize: int) -> Tile:
+    """One tile for any number of tokens: a row's sums run in the same order whatever the others
+    are."""
+    return Tile(16, 32, 32) if itemsize > 2 else Tile(64, 64, 64)
+
+
+def sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[list[Launch], Sorted]:
+    """One launch; nothing is read on the host."""
+    num_slots = topk_ids.numel()
+    order = torch.empty(num_slots, dtype=torch.int32, device=topk_ids.device)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    block = min(max(next_power_of_2(num_slots), 128), _SORT_BLOCK)
+    launch = Launch(
+        kernel="experts:_sort_by_expert_kernel",
+        grid=(num_experts,),
+        args={
+            "ids_ptr": topk_ids.contiguous(),
+            "order_ptr": order,
+            "offsets_ptr": offsets,
+            "num_slots": num_slots,
+        },
+        constexprs={"BLOCK": block},
+        num_warps=4,
+        dynamic=("num_slots",),
+    )
+    return [launch], Sorted(order, offsets)
+
+
+def expert_linear(
+    scheme: str,
+    x: Tensor,
+    weight: Tensor,
+    topk_ids: Tensor,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype,
+    activation: str | None,
+    by_expert: Sorted | None,
+    tile: Tile,
+) -> tuple[list[Launch], Tensor]:
+    """The GEMM alone.  ``scheme``: "none", "tensor", "token" or "block", which the scales are of.
+    ``by_expert``: the sorted slots; None: a tile is one slot."""
+    num_experts, rows, k = weight.shape
+    n = rows if activation is None else rows // 2
+    x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
+    weight = weight if weight.stride(2) == 1 or k == 1 else weight.contiguous()
+    num_slots = topk_ids.numel()
+    out = torch.empty((num_slots, n), dtype=out_dtype, device=x.device)
+    tiles_m = num_slots
+    if by_expert is not None:
+        tiles_m = min(num_slots, num_slots // tile.rows + num_experts)
+    scales = None if weight_scale is None else weight_scale.contiguous()
+    launch = Launch(
+        kernel="experts:_expert_linear_kernel",
+        grid=(tiles_m * cdiv(n, tile.columns),),
+        args={
+            "x_ptr": x,
+            "x_scale_ptr": x_scale,
+            "weight_ptr": weight,
+            "weight_scale_ptr": scales,
+            "ids_ptr": topk_ids.contiguous() if by_expert is None else None,
+            "order_ptr": None if by_expert is None else by_expert.order,
+            "offsets_ptr": None if by_expert is None else by_expert.offsets,
+            "out_ptr": out,
+            "tiles_m": tiles_m,
+            "N": n,
+            "K": k,
+            "x_stride": x.stride(0),
+            # The stride of a single row is arbitrary: pass 1, as if there were more rows.
+            "x_scale_row": 1 if x_scale is None or x.shape[0] == 1 else x_scale.stride(0),
+            "x_scale_group": 1 if x_scale is None else x_scale.stride(1),
+            "expert_stride": weight.stride(0),
+            "weight_stride": weight.stride(1),
+            "expert_scales": 1 if scales is None else scales.stride(0),
+            "scales_row": 1 if scales is None else scales.stride(1),
+        },
+        constexprs={
+            "SLOTS_A_ROW": topk_ids.shape[1] if x.shape[0] == topk_ids.shape[0] else 1,
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_BLOCK": next_power_of_2(num_experts),
+            "SCHEME": scheme,
+            "ACTIVATION": activation,
+            "SWAPPED": tile.swapped,
+            "WHOLE_STEPS": k % tile.depth == 0,
+            "GROUP_M": tile.group,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        dynamic=("tiles_m", "x_scale_group", "x_scale_row"),
+    )
+    return [launch], out
+
+
+def combine(
+    y: Tensor,
+    topk_weights: Tensor,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[list[Launch], Tensor]:
+    num_tokens, top_k = topk_weights.shape
+    hidden = y.shape[1]
+    y = y if y.stride(1) == 1 or hidden == 1 else y.contiguous()
+    shared, residual = (
+        t if t is None or t.stride(1) == 1 or hidden == 1 else t.contiguous()
+        for t in (shared, residual)
+    )
+    out = torch.empty((num_tokens, hidden), dtype=y.dtype, device=y.device)
+    block = min(next_power_of_2(max(hidden, 1)), 1024)
+    parts = cdiv(hidden, block)
+    launch = Launch(
+        kernel="experts:_combine_experts_kernel",
+        grid=(num_tokens * parts,),
+        args={
+            "y_ptr": y,
+            "weights_ptr": topk_weights.contiguous(),
+            "shared_ptr": shared,
+            "gate_ptr": shared_gate,
+            "residual_ptr": residual,
+            "out_ptr": out,
+            "hidden": hidden,
+            "y_stride": y.stride(0),
+            "shared_stride": None if shared is None else shared.stride(0),
+            "gate_stride": None if shared_gate is None else shared_gate.stride(0),
+            "residual_stride": None if residual is None else residual.stride(0),
+        },
+        constexprs={"TOP_K": top_k, "PARTS": parts, "BLOCK": block},
+        num_warps=max(block // 256, 1),
+    )
+    return [launch], out
+
+
+def combine_add_norm(
+    y: Tensor,
+    topk_weights: Tensor,
+    shared: Tensor | None,
+    shared_gate: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    """``combine`` and ``add_rms_norm`` in one kernel, a program a token."""
+    (launch,), total = combine(y, topk_weights, shared, shared_gate, residual)
+    hidden = total.shape[1]
+    normed, block = torch.empty_like(total), next_power_of_2(hidden)
+    fused = replace(
+        launch,
+        kernel="experts:_combine_add_norm_kernel",
+        grid=(total.shape[0],),
+        args={**launch.args, "norm_weight_ptr": norm_weight, "normed_ptr": normed, "eps": eps},
+        constexprs={"TOP_K": topk_weights.shape[1], "BLOCK": block},
+        num_warps=min(max(block // 512, 1), 16),
+    )
+    return [fused], (normed, total)

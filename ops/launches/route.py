@@ -1,0 +1,62 @@
+"""Describes the launch of the router's choice of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._launch import Launch
+from .tiles import next_power_of_2
+
+_MOST_EXPERTS = 1024
+
+
+def too_many(num_experts: int) -> str:
+    """Why the kernel does not hold so many experts, or nothing."""
+    if num_experts <= _MOST_EXPERTS:
+        return ""
+    return f"{num_experts} experts > {_MOST_EXPERTS}: those of a token are one tile"
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    scaling: float,
+) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    num_tokens, num_experts = logits.shape
+    logits = logits if logits.stride(1) == 1 or num_experts == 1 else logits.contiguous()
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+    size = num_experts // num_groups
+    tile = next_power_of_2(num_groups) * next_power_of_2(size)
+    launch = Launch(
+        kernel="route:_route_kernel",
+        grid=(num_tokens,),
+        args={
+            "logits_ptr": logits,
+            "bias_ptr": None if bias is None else bias.contiguous(),
+            "weights_ptr": weights,
+            "ids_ptr": ids,
+            "row_stride": logits.stride(0),
+            "scaling": float(scaling),
+        },
+        constexprs={
+            "TOP_K": top_k,
+            "TOP_K_BLOCK": next_power_of_2(top_k),
+            "SCORING": scoring,
+            "RENORMALIZE": renormalize,
+            "NUM_GROUPS": num_groups,
+            "TOPK_GROUPS": topk_groups,
+            "GROUP_SIZE": size,
+            "GROUPS_BLOCK": next_power_of_2(num_groups),
+            "SIZE_BLOCK": next_power_of_2(size),
+        },
+        num_warps=max(tile // 256, 1),
+    )
+    return [launch], (weights, ids)

@@ -1,0 +1,395 @@
+"""``linear_add_norm_moe`` is a projection into the residual stream, the experts behind a norm, and,
+but in a model's last layer, the next norm and the projection behind it.
+
+It is one op for the reason for which ``linear_add_norm_linear`` is: where sums and norms are best
+made depends on the number of tokens.  With few, five kernels do all of it, and each norm is applied
+where its result is read; with many, one kernel adds the experts' results, adds the residual and
+normalizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._launch import Launch
+from ._linear_desc import LinearDesc, describe
+from ._linear_kernels import STREAM, Target, here
+from ._moe import Call as Experts
+from ._moe import check as check_experts
+from ._moe import cost_of_call, kernel_names, plan_experts, plan_experts_and_norm
+from ._moe_cuda import (
+    STREAMED,
+    down,
+    down_add_norm,
+    route_and_gate_up,
+    streams,
+    why_not_streamed,
+)
+from ._op import (
+    Case,
+    Cost,
+    Implementation,
+    OpDesc,
+    SemanticOp,
+    Tolerance,
+    definition,
+    dispatched,
+)
+from .fused_moe import OP as FUSED_MOE
+from .fused_moe import moe_args, supports_call
+from .launches import norm
+from .linear import OP as LINEAR
+from .norm import ADD_RMS_NORM
+
+Results = tuple[Tensor, Tensor]
+
+
+@dispatched
+def linear_add_norm_moe(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    router_weight: Tensor,
+    correction_bias: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    scaling: float,
+    activation: str,
+    next_norm_weight: Tensor | None,
+    next_eps: float,
+    next_weight: Tensor | None,
+    next_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``linear``, ``add_rms_norm``, ``fused_moe``, and again ``add_rms_norm`` and ``linear``.
+
+    Args:
+        x: [num_tokens, in_features], floating point.
+        weight, bias: of the first layer: [hidden, in_features] and [hidden], or None.
+        residual: [num_tokens, hidden].
+        norm_weight, eps: of the norm before the experts.
+        router_weight, ..., activation: as of ``fused_moe``, not FP8.
+        next_norm_weight, next_eps: of the norm behind the experts; None in the last layer, as are
+            the two that follow.
+        next_weight, next_bias: of the last layer: [out_features, hidden], [out_features] or None.
+
+    Returns:
+        (y, residual_out), contiguous.  y is [num_tokens, out_features], and ``residual_out`` the
+        sum before the last norm.  Without ``next_norm_weight``, y is what the experts made, and
+        ``residual_out`` the sum before them, to which it is not added.
+
+    Raises:
+        ValueError: shapes are not these.
+    """
+    call = Call(
+        *(x, weight, bias, residual, norm_weight, eps, router_weight, correction_bias, gate_up),
+        *(down, top_k, scoring, renormalize, num_groups, topk_groups, scaling, activation),
+        *(next_norm_weight, next_eps, next_weight, next_bias),
+    )
+    y = LINEAR.reference(x, weight, bias)
+    normed, total = ADD_RMS_NORM.reference(y, residual, norm_weight, eps)
+    y = FUSED_MOE.reference(*call.experts(normed))
+    if call.is_last:
+        return y, total
+    normed, total = ADD_RMS_NORM.reference(y, total, next_norm_weight, next_eps)
+    return LINEAR.reference(normed, next_weight, next_bias), total
+
+
+_reference = definition(linear_add_norm_moe)
+
+
+class Call(NamedTuple):
+    """The arguments of a call, and those of the ops that it consists of."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    norm_weight: Any
+    eps: Any
+    router_weight: Any
+    correction_bias: Any
+    gate_up: Any
+    down: Any
+    top_k: Any
+    scoring: Any
+    renormalize: Any
+    num_groups: Any
+    topk_groups: Any
+    scaling: Any
+    activation: Any
+    next_norm_weight: Any
+    next_eps: Any
+    next_weight: Any
+    next_bias: Any
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows the experts."""
+        return self.next_norm_weight is None
+
+    def experts(self, normed: Any) -> Experts:
+        """The arguments of ``fused_moe``."""
+        scales = (None, None, None, None, 0, None, None)
+        return Experts(normed, *self[6:10], *scales, *self[10:17])
+
+
+def check(call: Call) -> None:
+    """Raises ValueError: shapes do not fit; names what was expected."""
+    hidden = call.weight.shape[0]
+    if len(call.x.shape) != 2 or tuple(call.residual.shape) != (call.x.shape[0], hidden):
+        raise ValueError(
+            f"linear_add_norm_moe: x is {[*call.x.shape]} and the residual "
+            f"{[*call.residual.shape]}, expected [num_tokens, in_features] and [num_tokens, "
+            f"{hidden}]"
+        )
+    if (call.next_norm_weight is None) is not (call.next_weight is None):
+        raise ValueError(
+            "linear_add_norm_moe: one of next_norm_weight and next_weight is given, expected both "
+            "or none"
+        )
+    check_experts(call.experts(call.residual))
+
+
+def _fake(*args: Any) -> Results:
+    call = Call(*args)
+    check(call)
+    total = LINEAR.fake(call.x, call.weight, call.bias)
+    if call.is_last:
+        return torch.empty_like(total), total
+    return LINEAR.fake(total, call.next_weight, call.next_bias), total
+
+
+def _linear(*args: Any) -> Tensor:
+    """A plain layer by the kernel that the table of linear layers selects."""
+    y: Tensor = LINEAR.implementation("skinny").fn(*args)
+    return y
+
+
+def _streams(call: Call) -> bool:
+    """Whether csrc serves all of a call: its dense layers and its experts."""
+    tensors = call[:5] + call[6:10]
+    if call.x.device.type != "meta" and not all(
+        t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors
+    ):
+        return False
+    rows, target = call.x.shape[0], here(call.x.device)
+    if any(STREAM.refuses(desc, rows, target) for desc in _layers(call)):
+        return False
+    return streams(call.experts(call.residual))
+
+
+def _layers(call: Call) -> list[LinearDesc]:
+    """The descriptions of the dense layers: one that adds, and one that reads a norm."""
+    found = [replace(describe(call.x, call.weight, call.bias), add=True)]
+    if not call.is_last:
+        behind = describe(call.residual, call.next_weight, call.next_bias)
+        found.append(replace(behind, prologue="norm"))
+    return found
+
+
+def _cuda(*args: Any) -> Results:
+    """Five kernels for few tokens, each of which streams weights; else Triton's between them."""
+    call = Call(*args)
+    if not _streams(call):
+        return _triton(*args)
+    weighted, total, squares = torch.ops.fw_cuda.skinny_linear_add.default(
+        call.x, call.weight, call.bias, call.residual, call.norm_weight
+    )
+    experts = call.experts(weighted)
+    made = route_and_gate_up(experts, squares, float(call.eps))
+    if call.is_last:
+        return down(experts, made), total
+    total, weighted, squares = down_add_norm(experts, made, total, call.next_norm_weight)
+    y = torch.ops.fw_cuda.skinny_norm_linear.default(
+        weighted, squares, float(call.next_eps), call.next_weight, call.next_bias
+    )
+    return y, total
+
+
+def _cuda_runs(*args: Any) -> tuple[str, ...]:
+    call = Call(*args)
+    if not _streams(call):
+        return _runs(*args)
+    names = (f"{STREAM.name}, add", *STREAMED)
+    return names if call.is_last else (*names[:-1], f"{names[-1]}, add", f"norm, {STREAM.name}")
+
+
+def _cuda_supports(desc: OpDesc) -> str:
+    if reason := _supports(desc):
+        return reason
+    call, target = Call(*(value for _, value in desc.args)), Target.of(desc)
+    reasons = [STREAM.refuses(layer, 1, target) for layer in _layers(call)]
+    return next(filter(None, reasons), "") or why_not_streamed(
+        call.experts(call.residual), 1, target
+    )
+
+
+def _run(launches: list[Launch]) -> None:
+    for launch in launches:
+        launch.run()
+
+
+def _triton(*args: Any) -> Results:
+    """The ops in turn, of which the last sum of the experts takes in the norm that follows."""
+    call = Call(*args)
+    y = _linear(call.x, call.weight, call.bias)
+    launches, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
+    _run(launches)
+    logits = _linear(normed, call.router_weight, None)
+    launches, results = _plan_experts(call, normed, total, logits)
+    _run(launches)
+    if call.is_last:
+        return results[0], total
+    return _linear(results[0], call.next_weight, call.next_bias), results[1]
+
+
+def _plan_experts(
+    call: Call, normed: Tensor, total: Tensor, logits: Tensor
+) -> tuple[list[Launch], tuple[Tensor, ...]]:
+    """The launches behind the router's layer, and what the last layer reads: the experts' sum; or
+    the norm, and the sum that it is of."""
+    experts = call.experts(normed)
+    if call.is_last:
+        launches, y = plan_experts(experts, logits)
+        return launches, (y,)
+    return plan_experts_and_norm(
+        experts, logits, total, call.next_norm_weight, float(call.next_eps)
+    )
+
+
+def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
+    """The Triton launches before and behind the router's layer, and the results."""
+    y = LINEAR.fake(call.x, call.weight, call.bias)
+    first, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
+    logits = LINEAR.fake(normed, call.router_weight, None)
+    then, results = _plan_experts(call, normed, total, logits)
+    if call.is_last:
+        return first, then, (results[0], total)
+    return first, then, (LINEAR.fake(results[0], call.next_weight, call.next_bias), results[1])
+
+
+def _launches(*args: Any) -> tuple[list[Launch], Results]:
+    """The launches that must be compiled: all but the GEMMs of dense layers."""
+    first, then, results = _planned(Call(*args))
+    return [*first, *then], results
+
+
+def _runs(*args: Any) -> tuple[str, ...]:
+    call = Call(*args)
+    first, then, _ = _planned(call)
+    of_linear = LINEAR.implementation("skinny").runs
+    assert of_linear is not None
+    rest = (None,) * 5
+    names = of_linear(call.x, call.weight, call.bias, *rest)
+    names += (*kernel_names(first), "cuBLAS", *kernel_names(then))
+    if call.is_last:
+        return names
+    return (*names, *of_linear(call.residual, call.next_weight, call.next_bias, *rest))
+
+
+def _supports(desc: OpDesc) -> str:
+    call = Call(*(value for _, value in desc.args))
+    part = OpDesc(desc.op, (("x", call.residual),), desc.device, desc.sm)
+    if reason := ADD_RMS_NORM.implementation("triton").supports(part):
+        return reason
+    return supports_call(call.experts(call.residual), desc)
+
+
+def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    def call(
+        label: str,
+        tokens: int,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        inner: int,
+        k: int,
+        n: int,
+        bias: bool = False,
+        **given: Any,
+    ) -> Case:
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=gen, device=device)
+
+        made = Experts(
+            *moe_args(dtype, device, gen, tokens, experts, top_k, hidden, inner, **given)
+        )
+        # What the norm is of are the tokens of ``moe_args``, which are far from any other choice.
+        first = randn(tokens, hidden) * 1e-3
+        x, weight = (t.to(dtype) for t in (randn(tokens, k), randn(hidden, k) * 1e-3 * k**-0.5))
+        biases = [randn(size).to(dtype) if bias else None for size in (hidden, n)]
+        biases = [None if biases[0] is None else biases[0] * 1e-3, biases[1]]
+        head = (x, weight, biases[0], (made.x.float() + first).to(dtype))
+        norms = [(1 + randn(hidden) / 1000).to(dtype), (1 + randn(hidden) / 4).to(dtype)]
+        tail: tuple[Any, ...] = (None, 0.0, None, None)
+        if n:
+            tail = (norms[1], 1e-5, (randn(n, hidden) * hidden**-0.5).to(dtype), biases[1])
+        return Case(label, (*head, norms[0], 1e-6, *made[1:5], *made[12:], *tail))
+
+    yield call("one token", 1, 4, 2, 64, 32, 48, 40)
+    yield call("last layer, sorted", 11, 6, 3, 64, 48, 32, 0)
+    grouped = ("sigmoid", True, 4, 2, 2.5)
+    yield call("biases, groups", 3, 16, 3, 64, 32, 40, 24, bias=True, biased=True, routing=grouped)
+    yield call("sorted", 10, 4, 2, 96, 32, 64, 48)
+    yield call("no tokens", 0, 4, 2, 32, 16, 32, 16)
+    if device.type == "cuda":  # too large to interpret
+        for tokens in (1, 7, 64):
+            yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 2048, 384, 4096, 2560)
+        yield call("3 tokens, last", 3, 64, 8, 2048, 384, 4096, 0)
+
+
+def _cost(desc: OpDesc) -> Cost:
+    call = Call(*(value for _, value in desc.args))
+    normed = call.residual
+    experts = cost_of_call(call.experts(normed))
+    held = [t for t in (*call[:5], *call[17:]) if hasattr(t, "nbytes")]
+    rows, hidden = normed.shape
+    columns = hidden if call.is_last else call.next_weight.shape[0]
+    moved = sum(t.nbytes for t in held) + experts.bytes - 2 * normed.nbytes
+    flops = 2 * call.x.numel * hidden + experts.flops + 5 * normed.numel
+    if not call.is_last:
+        flops += 5 * normed.numel + 2 * rows * hidden * columns
+    written = (rows * columns + normed.numel) * call.x.dtype.itemsize
+    return Cost(bytes=moved + written, flops=flops)
+
+
+OP = SemanticOp(
+    name="linear_add_norm_moe",
+    reference=_reference,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    implementations=(
+        Implementation(
+            "cuda",
+            _cuda,
+            _cuda_supports,
+            devices=("cuda",),
+            launches=_launches,
+            opt_in=True,
+            runs=_cuda_runs,
+        ),
+        Implementation(
+            "triton", _triton, _supports, devices=("cuda",), launches=_launches, runs=_runs
+        ),
+        Implementation("native", _reference, on_host=True),
+    ),
+    tolerances={
+        torch.float32: Tolerance(1e-4, 1e-4),
+        torch.bfloat16: Tolerance(6e-2, 6e-2),
+        torch.float16: Tolerance(1e-2, 1e-2),
+    },
+)

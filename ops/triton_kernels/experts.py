@@ -1,0 +1,256 @@
+"""The experts' GEMM over gathered rows, the sort of slots by expert, and the sum over experts.
+
+A slot is one choice of a token: slot ``token * top_k + place``.  Tokens are never moved: the sort
+makes an index, by which the GEMM gathers rows of x and scatters rows of its result.  How many slots
+an expert has is read on the device, so grids are upper bounds and a graph serves any routing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activation import gated
+from .dependent import start_next_and_wait, wait_for_previous
+from .float8 import to_float32
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _sort_by_expert_kernel(
+    ids_ptr,
+    order_ptr,
+    offsets_ptr,
+    num_slots,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """Slots by expert, in order; ``offsets[e]`` is the first of expert e.  One program an expert:
+    it counts the slots of those before it, then writes its own."""
+    start_next_and_wait(PROGRAMMATIC)
+    expert = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, num_slots, BLOCK):
+        slots = start + lanes
+        found = tl.load(ids_ptr + slots, mask=slots < num_slots, other=expert)
+        before += (found < expert).to(tl.int32)
+    first = tl.sum(before, axis=0)
+    tl.store(offsets_ptr + expert, first)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(offsets_ptr + expert + 1, num_slots)
+    for start in range(0, num_slots, BLOCK):
+        slots = start + lanes
+        found = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1)
+        mine = (found == expert).to(tl.int32)
+        places = first + tl.cumsum(mine, axis=0) - 1
+        tl.store(order_ptr + places, slots, mask=mine > 0)
+        first += tl.sum(mine, axis=0)
+
+
+@triton.jit
+def _mma(x, w, total, SWAPPED: tl.constexpr):
+    """``total`` plus x @ w.T; both transposed if SWAPPED."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:  # it holds bfloat16 as integers
+        x = x.to(tl.float32)
+        w = w.to(tl.float32)
+    left, right = (w, tl.trans(x)) if SWAPPED else (x, tl.trans(w))
+    if x.dtype == tl.float8e4nv:
+        depth: tl.constexpr = x.shape[1]
+        total = tl.dot(left, right, total, max_num_imprecise_acc=depth)
+    else:
+        total = tl.dot(left, right, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _outer(of_rows, of_cols, SWAPPED: tl.constexpr):
+    """The products of scales, like a tile of sums."""
+    if SWAPPED:
+        return of_cols[:, None] * of_rows[None, :]
+    else:
+        return of_rows[:, None] * of_cols[None, :]
+
+
+@triton.jit
+def _add_step(total, x, w, x_scale, scales, start, SCHEME: tl.constexpr, SWAPPED: tl.constexpr):
+    """``total`` plus the product of a step, which has scales of its own in the scheme "block"."""
+    if SCHEME == "block":
+        part = _mma(x, w, tl.zeros_like(total), SWAPPED)
+        return total + part * _outer(x_scale, tl.load(scales + start // 128), SWAPPED)
+    else:
+        return _mma(x, w, total, SWAPPED)
+
+
+@triton.jit
+def _tile_of_expert(
+    tile, offsets_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """(expert, first place in the order, end of the expert's places) of a row tile; the expert is
+    NUM_EXPERTS where there are fewer tiles."""
+    experts = tl.arange(0, EXPERTS_BLOCK)
+    there = experts < NUM_EXPERTS
+    starts = tl.load(offsets_ptr + experts, mask=there, other=0)
+    ends = tl.load(offsets_ptr + 1 + experts, mask=there, other=0)
+    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    upto = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((there & (upto <= tile)).to(tl.int32), axis=0)
+    mine = experts == expert
+    within = tile - tl.sum(tl.where(mine, upto - tiles, 0), axis=0)
+    first = tl.sum(tl.where(mine, starts, 0), axis=0) + within * BLOCK_M
+    return expert, first, tl.sum(tl.where(mine, ends, 0), axis=0)
+
+
+@triton.jit
+def _expert_linear_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, ids_ptr, order_ptr, offsets_ptr, out_ptr,
+    tiles_m, N, K, x_stride, x_scale_row, x_scale_group, expert_stride, weight_stride,
+    expert_scales, scales_row, SLOTS_A_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr, SCHEME: tl.constexpr, ACTIVATION: tl.constexpr,
+    SWAPPED: tl.constexpr, WHOLE_STEPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    """out[slot] = x[slot // SLOTS_A_ROW] @ weight[expert of slot].T, scaled; with an ACTIVATION
+    N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up.
+
+    Without ``order_ptr`` a tile is one slot: for so few that sorting would take longer than reading
+    the weight of an expert twice.
+    """
+    wait_for_previous(PROGRAMMATIC)
+    tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first_tile = tl.program_id(0) // tiles_in_group * GROUP_M
+    group_tiles = tl.minimum(tiles_m - first_tile, GROUP_M)
+    within = tl.program_id(0) % tiles_in_group
+    tile = first_tile + within % group_tiles
+    if order_ptr is None:
+        expert, first, end = tl.load(ids_ptr + tile), tile, tile + 1
+    else:
+        expert, first, end = _tile_of_expert(tile, offsets_ptr, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+        if expert >= NUM_EXPERTS:
+            return
+    # Places and columns outside are read as the last ones, and not written.
+    places = first + tl.arange(0, BLOCK_M)
+    slots = tl.minimum(places, end - 1)
+    if order_ptr is not None:
+        slots = tl.load(order_ptr + slots)
+    cols = within // group_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    read_cols = tl.minimum(cols, N - 1)
+    depth = tl.arange(0, BLOCK_K)
+    x_rows = slots // SLOTS_A_ROW
+    x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride + depth[None, :]
+    weight_ptr += expert.to(tl.int64) * expert_stride
+    gate_at = weight_ptr + read_cols.to(tl.int64)[:, None] * weight_stride + depth[None, :]
+    up_at = gate_at + N * weight_stride
+    gate_scales = weight_scale_ptr
+    up_scales = weight_scale_ptr
+    x_scales = x_scale_ptr
+    if SCHEME == "token" or SCHEME == "block":
+        unit: tl.constexpr = 128 if SCHEME == "block" else 1
+        x_scales = x_scale_ptr + x_rows * x_scale_row
+        of_expert = weight_scale_ptr + expert.to(tl.int64) * expert_scales
+        gate_scales = of_expert + read_cols // unit * scales_row
+        up_scales = of_expert + (N + read_cols) // unit * scales_row
+    shape: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N)
+    total = tl.zeros(shape, dtype=tl.float32)
+    up_total = tl.zeros(shape, dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = None if WHOLE_STEPS else (start + depth < K)[None, :]
+        other = None if WHOLE_STEPS else 0.0
+        x = tl.load(x_at + start, mask=inside, other=other)
+        x_scale = 0.0
+        if SCHEME == "block":
+            x_scale = tl.load(x_scales + start // 128 * x_scale_group)
+        w = tl.load(gate_at + start, mask=inside, other=other)
+        total = _add_step(total, x, w, x_scale, gate_scales, start, SCHEME, SWAPPED)
+        if ACTIVATION is not None:
+            w = tl.load(up_at + start, mask=inside, other=other)
+            up_total = _add_step(up_total, x, w, x_scale, up_scales, start, SCHEME, SWAPPED)
+    if SCHEME == "tensor":
+        scale = tl.load(x_scale_ptr) * tl.load(weight_scale_ptr + expert)
+        total *= scale
+        up_total *= scale
+    elif SCHEME == "token":
+        x_scale = tl.load(x_scales)
+        total *= _outer(x_scale, tl.load(gate_scales), SWAPPED)
+        if ACTIVATION is not None:
+            up_total *= _outer(x_scale, tl.load(up_scales), SWAPPED)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if ACTIVATION is not None:
+        gate, up = total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32)
+        total = gated(gate, up, ACTIVATION)
+    if SWAPPED:
+        total = tl.trans(total)
+    out = out_ptr + slots.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(out, total.to(dtype), mask=(places < end)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def _combined(
+    y_ptr, weights_ptr, shared_ptr, gate_ptr, residual_ptr, token, cols, mask, y_stride,
+    shared_stride, gate_stride, residual_stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    dtype: tl.constexpr
+):  # fmt: skip
+    """Columns of a token's results, weighted and added in the order in which they were chosen, with
+    what is beside them; rounded as the ops in turn."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for place in tl.static_range(TOP_K):
+        slot = token * TOP_K + place
+        weight = tl.load(weights_ptr + slot)
+        total += weight * to_float32(tl.load(y_ptr + slot * y_stride + cols, mask=mask, other=0.0))
+    if shared_ptr is not None:
+        shared = to_float32(
+            tl.load(shared_ptr + token * shared_stride + cols, mask=mask, other=0.0)
+        )
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + token * gate_stride).to(tl.float32)
+            shared *= 1.0 / (1.0 + tl.exp(-gate))
+        total += shared
+    out = total.to(dtype)
+    if residual_ptr is not None:
+        residual = to_float32(
+            tl.load(residual_ptr + token * residual_stride + cols, mask=mask, other=0.0)
+        )
+        out = (out.to(tl.float32) + residual).to(dtype)
+    return out
+
+
+@triton.jit
+def _combine_experts_kernel(
+    y_ptr, weights_ptr, shared_ptr, gate_ptr, residual_ptr, out_ptr, hidden, y_stride,
+    shared_stride, gate_stride, residual_stride, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    """The sum of a token's experts, PARTS programs a token."""
+    start_next_and_wait(PROGRAMMATIC)
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    cols = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < hidden
+    out = _combined(
+        y_ptr, weights_ptr, shared_ptr, gate_ptr, residual_ptr, token, cols, mask, y_stride,
+        shared_stride, gate_stride, residual_stride, TOP_K, BLOCK, out_ptr.dtype.element_ty
+    )  # fmt: skip
+    tl.store(out_ptr + token * hidden + cols, out, mask=mask)
+
+
+@triton.jit
+def _combine_add_norm_kernel(
+    y_ptr, weights_ptr, shared_ptr, gate_ptr, residual_ptr, out_ptr, hidden, y_stride,
+    shared_stride, gate_stride, residual_stride, norm_weight_ptr, normed_ptr, eps,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    """The sum of a token's experts and the residual, and its RMSNorm."""
+    start_next_and_wait(PROGRAMMATIC)
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < hidden
+    weight = tl.load(norm_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    total = _combined(
+        y_ptr, weights_ptr, shared_ptr, gate_ptr, residual_ptr, token, cols, mask, y_stride,
+        shared_stride, gate_stride, residual_stride, TOP_K, BLOCK, dtype
+    )  # fmt: skip
+    tl.store(out_ptr + token * hidden + cols, total, mask=mask)
+    x = to_float32(total)
+    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)).to(dtype).to(tl.float32)
+    tl.store(normed_ptr + token * hidden + cols, (normed * weight).to(dtype), mask=mask)

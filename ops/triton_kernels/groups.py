@@ -1,0 +1,50 @@
+"""Names the arguments of kernels that belong together: a tensor with its strides is one parameter.
+
+A kernel's parameter annotated with one of these holds its fields.  Launches, and variants in
+artifacts, name them flat: the field ``token_stride`` of the parameter ``q`` is ``q_token_stride``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Rows(NamedTuple):
+    """A matrix whose columns are contiguous."""
+
+    ptr: Any
+    stride: Any
+
+
+class InnerRows(NamedTuple):
+    """Rows with two strides, such as the heads of a packed qkv tensor."""
+
+    ptr: Any
+    outer_stride: Any
+    inner_stride: Any
+
+
+class Heads(NamedTuple):
+    """[tokens, heads, head_dim], the last dimension contiguous."""
+
+    ptr: Any
+    token_stride: Any
+    head_stride: Any
+
+
+class Scales(NamedTuple):
+    """The scales of a matrix quantized by groups of its rows' columns."""
+
+    ptr: Any
+    row_stride: Any
+    group_stride: Any
+
+
+class PagedCache(NamedTuple):
+    """[blocks, 2, block_size, kv_heads, head_dim], the last dimension contiguous."""
+
+    ptr: Any
+    block_stride: Any
+    kv_stride: Any
+    slot_stride: Any
+    head_stride: Any
