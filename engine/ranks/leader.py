@@ -1,0 +1,321 @@
+"""``Leader`` stands in rank 0's process for the other ranks: it starts their processes, tells them
+what to run, and watches them, so that the end of one is the end of all."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ...compiler.artifacts.artifact import Artifact
+from ...compiler.artifacts.key import Key, differences
+from ...compiler.artifacts.scratch import scratch_folder
+from ...compiler.artifacts.store import Store
+from ...config import EngineDeadError, EngineOptions, Hardware, StoreConfig, UserError
+from ..messages.codec import decode, encode
+from ..worker.peers import RankGroup
+from ..worker.source import artifact_store
+from .link import ArtifactFolder, ArtifactKey, Kind, Link, RankFailed, Start
+
+_LOOK_S = 0.5
+"""Time between two looks at the states of the processes, in seconds."""
+_MOST_STOPPED = 8
+"""Looks at a stopped process in a row until it counts as lost."""
+_GATHER_S = 0.3
+"""Time in which the causes of an end are gathered: a rank that loses its peer ends too."""
+_CAUSE_S = 3.0
+"""Longest wait for what ended a rank, behind an error of rank 0 that may come of it."""
+_END_S = 5.0
+"""Longest time that ranks may take to end when they are told to."""
+_alone = threading.Lock()
+"""Held by the process's one leader: programs know their process group by a fixed name."""
+
+
+class Leader:
+    """Starts ranks 1 to ``tensor_parallel_size - 1`` and stands for them in rank 0's process.
+
+    It is the ``Peers`` of rank 0's worker.  Any thread may call ``stop``; the others are for the
+    thread that drives the engine.
+
+    Args:
+        options, hardware: of rank 0; the others get the same.
+
+    Raises:
+        UserError: this process already has an engine with several ranks.
+    """
+
+    rank = 0
+
+    def __init__(self, options: EngineOptions, hardware: Hardware) -> None:
+        self.world, self._hardware = options.tensor_parallel_size, hardware
+        if not _alone.acquire(blocking=False):
+            raise UserError(
+                f"tensor_parallel_size={self.world}: this process has an engine with several ranks "
+                "already, and can have one; close() that one first"
+            )
+        try:
+            self._scratch = scratch_folder()
+            self._store = self._scratch.__enter__() / "ranks"
+        except BaseException:
+            _alone.release()
+            raise
+        self._changed = threading.Condition()
+        self._heard: dict[Kind, dict[int, bytes]] = {}
+        self._ended: dict[int, str] = {}
+        self._failed: dict[int, RankFailed] = {}
+        self._failure: UserError | None = None
+        self._stopping, self._closed, self._stopped_at = False, False, 0.0
+        self._group: RankGroup | None = None
+        self._links: dict[int, Link] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._start = Start(options, hardware, 0, str(self._store), torch.get_num_threads())
+        self._stopped_looks: dict[int, int] = {}
+        self._not_going_on: set[int] = set()
+        # The kernel kills the ranks when the thread ends that started them: this one watches them
+        # as long as they live.
+        self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._thread.start()
+
+    # What rank 0's worker calls
+
+    def check(self) -> None:
+        """Raise what ended a rank."""
+        if self._failure is not None:
+            raise self._failure
+
+    def agree(self, key: Callable[[], Key]) -> None:
+        """Compare the keys of the ranks' programs with rank 0's.
+
+        Raises:
+            UserError: names the factors in which one differs.
+        """
+        ours = {name: str(value) for name, value in key().factors.items()}
+        for rank, body in self._wait_for(Kind.KEY).items():
+            found = differences(ours, decode(body, ArtifactKey).factors)
+            if found:
+                raise UserError(
+                    f"rank {rank} would run another program than rank 0 (rank 0 -> rank {rank}): "
+                    f"{', '.join(map(str, found))}; start all ranks from one installation, on "
+                    "equal GPUs"
+                )
+
+    @contextmanager
+    def store(self, config: StoreConfig) -> Iterator[Store]:
+        """Rank 0's own store."""
+        with artifact_store(config) as store:
+            yield store
+
+    def share(self, artifact: Artifact) -> None:
+        """Have every rank load rank 0's artifact."""
+        self.send(Kind.ARTIFACT, ArtifactFolder(str(artifact.path.parent.parent)))
+        self._wait_for(Kind.PROGRAM)
+
+    def meet(self) -> RankGroup:
+        """Wait for the weights of all ranks, then join them."""
+        self._wait_for(Kind.WEIGHTS)
+        self.send(Kind.MEET)
+        with self.guard():
+            group = RankGroup(self._store, 0, self.world, self._hardware.device)
+        with self._changed:
+            self._group = group
+        return group
+
+    # What the engine calls
+
+    def ready(self) -> None:
+        """Wait until every rank waits for steps."""
+        self._wait_for(Kind.READY)
+
+    def capture_next(self) -> None:
+        """Have every rank capture the graph that rank 0 is about to capture."""
+        self.send(Kind.CAPTURE)
+
+    def report(self) -> list[int]:
+        """The processes of the other ranks."""
+        return [process.pid for process in self._processes.values()]
+
+    def send(self, kind: Kind, message: Struct | None = None) -> None:
+        """Tell all ranks.
+
+        Raises:
+            UserError: what ended one of them.
+        """
+        self.check()
+        body = b"" if message is None else encode(message)
+        with self.guard():
+            for link in self._links.values():
+                link.send(kind, body)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Raise what ended a rank in place of an error that may come of it."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, _CAUSE_S)
+            if self._failure is not None:
+                raise self._failure from error
+            raise
+
+    def lose(self, reason: str) -> None:
+        """End all ranks: they are not in step any more."""
+        self._fail(EngineDeadError(reason))
+
+    def stop(self) -> None:
+        """End the ranks, and wait for it."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = self._stopping = True
+            self._stopped_at = time.monotonic()
+        for link in self._links.values():
+            with suppress(OSError):
+                link.send(Kind.STOP)
+        if threading.current_thread() is not self._thread:  # a finalizer may run in any thread
+            self._thread.join()
+        if self._group is not None:
+            self._group.close()
+        self._scratch.__exit__(None, None, None)
+        _alone.release()
+
+    def _wait_for(self, kind: Kind) -> dict[int, bytes]:
+        """The messages of one kind of all ranks, once each has sent its own."""
+
+        def complete() -> bool:
+            return self._failure is not None or len(self._heard.get(kind, {})) == self.world - 1
+
+        with self._changed:
+            self._changed.wait_for(complete)
+        self.check()
+        return self._heard[kind]
+
+    # The thread that starts and watches the ranks
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            try:
+                for rank in range(1, self.world):
+                    self._spawn(rank, selector)
+                lost_at: float | None = None
+                while self._failure is None and not self._all_stopped:
+                    for key, _ in selector.select(_LOOK_S if lost_at is None else _GATHER_S / 3):
+                        key.data()
+                    self._look_for_stopped()
+                    if lost_at is None and (self._failed or self._ended) and not self._stopping:
+                        lost_at = time.monotonic()
+                    if lost_at is not None and time.monotonic() - lost_at > _GATHER_S:
+                        self._fail(self._cause())
+            except Exception as error:  # nobody sees what a thread raises
+                self._fail(EngineDeadError(f"the ranks cannot be watched: {error}"))
+        self._reap()
+
+    @property
+    def _all_stopped(self) -> bool:
+        return self._stopping and (len(self._ended) == self.world - 1 or self._is_late)
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._stopped_at > _END_S
+
+    def _spawn(self, rank: int, selector: selectors.BaseSelector) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", f"{__package__}.follower"]
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        link = Link(ours)
+        self._processes[rank], self._links[rank] = process, link
+        link.send(Kind.START, replace(self._start, rank=rank))
+        exited = os.pidfd_open(process.pid)
+
+        def hear() -> None:
+            try:
+                self._hear(rank, *link.receive())
+            except (OSError, EOFError):
+                selector.unregister(link)
+
+        def end() -> None:
+            selector.unregister(exited)
+            os.close(exited)
+            code = process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._ended[rank] = how
+
+        selector.register(link, selectors.EVENT_READ, hear)
+        selector.register(exited, selectors.EVENT_READ, end)
+
+    def _hear(self, rank: int, kind: Kind, body: bytes) -> None:
+        with self._changed:
+            if kind is Kind.FAILED:
+                self._failed[rank] = decode(body, RankFailed)
+            self._heard.setdefault(kind, {})[rank] = body
+            self._changed.notify_all()
+
+    def _look_for_stopped(self) -> None:
+        """Kill a process that somebody has stopped for seconds: the others wait for it.  Counted in
+        looks and not in time, since a terminal may stop and continue all processes together."""
+        for rank, process in self._processes.items():
+            if rank in self._ended or rank in self._not_going_on:
+                continue
+            with suppress(OSError):
+                state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+                looks = self._stopped_looks.get(rank, 0) + 1 if state == "T" else 0
+                self._stopped_looks[rank] = looks
+                if looks > _MOST_STOPPED:
+                    self._not_going_on.add(rank)
+                    process.kill()
+
+    def _cause(self) -> UserError:
+        """What ended first, as far as one can tell: a process that was killed takes the others'
+        collectives down, and they say so."""
+        killed = [rank for rank, how in self._ended.items() if how.startswith("signal")]
+        if self._failed and not killed:
+            rank, failed = max(self._failed.items(), key=lambda item: item[1].exit_code)
+            sys.stderr.write(failed.traceback)
+            message = f"{self._name(rank)}: {failed.message}"
+            return UserError(message) if failed.exit_code == 2 else EngineDeadError(message)
+        rank = (killed or list(self._ended))[0]
+        stopped = rank in self._not_going_on
+        how = "it was stopped, and did not go on" if stopped else self._ended[rank]
+        return EngineDeadError(f"{self._name(rank)} has ended ({how}); restart the engine")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self.world}"
+
+    def _fail(self, failure: UserError) -> None:
+        """Keep the first failure, and end what may still wait for the rank that is lost."""
+        with self._changed:
+            if self._failure is None and not self._stopping:
+                self._failure = failure
+            group = self._group
+            self._changed.notify_all()
+        for rank, process in self._processes.items():
+            if rank not in self._ended:
+                process.kill()
+        if group is not None:
+            group.abort()
+
+    def _reap(self) -> None:
+        for rank, process in self._processes.items():
+            if rank not in self._ended:
+                process.kill()
+            process.wait()
+            self._links[rank].close()

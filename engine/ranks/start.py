@@ -1,0 +1,57 @@
+"""``start_ranks`` starts the other ranks of an engine, if there are any."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from ...config import EngineOptions, Hardware, UserError
+from ...model_executor.parallel import fitting
+from ...model_executor.spec import ModelSpec
+from ..messages.step import Runner
+from ..worker.peers import Alone
+from .leader import Leader
+from .runner import RanksRunner
+
+
+class OneRank(Alone):
+    """Stands where ``Leader`` would in an engine of one rank."""
+
+    def ready(self) -> None:
+        """Nobody is waited for."""
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Errors are rank 0's own."""
+        return nullcontext()
+
+    def capture_next(self) -> None:
+        """Nobody else captures."""
+
+    def report(self) -> list[int]:
+        """No other process."""
+        return []
+
+    def stop(self) -> None:
+        """Nobody is there to end."""
+
+
+def start_ranks(options: EngineOptions, spec: ModelSpec, hardware: Hardware) -> OneRank | Leader:
+    """Start the processes of all ranks but 0, which is this one; returns at once.
+
+    Raises:
+        UserError: there are fewer GPUs than ranks, or this process has such an engine already.
+    """
+    world = options.tensor_parallel_size
+    if world == 1:
+        return OneRank()
+    if hardware.device == "cuda" and world > hardware.num_devices:
+        sizes = ", ".join(map(str, fitting(spec, hardware.num_devices)))
+        raise UserError(
+            f"tensor_parallel_size={world}: a rank needs a GPU of its own, and there are "
+            f"{hardware.num_devices}; this model runs here with {sizes}"
+        )
+    return Leader(options, hardware)
+
+
+def on_all(ranks: OneRank | Leader, runner: Runner) -> Runner:
+    """The runner of rank 0, and with it those of the other ranks."""
+    return RanksRunner(ranks, runner) if isinstance(ranks, Leader) else runner

@@ -1,0 +1,100 @@
+"""``Worker`` is one rank's side of an engine: weights, program, graphs, KV caches and runner.
+
+Its constructor is a list of stages, which are in ``startup``; every rank of a model runs the same.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from ...config import ResolvedConfig
+from ...graph_capture import Dispatcher
+from ...model_executor.kv_cache import kv_cache_bytes_per_block
+from ...model_executor.spec import ModelSpec
+from .graph_mode import graph_mode
+from .model_runner import ModelRunner
+from .peers import Peers
+from .progress import Progress
+from .sampler import OpTable, Sampler
+from .startup import (
+    account,
+    bind_kv_caches,
+    block_groups,
+    capture,
+    compile_model,
+    load_beside,
+    make_graphs,
+    num_kv_blocks,
+    outside_bytes,
+    step_buffers,
+    warm_up,
+    weight_bytes,
+)
+from .startup_report import StartupReport
+
+
+class Worker:
+    """A model that is ready to run batches.
+
+    Args:
+        folder, spec, config: of ``read_model``.
+        peers: the other ranks.
+
+    Raises:
+        UserError: the checkpoint is bad, or the model does not fit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        config: ResolvedConfig,
+        startup: StartupReport,
+        progress: Progress,
+        peers: Peers,
+    ) -> None:
+        hardware = config.hardware
+        with load_beside(folder, spec, config, startup, progress, peers.rank) as self.weights:
+            self.compiled = compile_model(spec, config, self.weights, startup, progress, peers)
+        ranks = peers.meet()
+        with startup.phase("warm-up"):
+            program = self.compiled.program
+            mode = graph_mode(config.capture.mode, program, hardware)
+            self.dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
+            self.buffers = step_buffers(spec, config, self.dispatcher)
+            self.table = OpTable(config.compile, hardware.sm)
+            sampler = Sampler(self.table, config, spec.vocab_size)
+            sampler.warm_up(spec.dtype)
+            self.graphs = make_graphs(program, self.buffers, self.dispatcher, config)
+            needs = warm_up(program, spec, config, self.buffers, self.graphs)
+        with startup.phase("kv cache"):
+            blocks = num_kv_blocks(spec, config, needs)
+            self.num_blocks = blocks if ranks is None else ranks.least(blocks)
+            self.bytes_per_block = kv_cache_bytes_per_block(
+                spec.cache_groups, config.cache.block_size
+            )
+            self.kv_caches = bind_kv_caches(program, spec, config, self.num_blocks)
+            self.account = partial(
+                account,
+                hardware,
+                self.graphs,
+                context=outside_bytes(hardware),
+                weights=weight_bytes(self.weights.result()),
+                kv_cache=self.num_blocks * self.bytes_per_block,
+                predicted=self.graphs.predict_bytes(),
+            )
+        with startup.phase("capture"):
+            capture(self.graphs, config, progress)
+        self.groups = block_groups(spec.cache_groups)
+        self.runner = ModelRunner(
+            program,
+            self.graphs,
+            self.dispatcher,
+            self.buffers,
+            sampler,
+            self.table,
+            block_size=config.cache.block_size,
+            groups=self.groups,
+            ranks=ranks,
+        )

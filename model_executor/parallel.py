@@ -1,0 +1,90 @@
+"""Tensor parallelism: who this process is, and which numbers of ranks fit a model.
+
+Each rank holds its heads, its outputs of the first linear layer of a feed-forward and the matching
+inputs of the second, and its part of the vocabulary (Shoeybi et al., 2019, Megatron-LM).  Nothing
+here imports torch, so that a start can be refused before that is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..config.errors import UserError
+from .quant.scheme import BLOCK, FORMATS
+
+if TYPE_CHECKING:
+    from .spec import ModelSpec
+
+GROUP = "tensor-parallel"
+"""The process group over which a model sums and gathers; the same name on every rank."""
+_MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class TensorParallelRank:
+    """This process among the ranks that hold the model together."""
+
+    rank: int = 0
+    world: int = 1
+
+
+def check_parallel(spec: ModelSpec, world: int) -> None:
+    """Refuse a number of ranks over which the model does not spread.
+
+    Raises:
+        UserError: names what does not divide, and the numbers that would work.
+    """
+    if reason := why_not(spec, world):
+        sizes = ", ".join(map(str, fitting(spec, _MOST_RANKS)))
+        raise UserError(f"tensor_parallel_size={world}: {reason}; this model spreads over {sizes}")
+
+
+def fitting(spec: ModelSpec, most: int) -> list[int]:
+    """The numbers of ranks up to ``most`` over which a model spreads."""
+    return [world for world in range(1, most + 1) if not why_not(spec, world)]
+
+
+def why_not(spec: ModelSpec, world: int) -> str:
+    """Why a model does not spread over ``world`` ranks, or an empty string."""
+    sizes = {"num_attention_heads": spec.num_heads, **_inner(spec), "vocab_size": spec.vocab_size}
+    for name, size in sizes.items():
+        if size % world:
+            return f"{name}={size} is no multiple of it"
+    heads = spec.num_kv_heads
+    if heads % world and world % heads:
+        return f"num_key_value_heads={heads} is neither a multiple nor a divisor of it"
+    return _blocks_cut(spec, world)
+
+
+def _inner(spec: ModelSpec) -> dict[str, int]:
+    """The sizes inside of feed-forwards, by their names in a config."""
+    moe, sizes = spec.moe, {}
+    if moe is None or not all(moe.layers):
+        sizes["intermediate_size"] = spec.intermediate_size
+    if moe is not None:
+        sizes["moe_intermediate_size"] = moe.intermediate_size
+        sizes["shared_expert_intermediate_size"] = moe.shared_intermediate_size
+    return sizes
+
+
+def _blocks_cut(spec: ModelSpec, world: int) -> str:
+    """Why the blocks of a checkpoint's scales do not spread; weights that are quantized while they
+    are loaded have blocks of their own on each rank."""
+    quant = spec.quant
+    if world == 1 or quant is None or quant.online or not FORMATS[quant.kind].blocks:
+        return ""
+    local = replace(spec, tensor_parallel_size=world)
+    for linear in spec.linears:
+        if all(linear in left for left in quant.unquantized):
+            continue
+        sizes = [local.in_features(linear.replace("gate_up", "down"))]
+        if linear == "attention.qkv":
+            sizes = [heads * spec.head_dim for heads in (local.local_heads, local.local_kv_heads)]
+        for size in sizes:
+            if size % BLOCK:
+                return (
+                    f"a rank would hold {size} features of {linear}, whose scales are of blocks of "
+                    f"{BLOCK}"
+                )
+    return ""
