@@ -1,0 +1,247 @@
+"""Asks a server for completions at given times and stamps every event of every answer.
+
+One connection for each open request, over asyncio streams: what a client package does beside that
+would be measured too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..config import UserError
+from .serving import RequestTimes, Run
+from .workloads import Work
+
+
+@dataclass(frozen=True)
+class HttpTarget:
+    """The server that is measured, and how it is asked.
+
+    Args:
+        url: such as ``http://localhost:8000``.
+        model: the name that requests carry.
+        greedy: temperature 0, else 1.
+    """
+
+    url: str
+    model: str
+    api_key: str | None = None
+    greedy: bool = True
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UserError(f"base_url={self.url!r}: expected http://HOST:PORT")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return str(parts.hostname), parts.port or 80
+
+    def body(self, work: Work) -> bytes:
+        """A streamed completion of exactly the length asked for."""
+        return msgspec.json.encode(
+            {
+                "model": self.model,
+                "prompt": work.prompt_token_ids,
+                "max_tokens": work.output_len,
+                "temperature": 0 if self.greedy else 1,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        )
+
+
+@dataclass
+class _Answer:
+    """When an answer was due, when its events came, and how many tokens they had."""
+
+    due: float
+    num_prompt: int
+    stamps: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Event(msgspec.Struct):
+    choices: list[msgspec.Raw]
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int = 0) -> list[float]:
+    """Seconds at which requests come, from 0.
+
+    Args:
+        rate: requests a second; infinite: all at once.
+        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less
+            comes in bursts, and infinite is constant.
+    """
+    if rate == inf:
+        return [0.0] * count
+    rng, now, times = random.Random(seed), 0.0, []
+    for _ in range(count):
+        times.append(now)
+        gap = 1.0 if burstiness == inf else rng.gammavariate(burstiness, 1 / burstiness)
+        now += gap / rate
+    return times
+
+
+def load(
+    target: HttpTarget, works: Sequence[Work], times: Sequence[float], most_open: int | None = None
+) -> Run:
+    """Send each request at its time and read all answers.
+
+    Args:
+        most_open: requests that are open at once; others wait here, which counts as their time.
+
+    Raises:
+        UserError: the server cannot be reached, or answers with an error.
+    """
+    with suppress(ModuleNotFoundError):
+        import uvloop
+
+        return uvloop.run(_load(target, works, times, most_open))
+    return asyncio.run(_load(target, works, times, most_open))
+
+
+async def _load(
+    target: HttpTarget, works: Sequence[Work], times: Sequence[float], most_open: int | None
+) -> Run:
+    client = _Client(target)
+    room = asyncio.Semaphore(most_open or len(works))
+    bodies = [target.body(work) for work in works]
+    start = time.perf_counter()
+
+    async def ask(index: int) -> _Answer:
+        due = start + times[index]
+        if (left := due - time.perf_counter()) > 0:
+            await asyncio.sleep(left)
+        answer = _Answer(due, len(works[index].prompt_token_ids))
+        async with room:
+            await client.ask(bodies[index], answer)
+        return answer
+
+    tasks = [asyncio.ensure_future(ask(index)) for index in range(len(works))]
+    try:
+        answers = await asyncio.gather(*tasks)
+    except OSError as error:
+        raise UserError(f"base_url={target.url}: {error}; is the server there?") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+        client.close()
+    return _run(time.perf_counter() - start, answers)
+
+
+def _run(seconds: float, answers: Sequence[_Answer]) -> Run:
+    run = Run(seconds, sum(a.num_prompt for a in answers), sum(a.num_tokens for a in answers))
+    for answer in answers:
+        stamps = answer.stamps
+        run.gaps.extend((b - a) * 1e3 for a, b in itertools.pairwise(stamps))
+        after_first = max(1, answer.num_tokens - 1)
+        run.requests.append(
+            RequestTimes(
+                ttft=(stamps[0] - answer.due) * 1e3,
+                tpot=(stamps[-1] - stamps[0]) * 1e3 / after_first,
+                e2e=(stamps[-1] - answer.due) * 1e3,
+            )
+        )
+    return run
+
+
+class _Client:
+    """Connections that are kept between requests."""
+
+    def __init__(self, target: HttpTarget) -> None:
+        self._target = target
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        self._head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(target.url).netloc}\r\n{key}"
+            "content-type: application/json\r\ncontent-length: "
+        ).encode()
+
+    async def ask(self, body: bytes, answer: _Answer) -> None:
+        """Send a request and stamp the events of its answer."""
+        if self._idle:
+            reader, writer = self._idle.pop()
+        else:
+            reader, writer = await asyncio.open_connection(*self._target.address)
+        writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise UserError(await _refusal(reader, writer, head))
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            piece = await reader.readexactly(size + 2)
+            now = time.perf_counter()
+            for event in _events(piece):
+                if event.choices:
+                    answer.stamps.append(now)
+                if event.usage is not None:
+                    answer.num_tokens = event.usage.completion_tokens
+        await reader.readexactly(2)
+        if not answer.stamps:
+            raise UserError("the server has answered without a token")
+        self._idle.append((reader, writer))
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
+def _events(piece: bytes) -> Iterator[_Event]:
+    for line in piece.split(b"\n"):
+        if line.startswith(b"data: {"):
+            try:
+                yield _decode(line[6:])
+            except msgspec.ValidationError:
+                shown = line[6:206].decode("utf-8", "replace")
+                raise UserError(f"the server has failed a request: {shown}") from None
+
+
+async def _refusal(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> str:
+    status = head.split(b"\r\n", 1)[0].decode("latin-1")
+    with suppress(TimeoutError):
+        text = await asyncio.wait_for(reader.read(500), 1)
+        status += f": {text.decode('utf-8', 'replace')}"
+    writer.close()
+    return f"the server has refused a request: {status}"
+
+
+def get_json(target: HttpTarget, path: str) -> Any:
+    """Return the body of the answer to a ``GET``.
+
+    Raises:
+        UserError: the server is not there, or answers with an error.
+    """
+    import urllib.request
+    from urllib.error import URLError
+
+    request = urllib.request.Request(target.url.rstrip("/") + path)
+    if target.api_key:
+        request.add_header("authorization", f"Bearer {target.api_key}")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=30) as answer:
+            return msgspec.json.decode(answer.read())
+    except (URLError, OSError) as error:
+        raise UserError(f"base_url={target.url}: {path}: {error}; is a server there?") from error

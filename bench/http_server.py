@@ -1,0 +1,149 @@
+"""Starts ``fusewright serve`` to measure it, and measures the same requests without it.
+
+``python -m fusewright.bench.http_server REQUESTS`` is the part that runs ``LLM``: in a process of
+its own, as both would not fit on one GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..config import EngineOptions, MachineError, option_specs
+from .http_load import HttpTarget
+from .workloads import Work
+
+_LINE = re.compile(r"serving \S+ at (http://\S+)$")
+_TTFT_REPEATS = 20
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """The command line flags of engine options."""
+    flags = []
+    for spec in option_specs():
+        value = options.get(spec.name)
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(spec.flag if value else f"--no-{spec.flag.removeprefix('--')}")
+        elif isinstance(value, tuple | list):
+            flags += [spec.flag, ",".join(map(str, value))] if value else []
+        else:
+            flags += [spec.flag, str(value)]
+    return flags
+
+
+class Server:
+    """A server that runs; ``cpu_s`` is the processor time of its API process so far."""
+
+    def __init__(self, process: subprocess.Popen[str], target: HttpTarget) -> None:
+        self._process, self.target = process, target
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving(options: Mapping[str, Any]) -> Iterator[Server]:
+    """A server of these engine options, on a free port.
+
+    Raises:
+        MachineError: it does not start; the message is its own.
+    """
+    model = str(options.get("model", EngineOptions().model))
+    command = [sys.executable, "-P", "-m", "fusewright.serve.cli", "serve", "--port", "0"]
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as written:
+            process = subprocess.Popen(
+                [*command, *flags_of(options)], stderr=written, stdout=written, text=True
+            )
+        try:
+            while (found := _address(log)) is None:
+                if process.poll() is not None:
+                    last = (log.read_text().splitlines() or ["no message"])[-1]
+                    raise MachineError(f"the server has not started: {last}")
+                time.sleep(0.05)
+            yield Server(process, HttpTarget(found, model))
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _address(log: Path) -> str | None:
+    found = [match[1] for line in log.read_text().splitlines() if (match := _LINE.search(line))]
+    return found[0] if found else None
+
+
+def offline(
+    options: Mapping[str, Any], works: Sequence[Work], single: Work, repeats: int
+) -> dict[str, float]:
+    """Time ``LLM.generate`` with all requests as one batch, the best of ``repeats``, and the first
+    token of ``LLM.stream`` for ``single``, the median; both in seconds.
+
+    Raises:
+        MachineError: the process fails; the message is its own.
+    """
+    with TemporaryDirectory() as folder:
+        asked = Path(folder) / "requests.json"
+        record = {
+            "options": dict(options),
+            "works": [[work.prompt_token_ids, work.output_len] for work in works],
+            "single": single.prompt_token_ids,
+            "repeats": repeats,
+        }
+        asked.write_text(json.dumps(record))
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__, str(asked)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise MachineError("what LLM.generate takes could not be measured; see above")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _measure(asked: Mapping[str, Any]) -> dict[str, float]:
+    from ..engine.llm import LLM
+    from ..engine.messages.sampling_params import SamplingParams
+    from .serving import capture_graphs
+
+    llm = LLM(**asked["options"])
+    capture_graphs(llm.engine)
+    prompts = [{"prompt_token_ids": ids} for ids, _ in asked["works"]]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        for _, output_len in asked["works"]
+    ]
+    seconds = []
+    for _ in range(asked["repeats"] + 1):  # the first warms up
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    first = []
+    few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    for _ in range(_TTFT_REPEATS):
+        start = time.perf_counter()
+        stream = llm.stream({"prompt_token_ids": asked["single"]}, few)
+        next(stream)
+        first.append(time.perf_counter() - start)
+        for _ in stream:
+            pass
+    return {"seconds": min(seconds[1:]), "ttft_s": median(first)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(json.loads(Path(sys.argv[1]).read_text()))))

@@ -1,0 +1,254 @@
+"""``fusewright bench serve``: what clients see of a server, and what the server costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..config import EngineOptions, UserError
+from ..config.numbers import MOST_REQUESTS, check_counts
+from .bench_engine import check_outputs
+from .flags import Json, Model, Output, engine_flags
+from .options import to_measure, write_result
+from .table import table
+
+if TYPE_CHECKING:
+    from ..bench.http_load import HttpTarget
+    from ..bench.http_server import Server
+    from ..bench.workloads import Work
+
+_SINGLE_LEN = 1000
+"""Prompt tokens of the request whose first token is timed."""
+
+
+@engine_flags
+def serve(
+    engine: dict[str, Any],
+    model_argument: Model = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="A server that runs; one of the engine options is started if unset."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Model in requests; the server's first if unset.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key of that server.")] = None,
+    dataset: Annotated[
+        str, typer.Option(help="chat, prefill-heavy, decode-heavy, random, prefix, sharegpt, jsonl")
+    ] = "chat",
+    dataset_path: Annotated[
+        Path | None, typer.Option(help='Of sharegpt, or of jsonl: {"prompt": "…"} a line.')
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens of random and prefix.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Output tokens of random, prefix, jsonl.")] = 128,
+    request_rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second; all at once if unset or inf. Several: a run each."),
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="1: Poisson arrivals; less: bursts; inf: constant.")
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="Requests that are open at once.")
+    ] = None,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each, of which the best counts.")] = 1,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Compare with LLM.generate of the same requests.")
+    ] = False,
+    output: Output = None,
+    json_output: Json = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
+    ] = None,
+) -> None:
+    """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate."""
+    options = to_measure({"enable_prefix_caching": dataset == "prefix", **engine}, model_argument)
+    check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
+    check_counts(1, repeats=repeats, input_len=input_len, output_len=output_len)
+    for rate in [*(request_rate or ()), burstiness]:
+        if not rate > 0:
+            raise UserError(f"request_rate or burstiness {rate}: expected more than 0")
+    if offline and (base_url or request_rate):
+        raise UserError("offline compares a server of its own, with all requests at once")
+    check_outputs(output, plot)
+    from ..bench.serving import parse_limits
+
+    limits = parse_limits(goodput or [])
+    works = _works(options, dataset, dataset_path, num_prompts, input_len, output_len)
+    found: dict[str, Any] = {}
+    single = works[0].__class__(_stretched(works, _SINGLE_LEN), 2)
+    if offline:
+        from ..bench.http_server import offline as without
+
+        found["offline"] = without(options, works, single, max(repeats, 2))
+    rows: list[dict[str, Any]] = []
+
+    def measure(target: HttpTarget, server: Server | None) -> None:
+        for rate in request_rate or [inf]:
+            row = _best(target, server, works, (rate, burstiness), max_concurrency, repeats, limits)
+            about = {"workload": dataset, "request_rate": None if rate == inf else rate}
+            rows.append({**about, **row})
+            _show(rows[-1], err=json_output)
+        if offline:
+            found.update(_beside(found["offline"], rows[0], _first_token_s(target, single)))
+            _show_beside(found, err=json_output)
+
+    _with_server(options, base_url, served_model_name, api_key, measure)
+    _write(output, json_output, options, plot, base_url, {"rows": rows, **found})
+
+
+def _write(
+    path: Path | None,
+    json_output: bool,
+    options: dict[str, Any],
+    picture: Path | None,
+    base_url: str | None,
+    found: dict[str, Any],
+) -> None:
+    from ..bench.environment import environment
+
+    record = {"environment": environment(), "options": options, **found}
+    write_result(path, record, json_output=json_output)
+    if picture is not None:
+        from ..bench.plots import plot
+
+        plot({base_url or str(options.get("model", EngineOptions().model)): record}, picture)
+
+
+def _with_server(
+    options: dict[str, Any],
+    base_url: str | None,
+    name: str | None,
+    api_key: str | None,
+    measure: Any,
+) -> None:
+    """Measure the server that runs, or one that is started for it."""
+    from ..bench.http_load import HttpTarget, get_json
+
+    if base_url is None:
+        from ..bench.http_server import serving
+
+        with serving(options) as server:
+            measure(server.target, server)
+        return
+    target = HttpTarget(base_url.rstrip("/"), name or "", api_key)
+    if name is None:
+        listed = get_json(target, "/v1/models")
+        target = HttpTarget(target.url, listed["data"][0]["id"], api_key)
+    measure(target, None)
+
+
+def _works(
+    options: dict[str, Any],
+    dataset: str,
+    path: Path | None,
+    count: int,
+    input_len: int,
+    output_len: int,
+) -> list[Work]:
+    """The requests, in tokens of the model's folder."""
+    from ..bench.datasets import make_works
+    from ..engine.frontend.tokenizer import Tokenizer
+    from ..model_executor.hf_config import model_folder, read_spec
+
+    folder = model_folder(options.get("model", EngineOptions().model))
+    spec = read_spec(folder)
+    most = options.get("max_model_len") or spec.max_position_embeddings
+    encode = None
+    if path is not None:
+        encode = Tokenizer(model_folder(options.get("tokenizer") or str(folder))).encode
+    return make_works(
+        dataset,
+        count,
+        vocab_size=spec.vocab_size,
+        max_model_len=most,
+        input_len=input_len,
+        output_len=output_len,
+        file=path,
+        encode=encode,
+    )
+
+
+def _stretched(works: Sequence[Work], length: int) -> list[int]:
+    """Tokens of several prompts, up to ``length`` or what the longest request has."""
+    longest = max(len(work.prompt_token_ids) + work.output_len for work in works)
+    ids = [token for work in works for token in work.prompt_token_ids]
+    return ids[: min(length, max(1, longest - 2))]
+
+
+def _best(
+    target: HttpTarget,
+    server: Server | None,
+    works: Sequence[Work],
+    arrival: tuple[float, float],
+    most_open: int | None,
+    repeats: int,
+    limits: dict[str, float],
+) -> dict[str, Any]:
+    """The fastest run, after one that warms up."""
+    from ..bench.http_load import arrivals, load
+
+    load(target, works[: min(len(works), 64)], [0.0] * min(len(works), 64))
+    tries = []
+    for number in range(repeats):
+        times = arrivals(len(works), *arrival, seed=number)
+        before = server.cpu_s() if server else 0.0
+        run = load(target, works, times, most_open)
+        tries.append((run, (server.cpu_s() if server else 0.0) - before))
+    run, cpu_s = min(tries, key=lambda each: each[0].seconds)
+    spread = round(max(each.seconds for each, _ in tries) / run.seconds - 1, 4)
+    row = {**run.to_json(limits), "n": repeats, "spread": spread}
+    if server is not None:
+        row["api_process_cores"] = round(cpu_s / run.seconds, 3)
+    return row
+
+
+def _first_token_s(target: HttpTarget, single: Work) -> float:
+    """Median time to the first token of a request alone, in seconds."""
+    from statistics import median
+
+    from ..bench.http_load import load
+
+    runs = (load(target, [single], [0.0]) for _ in range(20))
+    return median(run.requests[0].ttft for run in runs) / 1e3
+
+
+def _beside(offline: dict[str, float], row: dict[str, Any], ttft_s: float) -> dict[str, Any]:
+    return {
+        "of_offline": round(offline["seconds"] / row["seconds"], 4),
+        "ttft_alone_ms": round(ttft_s * 1e3, 3),
+        "added_ttft_ms": round((ttft_s - offline["ttft_s"]) * 1e3, 3),
+    }
+
+
+def _show_beside(found: dict[str, Any], *, err: bool) -> None:
+    typer.echo(
+        f"{found['of_offline']:.1%} of LLM.generate's throughput; a request alone has its first "
+        f"token after {found['ttft_alone_ms']:.2f} ms, {found['added_ttft_ms']:.2f} ms later",
+        err=err,
+    )
+
+
+def _show(row: dict[str, Any], *, err: bool) -> None:
+    rate = row["request_rate"]
+    typer.echo(
+        f"{row['workload']}, {'all at once' if rate is None else f'{rate:g} requests/s offered'}: "
+        f"{row['requests_per_s']:.2f} requests/s, {row['output_tokens_per_s']:.0f} output tokens/s",
+        err=err,
+    )
+    rows = [["ms", "mean", "p50", "p90", "p99"]]
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
+    typer.echo(table(rows), err=err)
+    if "goodput_per_s" in row:
+        typer.echo(f"goodput {row['goodput_per_s']:.2f} requests/s", err=err)
+    if "api_process_cores" in row:
+        typer.echo(f"the API's process took {row['api_process_cores']:.2f} cores", err=err)

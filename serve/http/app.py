@@ -1,0 +1,125 @@
+"""``make_app``: the routes, and what becomes of errors that they let through."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ... import __version__
+from ...config import UserError
+from .chat import chat_completions
+from .completions import completions
+from .errors import ApiError, api_error, json_response
+from .events import ClientGone
+from .limits import Guard
+from .protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from .responses import responses
+from .state import ServerState
+from .tools import (
+    abort_requests,
+    detokenize,
+    health,
+    live,
+    metrics,
+    model,
+    models,
+    status_page,
+    tokenize,
+    version,
+)
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
+POSTS: tuple[tuple[str, _Endpoint, type[BaseModel]], ...] = (
+    ("/v1/completions", completions, CompletionRequest),
+    ("/v1/chat/completions", chat_completions, ChatRequest),
+    ("/v1/responses", responses, ResponsesRequest),
+    ("/tokenize", tokenize, TokenizeRequest),
+    ("/detokenize", detokenize, DetokenizeRequest),
+    ("/abort_requests", abort_requests, AbortRequest),
+)
+GETS: tuple[tuple[str, _Endpoint], ...] = (
+    ("/v1/models", models),
+    ("/v1/models/{name:path}", model),
+    ("/live", live),
+    ("/health", health),
+    ("/version", version),
+    ("/", status_page),
+    ("/metrics", metrics),
+)
+
+
+_NAME = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+
+
+def make_app(state: ServerState) -> ASGIApp:
+    """The application over an engine, inside what guards it."""
+    app = FastAPI(title="fusewright", version=__version__, docs_url=None, redoc_url=None)
+    app.state.server = state
+    for path, endpoint, kind in POSTS:
+        app.add_api_route(
+            path, endpoint, methods=["POST"], response_model=None, openapi_extra=_takes(kind)
+        )
+    for path, read in GETS:
+        extra = {"parameters": _NAME} if "{name" in path else None
+        app.add_api_route(path, read, methods=["GET"], response_model=None, openapi_extra=extra)
+    for kind_of_error in (ApiError, UserError, HTTPException, Exception):
+        app.add_exception_handler(kind_of_error, _answer)
+    for gone in (ClientGone, ClientDisconnect):
+        app.add_exception_handler(gone, _nobody)
+    guarded: ASGIApp = Guard(app, state)
+    if state.settings.allowed_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=state.settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return guarded
+
+
+def _takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """The part of the OpenAPI schema that describes a body."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    nested = schema.pop("$defs", {})
+    text = {"application/json": {"schema": _inlined(schema, nested)}}
+    return {"requestBody": {"required": True, "content": text}}
+
+
+def _inlined(schema: Any, nested: dict[str, Any]) -> Any:
+    """A schema without references, as each body is described apart from the others."""
+    if isinstance(schema, list):
+        return [_inlined(each, nested) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(nested[schema["$ref"].rpartition("/")[2]], nested)
+    return {name: _inlined(value, nested) for name, value in schema.items()}
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        what = "no such path" if error.status_code == 404 else error.detail
+        error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}")
+    return api_error(error).response()
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    """The answer to a client that is gone; 499 is how proxies log it."""
+    return json_response(None, 499)

@@ -1,0 +1,210 @@
+"""``/v1/completions``: prompts of text or token ids, several at once, ``n`` outputs of each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...config import UserError
+from ...engine.frontend.inputs import Prompt
+from ...engine.frontend.outputs import RequestOutput
+from ...engine.messages.sampling_params import SamplingParams
+from .body import read
+from .errors import ApiError, api_error, json_response
+from .events import Delta, EventStream, UsageCount, deltas, event, usage, whole
+from .form import grammar_of
+from .logprobs import (
+    completion_logprobs,
+    joined,
+    prompt_completion_logprobs,
+    prompt_entries,
+)
+from .protocol import CompletionRequest, Generation
+from .state import Job, ServerState
+
+_SAMPLING = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop"),
+    *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+)
+"""Fields of a body that are fields of ``SamplingParams``."""
+
+
+def sampling_params(body: Generation, **more: Any) -> SamplingParams:
+    """The sampling that a body asks for; ``more`` wins.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    grammar = more.pop("grammar", None) or grammar_of(body)
+    more |= {"grammar": grammar, "logit_bias": _bias(body.logit_bias)}
+    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    return SamplingParams(**{**given, **more})
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    """``logit_bias``, whose keys are token ids as JSON has them: text.
+
+    Raises:
+        ApiError: a key is no number.
+    """
+    try:
+        return {int(name): value for name, value in given.items()} if given else None
+    except ValueError:
+        message = "logit_bias: expected token ids as keys"
+        raise ApiError(400, message, param="logit_bias") from None
+
+
+async def completions(request: Request) -> Response:
+    """The endpoint."""
+    state: ServerState = request.app.state.server
+    body = await read(request, CompletionRequest)
+    state.check_serving()
+    _check(body)
+    params = _sampling(body)
+    prompts = _prompts(state, body)
+    try:
+        job = await state.submit("cmpl-", body, prompts, params)
+    except UserError as error:
+        raise api_error(error, "prompt") from error
+    if body.stream:
+        return EventStream(state, job, _stream(state, job, body))
+    outputs = await whole(state, job, request.receive)
+    return json_response(_answer(state, job, body, outputs), headers={"x-request-id": job.name})
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.suffix:
+        raise ApiError(400, "suffix is not served; leave it out", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError(400, "best_of is not served; leave it out, or set n", param="best_of")
+    if body.max_tokens == 0 and (not body.echo or body.stream):
+        raise ApiError(400, "max_tokens=0: expected 1, or echo without stream", param="max_tokens")
+
+
+def _sampling(body: CompletionRequest) -> SamplingParams:
+    """``echo`` with ``logprobs`` asks for those of the prompt too.  ``max_tokens=0`` asks for no
+    other; a token is generated then, and not shown."""
+    of_prompt = [n for n in (body.prompt_logprobs, body.logprobs if body.echo else None) if n]
+    asked = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
+    more: dict[str, Any] = {"max_tokens": 1} if body.max_tokens == 0 else {}
+    return sampling_params(
+        body,
+        logprobs=body.logprobs,
+        prompt_logprobs=max(of_prompt, default=0) if asked else None,
+        **more,
+    )
+
+
+def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
+    """The prompts of a body, each as the engine takes it."""
+    prompt: Any = body.prompt
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    prompts: list[Prompt] = list(prompt) if several else [prompt]
+    if body.add_special_tokens is False:
+        tokenizer = state.client.inputs.require_tokenizer()
+        prompts = [
+            {"prompt": p, "prompt_token_ids": tokenizer.encode(p, add_special_tokens=False)}
+            if isinstance(p, str)
+            else p
+            for p in prompts
+        ]
+    return prompts
+
+
+def _prompt_text(state: ServerState, job: Job, number: int) -> str:
+    """The text that ``echo`` repeats."""
+    checked = job.requests[number]
+    if checked.prompt is not None:
+        return checked.prompt
+    tokenizer = state.client.inputs.require_tokenizer()
+    return tokenizer.decode(checked.requests[0].prompt_token_ids, False)
+
+
+def _echo_logprobs(state: ServerState, output: RequestOutput) -> dict[str, Any]:
+    """The log probabilities of the text that ``echo`` repeats."""
+    tokenizer = state.client.inputs.tokenizer
+    first = "" if tokenizer is None else tokenizer.token_text(output.prompt_token_ids[0])
+    return prompt_completion_logprobs(output, first)
+
+
+def _answer(
+    state: ServerState, job: Job, body: CompletionRequest, outputs: Sequence[RequestOutput]
+) -> dict[str, Any]:
+    choices: list[dict[str, Any]] = []
+    hidden = body.max_tokens == 0
+    for number, output in enumerate(outputs):
+        echoed = _prompt_text(state, job, number) if body.echo else ""
+        for completion in output.outputs:
+            choice: dict[str, Any] = {
+                "index": len(choices),
+                "text": echoed if hidden else echoed + completion.text,
+                "logprobs": None,
+                "finish_reason": "length" if hidden else completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+            if completion.logprobs is not None:
+                before = _echo_logprobs(state, output) if body.echo else None
+                steps = [] if hidden else completion.logprobs
+                after = completion_logprobs(steps, len(echoed))
+                choice["logprobs"] = after if before is None else joined(before, after)
+            if body.return_token_ids:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+                choice["token_ids"] = [] if hidden else completion.token_ids
+            if body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_entries(output)
+            choices.append(choice)
+    num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    return {
+        **_head(job),
+        "choices": choices,
+        "usage": usage(job.num_prompt_tokens, 0 if hidden else num_output),
+    }
+
+
+def _head(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.name,
+        "object": "text_completion",
+        "created": job.created,
+        "model": job.model,
+    }
+
+
+async def _stream(
+    state: ServerState, job: Job, body: CompletionRequest
+) -> AsyncGenerator[bytes, None]:
+    head, count = _head(job), UsageCount(job, body)
+    offsets: dict[int, int] = {}
+    async for gained in deltas(job):
+        pieces = []
+        for delta in gained:
+            text, choice, is_first = delta.text, _choice(delta), delta.index not in offsets
+            echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
+            choice["text"] = echoed + text
+            offset = offsets.setdefault(delta.index, len(echoed))
+            if delta.logprobs is not None:
+                found = completion_logprobs(delta.logprobs, offset)
+                offsets[delta.index] = offset + sum(map(len, found["tokens"]))
+                if echoed:
+                    found = joined(_echo_logprobs(state, delta.request), found)
+                choice["logprobs"] = found
+            if body.return_token_ids:
+                choice["token_ids"] = delta.token_ids
+            pieces.append(event(count.add({**head, "choices": [choice]}, delta)))
+        yield b"".join(pieces)
+    if count.at_end:
+        yield event({**head, "choices": [], "usage": count.total()})
+
+
+def _choice(delta: Delta) -> dict[str, Any]:
+    return {
+        "index": delta.index,
+        "text": "",
+        "logprobs": None,
+        "finish_reason": delta.output.finish_reason,
+        "stop_reason": delta.output.stop_reason,
+    }

@@ -1,0 +1,187 @@
+"""``ServerState``: the engine's client, what the server was told to do, and whether it is well."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ...config import UserError
+from ...engine.frontend.inputs import Prompt
+from ...engine.frontend.loop import CheckedRequest
+from ...engine.messages.sampling_params import SamplingParams
+from ...engine.process.client import EngineClient, OutputStream
+from .errors import ApiError
+from .metrics import Metrics
+from .protocol import Generation
+
+_RETRY_AFTER_S = "1"
+_MOST_OUTPUTS = 16384
+"""Most outputs of one call, over all its prompts."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``fusewright serve`` was told.
+
+    Attributes:
+        model_names: names under which the model is served; the first is shown.
+        api_keys: one of them must come with every request; none: all may ask.
+        max_waiting: outputs that may wait behind those that run; more are refused.
+        stall_s: seconds without a heartbeat of the engine until it counts as stalled.
+        max_body_bytes: largest body of a request.
+        allowed_origins: of browsers that may ask (CORS).
+        tool_format: how the model writes calls of tools; None: as its chat template shows.
+    """
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    max_waiting: int = 16384
+    shutdown_timeout_s: float = 60.0
+    stall_s: float = 10.0
+    max_body_bytes: int = 32 * 2**20
+    allowed_origins: tuple[str, ...] = ()
+    tool_format: str | None = None
+
+
+class Phase(StrEnum):
+    """Where the server is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclass
+class Job:
+    """A caller's request on its way: its prompts, in order, and where their outputs come."""
+
+    name: str
+    model: str
+    created: int
+    requests: list[CheckedRequest]
+    stream: OutputStream
+    num_outputs: int
+    """Outputs of each prompt."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(each.requests[0].prompt_token_ids) for each in self.requests)
+
+    def prompt_number(self, request_id: str) -> int:
+        """Which of the prompts a request of the engine is for."""
+        if len(self.requests) == 1:
+            return 0
+        return next(i for i, each in enumerate(self.requests) if each.request_id == request_id)
+
+
+class ServerState:
+    """Takes jobs while it serves; knows those that are open."""
+
+    def __init__(self, client: EngineClient, settings: Settings) -> None:
+        self.client, self.settings = client, settings
+        self.phase = Phase.STARTING
+        self.started_at = int(time.time())
+        self.metrics = Metrics(settings.model_names[0], client)
+        self.jobs: dict[str, Job] = {}
+        self.tool_format = settings.tool_format
+        client.on_step = self.metrics.on_step
+
+    def health(self) -> str:
+        """Why no request should be sent here now; "" if it should."""
+        if self.phase is not Phase.SERVING:
+            return str(self.phase)
+        step, age_s = self.client.heartbeat.read()
+        if age_s > self.settings.stall_s:
+            return f"stalled: nothing moved for {age_s:.1f} s, since step {step}"
+        return ""
+
+    def check_serving(self) -> None:
+        """Raise the answer to whoever asks before the start or after the end."""
+        if self.phase is Phase.DEAD:
+            raise ApiError(500, f"the engine has ended: {self.client.dead}", code="engine_dead")
+        if self.phase is not Phase.SERVING:
+            raise ApiError(
+                503, f"the server is {self.phase}", headers={"retry-after": _RETRY_AFTER_S}
+            )
+
+    def check_model(self, name: str | None) -> str:
+        """The name that an answer carries; raises a 404 for a model that is not served."""
+        names = self.settings.model_names
+        if name is None or name in names:
+            return name or names[0]
+        raise ApiError(
+            404,
+            f"model {name[:200]!r} is not served here; expected {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def check_room(self, num_outputs: int) -> None:
+        """Raise the answer to whoever comes while too many wait."""
+        if num_outputs > _MOST_OUTPUTS:
+            raise ApiError(
+                400, f"{num_outputs} outputs in one call: expected {_MOST_OUTPUTS} at most"
+            )
+        waiting = self.client.num_open - self.client.max_num_seqs
+        if waiting >= self.settings.max_waiting:
+            self.metrics.refused += 1
+            raise ApiError(
+                503,
+                f"{waiting} requests wait already; try again later",
+                code="overloaded",
+                headers={"retry-after": _RETRY_AFTER_S},
+            )
+
+    async def submit(
+        self, prefix: str, body: Generation, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> Job:
+        """Check the prompts of a call and queue them.
+
+        Raises:
+            ApiError: there is no room, or the id is in use.
+            UserError: a prompt is bad.
+        """
+        model = self.check_model(body.model)
+        self.check_room(len(prompts) * params.n)
+        name = prefix + (body.request_id or self.metrics.new_name())
+        checked = []
+        for prompt in prompts:
+            if body.cache_salt is not None:
+                salted: dict[str, Any] = {"cache_salt": body.cache_salt}
+                if isinstance(prompt, str):
+                    prompt = {**salted, "prompt": prompt}
+                elif isinstance(prompt, dict):
+                    prompt = {**salted, **prompt}
+                else:
+                    prompt = {**salted, "prompt_token_ids": prompt}
+            checked.append(
+                await self.client.check(
+                    prompt, params, final_only=not body.stream, priority=body.priority or 0
+                )
+            )
+        self.check_serving()  # much may have happened while prompts were encoded
+        if name in self.jobs:
+            raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
+        stream = self.client.submit(checked)
+        self.metrics.on_submit(checked)
+        job = Job(name, model, int(time.time()), checked, stream, params.n)
+        self.jobs[name] = job
+        return job
+
+    def close(self, job: Job) -> None:
+        """Forget a job; what still runs of it is aborted."""
+        self.jobs.pop(job.name, None)
+        self.metrics.on_close(job.requests, aborted=bool(job.stream.open))
+        if job.stream.open:
+            with suppress(UserError):
+                self.client.abort(job.stream)
+
+    def abort(self, job: Job, error: Exception) -> None:
+        """End a job; whoever waits for it gets ``error``."""
+        self.close(job)
+        job.stream.fail(error)

@@ -1,0 +1,142 @@
+"""Answers the endpoints beside generation: models, tokens, health, metrics."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import __version__
+from .body import read
+from .chat import render
+from .errors import ApiError, json_response
+from .protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from .state import Phase, ServerState
+
+_SHORT_TEXT = 1000
+"""Characters of a text that are encoded at once: a thread would take longer to wake up."""
+
+
+async def models(request: Request) -> Response:
+    """``GET /v1/models``."""
+    state = _state(request)
+    return json_response(
+        {"object": "list", "data": [_card(state, name) for name in state.settings.model_names]}
+    )
+
+
+async def model(request: Request) -> Response:
+    """``GET /v1/models/NAME``."""
+    state = _state(request)
+    return json_response(_card(state, state.check_model(request.path_params["name"])))
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    ready = state.client.is_ready
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started_at,
+        "owned_by": "fusewright",
+        "root": state.settings.model_names[0],
+        "parent": None,
+        "max_model_len": state.client.inputs.max_model_len if ready else None,
+    }
+
+
+async def tokenize(request: Request) -> Response:
+    """``POST /tokenize``: the token ids of a prompt, or of a conversation."""
+    state = _state(request)
+    body = await read(request, TokenizeRequest)
+    state.check_serving()
+    state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "expected either prompt or messages", param="prompt")
+    tokenizer = state.client.inputs.require_tokenizer()
+    ids: list[int]
+    if body.messages is not None:
+        prompt: Any = await render(
+            state, body.messages, body.add_generation_prompt, body.chat_template_kwargs
+        )
+        ids = prompt["prompt_token_ids"]
+    else:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+        if len(text) > _SHORT_TEXT:
+            ids = await state.client.in_thread(
+                lambda: tokenizer.encode(text, add_special_tokens=special)
+            )
+        else:
+            ids = tokenizer.encode(text, add_special_tokens=special)
+    answer = {
+        "count": len(ids),
+        "max_model_len": state.client.inputs.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        answer["token_strs"] = [tokenizer.token_text(each) for each in ids]
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """``POST /detokenize``: the text of token ids."""
+    state = _state(request)
+    body = await read(request, DetokenizeRequest)
+    state.check_serving()
+    state.check_model(body.model)
+    inputs = state.client.inputs
+    if body.tokens and max(body.tokens) >= inputs.vocab_size:
+        raise ApiError(
+            400,
+            f"tokens has {max(body.tokens)}: outside the vocabulary, 0..{inputs.vocab_size - 1}",
+            param="tokens",
+        )
+    return json_response({"prompt": inputs.require_tokenizer().decode(body.tokens, False)})
+
+
+async def abort_requests(request: Request) -> Response:
+    """``POST /abort_requests``: ends requests by the ids that their answers carry, or "all"."""
+    state = _state(request)
+    body = await read(request, AbortRequest)
+    names = list(state.jobs) if body.request_ids == "all" else body.request_ids
+    found = [state.jobs[name] for name in names if name in state.jobs]
+    for job in found:
+        state.abort(job, ApiError(503, "the request was aborted", code="aborted"))
+    return json_response({"aborted": [job.name for job in found]})
+
+
+async def live(request: Request) -> Response:
+    """``GET /live``: the process is up."""
+    return json_response({"status": "live"})
+
+
+async def health(request: Request) -> Response:
+    """``GET /health``: 200 only while the engine moves and requests are taken."""
+    reason = _state(request).health()
+    return json_response({"status": reason or "ok"}, 503 if reason else 200)
+
+
+async def status_page(request: Request) -> Response:
+    """``GET /``: a page that looks at ``/health`` and ``/metrics`` every second."""
+    page = files(__package__).joinpath("status.html").read_bytes()
+    return Response(page, media_type="text/html")
+
+
+async def version(request: Request) -> Response:
+    """``GET /version``."""
+    return json_response({"version": __version__})
+
+
+async def metrics(request: Request) -> Response:
+    """``GET /metrics``, in Prometheus' text format."""
+    state = _state(request)
+    if state.phase is Phase.STARTING:
+        raise ApiError(503, "the server is starting", headers={"retry-after": "1"})
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state

@@ -1,0 +1,120 @@
+"""``fusewright serve``: OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import EngineOptions, MachineError, UserError
+from ..config.numbers import check_counts, check_number
+from .flags import Model, engine_flags, strings
+from .options import checked, merge
+
+_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+_EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
+
+
+@engine_flags
+def serve(
+    engine: dict[str, Any],
+    model_argument: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that requests must bring (repeatable).")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of such keys, one a line; no process list shows them.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
+    ] = None,
+    max_waiting_requests: Annotated[
+        int, typer.Option(help="Outputs that may wait; more are refused with 503.")
+    ] = 16384,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that open requests have after SIGTERM.")
+    ] = 60.0,
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds without a step until /health says 503.")
+    ] = 10.0,
+    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request.")] = 32.0,
+    allowed_origins: Annotated[
+        str | None, typer.Option(help="Web pages that may ask (CORS), separated by commas.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How the model calls tools: auto, hermes, llama3_json, mistral.")
+    ] = "auto",
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate: serves HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+) -> None:
+    """Serve OpenAI's API over HTTP, with the engine in a process of its own.
+
+    SIGTERM or Ctrl-C lets open requests finish; a second one ends them with an answer.
+    """
+    options = merge(engine, model=model_argument)
+    asked: EngineOptions = checked(options, weights=True)
+    check_counts(0, 65535, port=port)
+    check_counts(0, max_waiting_requests=max_waiting_requests)
+    check_number(stall_timeout=stall_timeout, max_body_mb=max_body_mb)
+    if not shutdown_timeout >= 0:
+        raise UserError(f"shutdown_timeout={shutdown_timeout}: expected 0 or more seconds")
+    for name, path in (("ssl_certfile", ssl_certfile), ("ssl_keyfile", ssl_keyfile)):
+        if path is not None and not path.is_file():
+            raise UserError(f"{name}={path}: no such file; give a PEM file")
+    if ssl_keyfile is not None and ssl_certfile is None:
+        raise UserError("ssl_keyfile needs ssl_certfile: give both, or one file with both")
+    if tool_call_parser not in _PARSERS:
+        raise UserError(
+            f"tool_call_parser={tool_call_parser!r}: expected one of {', '.join(_PARSERS)}"
+        )
+    keys = _keys(api_key or [], api_key_file)
+    try:
+        from .http.life import Endpoint, run_server
+        from .http.state import Settings
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise MachineError(
+            f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
+        ) from error
+    settings = Settings(
+        model_names=tuple(served_model_name or [asked.model]),
+        api_keys=keys,
+        max_waiting=max_waiting_requests,
+        shutdown_timeout_s=shutdown_timeout,
+        stall_s=stall_timeout,
+        max_body_bytes=int(max_body_mb * 2**20),
+        allowed_origins=strings(allowed_origins or ""),
+        tool_format=None if tool_call_parser == "auto" else tool_call_parser,
+    )
+    endpoint = Endpoint(
+        host,
+        port,
+        str(ssl_certfile) if ssl_certfile else None,
+        str(ssl_keyfile) if ssl_keyfile else None,
+    )
+    run_server(asked, settings, endpoint, lambda text: typer.echo(text, err=True))
+
+
+def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+    """The API keys of flags and file.
+
+    Raises:
+        UserError: the file has none or cannot be read, or a key is empty.
+    """
+    keys = list(given)
+    if file is not None:
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"api_key_file={file}: cannot be read: {error}") from error
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise UserError(f"api_key_file={file}: holds no key; write one a line")
+        keys += found
+    if not all(key.strip() for key in keys):
+        raise UserError("api_key='': expected a key that is not empty")
+    return tuple(keys)
