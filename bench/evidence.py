@@ -86,6 +86,12 @@ ON_REQUEST: dict[str, Suite] = {
     "passes-llama3-8b-bfloat16.json": Suite((_PASSES.format(""),), 900),
     "passes-llama3-8b-fp8.json": Suite((_PASSES.format("--quantization fp8"),), 900),
     "passes-llama3-8b-fp8_static.json": Suite((_PASSES.format("--quantization fp8_static"),), 900),
+    "latency-llama3-8b-batch-invariant.json": Suite(
+        (_LATENCY.format(_8B, f"{_BATCHES} --batch-invariant"),), 120
+    ),
+    "serve-llama3-8b-chat.json": Suite(
+        (f"serve.cli bench serve {_8B} --max-model-len 4096 --offline --repeats 3",), 240
+    ),
     "growth-llama3.2-1b.json": Suite((f"serve.cli bench growth {_1B} --max-model-len 32896",), 600),
 }
 """These suites run only when they are named."""

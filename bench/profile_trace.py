@@ -148,7 +148,7 @@ def kernel_rows(
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Period:
     """Activities ``start`` to ``stop`` of a step repeat every ``period``."""
 
     start: int
@@ -166,7 +166,7 @@ def layer_groups(activities: Sequence[Activity], num_steps: int, num_layers: int
     steps: dict[int, list[Activity]] = defaultdict(list)
     for activity in activities:
         steps[activity.step].append(activity)
-    known: dict[tuple[str, ...], Repeat | None] = {}
+    known: dict[tuple[str, ...], Period | None] = {}
     inside: list[Activity] = []
     outside: list[Activity] = []
     pattern, turns = None, 0.0
@@ -195,7 +195,7 @@ def layer_groups(activities: Sequence[Activity], num_steps: int, num_layers: int
     return groups
 
 
-def find_repeat(names: Sequence[str], num_layers: int) -> Repeat | None:
+def find_repeat(names: Sequence[str], num_layers: int) -> Period | None:
     """The longest part of ``names`` that repeats, ``num_layers`` times or once less: the first or
     last may differ.  None where no part that is half of all does."""
     best = None
@@ -212,7 +212,7 @@ def find_repeat(names: Sequence[str], num_layers: int) -> Repeat | None:
             continue
         length = min(length, num_layers * period)
         if best is None or length > best.stop - best.start:
-            best = Repeat(start, start + length, period)
+            best = Period(start, start + length, period)
     return best
 
 

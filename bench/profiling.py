@@ -38,7 +38,7 @@ _WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Step:
+class ProfiledStep:
     """One call of ``step()``: what it launched, and its time in us on the CPU's clock.
 
     ``num_prompts``: those whose last token it computes.
@@ -60,8 +60,8 @@ class PhaseProfile:
     options: ProfileOptions
     num_layers: int
     on_gpu: bool
-    steps: list[Step]
-    undisturbed: list[Step]
+    steps: list[ProfiledStep]
+    undisturbed: list[ProfiledStep]
     activities: list[Activity]
 
 
@@ -118,7 +118,7 @@ class _Stopwatch:
         finally:
             del scheduler.schedule, scheduler.update, runner.launch
 
-    def step(self, index: int) -> Step | None:
+    def step(self, index: int) -> ProfiledStep | None:
         """One call; None when it launched nothing."""
         self.parts = {}
         start = time.perf_counter()
@@ -134,7 +134,7 @@ class _Stopwatch:
         ]
         cpu_us = {name: self.parts.get(name, 0.0) for name in CPU_PARTS}
         cpu_us["rest"] = wall_us - sum(self.parts.values())
-        return Step(
+        return ProfiledStep(
             index,
             batch.num_seqs,
             batch.num_tokens,
@@ -182,14 +182,16 @@ def profile_phase(llm: LLM, options: ProfileOptions, trace: Path) -> PhaseProfil
     return PhaseProfile(options, engine.spec.num_layers, on_gpu, steps, undisturbed, activities)
 
 
-def drive(engine: Engine, options: ProfileOptions, profiler: profile | None = None) -> list[Step]:
+def drive(
+    engine: Engine, options: ProfileOptions, profiler: profile | None = None
+) -> list[ProfiledStep]:
     """The steady steps after the delay.  Prefill is kept steady by new prompts as soon as the last
     ones are scheduled; decode ends with the first step that has not all requests."""
     decode = options.phase == "decode"
     watch = _Stopwatch(engine, annotate=profiler is not None)
     ids: list[str] = []
     prompts_done = skipped = index = 0
-    kept: list[Step] = []
+    kept: list[ProfiledStep] = []
     recording = False
     with ExitStack() as stack:
         stack.callback(come_to_rest, engine, ids)
@@ -285,7 +287,7 @@ def timeline(found: PhaseProfile) -> dict[str, Any]:
     }
 
 
-def _median_parts(steps: Sequence[Step]) -> dict[str, float]:
+def _median_parts(steps: Sequence[ProfiledStep]) -> dict[str, float]:
     return {name: statistics.median(s.cpu_us[name] for s in steps) for name in CPU_PARTS}
 
 

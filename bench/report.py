@@ -24,7 +24,13 @@ from .kernels.figures import Figure, load_all, markdown, plot, summary
 from .result_file import Record, read_results
 
 H200 = RESULTS / "h200"
-PAGES = ("README.md", "docs/performance.md", "docs/passes.md", "docs/kernels.md")
+PAGES = (
+    "README.md",
+    "docs/performance.md",
+    "docs/passes.md",
+    "docs/determinism.md",
+    "docs/kernels.md",
+)
 KERNEL_RESULTS = ("kernels", "kernels-inductor")
 PICTURES = {
     "tpot.png": ("latency-llama3-8b-bf16", "latency-llama3-8b-fp8", "latency-llama3.2-1b"),
@@ -193,6 +199,8 @@ def _name(options: Mapping[str, Any]) -> str:
         given.append(f"--quantization {quantization}")
     if options.get("kv_cache_dtype", "auto") != "auto":
         given.append(f"--kv-cache-dtype {options['kv_cache_dtype']}")
+    if options.get("batch_invariant"):
+        given.append("--batch-invariant")
     return f"{model} `{' '.join(given)}`"
 
 

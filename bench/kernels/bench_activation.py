@@ -12,14 +12,14 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from ...ops.gated_act import GATED_ACTS
 from .fusion import InductorFusion
-from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
+from .harness import MODELS, QUANTS, TOKENS, KernelWork, cases, measure, quant_argument, randn
 
 
 def make(intermediate: int, scheme: str, rows: int, device: torch.device) -> tuple[Any, ...]:
     return randn(rows, 2 * intermediate, device=device), *quant_argument(scheme, device)
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for scheme, quant in QUANTS.items():
         name = GATED_ACTS["silu", quant].name
         for intermediate in sorted({model.intermediate for model in MODELS}):
@@ -27,9 +27,9 @@ def works() -> Iterator[Work]:
             for rows in TOKENS:
                 label = f"{rows} x {intermediate}" + f", {scheme}" * bool(scheme)
                 rival = InductorFusion(name, f"{intermediate} {scheme}", rows, made)
-                yield Work(name, label, partial(made, rows), {}, {"inductor": rival})
+                yield KernelWork(name, label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_activation(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_activation(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

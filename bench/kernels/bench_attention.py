@@ -16,7 +16,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.paged_attention import context_symbols
-from .harness import MODELS, Model, Work, cases, measure, randn
+from .harness import MODELS, KernelWork, Model, cases, measure, randn
 
 BLOCK_SIZE = 16
 BATCHES = (1, 8, 64, 256)
@@ -71,7 +71,7 @@ LIBRARIES = {
 }
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for model in (MODELS[0], MODELS[2]):
         for kv, dtype in KV_DTYPES.items():
             shapes = [("decode", b, 1, c) for b in BATCHES for c in CONTEXTS]
@@ -83,9 +83,9 @@ def works() -> Iterator[Work]:
     yield work(SMALL, "prefill", "bf16 KV", 1, 128, 128)
 
 
-def work(model: Model, kind: str, kv: str, num_seqs: int, queries: int, context: int) -> Work:
+def work(model: Model, kind: str, kv: str, num_seqs: int, queries: int, context: int) -> KernelWork:
     dtype = KV_DTYPES[kv]
-    return Work(
+    return KernelWork(
         "paged_attention",
         f"{model.name} {kind}, {kv}, b={num_seqs}, context {context}",
         partial(make, model, dtype, num_seqs, queries, context),
@@ -95,5 +95,5 @@ def work(model: Model, kind: str, kv: str, num_seqs: int, queries: int, context:
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_attention(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_attention(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from .fusion import InductorFusion
-from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
+from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
 
 ROWS = [rows for rows in TOKENS if rows <= 256]
 EPS = 1e-5
@@ -67,16 +67,16 @@ KINDS = (
 )
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for op, name, make, models, counted in KINDS:
         for model in models:
             made = partial(make, model)
             for rows in ROWS:
                 rival = InductorFusion(op, f"{model.name} {name}", rows, made, counted)
                 label = f"{model.name} {name}, {rows} rows"
-                yield Work(op, label, partial(made, rows), {}, {"inductor": rival})
+                yield KernelWork(op, label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_joined(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_joined(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops import BY_NAME
 from ...ops.launches.quant import GROUP
-from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
+from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
 
 LIBRARY = {"": "native", "FP8": "scaled_mm"}
 
@@ -55,17 +55,17 @@ def make_fp8(scheme: str, rows: int, n: int, k: int, device: torch.device) -> tu
     return values(rows, k), values(n, k), None, x_scale, weight_scale, torch.bfloat16
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     cublas = {kind: {"cublas": BY_NAME["linear"].overload(name)} for kind, name in LIBRARY.items()}
     for (n, k), name in distinct().items():
         for rows in TOKENS:
             label = f"{name}, {rows} rows"
-            yield Work("linear", label, partial(make, rows, n, k), {}, cublas[""])
+            yield KernelWork("linear", label, partial(make, rows, n, k), {}, cublas[""])
             for scheme in ("static", "token", "block"):
                 made = partial(make_fp8, scheme, rows, n, k)
-                yield Work("linear", f"{label}, FP8 {scheme}", made, {}, cublas["FP8"])
+                yield KernelWork("linear", f"{label}, FP8 {scheme}", made, {}, cublas["FP8"])
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_linear(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_linear(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

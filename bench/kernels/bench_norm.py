@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from ...ops.norm import NORMS, Norm
 from .fusion import InductorFusion
-from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
+from .harness import MODELS, QUANTS, TOKENS, KernelWork, cases, measure, quant_argument, randn
 
 EPS = 1e-5
 
@@ -23,7 +23,7 @@ def make(adds: bool, hidden: int, scheme: str, rows: int, device: torch.device) 
     return (*tensors, weight, EPS, *quant_argument(scheme, device))
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for adds in (False, True):
         for scheme, quant in QUANTS.items():
             op = NORMS[Norm(add=adds, quant=quant)].name
@@ -33,9 +33,9 @@ def works() -> Iterator[Work]:
                     label = f"{rows} x {hidden}" + f", {scheme}" * bool(scheme)
                     counted = (0, 1) if adds else (0,)
                     rival = InductorFusion(op, f"{hidden} {scheme}", rows, made, counted)
-                    yield Work(op, label, partial(made, rows), {}, {"inductor": rival})
+                    yield KernelWork(op, label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_norm(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_norm(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

@@ -12,14 +12,14 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from ...ops.quantize import QUANTIZE
 from .fusion import InductorFusion
-from .harness import MODELS, QUANTS, TOKENS, Work, cases, measure, quant_argument, randn
+from .harness import MODELS, QUANTS, TOKENS, KernelWork, cases, measure, quant_argument, randn
 
 
 def make(columns: int, scheme: str, rows: int, device: torch.device) -> tuple[Any, ...]:
     return randn(rows, columns, device=device), *quant_argument(scheme, device)
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for scheme in [scheme for scheme in QUANTS if scheme]:
         name = QUANTIZE[QUANTS[scheme]].name
         for columns in sorted({model.heads * model.head_dim for model in MODELS}):
@@ -27,9 +27,9 @@ def works() -> Iterator[Work]:
             for rows in TOKENS:
                 rival = InductorFusion(name, f"{columns} {scheme}", rows, made)
                 label = f"{rows} x {columns}, {scheme}"
-                yield Work(name, label, partial(made, rows), {}, {"inductor": rival})
+                yield KernelWork(name, label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_quantize(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_quantize(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

@@ -11,7 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from .fusion import InductorFusion
-from .harness import MODELS, TOKENS, Model, Work, cases, measure, randn
+from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
 
 BLOCK_SIZE, POSITIONS = 16, 8192
 BLOCKS = -(-max(TOKENS) // BLOCK_SIZE)
@@ -33,16 +33,16 @@ def make(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
     )
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for model in MODELS:
         made = partial(make, model)
         for rows in TOKENS:
             # Positions, q, k, v and slots have a row a token.
             rival = InductorFusion("rope_kv_store", model.name, rows, made, (0, 1, 2, 3, 6))
             label = f"{model.name}, {rows} tokens"
-            yield Work("rope_kv_store", label, partial(made, rows), {}, {"inductor": rival})
+            yield KernelWork("rope_kv_store", label, partial(made, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_rope_kv_store(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_rope_kv_store(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

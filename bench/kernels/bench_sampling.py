@@ -11,7 +11,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from .harness import MODELS, Work, cases, measure, randn
+from .harness import MODELS, KernelWork, cases, measure, randn
 
 BATCHES = (1, 8, 64, 256)
 
@@ -52,19 +52,19 @@ def sample_by_torch(
     return winner if index is None else index.gather(-1, winner)
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for vocab in sorted({model.vocab for model in MODELS}):
         for rows in BATCHES:
             label = f"{rows} x {vocab}"
             libraries = {"torch": partial(torch.argmax, dim=-1)}
-            yield Work("argmax", label, partial(logits, rows, vocab), libraries=libraries)
+            yield KernelWork("argmax", label, partial(logits, rows, vocab), libraries=libraries)
             for top_k, top_p in ((None, None), (50, None), (None, 0.9), (50, 0.9)):
                 how = f"top_k={top_k} top_p={top_p}" if top_k or top_p else "temperature"
                 made = partial(make_sample, rows, vocab, top_k, top_p)
                 rivals = {"torch": sample_by_torch}
-                yield Work("sample", f"{label}, {how}", made, libraries=rivals)
+                yield KernelWork("sample", f"{label}, {how}", made, libraries=rivals)
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_sampling(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def test_sampling(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     measure(benchmark, work, contender)

@@ -16,7 +16,7 @@ from .fusion import InductorFusion, precompile_fusions
 from .harness import OURS, this_sm
 
 
-class Record:
+class FigureWriter:
     """A plugin: writes down each figure, and advances a bar, so that pytest need not list them."""
 
     def __init__(self, path: Path | None, advance: Callable[[int], None]) -> None:
@@ -43,7 +43,7 @@ def pytest_runtestloop(session: Any) -> Iterator[None]:
             with progress.status("compiling") as say:
                 _compile([item.callspec.params for item in session.items], say)
         with progress.bar("measuring", len(session.items)) as advance:
-            config.pluginmanager.register(Record(config.option.figures, advance))
+            config.pluginmanager.register(FigureWriter(config.option.figures, advance))
             return (yield)
 
 

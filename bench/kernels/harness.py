@@ -1,7 +1,7 @@
 """How every kernel benchmark measures: calls that rotate over cold memory, in one CUDA graph.
 
-A file beside this lists ``Work``s; each is timed as ``-O2`` runs it and for every library function
-that does the same.  Bytes and FLOPs come from the op's own cost.
+A file beside this lists ``KernelWork``s; each is timed as ``-O2`` runs it, and for every library
+function that does the same.  Bytes and FLOPs come from the op's own cost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODELS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class KernelWork:
     """One call to measure.
 
     Args:
@@ -104,7 +104,7 @@ def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
-def cases(works: Iterable[Work]) -> Iterator[Any]:
+def cases(works: Iterable[KernelWork]) -> Iterator[Any]:
     """A pytest parameter for each work and contender; without a GPU all are skipped."""
     mark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
     for work in works:
@@ -131,7 +131,7 @@ def device_time() -> float:
     return time.perf_counter()
 
 
-def measure(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
+def measure(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
     """Time one contender; everything that a report needs goes into ``extra_info``."""
     name, call = contender, work.libraries.get(contender)
     if call is None:
@@ -158,7 +158,7 @@ def measure(benchmark: BenchmarkFixture, work: Work, contender: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _inputs(work: Work, copies: int) -> list[tuple[Any, ...]]:
+def _inputs(work: KernelWork, copies: int) -> list[tuple[Any, ...]]:
     """Made once for a work, whose contenders are timed one after the other."""
     return [work.make(CUDA) for _ in range(copies)]
 

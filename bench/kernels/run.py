@@ -19,6 +19,7 @@ _FAMILIES = (
     "quantize",
     "linear",
     "joined",
+    "experts",
     "attention",
     "rope_kv_store",
     "sampling",

@@ -36,7 +36,7 @@ _SDPA = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 
 
 @dataclass(frozen=True)
-class Work:
+class AttentionWork:
     """One batch: (query length, context) a sequence, and the model's heads."""
 
     label: str
@@ -50,29 +50,31 @@ class Work:
         return all(queries == 1 for queries, _ in self.lengths)
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[AttentionWork]:
     for batch in (1, 8, 64, 256):
         for context in (128, 1024, 4096):
-            yield Work(f"decode b={batch} ctx={context}", ((1, context),) * batch)
+            yield AttentionWork(f"decode b={batch} ctx={context}", ((1, context),) * batch)
     for tokens in (128, 512, 2048, 8192):
-        yield Work(f"prefill {tokens}", ((tokens, tokens),))
-    yield Work("prefill 128, 12 heads of 64", ((128, 128),), 12, 12, 64)
-    yield Work("prefill 2048, 32 heads of 64, 8 KV", ((2048, 2048),), 32, 8, 64)
-    yield Work("chunk of 2048 at 6144", ((2048, 8192),))
-    yield Work("16 prefills of 128", ((128, 128),) * 16)
-    yield Work("mixed: 63 decodes ctx=192 + prefill 512", (*(((1, 192),) * 63), (512, 512)))
+        yield AttentionWork(f"prefill {tokens}", ((tokens, tokens),))
+    yield AttentionWork("prefill 128, 12 heads of 64", ((128, 128),), 12, 12, 64)
+    yield AttentionWork("prefill 2048, 32 heads of 64, 8 KV", ((2048, 2048),), 32, 8, 64)
+    yield AttentionWork("chunk of 2048 at 6144", ((2048, 8192),))
+    yield AttentionWork("16 prefills of 128", ((128, 128),) * 16)
+    yield AttentionWork(
+        "mixed: 63 decodes ctx=192 + prefill 512", (*(((1, 192),) * 63), (512, 512))
+    )
 
 
 @dataclass(frozen=True)
-class Batch:
+class AttentionBatch:
     """The op's arguments over several disjoint sets of blocks, and what FlashInfer wants of it."""
 
-    work: Work
+    work: AttentionWork
     calls: list[tuple[Any, ...]]
     indices: list[Tensor]  # blocks of all sequences, one after the other
 
 
-def batch(work: Work) -> Batch:
+def batch(work: AttentionWork) -> AttentionBatch:
     heads, kv_heads, dim = work.num_heads, work.kv_heads, work.head_dim
     contexts = [c for _, c in work.lengths]
     kv_bytes = sum(contexts) * 2 * kv_heads * dim * 2
@@ -93,7 +95,7 @@ def batch(work: Work) -> Batch:
         out = torch.full_like(q, float("nan"))
         calls.append((q, cache, table, lens, starts, out, dim**-0.5, 0, 0.0))
         indices.append(mine.contiguous())
-    return Batch(work, calls, indices)
+    return AttentionBatch(work, calls, indices)
 
 
 Run = Callable[[int], None]  # of the i-th set of blocks
@@ -119,7 +121,7 @@ class _Call(ctypes.Structure):
 class Yardstick:
     """One library of yardstick.cu on one batch: planned once, run on any of its block sets."""
 
-    def __init__(self, path: Path, batch: Batch, pdl: bool) -> None:
+    def __init__(self, path: Path, batch: AttentionBatch, pdl: bool) -> None:
         self.library = ctypes.CDLL(str(path))
         self.batch = batch
         lengths = batch.work.lengths
@@ -190,12 +192,12 @@ class Yardstick:
         return round(1e6 * sorted(times)[len(times) // 2], 1)
 
 
-def ours(batch: Batch, implementation: str) -> Run:
+def ours(batch: AttentionBatch, implementation: str) -> Run:
     op = OP.overload(implementation)
     return lambda i: op(*batch.calls[i])
 
 
-def sdpa(batch: Batch, backend: SDPBackend) -> Run | None:
+def sdpa(batch: AttentionBatch, backend: SDPBackend) -> Run | None:
     """SDPA on contiguous K and V of equal sequences: no paging, no ragged lengths.  Its results lie
     in memory of their own, as those of the others: none stays in L2."""
     if len({*batch.work.lengths}) > 1:
@@ -222,7 +224,9 @@ def sdpa(batch: Batch, backend: SDPBackend) -> Run | None:
     return run
 
 
-def candidates(batch: Batch, libraries: Path) -> Iterator[tuple[str, Run, Yardstick | None]]:
+def candidates(
+    batch: AttentionBatch, libraries: Path
+) -> Iterator[tuple[str, Run, Yardstick | None]]:
     """(name, run, the yardstick it belongs to) of everything that can do this batch."""
     work = batch.work
     major, minor = torch.cuda.get_device_capability()
@@ -245,7 +249,7 @@ def candidates(batch: Batch, libraries: Path) -> Iterator[tuple[str, Run, Yardst
             yield f"sdpa {backend.name.lower()}", run, None
 
 
-def error_of(batch: Batch, run: Run, want: Tensor) -> float:
+def error_of(batch: AttentionBatch, run: Run, want: Tensor) -> float:
     """Relative error of the first call; NaN where a row stayed unwritten."""
     out = batch.calls[0][5]
     out.fill_(float("nan"))
@@ -254,7 +258,7 @@ def error_of(batch: Batch, run: Run, want: Tensor) -> float:
     return float(difference)
 
 
-def measure(work: Work, libraries: Path) -> dict[str, Any]:
+def measure(work: AttentionWork, libraries: Path) -> dict[str, Any]:
     data = batch(work)
     first = data.calls[0]
     want = torch.empty_like(first[5])
