@@ -3,6 +3,7 @@
 #
 #   make demo                               solved problems, fusions, times, with the bundled model
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
+#   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -16,7 +17,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test check docs gpu-test gpu-evidence bench
+.PHONY: install demo test coverage check docs gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -47,15 +48,20 @@ endif
 	$(PY) -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PY) -m pip install -c constraints.txt scikit-build-core
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -C kernels=off \
-	  -e '.[dev]'
+	  -e '.[dev,serve]'
 	touch $@
 
 demo: install
 	@$(PKGROOT); $(PY) -m fusewright.serve.cli demo
 
 test: install
+	@rm -rf build/coverage
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) \
-	  --dist loadfile --no-loadscope-reorder
+	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage)
+
+coverage: install
+	@$(PY) -m coverage combine -q
+	@$(PY) -m coverage report | tail -n 1
 
 check: install
 	$(PY) -m ruff format --check .

@@ -11,7 +11,12 @@ from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
 
 _MAX_INT = 2**63 - 1
-_LARGEST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**24, "compile_cache_limit_gb": 10**9}
+_LARGEST = {
+    "tensor_parallel_size": 1024,
+    "max_num_seqs": 2**20,
+    "max_num_batched_tokens": 2**24,
+    "compile_cache_limit_gb": 10**9,
+}
 
 
 def check_options(options: EngineOptions) -> None:
@@ -98,6 +103,7 @@ def _check_ranges(options: EngineOptions) -> None:
         (o.optimization_level in LEVELS, "optimization_level", "0, 1, 2 or 3"),
         (8 <= size <= 256 and size & (size - 1) == 0, "block_size", "a power of two in 8..256"),
         (0 < o.gpu_memory_utilization <= 1, "gpu_memory_utilization", "a number in (0, 1]"),
+        (o.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
         (o.max_num_seqs is None or o.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
         (o.max_model_len is None or o.max_model_len >= 1, "max_model_len", "at least 1"),
         (

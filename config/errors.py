@@ -1,4 +1,4 @@
-"""The one exception for mistakes a user can mend; its text is a single line."""
+"""Defines the errors whose message is one line that says what to do."""
 
 
 class UserError(ValueError):
@@ -7,8 +7,8 @@ class UserError(ValueError):
 
 
 class VerificationError(RuntimeError):
-    """A pass broke the graph, a rewrite changed values beyond its tier, or the reference of an op
-    is not what the op says: a bug of this program, or of a pass that was added to it."""
+    """A pass broke the graph, a rewrite changed values by more than its tier allows, or the
+    reference of an op differs from its definition: a bug of this program or of an added pass."""
 
 
 class EngineDeadError(UserError):

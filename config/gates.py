@@ -31,12 +31,14 @@ class Measured:
 
     Attributes:
         name: of the pass.
-        sm: compute capability that the figures are used for: a baked artifact knows no more.
-        dtype: of weights: that of the model, or how it is quantized.
+        sm: compute capability that the figures apply to; a baked artifact knows nothing else of
+            its GPU.
+        dtype: of the weights, or how they are quantized.
         gpu, model, commit, source: where they come from.
         on_ms, off_ms: what was run -> ms a step with and without the pass: ``decode 64`` has 64
             rows, ``prefill 2048`` has 2048.
-        noise: likewise, the share of a step by which rounds and equal programs differed there.
+        noise: for each of these, the share of a step by which rounds, and two captures of one
+            program, differed.
     """
 
     name: str
@@ -101,8 +103,9 @@ def why_off(name: str, sm: int, dtype: str, *, opt_in: bool, path: Path = GATES)
 
 
 def verdict(found: Measured, *, opt_in: bool) -> str:
-    """Why a pass of these figures is off, or an empty string: it loses more than noise somewhere,
-    or, being opt-in, is not measured to gain, or not for every kind of step."""
+    """Why a pass with these figures is off, or an empty string.  A pass is off if it loses
+    somewhere by more than the noise.  An opt-in pass is also off if it gains nowhere, or if a kind
+    of step has not been measured."""
     if found.losses:
         return f"it loses: {found}"
     if opt_in and not found.gains:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -36,6 +36,8 @@ PASSES: tuple[str, ...] = (
     "fuse_add_norm",
     "fuse_act",
     "fuse_gated_linear",
+    "fuse_moe",
+    "fuse_norm_moe",
     "fuse_norm_linear",
     "fuse_norm_quant",
     "fuse_all_reduce_norm",
@@ -51,14 +53,16 @@ OPT_IN = ("fuse_all_reduce_norm",)
 reference, slower than the norm's kernel, until one kernel does both."""
 
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
-    "cuda": {"linear": "invariant", "paged_attention": "invariant"},
-    "cpu": dict.fromkeys(("linear", "paged_attention", "token_logprobs"), "rowwise"),
+    "cuda": dict.fromkeys(("linear", "expert_linear", "paged_attention"), "invariant"),
+    "cpu": dict.fromkeys(
+        ("linear", "expert_linear", "paged_attention", "token_logprobs"), "rowwise"
+    ),
 }
 """Implementations by device and op that ``batch_invariant`` forces: those of which a row's bits do
 not depend on the other rows.  What ``-O2`` chooses of the other ops has that property anyhow, but
 for those of ``LINEAR_FUSIONS``."""
 
-LINEAR_FUSIONS = ("fuse_gated_linear", "fuse_norm_linear")
+LINEAR_FUSIONS = ("fuse_gated_linear", "fuse_moe", "fuse_norm_moe", "fuse_norm_linear")
 """Passes that attach more to a linear layer, whose kernels then follow the number of rows:
 ``batch_invariant`` leaves them out."""
 
@@ -79,6 +83,14 @@ class Level:
     cudagraph_mode: CudagraphMode
 
 
+_O2 = Level(
+    summary="all proven fusion passes; hand kernels where they win",
+    trace=True,
+    passes=_PROVEN,
+    hand_kernels=True,
+    tune=False,
+    cudagraph_mode=CudagraphMode.FULL_AND_PIECEWISE,
+)
 LEVELS: dict[int, Level] = {
     0: Level(
         summary="eager semantic ops, no trace, no graphs: for debugging",
@@ -96,20 +108,10 @@ LEVELS: dict[int, Level] = {
         tune=False,
         cudagraph_mode=CudagraphMode.PIECEWISE,
     ),
-    2: Level(
-        summary="all proven fusion passes; hand kernels where they win",
-        trace=True,
-        passes=_PROVEN,
-        hand_kernels=True,
-        tune=False,
-        cudagraph_mode=CudagraphMode.FULL_AND_PIECEWISE,
-    ),
-    3: Level(
+    2: _O2,
+    3: replace(
+        _O2,
         summary="-O2, with kernels chosen and tuned by measurement at compile time",
-        trace=True,
-        passes=_PROVEN,
-        hand_kernels=True,
         tune=True,
-        cudagraph_mode=CudagraphMode.FULL_AND_PIECEWISE,
     ),
 }

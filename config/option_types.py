@@ -1,4 +1,4 @@
-"""Values of options in the types that ``EngineOptions`` declares."""
+"""Converts the values of options to the types that ``EngineOptions`` declares."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .errors import UserError
 
 
 def typed(name: str, kind: str, value: Any) -> Any:
-    """``value`` as the type ``kind``, such as "int | None"; a text that stands for several is
-    split at its commas, as on the command line.
+    """Convert ``value`` to the type ``kind``, such as "int | None".  A text that stands for several
+    values is split at its commas, as on the command line.
 
     Raises:
         UserError: it is of another type.

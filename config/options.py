@@ -50,6 +50,9 @@ class EngineOptions:
     )
     max_model_len: int | None = _option(None, "model", "longest prompt + output, tokens")
     device: str = _option("auto", "model", "where to run", ("auto", "cpu", "cuda"))
+    tensor_parallel_size: int = _option(
+        1, "model", "ranks that hold the model together: GPUs, or processes with --device cpu"
+    )
     seed: int = _option(0, "model", "of dummy weights and of requests without a seed")
 
     optimization_level: int = _option(2, "compile", "0..3; see `fusewright explain --levels`")
@@ -79,6 +82,9 @@ class EngineOptions:
     )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
 
+    tuned_config_dir: str | None = _option(
+        None, "compile", "folder of tuned tiles of experts, as `fusewright tune moe` writes them"
+    )
     tune_seconds: float = _option(
         40.0, "compile", "-O3: stop measuring library algorithms then, and keep what was found"
     )

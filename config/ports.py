@@ -11,9 +11,8 @@ from .errors import UserError
 from .options import EngineOptions
 
 _FIXED: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (1, "a model runs on one GPU"),
-    "pipeline_parallel_size": (1, "a model runs on one GPU"),
-    "data_parallel_size": (1, "an engine runs on one GPU; start one for each"),
+    "pipeline_parallel_size": (1, "layers are not spread over GPUs; use tensor_parallel_size"),
+    "data_parallel_size": (1, "an engine is one replica; start one for each"),
     "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
     "swap_space": (0, "KV blocks are not swapped to the CPU: what is preempted is computed anew"),
     "cpu_offload_gb": (0, "weights stay on the device"),

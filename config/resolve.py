@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from . import gates
 from .check import check_limits, check_options, forced_kernels, level_of
 from .errors import UserError
+from .expert_tables import ExpertTable, installed_triton, read_folder
 from .levels import (
     BATCH_INVARIANT,
     LEVELS,
@@ -65,7 +68,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
             seed=options.seed,
         ),
         precision=precision,
-        parallel=ParallelConfig(),
+        parallel=ParallelConfig(options.tensor_parallel_size),
         compile=_compile(options, level_number, level, hardware, precision.weights),
         store=_store(options, level),
         capture=_capture(options, level, hardware, scheduler),
@@ -112,6 +115,15 @@ def why_off(name: str, number: int, sm: int, weights: str) -> str:
     return gates.why_off(name, sm, weights, opt_in=not named)
 
 
+def _expert_tables(
+    options: EngineOptions, hardware: Hardware
+) -> tuple[tuple[ExpertTable, ...], dict[str, str]]:
+    """The tuned tiles of the folder that the options name, and files that cannot serve."""
+    if options.tuned_config_dir is None:
+        return (), {}
+    return read_folder(Path(options.tuned_config_dir), hardware.name, installed_triton())
+
+
 def _compile(
     options: EngineOptions, number: int, level: Level, hardware: Hardware, weights: str
 ) -> CompileConfig:
@@ -121,7 +133,10 @@ def _compile(
         if options.batch_invariant:
             chosen = tuple(name for name in chosen if name not in LINEAR_FUSIONS)
     passes = tuple(p for p in PASSES if p in chosen and p not in options.disable_passes)
+    tables, ignored = _expert_tables(options, hardware)
     return CompileConfig(
+        expert_tables=tables,
+        ignored_expert_tables=tuple(ignored.items()),
         level=number,
         trace=level.trace,
         passes=passes,

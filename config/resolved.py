@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .expert_tables import ExpertTable
 from .key_factors import outside_key
 from .levels import CudagraphMode
 
@@ -22,6 +23,9 @@ class Hardware:
     num_sms: int = field(default=0, metadata=outside_key("grids are computed at every launch"))
     graphs: str = field(default="none", metadata=outside_key(_EACH_START))
     memory_bytes: int = field(default=0, metadata=outside_key("limits default by it at each start"))
+    num_devices: int = field(
+        default=1, metadata=outside_key("how many GPUs like this one there are; checked at a start")
+    )
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The ranks that serve one model together, under vLLM's names; none is served by more than one
-    yet (``config/ports.py`` refuses it).  The same on every rank."""
+    """The ranks that serve one model together, under vLLM's names.  The same on every rank."""
 
     tensor_parallel_size: int = 1
 
@@ -88,6 +91,12 @@ class CompileConfig:
         default=(), metadata=outside_key("checked against the artifact's report")
     )
     """The ops of ``kernels`` that the user named: each must be called."""
+    expert_tables: tuple[ExpertTable, ...] = ()
+    """Tuned tiles of experts for this GPU."""
+    ignored_expert_tables: tuple[tuple[str, str], ...] = field(
+        default=(), metadata=outside_key("only reported")
+    )
+    """Files of such tiles that cannot serve, and why."""
     tune_seconds: float = field(
         default=0.0,
         metadata=outside_key("only measured choices depend on it: -O3 adds it to the key"),

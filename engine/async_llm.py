@@ -12,22 +12,21 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from threading import Thread, current_thread
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .frontend.driver import Driver, Inbox, driver_of
+from .frontend.driver import Driver, Inbox
 from .frontend.gc_pause import gc_paused
 from .frontend.inputs import Prompt
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
-from .llm import start_engine
+from .llm import EngineWrapper
 from .messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .frontend.tokenizer import Tokenizer
 
 
-class AsyncLLM:
+class AsyncLLM(EngineWrapper):
     """A loaded model that generates for coroutines, of any number of event loops.
 
     ``async for output in AsyncLLM("abacus").generate("12+34=", params)``.  Its arguments are those
@@ -37,36 +36,12 @@ class AsyncLLM:
         UserError: an option is unknown or bad, or the model cannot be loaded.
     """
 
-    def __init__(
-        self, model: str = "abacus", *, disable_log_stats: bool = False, **options: Any
-    ) -> None:
-        self._attach(start_engine(model, options, disable_log_stats))
-
-    @classmethod
-    def from_engine(cls, engine: EngineLoop) -> AsyncLLM:
-        """Wrap an engine that exists; others may be wrapped around it too."""
-        llm = cls.__new__(cls)
-        llm._attach(engine)
-        return llm
-
     def _attach(self, engine: EngineLoop) -> None:
-        self.engine = engine
-        self._driver = driver_of(engine)
+        super()._attach(engine)
         self._stepper = _Stepper(self._driver)
         self._channels: dict[asyncio.AbstractEventLoop, _Channel] = {}
         # Also when the program ends, while the thread can still end well.
         self._stop = weakref.finalize(self, self._stepper.stop)
-
-    def __enter__(self) -> AsyncLLM:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     async def generate(
         self,
@@ -120,16 +95,11 @@ class AsyncLLM:
         """
         return self.engine.inputs.require_tokenizer()
 
-    def report(self) -> dict[str, Any]:
-        """The engine's account of itself, see ``Engine.report``; plain data."""
-        self.engine.check_open("AsyncLLM.report")
-        return self._driver.call(self.engine.report)
-
     def close(self) -> None:
         """Free what the model holds on the device and end the thread.  Requests that run end with
         a ``UserError``, and so does every later call."""
         self._stepper.closing = True
-        self._driver.close()
+        super().close()
         self._stop()
 
     shutdown = close

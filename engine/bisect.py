@@ -38,7 +38,7 @@ from .worker.source import (
 from .worker.startup import read_model
 
 if TYPE_CHECKING:
-    from ..compiler.inspect.bisect import Culprit, Inputs, Run
+    from ..compiler.inspect.bisect import Culprit, Inputs, RecordedRun
     from ..passes import Rule
 
 PROMPTS = (9, 1, 18)
@@ -71,11 +71,13 @@ def bisect_model(
         say: told of every run.
 
     Raises:
-        UserError: the options are those of -O0.
+        UserError: the options are those of -O0, or of several ranks.
     """
+    if (world := options.tensor_parallel_size) > 1:
+        raise UserError(f"tensor_parallel_size={world}: bisect runs one rank; leave it out")
     from ..compiler.capture.trace import trace
     from ..compiler.capture.unroll import unroll
-    from ..compiler.inspect.bisect import Culprit, Run, bisect_kernels, bisect_passes
+    from ..compiler.inspect.bisect import Culprit, RecordedRun, bisect_kernels, bisect_passes
     from ..compiler.inspect.sites import copied
     from ..compiler.lowering.lower import lower
     from ..passes import build_passes, run_passes
@@ -96,7 +98,7 @@ def bisect_model(
         return model(*module_arguments(values, spec))
 
     say("-O0")
-    run = Run(fixed, caches, steps, {}, tolerance)
+    run = RecordedRun(fixed, caches, steps, {}, tolerance)
     run = replace(run, want=run.outputs(eager))
     source = model_source(spec, config)
     example = source.example
@@ -122,7 +124,7 @@ def bisect_model(
 
 
 def _code(
-    spec: ModelSpec, config: ResolvedConfig, run: Run, say: Callable[[str], None]
+    spec: ModelSpec, config: ResolvedConfig, run: RecordedRun, say: Callable[[str], None]
 ) -> Culprit | None:
     """The compiled program as a whole: generated code, kernels chosen by measurement."""
     from ..compiler.inspect.bisect import Culprit

@@ -1,14 +1,14 @@
 """``Engine`` is everything between a model folder and tokens.
 
-Its constructor is the table of contents: it calls the stages in ``startup`` one after the other and
-hands the parts that they make to ``EngineLoop``, whose ``step`` runs requests.
+Its constructor reads the model, makes a ``Worker``, whose constructor lists the stages of a start,
+and hands the parts to ``EngineLoop``, whose ``step`` runs requests.
 """
 
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager
-from functools import partial
+import weakref
+from contextlib import AbstractContextManager, ExitStack
 from threading import local
 from typing import Any
 
@@ -16,45 +16,31 @@ import torch
 
 from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
-from ..graph_capture import Dispatcher, MemoryReport
-from ..model_executor.kv_cache import kv_cache_bytes_per_block
+from ..graph_capture import MemoryReport
+from .core.grammar import Grammars
 from .core.loop import EngineCore, make_core
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
-from .worker.graph_mode import graph_mode
+from .ranks.start import on_all, start_ranks
 from .worker.hardware import detect_hardware
-from .worker.model_runner import ModelRunner
 from .worker.progress import show_progress
-from .worker.sampler import OpTable, Sampler
-from .worker.startup import (
-    account,
-    bind_kv_caches,
-    block_groups,
-    capture,
-    compile_model,
-    load_beside,
-    make_graphs,
-    num_kv_blocks,
-    outside_bytes,
-    read_model,
-    report_kv_groups,
-    step_buffers,
-    warm_up,
-    weight_bytes,
-)
+from .worker.startup import read_model, report_kv_groups
 from .worker.startup_report import StartupReport
+from .worker.worker import Worker
 
 
 class Engine(EngineLoop):
-    """A model that is ready to serve: frontend, core and worker in one process.
+    """A model that is ready to serve: frontend, core and worker in one process, which is rank 0;
+    the workers of other ranks have a process each.
 
     Args:
         options: see ``EngineOptions``.
         hardware: what to run on; detected when None.
 
     Raises:
-        UserError: the model folder or an option is bad, or the model does not fit.
+        UserError: the model folder or an option is bad, the model does not fit, or another rank
+            has ended.
     """
 
     core: EngineCore
@@ -66,54 +52,25 @@ class Engine(EngineLoop):
             folder, spec, config = read_model(options, hardware)
             inputs = input_processor(config, spec.vocab_size)
             eos_token_ids = find_eos_token_ids(folder, inputs.tokenizer)
-        with show_progress() as progress:
-            with load_beside(folder, spec, config, startup, progress) as weights:
-                compiled = compile_model(spec, config, weights, startup, progress)
-            with startup.phase("warm-up"):
-                mode = graph_mode(config.capture.mode, compiled.program, hardware)
-                dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
-                buffers = step_buffers(spec, config, dispatcher)
-                table = OpTable(config.compile, hardware.sm)
-                sampler = Sampler(table, config, spec.vocab_size)
-                sampler.warm_up(spec.dtype)
-                graphs = make_graphs(compiled.program, buffers, dispatcher, config)
-                needs = warm_up(compiled.program, spec, config, buffers, graphs)
-            with startup.phase("kv cache"):
-                num_blocks = num_kv_blocks(spec, config, needs)
-                self._bytes_per_block = kv_cache_bytes_per_block(
-                    spec.cache_groups, config.cache.block_size
-                )
-                self.kv_caches = bind_kv_caches(compiled.program, spec, config, num_blocks)
-                self._account = partial(
-                    account,
-                    hardware,
-                    graphs,
-                    context=outside_bytes(hardware),
-                    weights=weight_bytes(weights.result()),
-                    kv_cache=num_blocks * self._bytes_per_block,
-                    predicted=graphs.predict_bytes(),
-                )
-            with startup.phase("capture"):
-                capture(graphs, config, progress)
-        groups = block_groups(spec.cache_groups)
-        runner = ModelRunner(
-            compiled.program,
-            graphs,
-            dispatcher,
-            buffers,
-            sampler,
-            table,
-            block_size=config.cache.block_size,
-            groups=groups,
-        )
-        core = make_core(config, num_blocks, groups, runner)
+        with ExitStack() as on_failure, show_progress() as progress:
+            ranks = start_ranks(options, spec, hardware)
+            on_failure.callback(ranks.stop)
+            with ranks.guard():
+                worker = Worker(folder, spec, config, startup, progress, ranks)
+                ranks.ready()
+            on_failure.pop_all()
+        self._ranks, self._end_ranks = ranks, weakref.finalize(self, ranks.stop)
+        tokenizer_file = inputs.tokenizer_folder / "tokenizer.json"
+        self.grammars = Grammars(tokenizer_file, spec.vocab_size, list(eos_token_ids))
+        runner = on_all(ranks, worker.runner)
+        core = make_core(config, worker.num_blocks, worker.groups, runner, self.grammars)
         super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
-        self.spec, self._table = spec, table
-        self.options, self.config = options, config
-        self.compiled, self.weights, self.buffers = compiled, weights, buffers
-        self.dispatcher = dispatcher
-        self.startup = startup
-        self.graphs = graphs
+        self.spec, self.options, self.config, self.startup = spec, options, config, startup
+        self.runner, self.graphs, self.dispatcher = worker.runner, worker.graphs, worker.dispatcher
+        self.compiled, self.weights = worker.compiled, worker.weights
+        self.buffers, self.kv_caches = worker.buffers, worker.kv_caches
+        self._table, self._account = worker.table, worker.account
+        self._bytes_per_block = worker.bytes_per_block
         self._stream = torch.cuda.current_stream() if hardware.device == "cuda" else None
         self._prepared = local()
 
@@ -126,11 +83,19 @@ class Engine(EngineLoop):
             "level": self.config.compile.level,
             "num_layers": self.spec.num_layers,
             "hardware": self.config.hardware.name,
+            "ranks": {
+                "tensor_parallel_size": self.config.parallel.tensor_parallel_size,
+                "processes": self._ranks.report(),
+            },
             "passes": built.get("passes", []),
             "choices": built.get("choices", {}),
             "sampling": dict(self._table.choices),
             "tuned_us": built.get("tuned_us", {}),
             "tuned": built.get("tuned", {}),
+            "expert_tables": {
+                **ops.report_expert_tables(),
+                "ignored": dict(self.config.compile.ignored_expert_tables),
+            },
             "device_table": ops.report_tables(torch.device(self.config.hardware.device)),
             "pieces": {
                 "steps": len(self.compiled.program.steps),
@@ -165,7 +130,14 @@ class Engine(EngineLoop):
     @torch.inference_mode()
     def capture_next(self) -> bool:
         """Capture one graph that no step has needed yet; returns False when all are captured.
-        Call it while the engine is at rest."""
+        Call it while the engine is at rest.
+
+        Raises:
+            UserError: what ended another rank.
+        """
+        self._ranks.check()
+        if self.graphs.num_pending:
+            self._ranks.capture_next()
         return self.graphs.capture_next()
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -184,8 +156,9 @@ class Engine(EngineLoop):
     def close(self) -> Exception:
         """Free weights, KV caches and graphs.  Returns the error that every later call raises."""
         closed = super().close()
+        self._end_ranks()
         if not isinstance(closed, EngineDeadError) and hasattr(self, "graphs"):
-            del self.graphs, self.compiled, self.weights, self.kv_caches, self.buffers
+            del self.runner, self.graphs, self.compiled, self.weights, self.kv_caches, self.buffers
             del self._account, self._table, self.dispatcher
             gc.collect()
             if self._stream is not None:

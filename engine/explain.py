@@ -14,6 +14,7 @@ from ..compiler.record import Record
 from ..compiler.run.load import TABLE
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.device_table import parse_table
+from ..config.expert_tables import file_name
 from ..config.resolve import why_off
 from .aot_compile import target_hardware
 from .worker.hardware import detect_hardware
@@ -101,10 +102,18 @@ def explain_model(
             ops.take_table(parse_table(artifact.read(TABLE), f"artifact {artifact.manifest.key}"))
         cublaslt = int(version) if version.isdigit() else 0
         notes += ops.table_notes(lowered.weights, hardware.name, cublaslt)
+        notes += _notes_on_experts(spec, config)
     notes += [_CUBLAS] if hardware.device == "cuda" else []
     notes += [_CSRC] if absent else []
     facts = explain(
-        lowered, before.traced, where, sites, num_seqs=num_seqs, context=context, notes=notes
+        lowered,
+        before.traced,
+        where,
+        sites,
+        num_seqs=num_seqs,
+        context=context,
+        world_size=spec.tensor_parallel_size,
+        notes=notes,
     )
     return artifact_label(spec, config), facts
 
@@ -132,3 +141,15 @@ def passes_off(options: EngineOptions, config: ResolvedConfig) -> Mapping[str, s
                 name, config.compile.level, config.hardware.sm, config.precision.weights
             )
     return off
+
+
+def _notes_on_experts(spec: ModelSpec, config: ResolvedConfig) -> list[str]:
+    """Which files of tuned tiles cannot serve, and what to do where experts have none."""
+    notes = [f"tuned tiles ignored: {why}" for _, why in config.compile.ignored_expert_tables]
+    shape = spec.expert_shape
+    if shape and not any(table.shape == shape for table in config.compile.expert_tables):
+        notes.append(
+            f"experts {file_name(shape, config.hardware.name)}: no tuned tiles, so those of a rule "
+            "serve; `fusewright tune moe MODEL` writes the file for --tuned-config-dir"
+        )
+    return notes

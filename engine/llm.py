@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from threading import Lock
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..config import UserError, engine_options
 from .frontend.chat_template import Message
@@ -33,7 +32,43 @@ _QUEUED_AT_ONCE = 32
 _REFUSED_BY_CHAT = ("chat_template", "continue_final_message", "lora_request")
 
 
-class LLM:
+class EngineWrapper:
+    """What ``LLM`` and ``AsyncLLM`` share: an engine, the driver of its callers, and its end."""
+
+    def __init__(
+        self, model: str = "abacus", *, disable_log_stats: bool = False, **options: Any
+    ) -> None:
+        self._attach(start_engine(model, options, disable_log_stats))
+
+    @classmethod
+    def from_engine(cls, engine: EngineLoop) -> Self:
+        """Wrap an engine that exists; others may be wrapped around it too."""
+        wrapper = cls.__new__(cls)
+        wrapper._attach(engine)
+        return wrapper
+
+    def _attach(self, engine: EngineLoop) -> None:
+        self.engine = engine
+        self._driver = driver_of(engine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free what the model holds on the device.  Requests that run in other threads end with a
+        ``UserError``, and so does every later call."""
+        self._driver.close()
+
+    def report(self) -> dict[str, Any]:
+        """The engine's account of itself, see ``Engine.report``; plain data."""
+        self.engine.check_open(f"{type(self).__name__}.report")
+        return self._driver.call(self.engine.report)
+
+
+class LLM(EngineWrapper):
     """A loaded model that generates.
 
     ``LLM("abacus").generate("12+34=")``.  Options are those of ``EngineOptions``, and those of
@@ -47,38 +82,6 @@ class LLM:
     Raises:
         UserError: an option is unknown or bad, or the model cannot be loaded.
     """
-
-    def __init__(
-        self, model: str = "abacus", *, disable_log_stats: bool = False, **options: Any
-    ) -> None:
-        self._attach(start_engine(model, options, disable_log_stats))
-
-    @classmethod
-    def from_engine(cls, engine: EngineLoop) -> LLM:
-        """Wrap an engine that exists; others may be wrapped around it too."""
-        llm = cls.__new__(cls)
-        llm._attach(engine)
-        return llm
-
-    def _attach(self, engine: EngineLoop) -> None:
-        self.engine = engine
-        self._driver = driver_of(engine)
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free what the model holds on the device.  Requests that run in other threads end with a
-        ``UserError``, and so does every later call."""
-        self._driver.close()
 
     def generate(
         self,
@@ -199,11 +202,6 @@ class LLM:
             UserError: the model's folder has none.
         """
         return self.engine.inputs.require_tokenizer()
-
-    def report(self) -> dict[str, Any]:
-        """The engine's account of itself, see ``Engine.report``; plain data."""
-        self.engine.check_open("LLM.report")
-        return self._driver.call(self.engine.report)
 
 
 def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -> EngineLoop:

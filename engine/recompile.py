@@ -38,9 +38,13 @@ def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Reco
     """``engine`` with ``passes`` in place of its own; nothing is captured yet.
 
     Raises:
-        UserError: the engine's level runs no passes.
+        UserError: the engine's level runs no passes, or it has several ranks.
     """
     hardware, level = engine.config.hardware, engine.config.compile
+    if (world := engine.config.parallel.tensor_parallel_size) > 1:
+        raise UserError(
+            f"tensor_parallel_size={world}: programs are compared on one rank; leave it out"
+        )
     if not level.trace:
         raise UserError(f"optimization_level={level.level}: it runs no passes; use -O1 or higher")
     options = replace(engine.options, passes=tuple(passes), disable_passes=(), require_fusion=())

@@ -1,7 +1,7 @@
 """Captures CUDA graphs of a program and replays them.
 
 ``Dispatcher`` says which sizes there are and which one a step replays, ``StepBuffers`` holds the
-static inputs, and ``Graphs`` captures and replays any program of steps (``protocol.Step``).  A
+static inputs, and ``Graphs`` captures and replays any ``CapturableProgram`` (``protocol.py``).  A
 recording backend runs the same code on a machine without a GPU.
 """
 

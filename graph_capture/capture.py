@@ -12,7 +12,7 @@ from .backend import GraphBackend, Replay, is_out_of_memory
 from .buffers import StepBuffers
 from .dispatch import Dispatch, Dispatcher, GraphKind
 from .memory import CaptureMemoryError
-from .protocol import Program, Step
+from .protocol import CapturableProgram, CapturableStep
 
 _BYTES_A_GRAPH = 133 << 10
 _BYTES_A_STEP = 14 << 10
@@ -31,7 +31,7 @@ class _PiecewiseGraph:
     """Graphs of consecutive per-token steps, and the steps that run between them.  ``env`` holds
     the tensors at static addresses that pass from one to the next."""
 
-    parts: tuple[Replay | Step, ...]
+    parts: tuple[Replay | CapturableStep, ...]
     env: list[Any]
 
 
@@ -62,7 +62,7 @@ class Graphs:
 
     def __init__(
         self,
-        program: Program,
+        program: CapturableProgram,
         buffers: StepBuffers,
         dispatcher: Dispatcher,
         backend: GraphBackend | None,
@@ -204,7 +204,7 @@ def _largest_first(dispatcher: Dispatcher) -> Iterator[GraphSize]:
     yield from full(dispatcher.prompt_sizes)
 
 
-def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:
+def _warm_up(program: CapturableProgram, inputs: Mapping[str, Tensor]) -> None:
     """Run every distinct step once.  Steps with the same name do the same to values of the same
     shapes, so the outputs of the first stand for those of the others."""
     env = program.environment(inputs)
@@ -219,18 +219,18 @@ def _warm_up(program: Program, inputs: Mapping[str, Tensor]) -> None:
 
 
 def _capture_full(
-    program: Program, inputs: Mapping[str, Tensor], backend: GraphBackend
+    program: CapturableProgram, inputs: Mapping[str, Tensor], backend: GraphBackend
 ) -> _FullGraph:
     (output,), replay = backend.capture(lambda: [program.run(inputs)])
     return _FullGraph(replay, backend.alias(output))
 
 
 def _capture_piecewise(
-    program: Program, inputs: Mapping[str, Tensor], backend: GraphBackend
+    program: CapturableProgram, inputs: Mapping[str, Tensor], backend: GraphBackend
 ) -> _PiecewiseGraph:
     owned = program.environment(inputs)
     static = program.environment(inputs)
-    parts: list[Replay | Step] = []
+    parts: list[Replay | CapturableStep] = []
     for per_token, steps in _runs(program.steps):
         if not per_token:
             parts.extend(steps)
@@ -243,7 +243,7 @@ def _capture_piecewise(
 
 
 def _capture_run(
-    steps: Sequence[Step], owned: list[Any], static: list[Any], backend: GraphBackend
+    steps: Sequence[CapturableStep], owned: list[Any], static: list[Any], backend: GraphBackend
 ) -> Replay:
     slots = [slot for step in steps for slot in step.outputs]
     before = owned.copy()
@@ -262,9 +262,9 @@ def _capture_run(
     return replay
 
 
-def _runs(steps: Sequence[Step]) -> Iterator[tuple[bool, list[Step]]]:
+def _runs(steps: Sequence[CapturableStep]) -> Iterator[tuple[bool, list[CapturableStep]]]:
     """Consecutive steps of the same kind."""
-    run: list[Step] = []
+    run: list[CapturableStep] = []
     for step in steps:
         if run and run[-1].per_token != step.per_token:
             yield run[-1].per_token, run

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Step(Protocol):
+class CapturableStep(Protocol):
     """A unit of execution over an environment; ``per_token`` ones may be captured piecewise."""
 
     @property
@@ -23,11 +23,11 @@ class Step(Protocol):
     def run(self, env: list[Any]) -> None: ...
 
 
-class Program(Protocol):
+class CapturableProgram(Protocol):
     """Steps over an environment that holds their inputs and results."""
 
     @property
-    def steps(self) -> Sequence[Step]: ...
+    def steps(self) -> Sequence[CapturableStep]: ...
     @property
     def output(self) -> int: ...
     def environment(self, inputs: Mapping[str, Tensor]) -> list[Any]: ...

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import ModelLimits, UserError
+from .abacus import FOLDER
 from .hf_json import HfConfig, read_json
-from .models import ARCHITECTURES
+from .models import ARCHITECTURES, REFUSED
 from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
-from .quant.scheme import BLOCK, FORMATS, LINEARS, QuantScheme
+from .quant.scheme import BLOCK, FORMATS, QuantScheme
 from .spec import ModelSpec
 
 
@@ -34,7 +35,7 @@ def read_spec(folder: Path | str) -> ModelSpec:
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
     spec = ARCHITECTURES[name].spec(config, name)
-    names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers)
+    names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)
     _check_blocks(path, spec, quant)
     return replace(spec, quant=quant)
@@ -43,7 +44,7 @@ def read_spec(folder: Path | str) -> ModelSpec:
 def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
     if quant is None or not FORMATS[quant.kind].blocks:
         return
-    for linear in LINEARS:
+    for linear in spec.linears:
         size = spec.in_features(linear)
         if size % BLOCK and any(linear not in left for left in quant.unquantized):
             raise UserError(
@@ -62,15 +63,14 @@ def _architecture(config: HfConfig) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
-    raise UserError(f"architecture {names[0]!r} is not supported; supported: {supported}")
+    why = f" ({REFUSED[names[0]]})" if names[0] in REFUSED else ""
+    raise UserError(f"architecture {names[0]!r} is not supported{why}; supported: {supported}")
 
 
 def model_folder(model: str) -> Path:
     """The folder of ``model``: "abacus" is the bundled one."""
     if model == "abacus" and not Path(model).is_dir():
-        from .abacus import FOLDER
-
-        return Path(FOLDER)
+        return FOLDER
     return Path(model)
 
 

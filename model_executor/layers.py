@@ -6,6 +6,7 @@ Their dtype is the model's, but for FP8 weights; scales are float32 buffers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._float8 import E4M3
+from .parallel import GROUP
 from .quant.scheme import BLOCK, FORMATS, QuantKind
 
 
@@ -45,11 +47,13 @@ class Placement:
 @dataclass(frozen=True)
 class ShardRule:
     """A parameter is its parts joined along ``dim``; each part is split over the ranks, or, when
-    ``split`` is false, held whole by every rank."""
+    ``split`` is false, held whole by every rank.  What is added ``once`` to a sum over the ranks is
+    zeros on all but the first."""
 
     dim: int
     parts: tuple[Part, ...]
     split: bool = True
+    once: bool = False
 
     def place(self, part_name: str, rank: int, world: int) -> Placement:
         """The slice of one part that ``rank`` of ``world`` holds.
@@ -83,6 +87,12 @@ class ShardRule:
         )
 
 
+def rules_of(module: nn.Module | None) -> Mapping[str, ShardRule]:
+    """The rules of a module's own parameters and scales, by their names; none for other modules."""
+    rules: Mapping[str, ShardRule] = getattr(module, "rules", {})
+    return rules
+
+
 def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
 
@@ -91,7 +101,8 @@ class Linear(nn.Module):
     """``x @ weight.T + bias``; made by the functions below, which differ in the rule only.
 
     With ``quant`` the weight is FP8 and x is quantized before the matmul.  Scales are zero until
-    they are loaded; ``input_scale`` is there for a static format alone.
+    they are loaded; ``input_scale`` is there for a static format alone.  With ``reduce`` the
+    results are summed over the ranks.
     """
 
     weight_scale: Tensor
@@ -104,14 +115,23 @@ class Linear(nn.Module):
         rule: ShardRule,
         bias: bool,
         quant: QuantKind | None = None,
+        world: int = 1,
+        reduce: bool = False,
     ) -> None:
+        """Sizes are those of the whole layer, of which ``world`` ranks hold a part each."""
         super().__init__()
         self.quant = FORMATS[quant] if quant else None
+        self.reduce = reduce and world > 1
+        whole = ShardRule(0, (Part("", out_features, 1),), split=False)
+        each_row = rule if rule.dim == 0 else whole
+        # One rank adds the bias of a split sum, so that the sum over ranks goes straight to a norm.
+        bias_rule = each_row if rule.dim == 0 else replace(whole, once=True)
+        sizes = [out_features, in_features]
+        sizes[rule.dim] = rule.local_size(world)
+        out_features, in_features = sizes
         self.weight = _parameter(out_features, in_features, dtype=E4M3 if quant else None)
         self.bias = _parameter(out_features) if bias else None
-        # The bias of a row-split layer is added once, after the sum over ranks.
-        whole = ShardRule(0, (Part("", out_features, 1),), split=False)
-        self.rules = {"weight": rule, "bias": rule if rule.dim == 0 else whole}
+        self.rules = {"weight": rule, "bias": bias_rule}
         if self.quant is None:
             return
         shape = self.quant.scale_shape(out_features, in_features)
@@ -119,11 +139,14 @@ class Linear(nn.Module):
         if self.quant.static:
             self.register_buffer("input_scale", torch.zeros(1, 1))
         if self.quant.rows:
-            each_row = self.rules["bias"]
             self.rules["weight_scale"] = _by_block(rule) if self.quant.blocks else each_row
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        y = self._matmul(x)
+        return ops.all_reduce(y, GROUP) if self.reduce else y
+
+    def _matmul(self, x: Tensor) -> Tensor:
         if self.quant is None:
             return ops.linear(x, self.weight, self.bias)
         if self.quant.static:
@@ -145,11 +168,16 @@ def _by_block(rule: ShardRule) -> ShardRule:
 
 
 def column_linear(
-    in_features: int, out_features: int, *, bias: bool = False, quant: QuantKind | None = None
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool = False,
+    quant: QuantKind | None = None,
+    world: int = 1,
 ) -> Linear:
     """Output features are split over the ranks."""
     rule = ShardRule(0, (Part("", out_features, out_features),))
-    return Linear(in_features, out_features, rule, bias, quant)
+    return Linear(in_features, out_features, rule, bias, quant, world)
 
 
 def row_linear(
@@ -159,10 +187,13 @@ def row_linear(
     bias: bool = False,
     units: int | None = None,
     quant: QuantKind | None = None,
+    world: int = 1,
+    reduce: bool = True,
 ) -> Linear:
-    """Input features are split over the ranks, ``units`` (heads) staying whole."""
+    """Input features are split over the ranks, ``units`` (heads) staying whole.  Without ``reduce``
+    the caller sums over the ranks."""
     rule = ShardRule(1, (Part("", in_features, units or in_features),))
-    return Linear(in_features, out_features, rule, bias, quant)
+    return Linear(in_features, out_features, rule, bias, quant, world, reduce)
 
 
 def replicated_linear(in_features: int, out_features: int, *, bias: bool = False) -> Linear:
@@ -179,6 +210,7 @@ def qkv_linear(
     *,
     bias: bool = False,
     quant: QuantKind | None = None,
+    world: int = 1,
 ) -> Linear:
     """Query, key and value projections in one matrix, split by head."""
     kv_size = num_kv_heads * head_dim
@@ -187,15 +219,21 @@ def qkv_linear(
         Part("k", kv_size, num_kv_heads, replicate=True),
         Part("v", kv_size, num_kv_heads, replicate=True),
     )
-    return Linear(hidden, num_heads * head_dim + 2 * kv_size, ShardRule(0, parts), bias, quant)
+    out_features = num_heads * head_dim + 2 * kv_size
+    return Linear(hidden, out_features, ShardRule(0, parts), bias, quant, world)
 
 
 def gate_up_linear(
-    hidden: int, intermediate: int, *, bias: bool = False, quant: QuantKind | None = None
+    hidden: int,
+    intermediate: int,
+    *,
+    bias: bool = False,
+    quant: QuantKind | None = None,
+    world: int = 1,
 ) -> Linear:
     """Gate and up projections in one matrix; a rank's gate half precedes its up half."""
     parts = tuple(Part(name, intermediate, intermediate) for name in ("gate", "up"))
-    return Linear(hidden, 2 * intermediate, ShardRule(0, parts), bias, quant)
+    return Linear(hidden, 2 * intermediate, ShardRule(0, parts), bias, quant, world)
 
 
 class RMSNorm(nn.Module):
@@ -212,26 +250,37 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, split by vocabulary."""
+    """Token embedding, split by vocabulary.  ``first_id`` is the id of the rank's first row: a
+    buffer, so that all ranks run the same code."""
 
-    def __init__(self, vocab_size: int, hidden: int) -> None:
+    first_id: Tensor | None
+
+    def __init__(self, vocab_size: int, hidden: int, world: int = 1) -> None:
         super().__init__()
-        self.weight = _parameter(vocab_size, hidden)
         self.rules = {"weight": ShardRule(0, (Part("", vocab_size, vocab_size),))}
+        self.weight = _parameter(self.rules["weight"].local_size(world), hidden)
+        self.register_buffer("first_id", torch.zeros(1, dtype=torch.int32) if world > 1 else None)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[num_tokens] int32 -> [num_tokens, hidden]."""
-        return ops.embedding(ids, self.weight)
+        if self.first_id is None:
+            return ops.embedding(ids, self.weight)
+        return ops.all_reduce(ops.embedding(ids, self.weight, self.first_id), GROUP)
 
 
 class LMHead(nn.Module):
     """Hidden states to logits, split by vocabulary; ``tied`` shares the embedding's parameter."""
 
-    def __init__(self, vocab_size: int, hidden: int, tied: Embedding | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden: int, tied: Embedding | None = None, world: int = 1
+    ) -> None:
         super().__init__()
-        self.weight = tied.weight if tied is not None else _parameter(vocab_size, hidden)
+        self.world = world
         self.rules = {"weight": ShardRule(0, (Part("", vocab_size, vocab_size),))}
+        rows = self.rules["weight"].local_size(world)
+        self.weight = tied.weight if tied is not None else _parameter(rows, hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_seqs, hidden] -> [num_seqs, vocab_size] in the weight's dtype."""
-        return ops.linear(hidden, self.weight, None)
+        logits = ops.linear(hidden, self.weight, None)
+        return ops.all_gather(logits, self.world, GROUP) if self.world > 1 else logits

@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from ..config.errors import UserError
 from ..ops._float8 import E4M3
 from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_checkpoint_file, read_headers
-from .layers import Linear, Placement, RMSNorm, ShardRule
+from .dummy import fill_dummy
+from .experts import ExpertLinear, expert_shares
+from .layers import Embedding, Linear, Placement, ShardRule, rules_of
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
-from .models.weight_names import ModulePart, checkpoint_names
-from .quant.quantize import DUMMY_INPUT_SCALE, Staging, quantize_into, rescale
+from .models.weight_names import FUSED_EXPERTS, ModulePart, checkpoint_names
+from .parallel import TensorParallelRank
+from .quant.quantize import Quantized, Staging, rescale
 from .quant.scales import find_scales, read_scales, scale_slots
 from .spec import ModelSpec
 
@@ -45,14 +48,6 @@ def no_progress(label: str, total: int) -> Iterator[Callable[[int], Any]]:
 
 
 @dataclass(frozen=True)
-class TensorParallelRank:
-    """This process among the ranks that hold the model together."""
-
-    rank: int = 0
-    world: int = 1
-
-
-@dataclass(frozen=True)
 class Slot:
     """Where one checkpoint tensor goes, and the shape and type (one of) that it must have."""
 
@@ -69,6 +64,12 @@ class Read:
     source: TensorInfo
     slot: Slot
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read: the rank's slice."""
+        place = self.slot.placement
+        return self.source.nbytes * place.length // max(1, self.slot.shape[place.dim])
+
 
 def load_model(
     spec: ModelSpec,
@@ -78,8 +79,10 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: ProgressBar = no_progress,
+    rank: int = 0,
 ) -> DecoderModel:
-    """Build the model of ``spec`` on ``device`` with the weights of ``folder``.
+    """Build the model of ``spec`` on ``device`` with the weights of ``folder``, or one rank's part
+    of them.
 
     Args:
         spec: of ``read_spec(folder)``; weights are cast to its ``dtype``, or quantized by its
@@ -90,6 +93,7 @@ def load_model(
             the weights at random from ``seed``: FP8 ones are those of the same model without
             ``quant``, quantized.
         progress: shows the bytes that are loaded, see ``ProgressBar``.
+        rank: of ``spec.tensor_parallel_size``, whose slices alone are read.
 
     Raises:
         UserError: a checkpoint file is missing or damaged, its tensors are not those of the model,
@@ -104,14 +108,28 @@ def load_model(
             f"no room for the cosines and sines of max_position_embeddings = "
             f"{spec.max_position_embeddings}; lower it in {Path(folder) / 'config.json'}"
         ) from error
+    tp = TensorParallelRank(rank, spec.tensor_parallel_size)
     if load_format == "dummy":
         materialize(model, spec.dtype, device)
-        fill_dummy(model, seed)
+        fill_dummy(model, spec.dtype, seed, tp)
     elif load_format in ("auto", "safetensors"):
-        load_weights(model, read_headers(Path(folder)), device, progress)
+        load_weights(model, read_headers(Path(folder)), device, progress, tp)
     else:
         raise UserError(f"load_format={load_format!r}: expected auto, safetensors or dummy")
+    set_rank(model, tp)
     return model.eval()
+
+
+def set_rank(model: DecoderModel, tp: TensorParallelRank) -> None:
+    """Fill what tells one rank from another beside the slices of weights: the first id of its part
+    of the vocabulary, and zeros for what another rank adds to a sum."""
+    for module in model.modules():
+        if isinstance(module, Embedding) and module.first_id is not None:
+            module.first_id.fill_(tp.rank * module.weight.shape[0])
+        for kind, rule in rules_of(module).items():
+            param = getattr(module, kind, None)
+            if rule.once and tp.rank > 0 and param is not None:
+                param.detach().zero_()
 
 
 def load_weights(
@@ -119,25 +137,30 @@ def load_weights(
     found: Mapping[str, TensorInfo],
     device: torch.device | str,
     progress: ProgressBar,
+    tp: TensorParallelRank | None = None,
 ) -> None:
     """Check the checkpoint's tensors against the model, give it memory and fill it.
 
     Raises:
         UserError: as ``load_model``.
     """
+    tp = tp or TensorParallelRank()
     spec, modules = model.spec, dict(model.named_modules())
-    names = checkpoint_names(ARCHITECTURES[spec.architecture].weights, spec.num_layers)
+    names = names_in(found, spec)
     online = spec.quant is not None and spec.quant.online
-    scales = find_scales(scale_slots(modules, names, online=online), found)
+    scales = find_scales(scale_slots(modules, names, tp.rank, tp.world, online=online), found)
     used = {read.source.name for read in scales}
     weights = {name: info for name, info in found.items() if name not in used}
-    reads = plan_reads(slots(model, TensorParallelRank()), weights, spec)
+    reads = plan_reads(slots(model, tp, names), weights, spec)
     materialize(model, spec.dtype, device)
-    combined = read_scales(scales, dict(model.named_buffers()))
-    linears = {f"{n}.weight": m for n, m in modules.items() if isinstance(m, Linear) and m.quant}
+    scale_shares = dict(expert_shares(model, "weight_scale"))
+    combined = read_scales(scales, {**dict(model.named_buffers()), **scale_shares})
     staging = Staging(
-        linears if online else {},
-        dict(model.named_parameters(remove_duplicate=False)),
+        dict(_quantized(modules)) if online else {},
+        {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(expert_shares(model, "weight")),
+        },
         (read.slot.parameter for read in reads),
         spec.dtype,
     )
@@ -147,8 +170,27 @@ def load_weights(
             rescale(part, *scale_pair)
         staging.filled(read.slot.parameter)
 
-    with progress("Loading weights", sum(r.source.nbytes for r in reads)) as advance:
+    with progress("Loading weights", sum(r.nbytes for r in reads)) as advance:
         stream(staging, reads, advance, filled)
+
+
+def names_in(
+    found: Mapping[str, TensorInfo], spec: ModelSpec
+) -> tuple[tuple[str, ModulePart], ...]:
+    """The names of a model's tensors, as a checkpoint spells them: experts apart, or all in one."""
+    fused = any(name.endswith(".experts.gate_up_proj") for name in found)
+    weights = FUSED_EXPERTS if fused else ARCHITECTURES[spec.architecture].weights
+    return tuple(checkpoint_names(weights, spec.num_layers, spec.num_experts))
+
+
+def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantized]]:
+    """FP8 layers by their weights' names; those of experts as a whole, and each alone."""
+    for name, module in modules.items():
+        if isinstance(module, Linear | ExpertLinear) and module.quant:
+            yield f"{name}.weight", module
+        if isinstance(module, ExpertLinear) and module.quant:
+            for number in range(module.num_experts):
+                yield f"{name}.weight[{number}]", module.expert(number)
 
 
 def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
@@ -216,48 +258,36 @@ def _replace_tensors(
             setattr(module, name, new_buffer(buffer))
 
 
-def fill_dummy(model: DecoderModel, seed: int) -> None:
-    """Random weights, made on the parameters' device: normal with standard deviation 0.02, norms
-    one.  The same for the same seed, model and kind of device; FP8 layers quantize the weights
-    that they would have in the model's dtype."""
-    modules = list(model.modules())
-    norms = {id(m.weight) for m in modules if isinstance(m, RMSNorm)}
-    quantized = {id(m.weight): m for m in modules if isinstance(m, Linear) and m.quant}
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            if id(param) in norms:
-                param.fill_(1.0)
-                continue
-            linear = quantized.get(id(param))
-            dtype = model.spec.dtype
-            weight = param if linear is None else torch.empty_like(param, dtype=dtype)
-            weight.normal_(0.0, 0.02, generator=generator)
-            if linear is not None:
-                quantize_into(linear, weight)
-        for linear in quantized.values():
-            if linear.quant and linear.quant.static:
-                linear.input_scale.fill_(DUMMY_INPUT_SCALE)
+def slots(
+    model: DecoderModel,
+    tp: TensorParallelRank,
+    names: Iterable[tuple[str, ModulePart]] | None = None,
+) -> dict[str, Slot]:
+    """Checkpoint tensor name -> slot, for every tensor that the model needs but scales.
 
-
-def slots(model: DecoderModel, tp: TensorParallelRank) -> dict[str, Slot]:
-    """Checkpoint tensor name -> slot, for every tensor that the model needs but scales."""
+    Args:
+        names: of ``names_in``; those of checkpoints with experts apart unless given.
+    """
     spec = model.spec
     modules = dict(model.named_modules())
-    params = dict(model.named_parameters(remove_duplicate=False))
+    params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    params |= dict(expert_shares(model, "weight"))
     quantized = spec.quant is not None and not spec.quant.online
     found: dict[str, Slot] = {}
-    for name, target in checkpoint_names(ARCHITECTURES[spec.architecture].weights, spec.num_layers):
+    for name, target in names_in({}, spec) if names is None else names:
         if name == "lm_head" and spec.tie_word_embeddings:
             continue
         # A name the spec has no module for, such as q_norm, is not needed.
-        rules: Mapping[str, ShardRule] = getattr(modules.get(target.module), "rules", {})
-        for kind, rule in rules.items():
-            param = params.get(f"{target.module}.{kind}")
+        module = modules.get(target.module)
+        if isinstance(module, ExpertLinear) and target.expert is None:
+            found[name] = _fused_slot(f"{target.module}.weight", module.weight, tp)
+            continue
+        for kind, rule in rules_of(module).items():
+            parameter = f"{target.module}.{kind}{target.share}"
+            param = params.get(parameter)
             if param is not None:
                 dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
-                slot = _slot(f"{target.module}.{kind}", param, rule, dtypes, target, tp)
+                slot = _slot(parameter, param, rule, dtypes, target, tp)
                 found[f"{name}.{kind}"] = slot
     return found
 
@@ -273,6 +303,16 @@ def _slot(
     shape = list(param.shape)
     shape[rule.dim] = next(part.size for part in rule.parts if part.name == target.part)
     return Slot(name, tuple(shape), dtypes, rule.place(target.part, tp.rank, tp.world))
+
+
+def _fused_slot(name: str, param: Tensor, tp: TensorParallelRank) -> Slot:
+    """The slot of a tensor that holds all experts."""
+    if tp.world > 1:
+        raise UserError(
+            f"{name}: a checkpoint with all experts in one tensor does not spread over ranks; save "
+            "the model with one tensor an expert (save_original_format=True)"
+        )
+    return Slot(name, tuple(param.shape), FLOATS, Placement(0, 0, 0, param.shape[0]))
 
 
 def plan_reads(
@@ -338,4 +378,4 @@ def stream(
                 part = param.narrow(place.dim, place.dest_start, place.length)
                 part.copy_(tensor)
                 filled(read, part)
-                advance(read.source.nbytes)
+                advance(read.nbytes)

@@ -1,4 +1,4 @@
-"""``ModelSpec``: everything that tells one dense decoder from another, checked and frozen.
+"""``ModelSpec``: everything that tells one decoder from another, checked and frozen.
 
 ``hf_config`` makes it from a Hugging Face folder, options then set ``dtype_name``, ``quant``
 and ``fp8_kv_cache``; modules, loader and KV cache read nothing else.  It is made without torch, so
@@ -13,11 +13,33 @@ from typing import TYPE_CHECKING
 
 from ..config import UserError
 from ..config.rope import RopeParameters
+from ..config.routing import Routing
 from .cache_spec import KV_PAIRS, KVCacheSpec, LayerGroup, group_layers, torch_dtype
-from .quant.scheme import BLOCK, FORMATS, LINEARS, QuantKind, QuantScheme
+from .quant.scheme import BLOCK, FORMATS, LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The experts of a model.
+
+    Attributes:
+        layers: for each layer, whether it has experts; the others have a dense feed-forward.
+        num_experts: of each such layer.
+        intermediate_size: of an expert.
+        routing: how a token's experts are chosen.
+        shared_intermediate_size: of the expert that all tokens have; 0: there is none.
+        shared_gate: the shared expert's result is multiplied by the sigmoid of a linear layer.
+    """
+
+    layers: tuple[bool, ...]
+    num_experts: int
+    intermediate_size: int
+    routing: Routing
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +49,9 @@ class ModelSpec:
     ``max_position_embeddings`` counts the positions that rope scaling reaches;
     ``sliding_windows`` has one entry a layer, tokens including the current one, 0 for none;
     ``dtype_name`` is the ``dtype`` of activations and of weights that ``quant`` leaves as they
-    are; ``group_of_layer`` has the cache group of each layer, if not as ``group_layers`` would.
+    are; ``group_of_layer`` has the cache group of each layer, if not as ``group_layers`` would;
+    ``moe`` describes experts, None for a dense model; ``tensor_parallel_size`` ranks hold it
+    together.  Sizes are those of the whole model; ``local_`` ones are a rank's.
     """
 
     architecture: str
@@ -52,17 +76,28 @@ class ModelSpec:
     quant: QuantScheme | None = None
     fp8_kv_cache: bool = False
     group_of_layer: tuple[int, ...] = ()
+    moe: MoESpec | None = None
+    tensor_parallel_size: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
         return torch_dtype(self.dtype_name)
+
+    @property
+    def local_heads(self) -> int:
+        return self.num_heads // self.tensor_parallel_size
+
+    @property
+    def local_kv_heads(self) -> int:
+        """KV heads of a rank; several ranks hold the same one where there are more of them."""
+        return max(1, self.num_kv_heads // self.tensor_parallel_size)
 
     @cached_property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
         """Layers by the KV cache that they share."""
         dtype_name = "float8_e4m3fn" if self.fp8_kv_cache else self.dtype_name
         specs = [
-            KVCacheSpec(KV_PAIRS, self.num_kv_heads, (self.head_dim,), dtype_name, window)
+            KVCacheSpec(KV_PAIRS, self.local_kv_heads, (self.head_dim,), dtype_name, window)
             for window in self.sliding_windows
         ]
         if not self.group_of_layer:
@@ -76,20 +111,49 @@ class ModelSpec:
         """Number of the group that a layer belongs to."""
         return next(i for i, group in enumerate(self.cache_groups) if layer in group.layers)
 
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts if self.moe else 0
+
+    @property
+    def expert_shape(self) -> tuple[int, int, str] | None:
+        """By which tuned tiles of the experts are found: how many, a rank's part of their
+        intermediate size, and the kind of weights; None for a dense model."""
+        if self.moe is None:
+            return None
+        kind = self.quant_of(self.moe.layers.index(True), "mlp.experts.gate_up")
+        kinds = {None: "bfloat16", "fp8_block": "fp8 block"}
+        inner = self.moe.intermediate_size // self.tensor_parallel_size
+        return self.moe.num_experts, inner, kinds.get(kind, "fp8")
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Those of ``LINEARS`` and ``MOE_LINEARS`` that the model has."""
+        if self.moe is None:
+            return LINEARS
+        dense = LINEARS[: 2 if all(self.moe.layers) else 4]
+        return dense + MOE_LINEARS[: 4 if self.moe.shared_intermediate_size else 2]
+
     def quant_of(self, layer: int, linear: str) -> QuantKind | None:
-        """How one of ``quant.scheme.LINEARS`` is quantized; None: not at all."""
+        """How one of ``linears`` is quantized; None: not at all."""
         return self.quant.kind_of(layer, linear) if self.quant else None
 
     def in_features(self, linear: str) -> int:
-        """Columns of the weight of one of ``LINEARS``."""
-        heads = self.num_heads * self.head_dim
-        columns = (self.hidden_size, heads, self.hidden_size, self.intermediate_size)
-        return dict(zip(LINEARS, columns, strict=True))[linear]
+        """Columns of a rank's weight of one of ``linears``."""
+        if linear == "attention.o":
+            return self.local_heads * self.head_dim
+        if not linear.endswith("down"):
+            return self.hidden_size
+        sizes = {"mlp.down": self.intermediate_size}
+        if self.moe:
+            sizes["mlp.experts.down"] = self.moe.intermediate_size
+            sizes["mlp.shared.down"] = self.moe.shared_intermediate_size
+        return sizes[linear] // self.tensor_parallel_size
 
 
 def quantize_online(spec: ModelSpec, kind: QuantKind) -> ModelSpec:
-    """``spec`` with weights that are quantized while they are loaded: all of ``LINEARS``, but by
-    blocks only those that whole blocks read.
+    """``spec`` with weights that are quantized while they are loaded: all of ``spec.linears``, but
+    by blocks only those that whole blocks read.
 
     Raises:
         UserError: there are none.
@@ -100,12 +164,12 @@ def quantize_online(spec: ModelSpec, kind: QuantKind) -> ModelSpec:
 
 
 def check_online_kind(spec: ModelSpec, kind: str) -> None:
-    """Refuse a kind of quantization that fits none of the ``LINEARS``.
+    """Refuse a kind of quantization that fits none of ``spec.linears``.
 
     Raises:
         UserError: names another kind.
     """
-    if _left_by_blocks(spec, kind) == LINEARS:
+    if _left_by_blocks(spec, kind) == spec.linears:
         raise UserError(
             f"quantization={kind}: no linear layer of the model reads a multiple of {BLOCK} "
             "features; use fp8"
@@ -113,6 +177,6 @@ def check_online_kind(spec: ModelSpec, kind: str) -> None:
 
 
 def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
-    """The ``LINEARS`` that no whole blocks read."""
+    """Those of ``spec.linears`` that no whole blocks read."""
     columns = FORMATS[kind].columns
-    return tuple(n for n in LINEARS if columns and spec.in_features(n) % columns)
+    return tuple(n for n in spec.linears if columns and spec.in_features(n) % columns)

@@ -10,6 +10,8 @@ from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
 from ._device_table import notes as table_notes
 from ._device_table import report as report_tables
 from ._device_table import take as take_table
+from ._expert_tables import report as report_expert_tables
+from ._expert_tables import take as take_expert_tables
 from ._kernel_table import KERNELS, KernelMissingError, KernelTable
 from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
@@ -26,16 +28,24 @@ from ._op import (
     runs_on,
 )
 from ._variant import Binary, Variant
+from .all_gather import OP as ALL_GATHER
+from .all_gather import all_gather
 from .all_reduce import OP as ALL_REDUCE
 from .all_reduce import all_reduce
 from .apply_penalties import OP as APPLY_PENALTIES
 from .apply_penalties import apply_penalties
 from .argmax import OP as ARGMAX
 from .argmax import argmax
+from .combine_experts import OP as COMBINE_EXPERTS
+from .combine_experts import combine_experts
 from .count_tokens import OP as COUNT_TOKENS
 from .count_tokens import count_tokens
 from .embedding import OP as EMBEDDING
 from .embedding import embedding
+from .expert_linear import OP as EXPERT_LINEAR
+from .expert_linear import expert_linear
+from .fused_moe import OP as FUSED_MOE
+from .fused_moe import fused_moe
 from .gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
 from .gather_last_token import OP as GATHER_LAST_TOKEN
 from .gather_last_token import gather_last_token
@@ -47,6 +57,8 @@ from .linear import OP as LINEAR
 from .linear import linear
 from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
 from .linear_add_norm_linear import linear_add_norm_linear
+from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE
+from .linear_add_norm_moe import linear_add_norm_moe
 from .norm import NORMS, rms_norm
 from .paged_attention import OP as PAGED_ATTENTION
 from .paged_attention import paged_attention
@@ -55,6 +67,8 @@ from .rope_kv_store import OP as ROPE_KV_STORE
 from .rope_kv_store import rope_kv_store
 from .rotary_embedding import OP as ROTARY_EMBEDDING
 from .rotary_embedding import rotary_embedding
+from .route import OP as ROUTE
+from .route import route
 from .sample import OP as SAMPLE
 from .sample import sample
 from .token_logprobs import OP as TOKEN_LOGPROBS
@@ -76,9 +90,15 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     PAGED_ATTENTION,
     LINEAR,
     LINEAR_ADD_NORM_LINEAR,
+    ROUTE,
+    EXPERT_LINEAR,
+    COMBINE_EXPERTS,
+    FUSED_MOE,
+    LINEAR_ADD_NORM_MOE,
     EMBEDDING,
     GATHER_LAST_TOKEN,
     ALL_REDUCE,
+    ALL_GATHER,
     *NORMS.values(),
     *GATED_ACTS.values(),
     *QUANTIZE.values(),
@@ -103,13 +123,17 @@ __all__ = [
     "SemanticOp",
     "TensorDesc",
     "Variant",
+    "all_gather",
     "all_reduce",
     "apply_penalties",
     "argmax",
     "choose",
+    "combine_experts",
     "count_tokens",
     "embedding",
+    "expert_linear",
     "find_cuda_library",
+    "fused_moe",
     "gather_last_token",
     "gelu_tanh_mul",
     "installed_cublaslt",
@@ -117,19 +141,23 @@ __all__ = [
     "kv_store",
     "linear",
     "linear_add_norm_linear",
+    "linear_add_norm_moe",
     "load_cuda_library",
     "paged_attention",
     "quant_fp8_dynamic",
     "quant_fp8_static",
+    "report_expert_tables",
     "report_tables",
     "representative_sizes",
     "rms_norm",
     "rope_kv_store",
     "rotary_embedding",
+    "route",
     "runs_on",
     "sample",
     "silu_mul",
     "table_notes",
+    "take_expert_tables",
     "take_table",
     "token_logprobs",
     "variants_of",

@@ -56,21 +56,14 @@ def _check_devices(x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
-    *_: Any,
-) -> Tensor | None:
-    """A linear layer without bias to bfloat16, by the table's algorithm for its shape; None if the
-    table names none, or the operands are not like those on which it was measured.
+def run(*args: Any) -> Tensor | None:
+    """A call of ``linear`` without bias to bfloat16, by the table's algorithm for its shape; None
+    if the table names none, or the operands are not like those on which it was measured.
 
     Raises:
         ValueError: the operands are on different devices.
     """
+    x, weight, _, x_scale, weight_scale, *_ = args
     _check_devices(x, weight=weight, x_scale=x_scale, weight_scale=weight_scale)
     operands = format_of(x, weight, x_scale, weight_scale).name
     scales = () if x_scale is None or weight_scale is None else (x_scale, weight_scale)

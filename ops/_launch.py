@@ -48,7 +48,7 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     dynamic: tuple[str, ...] = ()
-    programmatic: bool = False
+    programmatic: bool = True
     max_registers: int = 0
 
     def run(self) -> None:
@@ -113,13 +113,11 @@ class Launch:
         function.launch(self.grid, torch._C._cuda_getCurrentRawStream(device), values)
 
     def _interpret(self) -> None:
-        from ._triton_compile import jit_function
+        from ._triton_compile import interpret
 
-        function, fixed = jit_function(self.kernel), dict(self.constexprs)
-        if "PROGRAMMATIC" in function.arg_names:
-            fixed["PROGRAMMATIC"] = False
-        function[self.grid](
-            **self.args, **fixed, num_warps=self.num_warps, num_stages=self.num_stages
+        args = {**self.args, **self.constexprs}
+        interpret(
+            self.kernel, self.grid, args, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
     def variant(self) -> Variant:

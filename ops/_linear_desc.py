@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -217,6 +217,25 @@ def check_gate(activation: str, out_features: int) -> None:
         raise ValueError(
             f"linear: weight has {out_features} rows, expected an even number: gate, then up"
         )
+
+
+class LinearArgs(NamedTuple):
+    """The arguments of a call of ``linear``."""
+
+    x: Any
+    weight: Any
+    bias: Any = None
+    x_scale: Any = None
+    weight_scale: Any = None
+    out_dtype: Any = None
+    activation: str | None = None
+    out_scale: Any = None
+
+    @property
+    def epilogue(self) -> tuple[str | None, Any]:
+        """What no library GEMM does: the activation, and the scale by which the result is
+        quantized."""
+        return self.activation, self.out_scale
 
 
 Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]

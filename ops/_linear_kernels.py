@@ -25,7 +25,7 @@ from . import _cublaslt_linear, _device_table
 from ._cuda import load_cuda_library
 from ._device_table import most_rows
 from ._launch import Launch, run_launches
-from ._linear_desc import LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
+from ._linear_desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
 from ._op import OpDesc
 from .launches import linear as tiled
 from .launches import linear_fp8 as tiled_fp8
@@ -190,18 +190,10 @@ def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return "" if rows <= most else f"{rows} rows: faster than cuBLASLt up to {most}"
 
 
-def plan_tiled(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
-    *_: Any,
-    invariant: bool = False,
-) -> tuple[list[Launch], Tensor]:
+def plan_tiled(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
     """The launch of the tiled Triton kernel, without an epilogue.  ``invariant``: a row has the
     same bits whatever the other rows are."""
+    x, weight, bias, x_scale, weight_scale, out_dtype, *_ = args
     if x_scale is None or weight_scale is None:
         return tiled.linear(x, weight, bias, invariant=invariant)
     desc = describe_call((x, weight, bias, x_scale, weight_scale, out_dtype, None, None))[0]
@@ -229,29 +221,22 @@ def _library_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return ""
 
 
-def library(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
-    *_: Any,
-) -> Tensor:
+def library(*args: Any) -> Tensor:
     """torch's own GEMM, without an epilogue; on a CPU, FP8 operands are dequantized."""
+    x, weight, bias, x_scale, weight_scale, out_dtype, *_ = args
     if x_scale is None or weight_scale is None:
         return F.linear(x, weight, bias)
     if x.device.type == "cpu":
         return multiply(F.linear, x, weight, bias, x_scale, weight_scale, out_dtype)
     rows = x.shape[0]
     if not rows:
-        return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
+        return x.new_empty((0, weight.shape[0]), dtype=out_dtype)  # type: ignore[no-any-return]
     if x_scale.shape[1] > 1 and rows % 4:
         # cuBLASLt takes columns of x_scale that are multiples of 16 bytes.
         missing = -rows % 4
         x = torch.cat((x, x.new_zeros((missing, x.shape[1]))))
         x_scale = F.pad(x_scale.t(), (0, missing)).t()
-    y = torch._scaled_mm(
+    y: Tensor = torch._scaled_mm(
         x.contiguous(), weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype
     )
     return y[:rows]
@@ -354,18 +339,20 @@ def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
     return run
 
 
+def _sums(call: LinearArgs, desc: LinearDesc) -> Tensor:
+    """What a kernel that runs no epilogue leaves to it."""
+    shape = (*call.x.shape[:-1], desc.out_features)
+    return call.x.new_empty(shape, dtype=desc.dtype)  # type: ignore[no-any-return]
+
+
 def plan(*args: Any) -> tuple[list[Launch], Tensor]:
     """The Triton launches of a call, and its result, where neither csrc nor a measured algorithm
     serves it: all that must be compiled for it."""
-    x, weight, activation, out_scale = args[0], args[1], *args[6:]
-    desc, rows = describe_call(args)
-    kernel = select(desc, rows, here(x.device), UNMEASURED).kernel
-    launches: list[Launch] = []
-    if kernel.launches is None:
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=desc.dtype)
-    else:
-        launches, y = kernel.launches(*args)
-    more, y = plan_epilogue(y, activation, out_scale)
+    call = LinearArgs(*args)
+    desc, rows = describe_call(call)
+    kernel = select(desc, rows, here(call.x.device), UNMEASURED).kernel
+    launches, y = kernel.launches(*args) if kernel.launches else ([], _sums(call, desc))
+    more, y = plan_epilogue(y, *call.epilogue)
     return [*launches, *more], y
 
 
@@ -373,13 +360,12 @@ def namer(kernels: tuple[LinearKernel, ...]) -> Callable[..., tuple[str, ...]]:
     """A function that names the kernels which a call launches."""
 
     def names(*args: Any) -> tuple[str, ...]:
-        x, weight, activation, out_scale = args[0], args[1], *args[6:]
-        desc, rows = describe_call(args)
-        kernel = select(desc, rows, here(x.device), kernels).kernel
+        call = LinearArgs(*args)
+        desc, rows = describe_call(call)
+        kernel = select(desc, rows, here(call.x.device), kernels).kernel
         if kernel.fuses:
             return (kernel.name,)
-        y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=desc.dtype)
-        launches, _ = plan_epilogue(y, activation, out_scale)
+        launches, _ = plan_epilogue(_sums(call, desc), *call.epilogue)
         return (kernel.name, *(launch.kernel.partition(":")[2] for launch in launches))
 
     return names

@@ -7,10 +7,12 @@ The names differ because Inductor's caches do not see that a decomposition chang
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,28 @@ from ._launch import Launch, run_launches
 
 NAMESPACE = "fw"
 _LIBRARIES: dict[str, Library] = {}
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def dispatched(reference: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Turn the definition of an op into the function that models call.
+
+    The function calls ``fw::<name of the definition>``, which a trace records as one node, whatever
+    runs it later.  ``SemanticOp`` and ``Implementation`` take it for its definition.
+    """
+    name = reference.__name__
+
+    @functools.wraps(reference)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return getattr(torch.ops.fw, name).default(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return call
+
+
+def definition(public: Callable[_P, _R]) -> Callable[_P, _R]:
+    """What a ``dispatched`` function computes, as plain torch."""
+    return inspect.unwrap(public)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -87,6 +111,8 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.bfloat16: Tolerance(1e-2, 1.6e-2),
     torch.float16: Tolerance(2e-3, 2e-3),
 }
+EXACT: Mapping[torch.dtype, Tolerance] = dict.fromkeys(TOLERANCES, Tolerance(0.0, 0.0))
+"""Tolerances of ops whose definition fixes every bit."""
 
 
 def always(desc: OpDesc) -> str:
@@ -117,6 +143,9 @@ class Implementation:
     opt_in: bool = False
     runs: Callable[..., tuple[str, ...]] | None = None
     on_host: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fn", definition(self.fn))
 
 
 def triton(
@@ -150,6 +179,7 @@ class SemanticOp:
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: TOLERANCES)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "reference", definition(self.reference))
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
         self._define(NAMESPACE, schema, self.reference, inline=False)
         for impl in self.implementations:

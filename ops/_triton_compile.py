@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_type_hints
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -32,6 +33,37 @@ def jit_function(kernel: str) -> Any:
     return getattr(importlib.import_module(f"{__package__}.triton_kernels.{module}"), function)
 
 
+@functools.cache
+def _parameters(function: Any) -> dict[str, tuple[type[Any] | None, list[str]]]:
+    """The parameters of a kernel: the group (``triton_kernels/groups.py``) that one is, if it is,
+    and the names under which a launch has what it holds."""
+    hints = get_type_hints(function.fn)
+    found: dict[str, tuple[type[Any] | None, list[str]]] = {}
+    for name in function.arg_names:
+        fields = getattr(hints.get(name), "_fields", None)
+        group = hints[name] if fields else None
+        found[name] = group, [f"{name}_{field}" for field in fields] if fields else [name]
+    return found
+
+
+def _grouped(function: Any, values: Mapping[str, Any], default: Any = None) -> dict[str, Any]:
+    """``values`` by a launch's names, by parameter."""
+    return {
+        name: group(*(values.get(n, default) for n in flat)) if group else values.get(name, default)
+        for name, (group, flat) in _parameters(function).items()
+    }
+
+
+def interpret(kernel: str, grid: tuple[int, ...], args: Mapping[str, Any], **options: int) -> None:
+    """Run a kernel by Triton's interpreter, with ``args`` by a launch's names."""
+    function = jit_function(kernel)
+    wanted = {name for _, flat in _parameters(function).values() for name in flat}
+    given = {**args, **({"PROGRAMMATIC": False} if "PROGRAMMATIC" in wanted else {})}
+    if given.keys() != wanted:
+        raise ValueError(f"{kernel} has parameters {sorted(wanted)}, expected {sorted(given)}")
+    function[grid](**_grouped(function, given), **options)
+
+
 def compile_variant(variant: Variant, sm: int) -> Binary:
     """Compile a variant for compute capability ``sm``, such as 90; no GPU is needed.
 
@@ -45,7 +77,14 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
         raise RuntimeError(f"TRITON_INTERPRET is set: {variant.name} cannot be compiled here")
     function = jit_function(variant.kernel)
     types, constexprs = dict(variant.signature), dict(variant.constexprs)
-    names: list[str] = function.arg_names
+    parameters = _parameters(function)
+    # Where each name of a launch stands: (parameter,) or (parameter, field).
+    paths = {
+        name: (index, field) if group else (index,)
+        for index, (group, flat) in enumerate(parameters.values())
+        for field, name in enumerate(flat)
+    }
+    names = [*paths]
     programmatic = variant.programmatic and sm >= FIRST_PROGRAMMATIC_SM
     if "PROGRAMMATIC" in names:
         constexprs["PROGRAMMATIC"] = programmatic
@@ -54,9 +93,10 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
             f"{variant.kernel} has parameters {names}, expected {[*types]} in this order and, "
             f"fixed, {[*constexprs]}: the launch must name them as the kernel does"
         )
-    signature = {name: types.get(name, "constexpr") for name in names}
-    attributes = {(names.index(n),): [["tt.divisibility", DIVISOR]] for n in variant.divisible}
-    source = ASTSource(function, signature, constexprs, attributes)
+    signature = _grouped(function, types, "constexpr")
+    fixed = {paths[name]: value for name, value in constexprs.items()}
+    attributes = {paths[name]: [["tt.divisibility", DIVISOR]] for name in variant.divisible}
+    source = ASTSource(function, signature, fixed, attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     if variant.max_registers:
         options["maxnreg"] = variant.max_registers

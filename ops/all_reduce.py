@@ -35,22 +35,32 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
 def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
     """The definition; the fused ops share it."""
     check(x, group_name)
+    resolve_group("all_reduce", group_name)
+    total = torch.ops._c10d_functional.all_reduce.default(x, "sum", group_name)
+    return torch.ops._c10d_functional.wait_tensor.default(total)  # type: ignore[no-any-return]
+
+
+def resolve_group(op: str, group_name: str) -> int:
+    """The number of ranks of a process group that ``op`` runs over.
+
+    Raises:
+        ValueError: this process is in no such group, or alone in it.
+    """
     try:
         ranks = _resolve_process_group(group_name).size()  # type: ignore[arg-type]
     except RuntimeError as error:
         raise ValueError(
-            f"all_reduce: this process has no process group {group_name!r}; call "
+            f"{op}: this process has no process group {group_name!r}; call "
             "torch.distributed.init_process_group on every rank and pass the group_name of the "
             "group (of dist.group.WORLD, or of dist.new_group(...)); one rank alone needs no "
-            "all_reduce"
+            f"{op}"
         ) from error
     if ranks < 2:
         raise ValueError(
-            f"all_reduce: process group {group_name!r} has {ranks} rank, expected 2 or more; on "
-            "one rank the sum is x itself: leave the call out of the model"
+            f"{op}: process group {group_name!r} has {ranks} rank, expected 2 or more; on "
+            "one rank the result is x itself: leave the call out of the model"
         )
-    total = torch.ops._c10d_functional.all_reduce.default(x, "sum", group_name)
-    return torch.ops._c10d_functional.wait_tensor.default(total)  # type: ignore[no-any-return]
+    return ranks
 
 
 def check(x: Tensor, group_name: str) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import penalties
 
 
+@dispatched
 def apply_penalties(
     logits: Tensor,
     output_counts: Tensor,
@@ -37,26 +38,6 @@ def apply_penalties(
         frequency_penalty: [num_seqs] float32; 0 is neutral.
         presence_penalty: [num_seqs] float32; 0 is neutral.
     """
-    torch.ops.fw.apply_penalties.default(
-        logits,
-        output_counts,
-        prompt_mask,
-        slots,
-        repetition_penalty,
-        frequency_penalty,
-        presence_penalty,
-    )
-
-
-def _reference(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    slots: Tensor,
-    repetition_penalty: Tensor,
-    frequency_penalty: Tensor,
-    presence_penalty: Tensor,
-) -> None:
     rows = slots.clamp(min=0).long()
     counts = output_counts[rows]
     in_output = counts > 0
@@ -68,37 +49,12 @@ def _reference(
     logits.copy_(torch.where(seen, penalized, logits))
 
 
-def _fake(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    slots: Tensor,
-    repetition_penalty: Tensor,
-    frequency_penalty: Tensor,
-    presence_penalty: Tensor,
-) -> None:
+def _fake(*args: Tensor) -> None:
     return None
 
 
-def _launches(
-    logits: Tensor,
-    output_counts: Tensor,
-    prompt_mask: Tensor,
-    slots: Tensor,
-    repetition_penalty: Tensor,
-    frequency_penalty: Tensor,
-    presence_penalty: Tensor,
-) -> tuple[list[Launch], None]:
-    launch = penalties.apply_penalties(
-        logits,
-        output_counts,
-        prompt_mask,
-        slots,
-        repetition_penalty,
-        frequency_penalty,
-        presence_penalty,
-    )
-    return [launch], None
+def _launches(*args: Tensor) -> tuple[list[Launch], None]:
+    return [penalties.apply_penalties(*args)], None
 
 
 def _triton_supports(desc: OpDesc) -> str:
@@ -142,13 +98,13 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="apply_penalties",
-    reference=_reference,
+    reference=apply_penalties,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches, _triton_supports),
-        Implementation("native", _reference),
+        Implementation("native", apply_penalties),
     ),
     mutates=("logits",),
     dtypes=(torch.float32,),

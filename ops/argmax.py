@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from ._sampling import FLOAT32_MAX, largest_of_rows
 from .launches import sampling
 
 
+@dispatched
 def argmax(logits: Tensor) -> Tensor:
     """Index of the largest logit of each row; the lowest index wins ties.
 
@@ -23,19 +23,11 @@ def argmax(logits: Tensor) -> Tensor:
         [num_seqs] int32; -1 for a row with a NaN, -2 for a row of only -inf: such a row has no
         token.  +inf is the largest finite float32.
     """
-    return torch.ops.fw.argmax.default(logits)  # type: ignore[no-any-return]
-
-
-def _reference(logits: Tensor) -> Tensor:
     return largest_of_rows(logits.float().clamp(max=FLOAT32_MAX))
 
 
 def _fake(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int32)
-
-
-def _launches(logits: Tensor) -> tuple[list[Launch], Tensor]:
-    return sampling.argmax(logits)
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -64,12 +56,12 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="argmax",
-    reference=_reference,
+    reference=argmax,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
-        triton(_launches),
-        Implementation("native", _reference, inline=True),
+        triton(sampling.argmax),
+        Implementation("native", argmax, inline=True),
     ),
 )

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import penalties
 
 
+@dispatched
 def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> None:
     """Add one to ``output_counts[slots[i], token_ids[i]]`` for each i; repeated pairs add up.
 
@@ -20,10 +21,6 @@ def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Non
         slots: [num_tokens] int32, state row of each token; -1 is skipped.
         output_counts: [max_num_seqs, vocab] int32, contiguous, mutated.
     """
-    torch.ops.fw.count_tokens.default(token_ids, slots, output_counts)
-
-
-def _reference(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> None:
     valid = (slots >= 0) & (token_ids >= 0)
     rows, columns = slots.clamp(min=0).long(), token_ids.clamp(min=0).long()
     output_counts.index_put_((rows, columns), valid.to(output_counts.dtype), accumulate=True)
@@ -65,15 +62,14 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="count_tokens",
-    reference=_reference,
+    reference=count_tokens,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches, _triton_supports),
-        Implementation("native", _reference),
+        Implementation("native", count_tokens),
     ),
     mutates=("output_counts",),
     dtypes=(torch.int32,),
-    tolerances={torch.int32: Tolerance(0, 0)},
 )

@@ -9,33 +9,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
+from ._op import EXACT, Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import gather
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """``weight[ids]``.
+@dispatched
+def embedding(ids: Tensor, weight: Tensor, first_id: Tensor | None = None) -> Tensor:
+    """``weight[ids]``, or a rank's summand of it.
 
     Args:
         ids: [num_tokens] int32.  Ids outside the vocabulary, as padding rows may have, are clamped.
         weight: [vocab, hidden], at least one row.
+        first_id: [1] int32, the id of row 0 of a ``weight`` that is one rank's part of the
+            vocabulary.  The row of an id that lies in another part is zeros, so that the sum over
+            the ranks is the embedding.
 
     Returns:
         [num_tokens, hidden], contiguous.
     """
-    return torch.ops.fw.embedding.default(ids, weight)  # type: ignore[no-any-return]
+    if first_id is None:
+        return F.embedding(ids.clamp(0, weight.shape[0] - 1), weight)
+    row = ids.long() - first_id
+    found = F.embedding(row.clamp(0, weight.shape[0] - 1), weight)
+    is_here = (row >= 0) & (row < weight.shape[0])
+    return torch.where(is_here.unsqueeze(-1), found, 0)
 
 
-def _reference(ids: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(ids.clamp(0, weight.shape[0] - 1), weight)
-
-
-def _fake(ids: Tensor, weight: Tensor) -> Tensor:
+def _fake(ids: Tensor, weight: Tensor, first_id: Tensor | None = None) -> Tensor:
     return weight.new_empty((ids.shape[0], weight.shape[1]))
 
 
-def _launches(ids: Tensor, weight: Tensor) -> tuple[list[Launch], Tensor]:
-    return gather.gather_rows(ids, weight, ids.shape[0])
+def _launches(
+    ids: Tensor, weight: Tensor, first_id: Tensor | None = None
+) -> tuple[list[Launch], Tensor]:
+    return gather.gather_rows(ids, weight, ids.shape[0], first=first_id)
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -46,6 +53,9 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     weight = torch.randn((9, 64), generator=gen, device=device).to(dtype)
     ids = torch.tensor([0, 8, 9, -1, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
     yield Case("padding rows out of range", (ids, weight))
+    ids = torch.tensor([0, 8, 9, 17, 18, -1, 2**31 - 1], dtype=torch.int32, device=device)
+    first = torch.tensor([9], dtype=torch.int32, device=device)
+    yield Case("the second half of a vocabulary", (ids, weight, first))
 
 
 def _cost(desc: OpDesc) -> Cost:
@@ -54,17 +64,15 @@ def _cost(desc: OpDesc) -> Cost:
     return Cost(bytes=ids.nbytes + 2 * ids.shape[0] * row_bytes, flops=0)
 
 
-_EXACT = Tolerance(0.0, 0.0)
-
 OP = SemanticOp(
     name="embedding",
-    reference=_reference,
+    reference=embedding,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches),
-        Implementation("native", _reference, inline=True),
+        Implementation("native", embedding, inline=True),
     ),
-    tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT, torch.float16: _EXACT},
+    tolerances=EXACT,
 )

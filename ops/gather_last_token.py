@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
+from ._op import EXACT, Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import gather
 
 
+@dispatched
 def gather_last_token(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
     """``hidden[query_start_loc[1:] - 1]``: the last query token of each sequence.
 
@@ -23,12 +24,6 @@ def gather_last_token(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
     Returns:
         [num_seqs, hidden], contiguous.  A sequence without query tokens gets some existing row.
     """
-    return torch.ops.fw.gather_last_token.default(  # type: ignore[no-any-return]
-        hidden, query_start_loc
-    )
-
-
-def _reference(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
     last = (query_start_loc[1:] - 1).clamp(0, hidden.shape[0] - 1)
     return hidden.index_select(0, last)
 
@@ -64,17 +59,15 @@ def _cost(desc: OpDesc) -> Cost:
     return Cost(bytes=start.nbytes + rows, flops=0)
 
 
-_EXACT = Tolerance(0.0, 0.0)
-
 OP = SemanticOp(
     name="gather_last_token",
-    reference=_reference,
+    reference=gather_last_token,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches),
-        Implementation("native", _reference, inline=True),
+        Implementation("native", gather_last_token, inline=True),
     ),
-    tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT, torch.float16: _EXACT},
+    tolerances=EXACT,
 )

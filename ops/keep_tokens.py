@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import tokens
 
 
+@dispatched
 def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
     """Set ``last_tokens[slots[i]] = max(token_ids[i], 0)`` and ``read[i] = token_ids[i]``.
 
@@ -24,10 +25,6 @@ def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Ten
         slots: [num_seqs] int32, distinct, none negative.
         read: [num_seqs] int32, written: what the host reads, its own memory or not.
     """
-    torch.ops.fw.keep_tokens.default(last_tokens, token_ids, slots, read)
-
-
-def _reference(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
     last_tokens[slots] = token_ids.clamp(min=0)
     read.copy_(token_ids)
 
@@ -57,7 +54,7 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="keep_tokens",
-    reference=_reference,
+    reference=keep_tokens,
     fake=_fake,
     cases=_cases,
     cost=_cost,
@@ -65,6 +62,6 @@ OP = SemanticOp(
     dtypes=(torch.int32,),
     implementations=(
         triton(_launches),
-        Implementation("native", _reference),
+        Implementation("native", keep_tokens),
     ),
 )

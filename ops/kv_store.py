@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
+from ._op import EXACT, Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import kv_store as kernels
 
 
+@dispatched
 def kv_store(
     k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
 ) -> None:
@@ -31,19 +33,6 @@ def kv_store(
     Raises:
         ValueError: shapes or dtypes disagree.
     """
-    torch.ops.fw.kv_store.default(k, v, kv_cache, slot_mapping, kv_scale)
-
-
-def _as_stored(x: Tensor, kv_cache: Tensor, scale: Tensor | None) -> Tensor:
-    """``x`` [tokens, heads, head_dim] in the cache's dtype; ``scale`` [heads]."""
-    if kv_cache.dtype != E4M3:
-        return x
-    return to_e4m3(x, None if scale is None else scale[:, None])
-
-
-def _reference(
-    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
-) -> None:
     check_kv_store(k, v, kv_cache, slot_mapping, kv_scale)
     stored = slot_mapping >= 0
     slot = slot_mapping[stored].long()
@@ -52,6 +41,13 @@ def _reference(
     k_scale, v_scale = (None, None) if kv_scale is None else kv_scale.unbind()
     kv_cache[block, 0, offset] = _as_stored(k[stored], kv_cache, k_scale)
     kv_cache[block, 1, offset] = _as_stored(v[stored], kv_cache, v_scale)
+
+
+def _as_stored(x: Tensor, kv_cache: Tensor, scale: Tensor | None) -> Tensor:
+    """``x`` [tokens, heads, head_dim] in the cache's dtype; ``scale`` [heads]."""
+    if kv_cache.dtype != E4M3:
+        return x
+    return to_e4m3(x, None if scale is None else scale[:, None])
 
 
 def _native(
@@ -80,7 +76,7 @@ def _native(
 
 
 def check_kv_store(
-    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
 ) -> None:
     """The kernel would read or write past an end, or other numbers, where these disagree."""
     fits = kv_cache.shape[1] == 2 and kv_cache.shape[3:] == k.shape[1:]
@@ -116,17 +112,9 @@ def check_kv_scale(kv_cache: Tensor, kv_scale: Tensor | None) -> None:
         )
 
 
-def _fake(
-    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
-) -> None:
-    check_kv_store(k, v, kv_cache, slot_mapping, kv_scale)
-
-
-def _launches(
-    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
-) -> tuple[list[Launch], None]:
-    check_kv_store(k, v, kv_cache, slot_mapping, kv_scale)
-    return kernels.kv_store(k, v, kv_cache, slot_mapping, kv_scale), None
+def _launches(*args: Any) -> tuple[list[Launch], None]:
+    check_kv_store(*args)
+    return kernels.kv_store(*args), None
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -175,12 +163,10 @@ def _cost(desc: OpDesc) -> Cost:
     )
 
 
-_EXACT = Tolerance(0.0, 0.0)
-
 OP = SemanticOp(
     name="kv_store",
-    reference=_reference,
-    fake=_fake,
+    reference=kv_store,
+    fake=check_kv_store,
     cases=_cases,
     cost=_cost,
     implementations=(
@@ -188,5 +174,5 @@ OP = SemanticOp(
         Implementation("native", _native),
     ),
     mutates=("kv_cache",),
-    tolerances={torch.float32: _EXACT, torch.bfloat16: _EXACT, torch.float16: _EXACT},
+    tolerances=EXACT,
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import _rowwise
 from ._float8 import E4M3
 from ._launch import Launch
-from ._linear_desc import LinearDesc, describe
+from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import (
     KERNELS,
     LIBRARY,
@@ -34,7 +34,17 @@ from ._linear_kernels import (
     plan_tiled,
     runner,
 )
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance, triton
+from ._op import (
+    Case,
+    Cost,
+    Implementation,
+    OpDesc,
+    SemanticOp,
+    TensorDesc,
+    Tolerance,
+    dispatched,
+    triton,
+)
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .quantize import quantize_static, refuses_device
@@ -42,6 +52,7 @@ from .quantize import quantize_static, refuses_device
 Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+@dispatched
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -77,13 +88,13 @@ def linear(
     Raises:
         ValueError: shapes, dtypes or the activation are none of these.
     """
-    return torch.ops.fw.linear.default(  # type: ignore[no-any-return]
-        x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale
+    return _define(
+        F.linear, x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale
     )
 
 
 def _define(gemm: Gemm, *args: Any) -> Tensor:
-    """The definition, by some GEMM."""
+    """The by some GEMM."""
     describe(*args)
     *operands, activation, out_scale = args
     return _finish(multiply(gemm, *operands), activation, out_scale)
@@ -93,21 +104,6 @@ def _finish(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Tens
     """The epilogue in plain ATen."""
     y = y if activation is None else GATED_ACTS[activation, ""].reference(y)
     return y if out_scale is None else quantize_static(y, out_scale)
-
-
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    out_scale: Tensor | None = None,
-) -> Tensor:
-    return _define(
-        F.linear, x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale
-    )
 
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -137,7 +133,7 @@ def _with_defaults(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` called with all arguments, whichever of them its caller leaves out."""
 
     def run(*args: Any) -> Any:
-        return fn(*args, *[None] * (8 - len(args)))
+        return fn(*LinearArgs(*args))
 
     return run
 
@@ -333,7 +329,7 @@ def _cost(call: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="linear",
-    reference=_reference,
+    reference=linear,
     fake=_fake,
     cases=_cases,
     cost=_cost,
@@ -355,7 +351,7 @@ OP = SemanticOp(
             launches=_with_defaults(plan),
             runs=_with_defaults(namer(WITHOUT_CSRC)),
         ),
-        Implementation("native", _reference, _supports(_native_refuses), inline=True),
+        Implementation("native", linear, _supports(_native_refuses), inline=True),
         Implementation("scaled_mm", _with_defaults(_torch), _supports(_torch_refuses)),
         triton(_with_defaults(_plan_tiled), _supports(lambda desc, call: "")),
         triton(

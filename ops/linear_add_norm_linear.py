@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._launch import Launch
-from ._linear_desc import LinearDesc, describe
+from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance, dispatched
 from .launches import norm
 from .linear import GATED
 from .linear import OP as LINEAR
@@ -32,6 +31,7 @@ from .norm import ADD_RMS_NORM
 Results = tuple[Tensor, Tensor]
 
 
+@dispatched
 def linear_add_norm_linear(
     x: Tensor,
     weight: Tensor,
@@ -65,9 +65,9 @@ def linear_add_norm_linear(
     Raises:
         ValueError: shapes that are not these (native: PyTorch's RuntimeError).
     """
-    return torch.ops.fw.linear_add_norm_linear.default(  # type: ignore[no-any-return]
-        x, weight, bias, residual, norm_weight, eps, next_weight, next_bias, activation
-    )
+    y = LINEAR.reference(x, weight, bias)
+    normed, total = ADD_RMS_NORM.reference(y, residual, norm_weight, eps)
+    return LINEAR.reference(normed, next_weight, next_bias, activation=activation), total
 
 
 class _Call(NamedTuple):
@@ -84,31 +84,16 @@ class _Call(NamedTuple):
     activation: Any
 
     @property
-    def first(self) -> tuple[Any, ...]:
-        return self.x, self.weight, self.bias
+    def first(self) -> LinearArgs:
+        return LinearArgs(self.x, self.weight, self.bias)
 
-    def second(self, normed: Any) -> tuple[Any, ...]:
-        return normed, self.next_weight, self.next_bias, None, None, None, self.activation, None
+    def second(self, normed: Any) -> LinearArgs:
+        activation = self.activation
+        return LinearArgs(normed, self.next_weight, self.next_bias, activation=activation)
 
     def between(self, y: Any) -> tuple[Any, ...]:
         """The arguments of ``add_rms_norm``."""
         return y, self.residual, self.norm_weight, self.eps
-
-
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
-    y = LINEAR.reference(x, weight, bias)
-    normed, total = ADD_RMS_NORM.reference(y, residual, norm_weight, eps)
-    return LINEAR.reference(normed, next_weight, next_bias, activation=activation), total
 
 
 def _fake(*args: Any) -> Results:
@@ -252,18 +237,8 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
 
 def _cost(desc: OpDesc) -> Cost:
     call = _Call(*(value for _, value in desc.args))
-    names = (
-        "x",
-        "weight",
-        "bias",
-        "x_scale",
-        "weight_scale",
-        "out_dtype",
-        "activation",
-        "out_scale",
-    )
     first, second = (
-        LINEAR.cost(_part(desc, **dict(zip_longest(names, args))))
+        LINEAR.cost(_part(desc, **args._asdict()))
         for args in (call.first, call.second(call.residual))
     )
     return Cost(
@@ -279,7 +254,7 @@ def _part(desc: OpDesc, **args: Any) -> OpDesc:
 
 OP = SemanticOp(
     name="linear_add_norm_linear",
-    reference=_reference,
+    reference=linear_add_norm_linear,
     fake=_fake,
     cases=_cases,
     cost=_cost,
@@ -300,7 +275,7 @@ OP = SemanticOp(
             launches=_launches,
             runs=_runs_in_turn,
         ),
-        Implementation("native", _reference, inline=True),
+        Implementation("native", linear_add_norm_linear, inline=True),
     ),
     # Those of gated layers, wider in bfloat16: the streaming kernels leave out a rounding.
     tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},

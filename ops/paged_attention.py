@@ -17,9 +17,20 @@ from torch.nn import functional as F
 from . import _rowwise
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
 from ._launch import Launch
-from ._op import TOLERANCES, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
+from ._op import (
+    TOLERANCES,
+    Cost,
+    Implementation,
+    OpDesc,
+    SemanticOp,
+    Tolerance,
+    definition,
+    dispatched,
+    triton,
+)
 from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
+from .launches.paged_attention import AttentionArgs
 from .paged_attention_cases import cases
 from .paged_attention_cuda import by_cuda
 
@@ -27,6 +38,7 @@ from .paged_attention_cuda import by_cuda
 _MAX_LOGITS = 1 << 24
 
 
+@dispatched
 def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
@@ -72,19 +84,30 @@ def paged_attention(
     Raises:
         ValueError: dtypes and scales disagree.
     """
-    torch.ops.fw.paged_attention.default(
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        scale,
-        sliding_window,
-        soft_cap,
-        kv_scale,
-        out_scale,
-    )
+    _check(q, kv_cache, out, kv_scale, out_scale)
+    _, num_heads, head_dim = q.shape
+    kv_heads = kv_cache.shape[3]
+    found = _sequences(kv_cache, block_table, seq_lens, query_start_loc, sliding_window)
+    for span, first_key, k_GKD, v_GKD in found:
+        k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
+        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
+        step = max(1, _MAX_LOGITS // (num_heads * num_keys))
+        for begin in range(0, num_queries, step):
+            rows = range(begin, min(begin + step, num_queries))
+            here = slice(span.start + rows.start, span.start + rows.stop)
+            q_QGHD = q[here].float().view(len(rows), kv_heads, -1, head_dim)
+            logits_GQHK = torch.einsum("QGHD,GKD->GQHK", q_QGHD, k_GKD) * scale
+            if soft_cap > 0:
+                logits_GQHK = soft_cap * torch.tanh(logits_GQHK / soft_cap)
+            visible_QK = _visible(rows, first_key, num_keys, sliding_window, q.device)
+            logits_GQHK = logits_GQHK.masked_fill(~visible_QK[None, :, None, :], float("-inf"))
+            weights_GQHK = torch.softmax(logits_GQHK, -1)
+            result_QGHD = torch.einsum("GQHK,GKD->QGHD", weights_GQHK, v_GKD)
+            result = result_QGHD.reshape(len(rows), num_heads, head_dim)
+            out[here] = result if out_scale is None else to_e4m3(result, out_scale)
+
+
+_reference = definition(paged_attention)
 
 
 def _check(
@@ -151,52 +174,16 @@ def _visible(
     return visible
 
 
-def _reference(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
-    kv_scale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-) -> None:
-    _check(q, kv_cache, out, kv_scale, out_scale)
-    _, num_heads, head_dim = q.shape
-    kv_heads = kv_cache.shape[3]
-    found = _sequences(kv_cache, block_table, seq_lens, query_start_loc, sliding_window)
-    for span, first_key, k_GKD, v_GKD in found:
-        k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
-        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
-        step = max(1, _MAX_LOGITS // (num_heads * num_keys))
-        for begin in range(0, num_queries, step):
-            rows = range(begin, min(begin + step, num_queries))
-            here = slice(span.start + rows.start, span.start + rows.stop)
-            q_QGHD = q[here].float().view(len(rows), kv_heads, -1, head_dim)
-            logits_GQHK = torch.einsum("QGHD,GKD->GQHK", q_QGHD, k_GKD) * scale
-            if soft_cap > 0:
-                logits_GQHK = soft_cap * torch.tanh(logits_GQHK / soft_cap)
-            visible_QK = _visible(rows, first_key, num_keys, sliding_window, q.device)
-            logits_GQHK = logits_GQHK.masked_fill(~visible_QK[None, :, None, :], float("-inf"))
-            weights_GQHK = torch.softmax(logits_GQHK, -1)
-            result_QGHD = torch.einsum("GQHK,GKD->QGHD", weights_GQHK, v_GKD)
-            result = result_QGHD.reshape(len(rows), num_heads, head_dim)
-            out[here] = result if out_scale is None else to_e4m3(result, out_scale)
-
-
 def _native(*args: Any) -> None:
     """PyTorch's own attention, one sequence at a time; it knows no soft cap."""
     _fake(*args)
-    q, kv_cache, table, seq_lens, starts, out, scale, sliding_window, soft_cap = args[:9]
-    kv_scale, out_scale = (*args[9:], None, None)[:2]
-    if soft_cap > 0:
+    call = AttentionArgs(*args)
+    if call.soft_cap > 0:
         _reference(*args)
         return
+    q, kv_cache, out, sliding_window = call.q, call.kv_cache, call.out, call.sliding_window
     gqa = q.shape[1] != kv_cache.shape[3]
-    found = _sequences(kv_cache, table, seq_lens, starts, sliding_window)
+    found = _sequences(*call[1:5], sliding_window)
     for span, first_key, k_GKD, v_GKD in found:
         num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
         whole = first_key == 0 and (sliding_window == 0 or sliding_window >= num_keys)
@@ -207,14 +194,14 @@ def _native(*args: Any) -> None:
         if kv_cache.dtype != q.dtype:
             # float32: K and V times their scales would be rounded once more in q's dtype.
             q_NQD = q_NQD.float()
-            k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
+            k_GKD, v_GKD = _values(k_GKD, v_GKD, call.kv_scale)
         result = F.scaled_dot_product_attention(
             q_NQD[None],
             k_GKD[None],
             v_GKD[None],
             attn_mask=mask,
             is_causal=whole and num_queries > 1,
-            scale=scale,
+            scale=call.scale,
             enable_gqa=gqa,
         )
         if result.device.type == "cpu" and (result[..., 0] == 0).any():
@@ -222,11 +209,12 @@ def _native(*args: Any) -> None:
             _reference(*args)
             return
         result = result[0].transpose(0, 1)
-        out[span] = result if out_scale is None else to_e4m3(result, out_scale)
+        out[span] = result if call.out_scale is None else to_e4m3(result, call.out_scale)
 
 
 def _fake(*args: Any) -> None:
-    _check(args[0], args[1], args[5], *(*args[9:], None, None)[:2])
+    call = AttentionArgs(*args)
+    _check(call.q, call.kv_cache, call.out, call.kv_scale, call.out_scale)
 
 
 def _launches(*args: Any, invariant: bool = False) -> tuple[list[Launch], None]:

@@ -17,6 +17,7 @@ from ._cuda import why_no_csrc
 from ._float8 import E4M3
 from ._launch import Launch, run_launches
 from ._op import Implementation, OpDesc
+from .launches.paged_attention import AttentionArgs
 
 _SM = 90
 _HEAD_DIMS = (64, 128)
@@ -30,20 +31,21 @@ Prefill: TypeAlias = Callable[..., list[Launch]]
 def has_decodes(args: tuple[Any, ...]) -> bool:
     """Whether a call may have what is the decode kernel's.  A lone sequence with more rows than one
     is the prefill kernel's, whatever it has."""
-    num_tokens, num_seqs = len(args[0]), len(args[3])
-    return num_tokens == num_seqs or num_seqs > 1
+    call = AttentionArgs(*args)
+    return call.is_decode or len(call.seq_lens) > 1
 
 
 def has_prefills(args: tuple[Any, ...]) -> bool:
     """Whether a call may have what is the prefill kernel's: more than one query a sequence."""
-    return len(args[0]) != len(args[3])
+    return not AttentionArgs(*args).is_decode
 
 
 def has_own_prefill(args: tuple[Any, ...]) -> bool:
     """Whether the prefills of a call are csrc's: it multiplies K and V as they are stored.  With a
     head_dim of 64 it was no faster than Triton's."""
-    q, kv_cache = args[:2]
-    return has_prefills(args) and kv_cache.dtype == q.dtype and q.shape[2] == _PREFILL_HEAD_DIM
+    call = AttentionArgs(*args)
+    own = call.kv_cache.dtype == call.q.dtype and call.q.shape[2] == _PREFILL_HEAD_DIM
+    return own and not call.is_decode
 
 
 def prefill(*args: Any) -> None:
@@ -51,15 +53,13 @@ def prefill(*args: Any) -> None:
 
     Algorithm: FlashAttention-3 (Shah et al., 2024).
     """
-    out_scale = (*args[9:], None, None)[1]
-    fewest = 2 if has_decodes(args) else 1
-    torch.ops.fw_cuda.prefill_attention.default(*args[:9], out_scale, fewest)
+    call, fewest = AttentionArgs(*args), 2 if has_decodes(args) else 1
+    torch.ops.fw_cuda.prefill_attention.default(*call[:9], call.out_scale, fewest)
 
 
 def decode(*args: Any) -> None:
     """The sequences with one query."""
-    kv_scale, out_scale = (*args[9:], None, None)[:2]
-    torch.ops.fw_cuda.decode_attention.default(*args[:9], kv_scale, out_scale)
+    torch.ops.fw_cuda.decode_attention.default(*AttentionArgs(*args))
 
 
 def _run(*args: Any, triton_prefill: Callable[..., None]) -> None:

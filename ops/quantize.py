@@ -18,6 +18,7 @@ from torch import Tensor
 from ._float8 import E4M3, E4M3_MAX
 from ._launch import Launch
 from ._op import (
+    EXACT,
     TOLERANCES,
     Case,
     Cost,
@@ -72,8 +73,6 @@ SCHEMES = {
 }
 """The axis "quantization" of every op that has it, where "" is none."""
 
-EXACT = dict.fromkeys(TOLERANCES, Tolerance(0.0, 0.0))
-"""Tolerances of ops whose definition fixes every bit."""
 ONE_STEP = {**TOLERANCES, E4M3: Tolerance(2.0**-9, 2.0**-3)}
 """Tolerances of ops whose values may differ by a rounding before quantization, which may then give
 the next FP8 value."""

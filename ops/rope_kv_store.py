@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,15 +11,27 @@ from torch import Tensor
 
 from ._float8 import E4M3, why_no_e4m3
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
+from ._op import (
+    Case,
+    Cost,
+    Implementation,
+    OpDesc,
+    SemanticOp,
+    Tolerance,
+    definition,
+    dispatched,
+    triton,
+)
 from .kv_store import OP as KV_STORE
-from .kv_store import check_kv_store
+from .kv_store import check_kv_store, kv_store
 from .launches import rope_kv_store as kernels
+from .launches.rope_kv_store import RopeStoreArgs
 from .norm import rms_norm_native
 from .rotary_embedding import OP as ROTARY_EMBEDDING
 from .rotary_embedding import check_rotary
 
 
+@dispatched
 def rope_kv_store(
     positions: Tensor,
     q: Tensor,
@@ -56,78 +69,42 @@ def rope_kv_store(
     Raises:
         ValueError: shapes or dtypes disagree, or one weight is given without the other.
     """
-    return torch.ops.fw.rope_kv_store.default(  # type: ignore[no-any-return]
-        positions,
-        q,
-        k,
-        v,
-        cos_sin_cache,
-        kv_cache,
-        slot_mapping,
-        q_weight,
-        k_weight,
-        eps,
-        kv_scale,
-    )
+    needed = (positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping)
+    return _compose(definition(kv_store), *needed, q_weight, k_weight, eps, kv_scale)
 
 
-def _check(
-    positions: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin_cache: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    kv_scale: Tensor | None = None,
-) -> None:
-    check_rotary(q.shape[-1], cos_sin_cache.shape[1])
-    check_kv_store(k, v, kv_cache, slot_mapping, kv_scale)
-    shapes = [None if weight is None else list(weight.shape) for weight in (q_weight, k_weight)]
-    if shapes not in ([None, None], [[q.shape[-1]]] * 2):
+def _check(args: tuple[Any, ...]) -> None:
+    call = RopeStoreArgs(*args)
+    head_dim, weights = call.q.shape[-1], (call.q_weight, call.k_weight)
+    check_rotary(head_dim, call.cos_sin_cache.shape[1])
+    check_kv_store(call.k, call.v, call.kv_cache, call.slot_mapping, call.kv_scale)
+    shapes = [None if weight is None else list(weight.shape) for weight in weights]
+    if shapes not in ([None, None], [[head_dim]] * 2):
         raise ValueError(
-            f"q_weight is {shapes[0]} and k_weight {shapes[1]}, expected [{q.shape[-1]}] for both "
+            f"q_weight is {shapes[0]} and k_weight {shapes[1]}, expected [{head_dim}] for both "
             "or None for both"
         )
 
 
-def _composition(store: Callable[..., None]) -> Callable[..., Tensor]:
+def _compose(store: Callable[..., None], *args: Any) -> Tensor:
     """The definition, of the definitions of its parts, but for ``store``."""
-
-    def compose(
-        positions: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        kv_scale: Tensor | None = None,
-    ) -> Tensor:
-        weights = (q_weight, k_weight, eps)
-        _check(positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping, *weights, kv_scale)
-        if q_weight is not None and k_weight is not None:
-            q, k = rms_norm_native(q, q_weight, eps), rms_norm_native(k, k_weight, eps)
-        q, k = ROTARY_EMBEDDING.reference(positions, q, k, cos_sin_cache)
-        store(k, v, kv_cache, slot_mapping, kv_scale)
-        return q
-
-    return compose
+    _check(args)
+    call = RopeStoreArgs(*args)
+    q, k, eps = call.q, call.k, call.eps
+    if call.q_weight is not None:
+        q, k = rms_norm_native(q, call.q_weight, eps), rms_norm_native(k, call.k_weight, eps)
+    q, k = ROTARY_EMBEDDING.reference(call.positions, q, k, call.cos_sin_cache)
+    store(k, call.v, call.kv_cache, call.slot_mapping, call.kv_scale)
+    return q  # type: ignore[no-any-return]
 
 
 def _fake(positions: Tensor, q: Tensor, *rest: Any) -> Tensor:
-    _check(positions, q, *rest)
+    _check((positions, q, *rest))
     return q.new_empty(q.shape)
 
 
 def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
-    _check(*args)
+    _check(args)
     return kernels.rope_kv_store(*args)
 
 
@@ -205,13 +182,13 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="rope_kv_store",
-    reference=_composition(KV_STORE.reference),
+    reference=rope_kv_store,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches, lambda desc: why_no_e4m3(desc, "kv_cache")),
-        Implementation("native", _composition(KV_STORE.implementation("native").fn)),
+        Implementation("native", partial(_compose, KV_STORE.implementation("native").fn)),
     ),
     mutates=("kv_cache",),
     # Heads are rounded after the norm and after the weight: where statistics differ in the last

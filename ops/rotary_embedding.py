@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import rotary
 
 LAYOUTS: Mapping[str, tuple[bool, bool]] = {
@@ -21,6 +21,7 @@ LAYOUTS: Mapping[str, tuple[bool, bool]] = {
 they are rotary_dim / 2 apart."""
 
 
+@dispatched
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
 ) -> tuple[Tensor, Tensor]:
@@ -42,9 +43,11 @@ def rotary_embedding(
     Raises:
         ValueError: rotary_dim is odd or more than head_dim, or the layout is another.
     """
-    return torch.ops.fw.rotary_embedding.default(  # type: ignore[no-any-return]
-        positions, q, k, cos_sin_cache, layout
-    )
+    max_position, rotary_dim = cos_sin_cache.shape
+    check_rotary(q.shape[-1], rotary_dim)
+    table = cos_sin_cache[positions.clamp(0, max_position - 1)]
+    cos, sin = table[:, None, :].chunk(2, dim=-1)
+    return _rotate(q, cos, sin, layout), _rotate(k, cos, sin, layout)
 
 
 def check_rotary(head_dim: int, rotary_dim: int) -> None:
@@ -71,16 +74,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     parts = (first * cos - second * sin, second * cos + first * sin)
     rotated = torch.stack(parts, dim=-1).flatten(-2) if pairs_out else torch.cat(parts, dim=-1)
     return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)
-
-
-def _reference(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
-) -> tuple[Tensor, Tensor]:
-    max_position, rotary_dim = cos_sin_cache.shape
-    check_rotary(q.shape[-1], rotary_dim)
-    table = cos_sin_cache[positions.clamp(0, max_position - 1)]
-    cos, sin = table[:, None, :].chunk(2, dim=-1)
-    return _rotate(q, cos, sin, layout), _rotate(k, cos, sin, layout)
 
 
 def _fake(
@@ -145,12 +138,12 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="rotary_embedding",
-    reference=_reference,
+    reference=rotary_embedding,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches),
-        Implementation("native", _reference, inline=True),
+        Implementation("native", rotary_embedding, inline=True),
     ),
 )

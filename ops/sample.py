@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from ._sampling import (
     FLOAT32_MAX,
     GREEDY_TEMPERATURE,
@@ -20,6 +20,7 @@ from .launches import sampling
 from .sample_cuda import BY_CUDA
 
 
+@dispatched
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -52,9 +53,16 @@ def sample(
         [num_seqs] int32 token ids; -1 for a row with a NaN, or with +inf where it is not greedy
         (its probabilities are NaN), -2 for a row of only -inf: such a row has no token.
     """
-    return torch.ops.fw.sample.default(  # type: ignore[no-any-return]
-        logits, temperature, top_k, top_p, min_p, seeds, positions
-    )
+    values = clean_logits(logits)
+    greedy = (temperature < GREEDY_TEMPERATURE)[:, None]
+    noisy = values / torch.where(greedy, 1.0, temperature[:, None])
+    noisy = noisy + gumbel_noise(seeds, positions, values.shape[-1])
+    if top_k is not None or top_p is not None or min_p is not None:
+        threshold = keep_threshold(values, temperature, top_k, top_p, min_p)
+        noisy = torch.where(values >= threshold, noisy, -torch.inf)
+    chosen = torch.where(greedy, values, noisy)
+    most = torch.where(greedy, torch.inf, FLOAT32_MAX)
+    return largest_of_rows(torch.where(logits.float() <= most, chosen, torch.nan))
 
 
 def _top_k_threshold(descending: Tensor, top_k: Tensor) -> Tensor:
@@ -102,49 +110,8 @@ def keep_threshold(
     return floor
 
 
-def _reference(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    values = clean_logits(logits)
-    greedy = (temperature < GREEDY_TEMPERATURE)[:, None]
-    noisy = values / torch.where(greedy, 1.0, temperature[:, None])
-    noisy = noisy + gumbel_noise(seeds, positions, values.shape[-1])
-    if top_k is not None or top_p is not None or min_p is not None:
-        threshold = keep_threshold(values, temperature, top_k, top_p, min_p)
-        noisy = torch.where(values >= threshold, noisy, -torch.inf)
-    chosen = torch.where(greedy, values, noisy)
-    most = torch.where(greedy, torch.inf, FLOAT32_MAX)
-    return largest_of_rows(torch.where(logits.float() <= most, chosen, torch.nan))
-
-
-def _fake(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
+def _fake(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int32)
-
-
-def _launches(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[list[Launch], Tensor]:
-    return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 
 def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
@@ -202,13 +169,13 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="sample",
-    reference=_reference,
+    reference=sample,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         BY_CUDA,
-        triton(_launches),
-        Implementation("native", _reference, inline=True),
+        triton(sampling.sample),
+        Implementation("native", sample, inline=True),
     ),
 )

@@ -9,11 +9,23 @@ from torch import Tensor
 
 from . import _rowwise
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, Tolerance, triton
+from ._op import (
+    TOLERANCES,
+    Case,
+    Cost,
+    Implementation,
+    OpDesc,
+    SemanticOp,
+    Tolerance,
+    definition,
+    dispatched,
+    triton,
+)
 from ._sampling import clean_logits, ordered_bits
 from .launches import logprobs
 
 
+@dispatched
 def token_logprobs(
     logits: Tensor, token_ids: Tensor, num_logprobs: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -31,19 +43,6 @@ def token_logprobs(
         chosen_logprob [num_seqs] float32, chosen_rank [num_seqs] int32, top_logprobs
         [num_seqs, K] float32, top_ids [num_seqs, K] int32.  A logit of -inf or NaN has -inf.
     """
-    return torch.ops.fw.token_logprobs.default(  # type: ignore[no-any-return]
-        logits, token_ids, num_logprobs
-    )
-
-
-def _check(vocab: int, num_logprobs: int) -> None:
-    if not 0 <= num_logprobs <= vocab:
-        raise ValueError(f"num_logprobs is {num_logprobs}, expected 0 to the vocabulary, {vocab}")
-
-
-def _reference(
-    logits: Tensor, token_ids: Tensor, num_logprobs: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     vocab = logits.shape[-1]
     _check(vocab, num_logprobs)
     values = clean_logits(logits)
@@ -62,6 +61,11 @@ def _reference(
         _minus(top, normalizer),
         top_ids.int(),
     )
+
+
+def _check(vocab: int, num_logprobs: int) -> None:
+    if not 0 <= num_logprobs <= vocab:
+        raise ValueError(f"num_logprobs is {num_logprobs}, expected 0 to the vocabulary, {vocab}")
 
 
 def _minus(values: Tensor, normalizer: Tensor) -> Tensor:
@@ -118,22 +122,19 @@ def _cost(desc: OpDesc) -> Cost:
     return Cost(bytes=logits.nbytes + num_seqs * (12 + 8 * k), flops=4 * logits.numel)
 
 
+_by_row = _rowwise.each_row(definition(token_logprobs))
 _TOLERANCE = Tolerance(2e-5, 1e-5)  # float32 sums over the vocabulary, whatever the input dtype
 
 OP = SemanticOp(
     name="token_logprobs",
-    reference=_reference,
+    reference=token_logprobs,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches, _triton_supports),
-        Implementation("native", _reference, inline=True),
-        Implementation("rowwise", _rowwise.each_row(_reference), devices=("cpu",), opt_in=True),
+        Implementation("native", token_logprobs, inline=True),
+        Implementation("rowwise", _by_row, devices=("cpu",), opt_in=True),
     ),
-    tolerances={
-        torch.float32: _TOLERANCE,
-        torch.bfloat16: _TOLERANCE,
-        torch.float16: _TOLERANCE,
-    },
+    tolerances=dict.fromkeys(TOLERANCES, _TOLERANCE),
 )

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..config import NO_SLOT, STEP
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
 from .launches import tokens as kernels
 
 
+@dispatched
 def write_inputs(
     packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
 ) -> None:
@@ -31,7 +32,16 @@ def write_inputs(
     Raises:
         ValueError: ``packed`` has not the size that these make.
     """
-    torch.ops.fw.write_inputs.default(packed, last_tokens, tokens, rows, tables)
+    columns = num_table_columns(packed, tokens, rows, tables)
+    num_seqs, num_tables, _ = tables.shape
+    given, ends, cells = packed.split(
+        [(tokens.shape[0] + 1) * tokens.shape[1], rows.numel(), num_seqs * num_tables * columns]
+    )
+    *fields, feed = given.view(-1, tokens.shape[1]).unbind()
+    fed = torch.where(feed == NO_SLOT, fields[0], last_tokens[feed.clamp(min=0)])
+    tokens.copy_(torch.stack([fed, *fields[1:]]))
+    rows.copy_(ends.view(rows.shape))
+    tables[:, :, :columns].copy_(cells.view(num_seqs, num_tables, columns))
 
 
 def num_table_columns(packed: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor) -> int:
@@ -50,21 +60,6 @@ def num_table_columns(packed: Tensor, tokens: Tensor, rows: Tensor, tables: Tens
             f"{num_seqs} sequences of up to {max_blocks} blocks: expected the sum of these"
         )
     return cells // rest
-
-
-def _reference(
-    packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
-) -> None:
-    columns = num_table_columns(packed, tokens, rows, tables)
-    num_seqs, num_tables, _ = tables.shape
-    given, ends, cells = packed.split(
-        [(tokens.shape[0] + 1) * tokens.shape[1], rows.numel(), num_seqs * num_tables * columns]
-    )
-    *fields, feed = given.view(-1, tokens.shape[1]).unbind()
-    fed = torch.where(feed == NO_SLOT, fields[0], last_tokens[feed.clamp(min=0)])
-    tokens.copy_(torch.stack([fed, *fields[1:]]))
-    rows.copy_(ends.view(rows.shape))
-    tables[:, :, :columns].copy_(cells.view(num_seqs, num_tables, columns))
 
 
 def _fake(packed: Tensor, *rest: Tensor) -> None:
@@ -108,7 +103,7 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="write_inputs",
-    reference=_reference,
+    reference=write_inputs,
     fake=_fake,
     cases=_cases,
     cost=_cost,
@@ -116,6 +111,6 @@ OP = SemanticOp(
     dtypes=(torch.int32,),
     implementations=(
         triton(_launches),
-        Implementation("native", _reference),
+        Implementation("native", write_inputs),
     ),
 )

@@ -9,6 +9,7 @@ normalizes that as it reads it.  With many rows it runs as before.
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -71,10 +72,18 @@ def _operands(norm: fx.Node) -> tuple[Any, Any]:
     return (residual, x) if linear_args(residual) and not linear_args(x) else (x, residual)
 
 
+def _what(node: Any) -> str:
+    """What a node calls, without its number: the same for every layer."""
+    schema = getattr(node.target, "_schema", None)
+    return schema.name.partition("::")[2] if schema else re.sub(r"_\d+$", "", node.name)
+
+
 def _why_not(first: Any, norm: fx.Node, normed: fx.Node, second: fx.Node) -> str:
     made = linear_args(first)
+    if is_call(first, torch.ops.fw.all_reduce.default):
+        return "the ranks' results of the first layer are summed before the norm"
     if made is None or has_epilogue(made):
-        return f"what it adds comes from {first.name}, not from a linear layer"
+        return f"what it adds comes from {_what(first)}, not from a linear layer"
     if made["x_scale"] is not None:
         return f"{first.name} has FP8 operands, for which there is no fused kernel"
     if any(offset is not None for offset in norm.args[4:]):

@@ -20,7 +20,9 @@ from .fuse_act import FuseAct
 from .fuse_add_norm import FuseAddNorm
 from .fuse_all_reduce_norm import FuseAllReduceNorm
 from .fuse_gated_linear import FuseGatedLinear
+from .fuse_moe import FuseMoE
 from .fuse_norm_linear import FuseNormLinear
+from .fuse_norm_moe import FuseNormMoE
 from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FuseRopeStore
 from .module_paths import module_path
@@ -33,6 +35,8 @@ PIPELINE: tuple[Rule, ...] = (
     FuseAddNorm(),
     FuseAct(),
     FuseGatedLinear(),
+    FuseMoE(),
+    FuseNormMoE(),
     FuseNormLinear(),
     NORM,
     FuseAllReduceNorm(),

@@ -11,21 +11,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._C._distributed_c10d import (
-    HashStore,
-    PrefixStore,
-    ProcessGroup,
-    ProcessGroupGloo,
-    Store,
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from ..ops._process_group import process_group
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(seconds=30)
@@ -84,27 +78,12 @@ def _group_argument(target: Any) -> int | None:
 def _groups(
     names: Sequence[str], rank: int, store: Store, this_run: int
 ) -> Iterator[dict[str, str]]:
-    made: dict[str, ProcessGroup] = {}
-    try:
+    made: dict[str, str] = {}
+    with ExitStack() as stack:
         for bit, name in enumerate(names):
-            own = f"{name} of rank {rank} in run {this_run}"
-            lowest = rank & ~(1 << bit)
-            made[own] = _pair(PrefixStore(f"{bit}/{lowest}", store), rank >> bit & 1)
-            made[own]._set_group_name(own)  # type: ignore[arg-type]
-            _register_process_group(own, made[own])  # type: ignore[arg-type]
-        yield dict(zip(names, made, strict=True))
-    finally:
-        for own in made:
-            _unregister_process_group(own)  # type: ignore[arg-type]
-
-
-def _pair(store: Store, rank: int) -> ProcessGroup:
-    """Make a group of two ranks of this process; waits for the other one."""
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = _TIMEOUT
-    gloo = ProcessGroupGloo(store, rank, 2, options)
-    group = ProcessGroup(store, rank, 2)
-    for device in ("cpu", "cuda"):
-        group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, gloo)
-    return group
+            made[name] = f"{name} of rank {rank} in run {this_run}"
+            pair = PrefixStore(f"{bit}/{rank & ~(1 << bit)}", store)
+            stack.enter_context(
+                process_group(made[name], pair, rank >> bit & 1, 2, timeout=_TIMEOUT, on_gpus=False)
+            )
+        yield made

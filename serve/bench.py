@@ -11,6 +11,7 @@ import typer
 from ..config.numbers import check_counts, check_number
 from .bench_engine import growth, latency, prefix, show_changes, throughput
 from .bench_passes import passes
+from .bench_serve import serve
 from .flags import Json, Model, Output, engine_flags
 from .help import GroupedHelp
 from .options import no_result, to_measure, writable, write_result
@@ -19,7 +20,7 @@ from .table import table
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
 
 
-for _command in (latency, throughput, growth, prefix, passes):
+for _command in (latency, throughput, serve, growth, prefix, passes):
     app.command(_command.__name__, cls=GroupedHelp)(_command)
 
 

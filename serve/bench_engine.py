@@ -42,7 +42,7 @@ def _engine(options: dict[str, Any]) -> Any:
     return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
 
-def _outputs(output: Path | None, picture: Path | None = None) -> None:
+def check_outputs(output: Path | None, picture: Path | None = None) -> None:
     """Refuse what could not be kept, before anything is measured."""
     writable("output", output)
     writable("plot", picture)
@@ -118,7 +118,7 @@ def latency(
     check_counts(2, output_len=output_len)  # the first is TTFT
     for batch in batch_size or ():
         check_counts(1, MOST_REQUESTS, batch_size=batch)
-    _outputs(output, plot)
+    check_outputs(output, plot)
     from ..bench.latency import measure_latency
 
     llm = _engine(options)
@@ -176,7 +176,7 @@ def throughput(
     if frontends and (request_rate or goodput or plot):
         given = "request-rate" if request_rate else "goodput" if goodput else "plot"
         raise UserError(f"--{given} says nothing of --async, which has all requests at once")
-    _outputs(output, plot)
+    check_outputs(output, plot)
     from ..bench.workloads import equal, fitting, mix
 
     names = workload or ["chat"]
@@ -279,7 +279,7 @@ def growth(
     for name, values in (("batch_size", batches), ("context", context), ("requests", counts)):
         for value in values or ():
             check_counts(1, MOST_REQUESTS if name != "context" else MOST_COUNT, **{name: value})
-    _outputs(output, plot)
+    check_outputs(output, plot)
     from ..bench.growth import measure_growth
 
     seqs = max(*batches, *counts)
@@ -323,7 +323,7 @@ def prefix(
     check_counts(1, input_len=input_len, output_len=output_len)
     if prefix_len is not None:
         check_counts(1, prefix_len=prefix_len)
-    _outputs(output)
+    check_outputs(output)
     from ..bench.prefix import measure_prefix
 
     llm = _engine({"enable_prefix_caching": True, **options})

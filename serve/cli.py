@@ -23,6 +23,7 @@ from .signals import unwinding_on_sigterm
 class _Commands(LazyGroup):
     table: ClassVar[Mapping[str, Command]] = {
         "run": Command("run", "run", "Generate text for prompts."),
+        "serve": Command("server", "serve", "Serve OpenAI's API over HTTP."),
         "demo": Command("demo", "demo", "Solve problems with the bundled model; show what ran."),
         "eval": Command("evaluate", "evaluate", "Exact-match accuracy on problems never seen."),
         "compile": Command("compile", "compile", "Compile ahead of time and keep the artifact."),
@@ -30,6 +31,7 @@ class _Commands(LazyGroup):
         "bisect": Command("bisect", "bisect", "Find the pass and site that moves the outputs."),
         "profile": Command("profile", "profile", "Kernels and a time line of steady steps."),
         "bench": Command("bench", "app", "Measure latency, throughput, start-up, passes, kernels."),
+        "tune": Command("tune", "app", "Measure tuned choices of kernels, and keep them."),
         "cache": Command("cache", "app", "List, check, compare, carry, prune and sign artifacts."),
         "env": Command("env", "env", "Print what a bug report needs."),
     }

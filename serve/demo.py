@@ -62,7 +62,8 @@ def demo(
 
 
 def _solve(llm: LLM, problem: Problem, params: SamplingParams) -> tuple[bool, int]:
-    """Print a problem and its answer as it comes; whether that is right, and its tokens."""
+    """Print a problem and its answer as it comes.  Returns whether it is right, and the number of
+    its tokens."""
     typer.echo(f"  {problem.prompt:>28} ", nl=False)
     output = None
     shown = 0
@@ -90,7 +91,7 @@ def _say_next_start(engine: dict[str, Any]) -> None:
     try:
         again = start(engine, {})
     except UserError as error:
-        typer.echo(f"a time that was not found: {error}")
+        typer.echo(f"a time that could not be measured: {error}")
         return
     typer.echo(f"{ready_s(again['startup']):.1f} s (measured just now in a second process)")
 

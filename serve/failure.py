@@ -1,4 +1,4 @@
-"""What becomes of an error that a command lets through: one line on stderr and an exit code.
+"""Turns an error that a command lets through into one line on stderr and an exit code.
 
 A standard stream that was closed before the start, or that fails later, is treated as any other
 file that cannot be written: the command stops, and says so where it still can.
@@ -51,7 +51,7 @@ def flush() -> None:
 
 
 def report(error: BaseException, *, debug: bool) -> int:
-    """Say what went wrong in one line, after its traceback with ``debug``; the exit code."""
+    """Say what went wrong in one line, with ``debug`` after its traceback; return the exit code."""
     code, message = _explain(error)
     with contextlib.suppress(OSError, ValueError):
         if debug:
@@ -112,8 +112,8 @@ def _words(error: OSError) -> str:
 
 
 def _discard(number: int, stream: TextIO) -> None:
-    """Send what the buffer of a failed stream still holds nowhere, or Python would complain of it
-    at exit."""
+    """Drop what the buffer of a failed stream still holds: else Python would complain about it at
+    exit."""
     with contextlib.suppress(OSError, ValueError):
         if stream.fileno() != number:
             return

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.interpreter import interpret_faster
+from tests.line_counter import LineCounter
 
 # Triton reads this once, at import: it must be set before any test module is collected.
 if not torch.cuda.is_available():
@@ -45,6 +46,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write tests/serve/golden anew instead of comparing with it",
     )
+    parser.addoption(
+        "--fw-coverage",
+        action="store_true",
+        help="count the lines that tests run, see make coverage",
+    )
+    parser.addoption(
+        "--fw-storm",
+        type=int,
+        default=240,
+        help="requests of the storm on the server; 20000 is the full size",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     given = config.getoption("--fw-seed")
     config.stash[_SEED] = secrets.randbelow(2**31) if given is None else given
+    hands_out_tests = getattr(config.option, "tx", None) and not hasattr(config, "workerinput")
+    if config.getoption("--fw-coverage") and not hands_out_tests:
+        config.pluginmanager.register(LineCounter())
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -179,6 +179,7 @@ def test_a_command_that_a_page_shows_can_be_typed(
         check_pip(arguments)
     else:
         assert program in {
+            "curl",
             "git",
             "podman",
             "openssl",

@@ -49,7 +49,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "core": {"messages"},
         "frontend": {"messages"},
         "worker": {"messages"},
-        "": {"messages", "core", "frontend", "worker"},
+        # Rank 0 beside the other ranks of a model.
+        "ranks": {"messages", "worker"},
+        "": {"messages", "core", "frontend", "worker", "ranks"},
+        # Imported by nothing above: it puts an engine into a process of its own.
+        "process": {"messages", "frontend", "ranks", ""},
     },
 }
 

@@ -1,4 +1,4 @@
-"""Trains abacus, the bundled model, and writes it as a Hugging Face folder.
+"""Trains a bundled model, abacus or with --moe abacus-moe, and writes it as a Hugging Face folder.
 
     PYTHONPATH=build/pkgroot python tools/train_abacus.py --out DIR   # minutes on one H200
 
@@ -27,27 +27,18 @@ import make_abacus_tokenizer as tok
 import numpy as np
 import torch
 import torch.nn.functional as F
+from abacus_model import SEQ_LEN, SHAPES, Abacus, MoE, Shape
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fusewright.model_executor.abacus import FOLDER
 from fusewright.model_executor.abacus.problems import TASKS, Problem, held_out, training
 
-SEQ_LEN = 32  # bos, the longest prompt and answer, eos: 30
 CHUNK = 20_000  # problems a worker generates at a time; part of what the seed determines
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Shape:
-    hidden: int = 256
-    intermediate: int = 704
-    layers: int = 5
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    rope_theta: float = 10000.0
-    eps: float = 1e-5
+BALANCE = 0.01  # weight of the loss that spreads tokens over experts
 
 
 @dataclass(frozen=True)
@@ -69,118 +60,10 @@ class Options:
     workers: int = len(os.sched_getaffinity(0))
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     compile: bool = False
+    moe: bool = False
 
 
 Weights = dict[str, Tensor]
-
-
-# Shape suffixes: B batch, T tokens, D hidden, H KV heads, G query heads a KV head, K head dim.
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden, q_size, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, kv_size, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, kv_size, bias=False)
-        self.o_proj = nn.Linear(q_size, shape.hidden, bias=False)
-
-    def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-        """Plain matmul and softmax: at 32 tokens as fast as a fused kernel, and deterministic."""
-        B, T, _ = x_BTD.shape
-        H, K = self.shape.kv_heads, self.shape.head_dim
-        G = self.shape.heads // H
-        q_BHGTK = self.q_proj(x_BTD).view(B, T, H, G, K).permute(0, 2, 3, 1, 4)
-        k_BHTK = self.k_proj(x_BTD).view(B, T, H, K).transpose(1, 2)
-        v_BHTK = self.v_proj(x_BTD).view(B, T, H, K).transpose(1, 2)
-        q_BHGTK, k_BHTK = rotate(q_BHGTK, cos_TK, sin_TK), rotate(k_BHTK, cos_TK, sin_TK)
-        scores = q_BHGTK.reshape(B, H, G * T, K) @ k_BHTK.transpose(2, 3) * K**-0.5
-        future_TT = torch.ones(T, T, dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.view(B, H, G, T, T).masked_fill(future_TT, float("-inf"))
-        weights = scores.softmax(-1, dtype=torch.float32).to(x_BTD.dtype)
-        y = (weights.view(B, H, G * T, T) @ v_BHTK).view(B, H, G, T, K)
-        return self.o_proj(y.permute(0, 3, 1, 2, 4).reshape(B, T, H * G * K))
-
-
-def rotate(x: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos_TK + torch.cat((-second, first), dim=-1) * sin_TK
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape.hidden))
-        self.eps = shape.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape)
-        self.mlp = MLP(shape)
-
-    def forward(self, x: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_TK, sin_TK)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Decoder(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(tok.VOCAB_SIZE, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape)
-        inv_freq = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-        angles_TK = torch.arange(SEQ_LEN)[:, None] * inv_freq.repeat(2)
-        self.register_buffer("cos_TK", angles_TK.cos(), persistent=False)
-        self.register_buffer("sin_TK", angles_TK.sin(), persistent=False)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Logits in the weights' dtype, but float32 from bfloat16 while gradients are wanted."""
-        x = self.embed_tokens(ids_BT)
-        T = ids_BT.shape[1]
-        cos_TK, sin_TK = self.cos_TK[:T].to(x.dtype), self.sin_TK[:T].to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos_TK, sin_TK)
-        x, head = self.norm(x), self.embed_tokens.weight
-        if torch.is_grad_enabled():
-            x, head = x.float(), head.float()
-        return x @ head.T
-
-
-class Abacus(nn.Module):
-    """Parameter names are Hugging Face's."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.model = Decoder(shape)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.02 / (math.sqrt(2 * shape.layers) if into_residual else 1)
-                nn.init.normal_(parameter, std=std)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.model(ids_BT)
 
 
 def encode(problems: Sequence[Problem]) -> tuple[np.ndarray, np.ndarray]:
@@ -247,9 +130,19 @@ def evaluate(
 
 
 def write_config(folder: Path, shape: Shape) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    if shape.experts:
+        family = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.intermediate,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    config = family | {
         "torch_dtype": "bfloat16",
         "vocab_size": tok.VOCAB_SIZE,
         "hidden_size": shape.hidden,
@@ -264,14 +157,32 @@ def write_config(folder: Path, shape: Shape) -> None:
         "max_position_embeddings": tok.MAX_POSITIONS,
         "tie_word_embeddings": True,
         "attention_bias": False,
-        "mlp_bias": False,
     }
     tok.write_tokenizer(folder)
     tok.write_json(folder / "config.json", config | tok.TOKEN_IDS)
 
 
+def by_expert(weights: Weights) -> Weights:
+    """The weights by Hugging Face's names, which are a linear layer's of each expert."""
+    found = {}
+    for name, weight in weights.items():
+        mlp, _, part = name.rpartition(".")
+        if part == "gate_up_EDI":
+            for e, gate_up in enumerate(weight):
+                gate, up = gate_up.chunk(2, dim=-1)
+                found[f"{mlp}.experts.{e}.gate_proj.weight"] = gate.T
+                found[f"{mlp}.experts.{e}.up_proj.weight"] = up.T
+        elif part == "down_proj_EID":
+            for e, down in enumerate(weight):
+                found[f"{mlp}.experts.{e}.down_proj.weight"] = down.T
+        else:
+            found[name] = weight
+    return found
+
+
 def write_weights(folder: Path, weights: Weights) -> None:
-    tensors = {name: w.detach().bfloat16().cpu().contiguous() for name, w in weights.items()}
+    held = by_expert(weights)
+    tensors = {name: w.detach().bfloat16().cpu().contiguous() for name, w in held.items()}
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors leaves it readable by its owner alone
@@ -291,7 +202,7 @@ class Trainer:
         self.model = Abacus(shape).to(options.device)
         self.weights = dict(self.model.named_parameters())
         self.average = {name: w.detach().clone() for name, w in self.weights.items()}
-        matrices = [w for w in self.weights.values() if w.dim() == 2]
+        matrices = [w for w in self.weights.values() if w.dim() > 1]
         vectors = [w for w in self.weights.values() if w.dim() == 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
@@ -305,7 +216,9 @@ class Trainer:
         inputs, targets = split_batch(ids, prompt_lens)
         served = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
         logits = torch.func.functional_call(self.model, served, (inputs,))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        balances = [m.balance for m in self.model.modules() if isinstance(m, MoE)]
+        return loss + BALANCE * sum(balances, torch.zeros_like(loss))
 
     def step(self, step: int, ids: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
@@ -349,7 +262,7 @@ def log(line: str) -> None:
 
 
 def parse_options() -> Options:
-    parser = argparse.ArgumentParser(description="Trains abacus, the bundled model.")
+    parser = argparse.ArgumentParser(description="Trains a bundled model.")
     for field in fields(Options):
         flag = "--" + field.name.replace("_", "-")
         if field.type is bool:
@@ -360,7 +273,8 @@ def parse_options() -> Options:
 
 
 def main() -> None:
-    options, shape = parse_options(), Shape()
+    options = parse_options()
+    shape = SHAPES["abacus-moe" if options.moe else "abacus"]
     started = time.monotonic()
     torch.manual_seed(options.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -381,6 +295,8 @@ def main() -> None:
         key = f"bfloat16 weights computed in {str(dtype).removeprefix('torch.')}"
         record[key] = {"exact_match": accuracy, "smallest_margin": round(margin, 3)}
     unrecorded = {"out", "workers", "log_every", "eval_every", "max_seconds", "device"}
+    if not options.moe:
+        unrecorded.add("moe")
     record |= {
         "steps_done": steps_done,
         "options": {k: v for k, v in asdict(options).items() if k not in unrecorded},

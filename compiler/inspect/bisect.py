@@ -54,7 +54,7 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The inputs that a graph is run on, and the outputs that are expected.
 
     Attributes:
@@ -135,7 +135,7 @@ def first_bad(
 
 
 def bisect_passes(
-    traced: Traced, rules: Sequence[Rule], run: Run, say: Callable[[str], None]
+    traced: Traced, rules: Sequence[Rule], run: RecordedRun, say: Callable[[str], None]
 ) -> Culprit | None:
     """The pass and the site after which outputs are beyond tolerance; None if there is none."""
 
@@ -174,7 +174,7 @@ def bisect_passes(
 
 
 def bisect_kernels(
-    rewritten: Traced, lowered: Traced, run: Run, say: Callable[[str], None]
+    rewritten: Traced, lowered: Traced, run: RecordedRun, say: Callable[[str], None]
 ) -> Culprit | None:
     """The call whose kernel moves outputs beyond tolerance; all calls before it run theirs too.
 

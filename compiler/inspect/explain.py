@@ -213,6 +213,8 @@ def _is_fusion(fusion: Fusion, node: fx.Node) -> bool:
     if fusion.op == "linear":
         given = (args.get(name) is not None for name in ("x_scale", "activation", "out_scale"))
         return linear_parts(*given) == fusion.parts
+    if fusion.op == "expert_linear":
+        return args.get("activation") is not None
     return fusion.op != "paged_attention" or args.get("out_scale") is not None
 
 

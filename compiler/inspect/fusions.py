@@ -63,6 +63,10 @@ def _named() -> Iterator[Fusion]:
         if gated or quantized:
             yield Fusion(linear_parts(scaled, gated, quantized), "linear")
     yield Fusion(("linear", "add", "RMSNorm", "linear"), "linear_add_norm_linear")
+    yield Fusion(("experts' linear", "SiLU-mul or GELU-mul"), "expert_linear")
+    yield Fusion(("router", "top-k", "experts", "sum"), "fused_moe")
+    parts = ("linear", "add", "RMSNorm", "router", "top-k", "experts", "sum")
+    yield Fusion((*parts, "add", "RMSNorm", "linear"), "linear_add_norm_moe")
     yield Fusion(("linear", "add"), reason=_HIDDEN)
     for kind in QUANTS[1:]:
         reason = _ROWS.format("token" if kind == "token" else "group")

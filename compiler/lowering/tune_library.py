@@ -126,8 +126,8 @@ def weights_of(graph: fx.Graph) -> list[Weight]:
         args: Any = fx.node.map_arg(node.args, fake_value)
         named = dict(ops.BY_NAME[name].describe(args).args)
         for weight in ("weight", "next_weight"):
-            if weight not in named:
-                continue
+            if named.get(weight) is None or len(named[weight].shape) != 2:
+                continue  # absent, or those of experts
             # x's scales have the shape that goes with the weight's, whatever it is.
             held = named[weight].dtype, named.get(f"{weight}_scale")
             if (operands := _operands(*held, named[weight].shape)) in OPERANDS:
@@ -231,7 +231,7 @@ def _copies(weight: Weight) -> int:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TuningProblem:
     """A GEMM and the inputs that it takes turns over."""
 
     operands: str
@@ -263,7 +263,7 @@ class Problem:
         return float(apart.nan_to_num(torch.inf))
 
 
-def problem(weight: Weight, rows: int, pool: Tensor) -> Problem:
+def problem(weight: Weight, rows: int, pool: Tensor) -> TuningProblem:
     operands, n, k = weight
     copies = _copies(weight)
     weights = list(pool[: copies * n * k].view(copies, n, k).unbind())
@@ -275,10 +275,10 @@ def problem(weight: Weight, rows: int, pool: Tensor) -> Problem:
         scales = tuple(0.5 + torch.rand(size, 1, device="cuda") for size in sizes)
     y = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
     plan = GemmPlan(operands, torch.cuda.current_device(), rows, n, k)
-    return Problem(operands, rows, plan, x, weights, scales, y)
+    return TuningProblem(operands, rows, plan, x, weights, scales, y)
 
 
-def is_right(algorithm: bytes, p: Problem) -> bool:
+def is_right(algorithm: bytes, p: TuningProblem) -> bool:
     return not p.plan.refuses(algorithm) and p.error(algorithm) <= _MOST_ERROR
 
 
@@ -315,7 +315,7 @@ def neighbours(algorithm: bytes, kind: str) -> Iterator[bytes | None]:
             yield _cublaslt.changed(algorithm, option=option)
 
 
-def screened(p: Problem, seeds: Iterable[bytes]) -> list[bytes]:
+def screened(p: TuningProblem, seeds: Iterable[bytes]) -> list[bytes]:
     """Algorithms, the fastest first; ``seeds``: known to be good for something."""
     times: dict[bytes, float] = {}
 
@@ -339,7 +339,9 @@ def graph_time(call: Callable[[int], object], rounds: int) -> float:
     return graph_us([partial(call, i) for i in range(_MOST_COPIES)], calls=16, rounds=rounds)
 
 
-def tuned(p: Problem, fewest: Problem, seeds: set[bytes]) -> tuple[Algorithm | None, str]:
+def tuned(
+    p: TuningProblem, fewest: TuningProblem, seeds: set[bytes]
+) -> tuple[Algorithm | None, str]:
     """The entry, if one gains enough, and a line about it; the fastest joins the seeds.
 
     Args:

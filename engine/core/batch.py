@@ -6,7 +6,8 @@ import numpy as np
 from msgspec import Struct
 
 from ...config import NO_SLOT
-from ..messages.step import Batch, BlockTableUpdate, Ints, NewSequence
+from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequence
+from .grammar import Matcher
 from .request import Request
 
 
@@ -15,12 +16,14 @@ class ScheduledRequest(Struct):
 
     Positions ``start`` to ``start + num_tokens`` of the request are the query tokens.
     ``num_sampled`` tokens are sampled behind the last one, if that is the request's last; else 0.
+    ``target`` is the token behind it in the prompt, if its log probability is asked for.
     """
 
     request: Request
     start: int
     num_tokens: int
     num_sampled: int
+    target: int = NO_TARGET
 
 
 class ScheduledStep(Struct):
@@ -38,19 +41,27 @@ def make_batch(
     rows: list[int] = []
     known_ids: list[int] = []
     changed: list[tuple[int, Request]] = []
+    masked: list[tuple[int, Matcher]] = []
+    query_len, total = scheduled[0].num_tokens, 0
     for row, entry in enumerate(scheduled):
-        request, start = entry.request, entry.start
+        request, start, num_tokens = entry.request, entry.start, entry.num_tokens
         known = request.num_known_tokens - start
         if known > 0:
-            known_ids += request.tokens(start, start + entry.num_tokens)
-        rows += (request.slot, start, entry.num_tokens, entry.num_sampled, known)
-        if request.blocks.num_entries != request.blocks.num_sent:
+            known_ids += request.tokens(start, start + num_tokens)
+        rows += (request.slot, start, num_tokens, entry.num_sampled, known)
+        total += num_tokens
+        if num_tokens != query_len:
+            query_len = 0
+        if request.matcher is not None and entry.num_sampled:
+            masked.append((row, request.matcher))
+        blocks = request.blocks
+        if blocks.num_entries != blocks.num_sent and not (changed and changed[-1][1] is request):
             changed.append((row, request))
     slots, starts, query_lens, num_sampled, num_known = _ints(rows).reshape(-1, 5).T.copy()
-    query_len = scheduled[0].num_tokens
-    query_len = query_len if (query_lens == query_len).all() else 0
     if query_len == tokens_per_step == 1 and not known_ids:  # every step of decodes
-        input_ids, feed_slots = np.zeros_like(slots), slots
+        input_ids, feed_slots = np.zeros(total, np.int32), slots
+    elif total == len(known_ids):  # prefills
+        input_ids, feed_slots = _ints(known_ids), np.full(total, NO_SLOT, np.int32)
     else:
         first_fed = slots * np.int32(tokens_per_step)
         input_ids, feed_slots = _inputs(first_fed, query_lens, num_known, known_ids)
@@ -68,7 +79,15 @@ def make_batch(
         ],
         released_slots=released_slots,
         query_len=query_len,
+        targets=_targets(scheduled),
+        masked_rows=_ints([row for row, _ in masked]),
+        masks=np.stack([matcher.mask() for _, matcher in masked]) if masked else _ints([]),
     )
+
+
+def _targets(scheduled: list[ScheduledRequest]) -> Ints:
+    targets = [entry.target for entry in scheduled]
+    return _ints(targets if max(targets) > NO_TARGET else [])
 
 
 def _inputs(
@@ -77,11 +96,8 @@ def _inputs(
     """``input_ids`` and ``feed_slots``.  Of each row's tokens ``num_known`` are known; the step in
     flight samples the others, from number ``first_fed`` on."""
     ends = np.cumsum(query_lens, dtype=np.int32)
-    num_tokens, first = int(ends[-1]), ends - query_lens
-    if num_tokens == len(known_ids):
-        return _ints(known_ids), np.full(num_tokens, NO_SLOT, np.int32)
-    behind = np.arange(num_tokens, dtype=np.int32)
-    behind -= np.repeat(first + num_known, query_lens)
+    behind = np.arange(ends[-1], dtype=np.int32)
+    behind -= np.repeat(ends - query_lens + num_known, query_lens)
     known = behind < 0
     input_ids = np.zeros_like(behind)
     input_ids[known] = known_ids

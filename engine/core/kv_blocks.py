@@ -27,16 +27,12 @@ class SequenceBlocks:
     """Blocks of each table, from the first on, that the sequence holds no more."""
     num_slots: int = 0
     """Tokens that all tables have room for."""
-    num_entries: int = field(init=False)
+    num_entries: int = 0
     """Entries of all tables."""
     num_sent: int = 0
     """Entries that the worker has been told of."""
-    sent: list[int] = field(init=False)
+    sent: list[int] = field(default_factory=list)
     """Those of each table."""
-
-    def __post_init__(self) -> None:
-        self.num_entries = sum(map(len, self.tables))
-        self.sent = [0] * len(self.tables)
 
     def take_unsent(self, group: int) -> list[int]:
         """The entries of a table that the worker has not been told of; it is told now."""
@@ -82,6 +78,7 @@ class BlockPool:
         self.groups = tuple(groups)
         self.has_windows = any(group.window for group in groups)
         self.has_states = any(group.per_sequence for group in groups)
+        self._paged = [i for i, group in enumerate(groups) if not group.per_sequence]
         self.num_held = [0] * len(groups)
         """Number of blocks that requests hold, by group."""
         self.peak_held = [0] * len(groups)
@@ -126,11 +123,11 @@ class BlockPool:
         Raises:
             RuntimeError: fewer are free.
         """
-        for group, (table, count) in enumerate(zip(blocks.tables, missing, strict=True)):
-            table.extend(self.allocate(count, group))
+        tables = blocks.tables
+        for group, (table, count) in enumerate(zip(tables, missing, strict=True)):
+            table += self.allocate(count, group)
         blocks.num_entries += sum(missing)
-        paged = zip(self.groups, blocks.tables, strict=True)
-        rooms = [len(table) for group, table in paged if not group.per_sequence]
+        rooms = [len(tables[group]) for group in self._paged]
         blocks.num_slots = min(rooms) * self.block_size if rooms else 1 << 60
 
     def free_behind(self, blocks: SequenceBlocks, position: int) -> None:
@@ -152,10 +149,11 @@ class BlockPool:
                 f"allocate({count}): {len(self._free)} of {self.num_blocks} are free"
             )
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        ref_counts, group_of, keys = self._ref_counts, self._group_of, self._keys
         for block_id in taken:
-            self._forget(block_id)
-            self._ref_counts[block_id] = 1
-            self._group_of[block_id] = group
+            if keys[block_id] is not None:
+                self._forget(block_id)
+            ref_counts[block_id], group_of[block_id] = 1, group
         self._count(group, count)
         return taken
 
@@ -188,6 +186,10 @@ class BlockPool:
         Returns:
             Their tables, not held yet: see ``share``.
         """
+        num_groups = len(self.groups)
+        if not keys:
+            empty: list[list[int]] = [[] for _ in self.groups]
+            return SequenceBlocks(empty, [0] * num_groups, sent=[0] * num_groups)
         num_found = len(keys)
         for group, cached in zip(self.groups, self._cached, strict=True):
             if not group.window:
@@ -204,7 +206,8 @@ class BlockPool:
             [0] * count + [cached[key] for key in keys[count:num_found]]
             for count, cached in zip(behind, self._cached, strict=True)
         ]
-        return SequenceBlocks(tables, behind)
+        num_entries = num_found * num_groups
+        return SequenceBlocks(tables, behind, num_entries=num_entries, sent=[0] * num_groups)
 
     def _behind_known(
         self, group: CacheGroup, cached: dict[bytes, int], keys: Sequence[bytes], count: int

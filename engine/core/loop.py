@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
+from msgspec.structs import asdict
+
 from ...config import EngineDeadError, ResolvedConfig, UserError
 from ..messages.cache_group import CacheGroup
 from ..messages.requests import AbortRequests, AddRequest, CoreStats, StepOutputs
 from ..messages.step import PendingStep, Runner
 from .batch import ScheduledStep
+from .grammar import Grammars, Matcher
 from .kv_blocks import BlockPool
 from .request import Request
 from .scheduler import Scheduler
@@ -26,45 +29,46 @@ class EngineCore:
 
     Args:
         async_scheduling: keep one step in flight; its tokens are seen one call later.
+        grammars: for requests with structured output.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, *, async_scheduling: bool = True
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        async_scheduling: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._grammars = grammars
         self._most_in_flight = 2 if async_scheduling else 1
         self._in_flight: list[tuple[ScheduledStep, PendingStep]] = []
         self._dead: Exception | None = None
 
     def check_size(self, request: AddRequest) -> None:
         """Raise ``UserError`` if the request can never run here; any thread may ask."""
-        if request.priority != 0 and not self.scheduler.heed_priority:
-            raise UserError(
-                f"priority={request.priority}: requests run by arrival; start with "
-                "scheduling_policy='priority'"
-            )
-        self.scheduler.check_size(request)
+        self.scheduler.limits.check(request)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request.
 
         Raises:
-            UserError: its id is in use, the KV cache could never hold it, or the core is closed.
+            UserError: its id is in use, the KV cache could never hold it, its grammar is bad, or
+                the core is closed.
             EngineDeadError: the device is lost.
         """
         self._check_alive()
-        self.scheduler.add(
-            Request(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling_params=request.sampling_params,
-                max_total_tokens=request.max_total_tokens,
-                eos_token_ids=request.eos_token_ids,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-        )
+        matcher = self._matcher(request.sampling_params.grammar)
+        self.scheduler.add(Request(**asdict(request), matcher=matcher))
+
+    def _matcher(self, grammar: str | None) -> Matcher | None:
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise UserError("grammar: this engine has none; make it with a tokenizer")
+        return self._grammars.matcher(grammar)
 
     def abort(self, request: AbortRequests) -> None:
         """End requests and free what they hold; unknown ids are ignored."""
@@ -91,7 +95,8 @@ class EngineCore:
             except Exception as error:
                 failed.append((step, error))
             except BaseException as interrupt:
-                self._recover([(step, interrupt)])
+                with suppress(EngineDeadError):  # which the next call raises; this one was stopped
+                    self._recover([(step, interrupt)])
                 raise
         another_may_join = step is not None and len(self._in_flight) < self._most_in_flight
         tokens = None
@@ -108,7 +113,7 @@ class EngineCore:
                 tokens = self.scheduler.update(oldest, result)
         if failed:
             self._recover(failed)
-        return StepOutputs(tokens, *self.scheduler.take_events())
+        return StepOutputs(tokens, *self.scheduler.take_events(), self.scheduler.take_scored())
 
     def stats(self) -> CoreStats:
         """Count what runs, waits and was found in the prefix cache."""
@@ -160,6 +165,9 @@ class EngineCore:
         write, so it is dropped, and its other requests are computed anew."""
         try:
             self.runner.check()
+        except EngineDeadError as lost:  # says so itself
+            self._dead = lost
+            raise
         except Exception as lasting:
             first = _message(failed[0][1])
             self._dead = EngineDeadError(
@@ -178,7 +186,11 @@ def _message(error: BaseException) -> str:
 
 
 def make_core(
-    config: ResolvedConfig, num_blocks: int, groups: Sequence[CacheGroup], runner: Runner
+    config: ResolvedConfig,
+    num_blocks: int,
+    groups: Sequence[CacheGroup],
+    runner: Runner,
+    grammars: Grammars | None = None,
 ) -> EngineCore:
     """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share."""
     scheduler = Scheduler(
@@ -191,4 +203,9 @@ def make_core(
         prefix_caching=config.scheduler.prefix_caching,
         heed_priority=config.scheduler.policy == "priority",
     )
-    return EngineCore(scheduler, runner, async_scheduling=config.scheduler.async_scheduling)
+    return EngineCore(
+        scheduler,
+        runner,
+        async_scheduling=config.scheduler.async_scheduling,
+        grammars=grammars,
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from ..messages.sampling_params import SamplingParams
+from .grammar import Matcher
 from .kv_blocks import SequenceBlocks
 
 
@@ -27,6 +28,15 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
 }
+
+
+WHY_NO_TOKEN = {
+    -1: "logits are NaN or infinite at output token {}: check the weights (a damaged checkpoint "
+    "has NaN) and dtype (float16 overflows where bfloat16 does not)",
+    -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
+    "or ban fewer stop_token_ids, else check the weights",
+}
+"""Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +68,16 @@ class Request:
     """Keys of its full blocks, as far as they were needed; they stay valid when it is preempted."""
     num_cached_blocks: int = 0
     """Number of blocks of each table, from the first on, that others may find."""
+    num_scored_tokens: int = 0
+    """Prompt tokens, from the first on, behind which log probabilities have come."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     status: RequestStatus = RequestStatus.WAITING
     stop_id: int | None = None
     """The stop id that ended the request; None for end-of-sequence."""
+    matcher: Matcher | None = None
+    """What its grammar permits next; None without one."""
     error: str | None = None
     """Why the request failed; None unless it did."""
 
@@ -76,6 +90,17 @@ class Request:
     def num_tokens(self) -> int:
         """Number of known and in-flight tokens."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log probabilities of its prompt are asked for and have not all come."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and self.num_scored_tokens < len(self.prompt_token_ids) - 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether its last token must be known before the next is sampled."""
+        return self.matcher is not None and self.num_in_flight > 0
 
     @property
     def is_finished(self) -> bool:
@@ -103,8 +128,13 @@ class Request:
         """The status that the newest output token leads to.  Also sets ``stop_id``."""
         params = self.sampling_params
         token_id = self.output_token_ids[-1]
+        if self.matcher is not None and (failed := self.matcher.take(token_id)):
+            self.error = failed
+            return RequestStatus.FINISHED_ERROR
         if len(self.output_token_ids) >= params.min_tokens:
-            if not params.ignore_eos and token_id in self.eos_token_ids:
+            # Nothing can follow the end of a grammar, whatever is ignored.
+            ends = not params.ignore_eos or self.matcher is not None
+            if ends and token_id in self.eos_token_ids:
                 return RequestStatus.FINISHED_STOPPED
             if token_id in params.stop_ids:
                 self.stop_id = token_id

@@ -11,20 +11,13 @@ import heapq
 from collections import OrderedDict
 
 from ...config import UserError
-from ..messages.requests import AddRequest, Finished, NewTokens
+from ..messages.requests import Finished, NewTokens, PromptLogprobs, RequestLimits
 from ..messages.step import StepResult
 from .batch import ScheduledRequest, ScheduledStep, make_batch
 from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import extend_keys
-from .request import Request, RequestStatus
-
-_WHY_NO_TOKEN = {
-    -1: "logits are NaN or infinite at output token {}: check the weights (a damaged checkpoint "
-    "has NaN) and dtype (float16 overflows where bfloat16 does not)",
-    -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
-    "or ban fewer stop_token_ids, else check the weights",
-}
-"""Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
+from .request import WHY_NO_TOKEN, Request, RequestStatus
+from .scoring import add_rows, bounded_end, scored_by
 
 
 class Scheduler:
@@ -77,6 +70,14 @@ class Scheduler:
         self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
         self.tokens_per_step = tokens_per_step
+        self.limits = RequestLimits(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            groups=list(pool.groups),
+            longest_chunk=min(max_num_batched_tokens, long_prefill_token_threshold or 1 << 60),
+            heed_priority=heed_priority,
+        )
+        """What a request must keep to, to be queued at all."""
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting: dict[str, Request] = {}
         # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
@@ -91,6 +92,8 @@ class Scheduler:
         self._num_arrived = 0
         self._finished: list[Finished] = []
         self._preempted: list[str] = []
+        self._scored: list[PromptLogprobs] = []
+        self._free_rows = max_num_seqs
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self.running or request_id in self.waiting
@@ -107,24 +110,10 @@ class Scheduler:
         """
         if request.request_id in self:
             raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
-        self.check_size(request)
+        self.limits.check_size(len(request.prompt_token_ids), request.max_total_tokens)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._enqueue(request)
-
-    def check_size(self, request: Request | AddRequest) -> None:
-        """Raise ``UserError`` if the KV cache could never hold the request."""
-        # The last token is sampled but never computed, so it needs no room in the cache.
-        needed = self.pool.most_blocks(request.max_total_tokens - 1, self._longest_chunk)
-        if needed > self.pool.num_blocks:
-            num_prompt = len(request.prompt_token_ids)
-            raise UserError(
-                f"KV cache too small for one request: {num_prompt} prompt + "
-                f"{request.max_total_tokens - num_prompt} output tokens need {needed} blocks of "
-                f"{self.pool.block_size}, it has {self.pool.num_blocks}; lower max_tokens"
-                f"{' or max_num_batched_tokens' if self.pool.has_windows else ''} or "
-                "enlarge the cache (kv_cache_memory_bytes, num_gpu_blocks_override)"
-            )
 
     def abort(self, request_id: str) -> Request | None:
         """Finish a request at once and free what it holds; returns None if the id is unknown."""
@@ -153,6 +142,11 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         return finished, preempted
 
+    def take_scored(self) -> list[PromptLogprobs]:
+        """The log probabilities of prompts that have come since the last call."""
+        scored, self._scored = self._scored, []
+        return scored
+
     def schedule(self) -> ScheduledStep | None:
         """Choose the next step's work; returns None if nothing can run before the step in flight
         ends."""
@@ -160,22 +154,23 @@ class Scheduler:
         prefills: list[ScheduledRequest] = []
         budget = self.max_num_batched_tokens
         preempted_before = self.num_preemptions
+        self._free_rows = self.max_num_seqs - len(self.running)
         for request in self._running_in_order():
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted just now
             num_tokens = request.num_tokens
-            if num_tokens >= request.max_total_tokens:
+            if num_tokens >= request.max_total_tokens or request.waits:
                 continue  # its last token is in flight
             end = request.num_computed_tokens + 1
             if end < num_tokens:
-                end = self._chunk_end(request.num_computed_tokens, num_tokens, budget)
+                end = self._chunk_end(request, request.num_computed_tokens, num_tokens, budget)
             if end > request.blocks.num_slots and not self._make_room(request, end):
                 continue
             entry = self._take(request, end, num_tokens)
             budget -= entry.num_tokens
-            (decodes if entry.num_tokens <= self.tokens_per_step else prefills).append(entry)
+            self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
         # Admit nothing after a preemption: the preempted request would return and be preempted
         # again.
         while budget > 0 and self.num_preemptions == preempted_before:
@@ -183,10 +178,10 @@ class Scheduler:
             if admitted is None:
                 break
             num_tokens = admitted.num_tokens
-            end = self._chunk_end(admitted.num_computed_tokens, num_tokens, budget)
+            end = self._chunk_end(admitted, admitted.num_computed_tokens, num_tokens, budget)
             entry = self._take(admitted, end, num_tokens)
             budget -= entry.num_tokens
-            (decodes if entry.num_tokens <= self.tokens_per_step else prefills).append(entry)
+            self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
         if not decodes and not prefills:
             return None
         released, self._released_slots = self._released_slots, []
@@ -209,6 +204,7 @@ class Scheduler:
             raise RuntimeError(
                 f"step result has {len(token_ids)} tokens for {len(scheduled)} requests"
             )
+        self._scored += scored_by(step, result, most)
         request_ids: list[str] = []
         rows: list[int] = []
         for row, token_id in enumerate(token_ids):
@@ -259,18 +255,17 @@ class Scheduler:
     def _fail_without_token(self, request: Request, token_id: int) -> None:
         """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
         blocks, not even a shared one, is found by its content any more."""
-        request.error = _WHY_NO_TOKEN[token_id].format(len(request.output_token_ids) + 1)
+        request.error = WHY_NO_TOKEN[token_id].format(len(request.output_token_ids) + 1)
         self.finish(request, RequestStatus.FINISHED_ERROR)
         self.pool.forget(request.block_keys)
 
-    @property
-    def _longest_chunk(self) -> int:
-        """Most tokens of one request in a step."""
-        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or 1 << 60)
-
-    def _chunk_end(self, start: int, num_tokens: int, budget: int) -> int:
+    def _chunk_end(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
         """Where the chunk ends that begins at ``start`` of a request of ``num_tokens`` tokens."""
-        return min(num_tokens, start + min(budget, self._longest_chunk))
+        end = min(num_tokens, start + min(budget, self.limits.longest_chunk))
+        if request.is_scored:
+            most_rows = 1 if self.pool.has_states else 1 + self._free_rows
+            return bounded_end(request, start, end, most_rows)
+        return end
 
     def _take(self, request: Request, end: int, num_tokens: int) -> ScheduledRequest:
         """Schedule the request's tokens up to ``end`` of ``num_tokens``; it has their blocks."""
@@ -308,16 +303,17 @@ class Scheduler:
     def _admit(self, budget: int) -> Request | None:
         """Start the first waiting request if a slot, the budget and the blocks allow it."""
         request = self._first_waiting()
-        if request is None or not self._free_slots:
+        if request is None or not self._free_slots or self._free_rows < 1:
             return None
         # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.
         if request.num_in_flight > 0:
             return None
-        if not self.enable_chunked_prefill and request.num_tokens > budget:
+        pool, num_tokens = self.pool, request.num_tokens
+        if not self.enable_chunked_prefill and num_tokens > budget:
             return None
-        pool, blocks, num_tokens = self.pool, self._find_prefix(request), request.num_tokens
+        blocks = self._find_prefix(request)
         start, shared = len(blocks.tables[0]) * pool.block_size, blocks.held()
-        needed = pool.most_blocks(num_tokens, self._longest_chunk) - len(shared)
+        needed = pool.most_blocks(num_tokens, self.limits.longest_chunk) - len(shared)
         # Leave a block of each group for each running request, or the newcomer would soon be
         # preempted.
         margin = len(self.running) * len(pool.groups)
@@ -326,15 +322,16 @@ class Scheduler:
         heapq.heappop(self._queue)
         del self.waiting[request.request_id]
         pool.share(shared)
-        end = self._chunk_end(start, num_tokens, budget)
+        end = self._chunk_end(request, start, num_tokens, budget)
         pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
         request.slot = self._free_slots.pop()
         request.blocks = blocks
         request.num_cached_blocks = start // pool.block_size
         request.num_computed_tokens = start
         if self.prefix_caching:
-            self.num_prefix_tokens += request.num_tokens
-            self.num_prefix_hits += request.num_computed_tokens
+            self.num_prefix_tokens += num_tokens
+            self.num_prefix_hits += start
+        self._free_rows -= 1
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
         return request
@@ -350,8 +347,10 @@ class Scheduler:
     def _find_prefix(self, request: Request) -> SequenceBlocks:
         """Blocks that hold the request's first tokens; the last token is always computed, since
         its hidden state gives the next."""
+        if not self.prefix_caching or request.is_scored:  # what is found has no logits
+            return self.pool.find([])
         size = self.pool.block_size
-        keys = extend_keys(request, size) if self.prefix_caching else []
+        keys = extend_keys(request, size)
         return self.pool.find(keys[: (request.num_tokens - 1) // size])
 
     def _cache_full_blocks(self, request: Request) -> None:

@@ -9,6 +9,7 @@ from ...config import EngineOptions, UserError
 from ...config.check import check_limits, check_options
 from ...model_executor.checkpoint import checkpoint_files
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
+from ...model_executor.parallel import check_parallel
 from ...model_executor.spec import check_online_kind
 from .tokenizer import missing_tokenizer
 
@@ -31,6 +32,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     check_limits(options, model_limits(spec))
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)
+    check_parallel(spec, options.tensor_parallel_size)
     if options.tokenizer is not None:
         check_tokenizer(options)
     if weights and options.load_format != "dummy":

@@ -15,6 +15,7 @@ from ...config import ResolvedConfig, UserError
 from ...model_executor.hf_config import model_folder
 from ..messages.sampling_params import SamplingParams
 from .chat_template import Message
+from .grammar import check_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -46,6 +47,7 @@ class InputProcessor:
         """
         if params.stop_strings and self.tokenizer is None:
             raise UserError(f"stop={params.stop!r} needs text: {self._missing()}")
+        self._check_params(params)
         token_ids, text = self._token_ids(prompt)
         if not token_ids:
             raise UserError("prompt is empty: expected at least one token")
@@ -59,12 +61,6 @@ class InputProcessor:
                 raise UserError(
                     f"prompt token id {token_id}: outside the vocabulary, 0..{self.vocab_size - 1}"
                 )
-        for token_id in params.stop_ids:
-            if token_id >= self.vocab_size:
-                raise UserError(
-                    f"SamplingParams: stop_token_ids has {token_id}: outside the vocabulary, "
-                    f"0..{self.vocab_size - 1}"
-                )
         if len(token_ids) >= self.max_model_len:
             raise UserError(
                 f"prompt of {len(token_ids)} tokens: max_model_len={self.max_model_len} leaves "
@@ -72,6 +68,19 @@ class InputProcessor:
                 "max_model_len"
             )
         return token_ids, text
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise ``UserError`` for a token id outside the vocabulary, or a bad grammar."""
+        for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.logit_bias)):
+            for token_id in ids or ():
+                if token_id >= self.vocab_size:
+                    raise UserError(
+                        f"SamplingParams: {name} has {token_id}: outside the vocabulary, "
+                        f"0..{self.vocab_size - 1}"
+                    )
+        if params.grammar is not None:
+            self.require_tokenizer()
+            check_grammar(params.grammar)
 
     @staticmethod
     def cache_salt(prompt: Prompt) -> str | None:

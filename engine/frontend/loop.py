@@ -64,21 +64,16 @@ class EngineLoop:
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
-        final_only: bool = False,
-        priority: int = 0,
+        **how: Any,
     ) -> str:
         """Queue a prompt; returns the request's id (made up when None).
 
-        With ``final_only`` there is one output, when the request has finished, which is cheaper.
-        A lower ``priority`` runs first, under ``scheduling_policy="priority"``.
+        ``how``: ``final_only`` and ``priority``, as of ``check_request``.
 
         Raises:
             UserError: the prompt is bad, the id is in use, or the KV cache is too small for it.
         """
-        checked = self.check_request(
-            prompt, params, request_id, final_only=final_only, priority=priority
-        )
+        checked = self.check_request(prompt, params, request_id, **how)
         self.queue(checked)
         return checked.request_id
 
@@ -92,6 +87,9 @@ class EngineLoop:
         priority: int = 0,
     ) -> CheckedRequest:
         """Check a prompt and encode it: the first half of ``add_request``, without the queueing.
+
+        With ``final_only`` there is one output, when the request has finished, which is cheaper.
+        A lower ``priority`` runs first, under ``scheduling_policy="priority"``.
 
         Raises:
             UserError: the prompt is bad, the KV cache is too small for it, or it has a priority

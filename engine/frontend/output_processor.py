@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..messages.requests import AddRequest, Finished, StepOutputs
+from ..messages.requests import AddRequest, Finished, PromptLogprobs, StepOutputs
 from ..messages.sampling_params import SamplingParams
 from ..messages.step import Logprobs
 from .detokenizer import Detokenizer
@@ -79,6 +79,9 @@ class _Group:
     metrics: RequestMetrics
     completions: list[_Completion] = field(default_factory=list)
     num_open: int = 0
+    num_prompt_logprobs: int = 0
+    """How many of the likeliest of each prompt token are wanted beside it."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def snapshot(self) -> RequestOutput:
         return RequestOutput(
@@ -88,6 +91,7 @@ class _Group:
             outputs=[c.snapshot(i) for i, c in enumerate(self.completions)],
             finished=self.num_open == 0,
             metrics=self.metrics,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -122,6 +126,9 @@ class OutputProcessor:
         metrics = RequestMetrics(arrival_s=time.monotonic())
         ids = requests[0].prompt_token_ids
         group = _Group(request_id, prompt, ids, final_only, metrics)
+        of_prompt = requests[0].sampling_params.prompt_logprobs
+        if of_prompt is not None:
+            group.num_prompt_logprobs, group.prompt_logprobs = of_prompt, [None] * len(ids)
         for request in requests:
             params = request.sampling_params
             detokenizer = None
@@ -151,6 +158,9 @@ class OutputProcessor:
         for request_id in brought.preempted:
             if request_id in known:
                 known[request_id][0].metrics.num_preemptions += 1
+        for scored in brought.scored:
+            if scored.request_id in known:
+                self._add_prompt_logprobs(known[scored.request_id][0], scored)
         for finished in brought.finished:
             if finished.request_id in known:
                 group, completion = known[finished.request_id]
@@ -235,14 +245,29 @@ class OutputProcessor:
     ) -> None:
         if logprobs is None or completion.logprobs is None or completion.cumulative_logprob is None:
             raise RuntimeError(f"request {completion.request_id!r}: no logprobs came back")
+        count = completion.params.logprobs or 0
+        completion.logprobs.append(self._entry(token_id, logprobs, row, count))
+        completion.cumulative_logprob += logprobs[0][row]
+
+    def _add_prompt_logprobs(self, group: _Group, scored: PromptLogprobs) -> None:
+        logprobs, entries = _rows(scored.logprobs), group.prompt_logprobs
+        if logprobs is None or entries is None:
+            raise RuntimeError(f"request {group.request_id!r}: logprobs came that nobody wants")
+        for row in range(len(logprobs[0])):
+            position = scored.start + row
+            token_id = group.prompt_token_ids[position]
+            entries[position] = self._entry(token_id, logprobs, row, group.num_prompt_logprobs)
+
+    def _entry(
+        self, token_id: int, logprobs: _LogprobRows, row: int, count: int
+    ) -> dict[int, Logprob]:
+        """The token's own log probability, then those of the ``count`` likeliest."""
         chosen, token_ranks, top, top_ids = logprobs
-        count = completion.params.logprobs
         entry = {token_id: Logprob(chosen[row], token_ranks[row], self._text(token_id))}
         best = zip(top_ids[row][:count], top[row][:count], strict=True)
         for rank, (likely, logprob) in enumerate(best, start=1):
             entry.setdefault(likely, Logprob(logprob, rank, self._text(likely)))
-        completion.logprobs.append(entry)
-        completion.cumulative_logprob += chosen[row]
+        return entry
 
     def _text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

@@ -50,7 +50,11 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its outputs so far; ``finished`` when all of them are."""
+    """A request and its outputs so far; ``finished`` when all of them are.
+
+    ``prompt_logprobs[i]``, if they were asked for, maps token ids to the log probabilities of
+    prompt token ``i``: the token itself first, then the likeliest; None for the first token.
+    """
 
     request_id: str
     prompt: str | None
@@ -58,6 +62,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def error(self) -> str | None:

@@ -97,6 +97,14 @@ class Tokenizer:
             messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
+    @property
+    def chat_template(self) -> str:
+        """The Jinja text of the chat template; "" if there is none."""
+        try:
+            return self._find_chat_template()[0]
+        except UserError:
+            return ""
+
     def _find_chat_template(self) -> tuple[str, str]:
         path = self.folder / "chat_template.jinja"
         if path.is_file():

@@ -16,7 +16,7 @@ def encode(message: Struct) -> bytes:
     return msgpack.encode(message, enc_hook=_from_array)
 
 
-def decode(data: bytes, kind: type[_Message]) -> _Message:
+def decode(data: bytes | memoryview, kind: type[_Message]) -> _Message:
     """The message of type ``kind`` in ``data``.
 
     Raises:

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from ...config import UserError
+from .cache_group import CacheGroup
 from .sampling_params import SamplingParams
 from .step import Ints, Logprobs
 
@@ -27,6 +29,50 @@ class AddRequest(Struct, frozen=True):
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str | None = None
+
+
+class RequestLimits(Struct, frozen=True):
+    """What decides whether a request can ever run: a frontend in another process asks this instead
+    of the core.
+
+    Attributes:
+        longest_chunk: most tokens of one request in a step.
+        heed_priority: requests may have a priority.
+    """
+
+    num_blocks: int
+    block_size: int
+    groups: list[CacheGroup]
+    longest_chunk: int
+    heed_priority: bool
+
+    def check(self, request: AddRequest) -> None:
+        """Raise ``UserError`` if the KV cache could never hold the request, or it has a priority
+        where requests run by arrival."""
+        if request.priority != 0 and not self.heed_priority:
+            raise UserError(
+                f"priority={request.priority}: requests run by arrival; start with "
+                "scheduling_policy='priority'"
+            )
+        self.check_size(len(request.prompt_token_ids), request.max_total_tokens)
+
+    def check_size(self, num_prompt: int, max_total: int) -> None:
+        """Raise ``UserError`` if the KV cache could never hold so many tokens of prompt and of
+        prompt and output together."""
+        # The last token is sampled but never computed, so it needs no room in the cache.
+        needed = sum(
+            group.most_blocks(max_total - 1, self.longest_chunk, self.block_size)
+            for group in self.groups
+        )
+        if needed > self.num_blocks:
+            has_windows = any(group.window for group in self.groups)
+            raise UserError(
+                f"KV cache too small for one request: {num_prompt} prompt + "
+                f"{max_total - num_prompt} output tokens need {needed} blocks of "
+                f"{self.block_size}, it has {self.num_blocks}; lower max_tokens"
+                f"{' or max_num_batched_tokens' if has_windows else ''} or "
+                "enlarge the cache (kv_cache_memory_bytes, num_gpu_blocks_override)"
+            )
 
 
 class AbortRequests(Struct, frozen=True):
@@ -60,13 +106,23 @@ class Finished(Struct, frozen=True):
     error: str | None = None
 
 
+class PromptLogprobs(Struct, frozen=True):
+    """Log probabilities of tokens of a prompt, from the token at position ``start`` on.  After a
+    preemption some may come again."""
+
+    request_id: str
+    start: int
+    logprobs: Logprobs
+
+
 class StepOutputs(Struct, frozen=True):
     """The outcome of a step of the core: tokens, unless none was waited for, the requests that
-    ended, and those that will be computed anew."""
+    ended, those that will be computed anew, and log probabilities of prompts."""
 
     tokens: NewTokens | None
     finished: list[Finished]
     preempted: list[str]
+    scored: list[PromptLogprobs] = []
 
 
 class CoreStats(Struct, frozen=True):
@@ -89,8 +145,7 @@ class Core(Protocol):
     """The calls that the frontend makes, on one thread at a time but for ``check_size``."""
 
     def check_size(self, request: AddRequest) -> None:
-        """Raises ``UserError`` if the KV cache could never hold the request, or it has a priority
-        where requests run by arrival."""
+        """Raises ``UserError`` as ``RequestLimits.check`` does."""
 
     def add(self, request: AddRequest) -> None:
         """Queues a request; raises ``UserError`` if its id is in use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from ...config import UserError
 MAX_OUTPUTS = 16384
 """Most outputs ``n`` of one prompt; vLLM has the same limit."""
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
@@ -22,6 +23,8 @@ class SamplingParams:
 
     ``stop`` and ``stop_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.
     With ``max_tokens=None`` generation runs until the model's length limit.
+    ``logit_bias`` is added to the logits of token ids; ``grammar`` is one of llguidance's, see
+    ``frontend/grammar.py``.
 
     Raises:
         UserError: a value has the wrong type or is out of range; the message names it.
@@ -43,7 +46,10 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -70,7 +76,8 @@ class SamplingParams:
     @cached_property
     def plain_greedy(self) -> bool:
         """Every token is the likeliest, whatever came before."""
-        return self.greedy and not self.has_penalties and self.min_tokens == 0
+        is_free = self.min_tokens == 0 and not self.logit_bias and self.grammar is None
+        return self.greedy and not self.has_penalties and is_free
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -83,12 +90,13 @@ class SamplingParams:
     def of_child(self, index: int) -> SamplingParams:
         """The parameters of output ``index`` of ``n``; seeds differ so that the outputs do."""
         seed = None if self.seed is None else (self.seed + index) % 2**63
-        return replace(self, n=1, seed=seed)
+        of_prompt = self.prompt_logprobs if index == 0 else None
+        return replace(self, n=1, seed=seed, prompt_logprobs=of_prompt)
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require(_is_int(getattr(self, name)), self, name, "an integer")
-        for name in ("seed", "max_tokens", "logprobs"):
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or _is_int(value), self, name, "an integer or None")
         for name in (
@@ -102,10 +110,23 @@ class SamplingParams:
             _require(_is_number(getattr(self, name)), self, name, "a finite number")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), self, name, "True or False")
+        grammar_ok = self.grammar is None or (isinstance(self.grammar, str) and self.grammar)
+        _require(bool(grammar_ok), self, "grammar", "text that is not empty, or None")
+        self._check_bias()
         ids_ok = all(_is_int(i) and i >= 0 for i in self.stop_ids)
         _require(ids_ok, self, "stop_token_ids", "token ids of at least 0")
         texts_ok = all(isinstance(s, str) and s for s in self.stop_strings)
         _require(texts_ok, self, "stop", "strings that are not empty")
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias
+        is_map = bias is None or isinstance(bias, Mapping)
+        _require(is_map, self, "logit_bias", "token ids with a number each, or None")
+        entries = list(bias.items()) if bias else []
+        few = len(entries) <= MAX_BIASES
+        _require(few, self, "logit_bias", f"{MAX_BIASES} token ids at most")
+        ok = all(_is_int(i) and i >= 0 and _is_number(b) and -100 <= b <= 100 for i, b in entries)
+        _require(ok, self, "logit_bias", "token ids with a number in [-100, 100] each")
 
     def _check_ranges(self) -> None:
         _require(1 <= self.n <= MAX_OUTPUTS, self, "n", f"in [1, {MAX_OUTPUTS}]")
@@ -121,8 +142,10 @@ class SamplingParams:
         _require(self.max_tokens is None or self.max_tokens >= 1, self, "max_tokens", "at least 1")
         most = math.inf if self.max_tokens is None else self.max_tokens
         _require(0 <= self.min_tokens <= most, self, "min_tokens", f"in [0, max_tokens={most}]")
-        logprobs_ok = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        _require(logprobs_ok, self, "logprobs", f"in [0, {MAX_LOGPROBS}] or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            in_range = value is None or 0 <= value <= MAX_LOGPROBS
+            _require(in_range, self, name, f"in [0, {MAX_LOGPROBS}] or None")
         if self.greedy:
             _require(self.n == 1, self, "n", "1 with temperature=0: greedy outputs are all equal")
 

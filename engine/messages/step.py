@@ -42,6 +42,10 @@ class BlockTableUpdate(Struct, frozen=True):
     block_ids: Ints
 
 
+NO_TARGET = -1
+_NO_TARGETS: Ints = np.zeros(0, np.int32)
+
+
 class Batch(Struct, frozen=True):
     """One step.
 
@@ -62,6 +66,11 @@ class Batch(Struct, frozen=True):
             for other requests.
         new: the requests that are new in their slots.
         query_len: the number of tokens of every sequence, if it is the same; else 0.
+        targets: [num_seqs] the token whose log probability behind the row is asked for, of a row
+            that samples none, else ``NO_TARGET``; empty if there is no such row.  The tokens of a
+            prompt whose log probabilities are asked for are rows of their own, in one slot.
+        masked_rows: [num_masked] the rows whose grammar permits some tokens only.
+        masks: [num_masked, words] of them, a bit a token: whether it is permitted.
     """
 
     slots: Ints
@@ -74,6 +83,9 @@ class Batch(Struct, frozen=True):
     released_slots: list[int]
     new: list[NewSequence]
     query_len: int
+    targets: Ints = _NO_TARGETS
+    masked_rows: Ints = _NO_TARGETS
+    masks: Ints = _NO_TARGETS
 
     @property
     def num_seqs(self) -> int:
@@ -109,7 +121,7 @@ class StepResult(Struct, frozen=True):
     Attributes:
         token_ids: [num_seqs * tokens_per_step] the tokens of each row; undefined beyond its
             ``num_sampled``.  A negative id says why there is none, see ``ops.argmax``.
-        logprobs: of the same tokens, if a request wants them.
+        logprobs: of the same tokens, and of ``Batch.targets``, if a request wants them.
     """
 
     token_ids: Ints

@@ -26,7 +26,7 @@ def detect_hardware(device: str) -> Hardware:
         raise UserError(f"device=cuda: {why}; use --device cpu, or a machine with an NVIDIA GPU")
     if device == "cpu" or not has_gpu:
         return Hardware(device="cpu", name=platform.processor() or platform.machine())
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Hardware(
         device="cuda",
         name=properties.name,
@@ -34,4 +34,5 @@ def detect_hardware(device: str) -> Hardware:
         num_sms=properties.multi_processor_count,
         graphs="cuda",
         memory_bytes=properties.total_memory,
+        num_devices=torch.cuda.device_count(),
     )

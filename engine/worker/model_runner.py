@@ -22,6 +22,7 @@ from ...config import FEED, slot_mapping_of
 from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from ..messages.cache_group import CacheGroup
 from ..messages.step import Batch, Ints, Logprobs, StepResult
+from .peers import RankGroup
 from .sampler import OpTable, Sampled, Sampler
 
 
@@ -71,10 +72,14 @@ class LaunchedStep:
     logprobs: tuple[Tensor, ...] | None
     done: torch.cuda.Event | None
 
-    def result(self) -> StepResult:
-        """Wait for the step; returns its tokens and, where asked for, their logprobs."""
+    def wait(self) -> None:
+        """Wait for the step."""
         if self.done is not None:
             self.done.synchronize()
+
+    def result(self) -> StepResult:
+        """Wait for the step; returns its tokens and, where asked for, their logprobs."""
+        self.wait()
         token_ids = self.token_ids.numpy().copy()  # a later step writes there
         if self.logprobs is None:
             return StepResult(token_ids)
@@ -93,6 +98,8 @@ class ModelRunner:
         table: implementations of the ops that run outside of the program.
         block_size: tokens a KV block.
         groups: the layers' groups, each of which has a block table.
+        ranks: the ranks that run the same batches.  Rank 0 alone samples; its tokens go to the
+            others on the device, where the next step of each reads them.
     """
 
     def __init__(
@@ -106,7 +113,9 @@ class ModelRunner:
         *,
         block_size: int,
         groups: Sequence[CacheGroup],
+        ranks: RankGroup | None = None,
     ) -> None:
+        self._ranks = ranks
         self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
         self._buffers, self._sampler, self._ops = buffers, sampler, table
         self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
@@ -126,12 +135,19 @@ class ModelRunner:
         num_seqs = batch.num_seqs
         dispatch = self._dispatcher.choose(batch.num_tokens, num_seqs, query_len=batch.query_len)
         self.graphs.ensure(dispatch)
-        for sequence in batch.new:
-            self._sampler.admit(sequence)
+        samples = self._ranks is None or self._ranks.rank == 0
+        if samples:
+            for sequence in batch.new:
+                self._sampler.admit(sequence)
         self._write_inputs(batch, dispatch)
         logits = self._run(dispatch, num_seqs)
-        slots, seq_lens = (self._buffers.view(name, num_seqs) for name in ("slots", "seq_lens"))
-        return self._start_readback(self._sampler.sample(logits, batch, slots, seq_lens))
+        sampled = Sampled(self._sampler.last_tokens, None)
+        if samples:
+            slots, seq_lens = (self._buffers.view(name, num_seqs) for name in ("slots", "seq_lens"))
+            sampled = self._sampler.sample(logits, batch, slots, seq_lens)
+        if self._ranks is not None:
+            self._ranks.broadcast(self._sampler.last_tokens)
+        return self._start_readback(sampled)
 
     def check(self) -> None:
         """Wait for the device; raises if it can run nothing any more."""

@@ -6,7 +6,7 @@ A greedy batch takes one kernel; others are sampled with the parameters of each 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,7 @@ class _Rows:
     samples: npt.NDArray[np.bool_]
     draws: bool
     has_min_tokens: bool
+    has_bias: bool
     num_logprobs: int
     parameters: _RowParameters | None = None
 
@@ -138,7 +139,9 @@ _REQUEST = np.dtype(
         ("likeliest", np.bool_),  # is asked for, but where it is banned
         ("plain", np.bool_),  # nothing but the likeliest token, whatever came before
         ("num_logprobs", np.int64),  # -1: none are wanted
+        ("num_prompt_logprobs", np.int64),  # of the likeliest, in rows that have a target
         ("has_min_tokens", np.bool_),
+        ("has_bias", np.bool_),
         ("min_len", np.int64),  # of prompt and output; shorter sequences must not end
     ],
     align=True,
@@ -164,6 +167,8 @@ class Sampler:
         self._read = HostRing(self._device, self._max_num_seqs)
         self._slots = np.zeros(self._max_num_seqs, _REQUEST)
         self._stop_ids: dict[int, frozenset[int]] = {}
+        self._biases: dict[int, Mapping[int, float]] = {}
+        self._bits = torch.arange(32, dtype=torch.int32, device=self._device)
         self._num_admitted = 0
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
@@ -193,10 +198,13 @@ class Sampler:
             params.greedy and not params.has_penalties,
             params.plain_greedy and params.logprobs is None,
             -1 if params.logprobs is None else params.logprobs,
+            params.prompt_logprobs or 0,
             params.min_tokens > 0,
+            bool(params.logit_bias),
             min(sequence.num_prompt_tokens + params.min_tokens, 1 << 62),
         )
         self._stop_ids[slot] = sequence.stop_ids
+        self._biases[slot] = params.logit_bias or {}
         self._num_admitted += 1
         if not params.has_penalties:
             return
@@ -224,17 +232,23 @@ class Sampler:
             slots, seq_lens: [num_seqs] int32 on the device; a sequence's length is the position
                 of the token being sampled.
         """
-        if self._slots["plain"][batch.slots].all():
+        if not len(batch.targets) and self._slots["plain"][batch.slots].all():
             return Sampled(self._keep(self._ops("argmax", logits), slots), None)
         rows = self._rows_of(batch)
         banned = self._banned(batch, rows)
-        if rows.draws or banned:
+        if rows.draws or banned or rows.has_bias or len(batch.masked_rows):
             token_ids = self._sample(logits, batch, rows, banned, seq_lens)
         else:
             token_ids = self._ops("argmax", logits)
         logprobs = None
-        if rows.num_logprobs >= 0:
-            logprobs = self._ops("token_logprobs", logits, token_ids, rows.num_logprobs)
+        asked, num_logprobs = token_ids, rows.num_logprobs
+        if len(batch.targets):
+            targets = self._send(batch.targets.copy())
+            asked = torch.where(targets < 0, token_ids, targets)
+            wanted = rows.requests["num_prompt_logprobs"][batch.targets >= 0]
+            num_logprobs = max(num_logprobs, int(wanted.max()))
+        if num_logprobs >= 0:
+            logprobs = self._ops("token_logprobs", logits, asked, num_logprobs)
         return Sampled(self._keep(token_ids, slots), logprobs)
 
     def _keep(self, token_ids: Tensor, slots: Tensor) -> Tensor:
@@ -255,6 +269,7 @@ class Sampler:
                 samples=samples,
                 draws=bool((samples & ~requests["likeliest"]).any()),
                 has_min_tokens=bool(requests["has_min_tokens"].any()),
+                has_bias=bool((samples & requests["has_bias"]).any()),
                 num_logprobs=int(requests["num_logprobs"].max(initial=-1, where=samples)),
             )
         return self._rows
@@ -283,7 +298,8 @@ class Sampler:
             rows.parameters = self._upload(batch, rows)
         parameters = rows.parameters
         values = logits
-        if banned or parameters.penalty_slots is not None:
+        has_masks = bool(len(batch.masked_rows))
+        if has_masks or rows.has_bias or banned or parameters.penalty_slots is not None:
             values = logits.to(torch.float32, copy=True)
         if parameters.penalty_slots is not None:
             self._ops(
@@ -296,6 +312,10 @@ class Sampler:
                 parameters.frequency_penalty,
                 parameters.presence_penalty,
             )
+        if rows.has_bias:
+            self._add_biases(values, batch, rows)
+        if has_masks:
+            self._mask(values, batch)
         if banned:
             values.index_put_(tuple(self._send(banned, torch.long).unbind(1)), self._never)
         token_ids: Tensor = self._ops(
@@ -311,6 +331,25 @@ class Sampler:
         if parameters.penalty_slots is not None:
             self._ops("count_tokens", token_ids, parameters.penalty_slots, self._counts)
         return token_ids
+
+    def _add_biases(self, values: Tensor, batch: Batch, rows: _Rows) -> None:
+        """Add what requests ask for to logits [num_seqs, vocab]."""
+        entries = [
+            (row, token_id, bias)
+            for row in np.flatnonzero(rows.samples & rows.requests["has_bias"]).tolist()
+            for token_id, bias in self._biases[batch.slots[row]].items()
+        ]
+        at = self._send([entry[:2] for entry in entries], torch.long).unbind(1)
+        bias = self._send([entry[2] for entry in entries], torch.float32)
+        values.index_put_(tuple(at), bias, accumulate=True)
+
+    def _mask(self, values: Tensor, batch: Batch) -> None:
+        """Set the logits of tokens that a grammar forbids to -inf; values [num_seqs, vocab]."""
+        rows = self._send(batch.masked_rows.astype(np.int64))
+        words = self._send(batch.masks.copy()).unsqueeze(2)
+        allowed = (words >> self._bits & 1).flatten(1)[:, : values.shape[1]].bool()
+        masked = values.index_select(0, rows).masked_fill_(~allowed, -torch.inf)
+        values.index_copy_(0, rows, masked)
 
     def _upload(self, batch: Batch, rows: _Rows) -> _RowParameters:
         def column(name: str) -> Tensor:

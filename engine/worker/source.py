@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import ops
 from ...compiler.artifacts.factors import measured_factors, source_factors, toolchain_factors
 from ...compiler.artifacts.key import Key
 from ...compiler.artifacts.scratch import scratch_folder
@@ -41,6 +42,7 @@ _MODEL_SOURCES = (
     "model_executor/models",
     "model_executor/attention",
     "model_executor/layers.py",
+    "model_executor/experts.py",
     "model_executor/quant/scheme.py",
     "model_executor/cache_spec.py",
     "engine/worker/source.py",
@@ -109,11 +111,18 @@ def find_or_compile(
     config: ResolvedConfig,
     store: Store,
     *,
+    require: bool | None = None,
     before_build: Callable[[], object] = lambda: None,
     on_phase: Callable[[str], None],
     record: Record | None = None,
 ) -> Compiled:
-    """``compile()`` for a model; ``before_build`` is called if there is no artifact."""
+    """``compile()`` for a model.
+
+    Args:
+        require: refuse to build; as the options say if None.
+        before_build: called if there is no artifact.
+    """
+    take_tables(config)
 
     def source() -> Source:
         before_build()
@@ -125,7 +134,7 @@ def find_or_compile(
         key=artifact_key(spec, config),
         as_good=keys_as_good(spec, config),
         store=store,
-        require=config.store.require,
+        require=config.store.require if require is None else require,
         label=artifact_label(spec, config),
         device=config.hardware.device,
         sm=config.hardware.sm,
@@ -144,14 +153,25 @@ def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
         dtypes += f", {precision.quantization} weights"
     if precision.kv_cache_dtype != precision.dtype:
         dtypes += f", {precision.kv_cache_dtype} KV cache"
+    ranks = config.parallel.tensor_parallel_size
     return (
         f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}, "
-        f"{dtypes}, -O{config.compile.level}, {target}"
+        f"{dtypes}, -O{config.compile.level}, {target}{f', {ranks} ranks' if ranks > 1 else ''}"
     )
+
+
+def take_tables(config: ResolvedConfig) -> None:
+    """Have ops use the tuned tiles that the configuration has.
+
+    Raises:
+        UserError: this process uses others.
+    """
+    ops.take_expert_tables(config.compile.expert_tables)
 
 
 def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     """The module that is traced for ``spec``, with its example inputs."""
+    take_tables(config)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     short, layers = distinct_layers(spec)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import ops
 from ...compiler.capture.source import WEIGHTS
 from ...compiler.compiled import LOOKUPS, Compiled
 from ...compiler.lowering.check_kernels import check_kernels
@@ -42,14 +43,16 @@ from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
 from ...model_executor.loader import load_model, out_of_memory
 from ...model_executor.models.decoder import DecoderModel
+from ...model_executor.parallel import check_parallel
 from ...model_executor.quant.scheme import KINDS
 from ...model_executor.spec import ModelSpec, quantize_online
 from ..messages.cache_group import CacheGroup
 from ..messages.requests import CoreStats
 from .missing_kernels import say_where_csrc_is_missing
+from .peers import Alone, Peers
 from .progress import Progress
 from .source import (
-    artifact_store,
+    artifact_key,
     find_or_compile,
     kv_cache_name,
     module_arguments,
@@ -70,17 +73,19 @@ def read_model(
     folder = model_folder(options.model)
     spec = read_spec(folder)
     config = resolve(options, hardware, model_limits(spec))
+    check_parallel(spec, config.parallel.tensor_parallel_size)
     check_kernels(dict(config.compile.kernels))
     return folder, with_options(spec, config), config
 
 
 def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
-    """A checkpoint's spec with the precision of ``config``."""
+    """A checkpoint's spec with the precision and the ranks of ``config``."""
     precision = config.precision
     spec = replace(
         spec,
         dtype_name=precision.dtype,
         fp8_kv_cache=precision.kv_cache_dtype == "fp8_e4m3",
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
     )
     for kind in KINDS:
         if spec.quant is None and kind == precision.quantization:
@@ -99,8 +104,10 @@ def load_beside(
     config: ResolvedConfig,
     startup: StartupReport,
     progress: Progress,
+    rank: int = 0,
 ) -> Iterator[Future[DecoderModel]]:
-    """Load the model in a thread while the block runs; an error in the block stops the loading."""
+    """Load the model, or one rank's part of it, in a thread while the block runs; an error in the
+    block stops the loading."""
     stop = Event()
 
     @contextmanager
@@ -123,6 +130,7 @@ def load_beside(
                 load_format=config.model.load_format,
                 seed=config.model.seed,
                 progress=bar,
+                rank=rank,
             )
 
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
@@ -139,9 +147,12 @@ def compile_model(
     weights: Future[DecoderModel],
     startup: StartupReport,
     progress: Progress,
+    peers: Peers | None = None,
 ) -> Compiled:
     """Make the model a program with its weights bound.  The program is loaded or compiled while
-    the weights are read; at ``-O0`` it is the model as it is."""
+    the weights are read; at ``-O0`` it is the model as it is.  Of several ranks one compiles."""
+    peers = peers or Alone()
+    peers.agree(lambda: artifact_key(spec, config))
     if not config.compile.trace:
         names = [field.name for field in step_schema(len(spec.cache_groups)).program]
         names += [kv_cache_name(i) for i in range(spec.num_layers)]
@@ -152,18 +163,27 @@ def compile_model(
     def on_phase(phase: str) -> None:
         if weights.done():
             weights.result()  # a bad checkpoint ends the start now, not when compilation is done
+        peers.check()
         say(phase)
 
     with (
         startup.phase("compile"),
-        artifact_store(config.store) as store,
+        peers.store(config.store) as store,
         progress.status("Compiling", quiet=LOOKUPS) as say,
     ):
         # -O3 measures kernels, so the weights are loaded first and the device is idle.
         before_build = weights.result if config.compile.tune else lambda: None
         compiled = find_or_compile(
-            spec, config, store, before_build=before_build, on_phase=on_phase
+            spec,
+            config,
+            store,
+            require=config.store.require or peers.rank > 0,
+            before_build=before_build,
+            on_phase=on_phase,
         )
+        ops.KERNELS.sealed = config.store.require
+        assert compiled.artifact is not None
+        peers.share(compiled.artifact)
     say_where_csrc_is_missing(config.hardware)
     with startup.phase("wait for weights"):
         model = weights.result()

@@ -20,7 +20,7 @@ def process_age_s() -> float:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StartupPhase:
     """``begin_s`` counts from the start of the process; ``beside``: while other phases ran."""
 
     name: str
@@ -34,14 +34,14 @@ class StartupReport:
     """Phases in order of their end."""
 
     begin_s: float = field(default_factory=process_age_s)
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[StartupPhase] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str, *, beside: bool = False) -> Iterator[None]:
         """Time a phase; ``beside``: in a thread of its own, while others run."""
         begin_s, start = process_age_s(), time.perf_counter()
         yield
-        self.phases.append(Phase(name, begin_s, time.perf_counter() - start, beside))
+        self.phases.append(StartupPhase(name, begin_s, time.perf_counter() - start, beside))
 
     @property
     def seconds(self) -> dict[str, float]:

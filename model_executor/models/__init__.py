@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
-from .families import llama, mistral, qwen2, qwen3
-from .weight_names import DENSE_DECODER, ModulePart
+from .families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from .weight_names import DENSE_DECODER, MIXTRAL, QWEN_MOE, ModulePart
 
 
 @dataclass(frozen=True)
@@ -24,4 +24,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralForCausalLM": Architecture(mistral, DENSE_DECODER),
     "Qwen2ForCausalLM": Architecture(qwen2, DENSE_DECODER),
     "Qwen3ForCausalLM": Architecture(qwen3, DENSE_DECODER),
+    "MixtralForCausalLM": Architecture(mixtral, MIXTRAL),
+    "Qwen2MoeForCausalLM": Architecture(qwen2_moe, QWEN_MOE),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe, QWEN_MOE),
 }
+
+REFUSED: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "its attention is latent (MLA); of it, ops.route has the router",
+    "DeepseekV3ForCausalLM": "its attention is latent (MLA); of it, ops.route has the router",
+}
+"""Architectures of which a part is missing, and which."""

@@ -1,4 +1,4 @@
-"""The one decoder block: Llama, Mistral, Qwen2 and Qwen3 differ by ``ModelSpec`` alone.
+"""The one decoder block: Llama, Mistral, Mixtral and Qwen differ by ``ModelSpec`` alone.
 
 Residual adds and activations are written plainly; passes raise them to fused ops.  Sizes that
 depend on the batch are never read, so that one trace serves every batch.
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import ops
 from ...ops.rotary_cache import build_cos_sin_cache
 from ..attention import AttentionInputs
-from ..layers import Embedding, LMHead, RMSNorm, gate_up_linear, qkv_linear, row_linear
+from ..layers import Embedding, LMHead, RMSNorm, qkv_linear, row_linear
 from ..spec import ModelSpec
+from .moe import GatedMLP, MoE
 
 
 class Attention(nn.Module):
@@ -29,7 +29,8 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.sizes = [n * spec.head_dim for n in (spec.num_heads, *[spec.num_kv_heads] * 2)]
+        world = spec.tensor_parallel_size
+        self.sizes = [n * spec.head_dim for n in (spec.local_heads, *[spec.local_kv_heads] * 2)]
         self.scale = spec.head_dim**-0.5
         self.sliding_window = spec.sliding_windows[layer]
         self.cache_group = spec.cache_group(layer)
@@ -40,18 +41,20 @@ class Attention(nn.Module):
             spec.head_dim,
             bias=spec.qkv_bias,
             quant=spec.quant_of(layer, "attention.qkv"),
+            world=world,
         )
         self.o = row_linear(
-            self.sizes[0],
+            spec.num_heads * spec.head_dim,
             spec.hidden_size,
             bias=spec.o_bias,
             units=spec.num_heads,
             quant=spec.quant_of(layer, "attention.o"),
+            world=world,
         )
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else None
         # [2, num_kv_heads]: of keys and of values; ones unless the checkpoint knows better.
-        kv_scale = torch.ones(2, spec.num_kv_heads) if spec.fp8_kv_cache else None
+        kv_scale = torch.ones(2, spec.local_kv_heads) if spec.fp8_kv_cache else None
         self.register_buffer("kv_scale", kv_scale)
 
     def forward(
@@ -87,20 +90,17 @@ class Attention(nn.Module):
         return self.o(out_THD.view(-1, self.sizes[0]))  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    """SiLU-gated feed-forward (Shazeer, 2020)."""
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__()
-        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
-        quant = spec.quant_of(layer, "mlp.gate_up")
-        self.gate_up = gate_up_linear(hidden, inner, bias=bias, quant=quant)
-        quant = spec.quant_of(layer, "mlp.down")
-        self.down = row_linear(inner, hidden, bias=bias, quant=quant)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+def feed_forward(spec: ModelSpec, layer: int) -> nn.Module:
+    """A layer's experts, or its dense feed-forward."""
+    if spec.moe and spec.moe.layers[layer]:
+        return MoE(spec, spec.moe, layer)
+    return GatedMLP(
+        spec.hidden_size,
+        spec.intermediate_size,
+        bias=spec.mlp_bias,
+        quants=(spec.quant_of(layer, "mlp.gate_up"), spec.quant_of(layer, "mlp.down")),
+        world=spec.tensor_parallel_size,
+    )
 
 
 class DecoderLayer(nn.Module):
@@ -111,7 +111,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = Attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec, layer)
+        self.mlp = feed_forward(spec, layer)
 
     def forward(
         self,
@@ -134,15 +134,17 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
     groups differ, since they read other block tables."""
     unquantized = spec.quant.unquantized if spec.quant else ((),) * spec.num_layers
     numbers = [spec.cache_group(layer) for layer in range(spec.num_layers)]
-    layers = list(zip(spec.sliding_windows, unquantized, numbers, strict=True))
+    experts = spec.moe.layers if spec.moe else (False,) * spec.num_layers
+    layers = list(zip(spec.sliding_windows, unquantized, numbers, experts, strict=True))
     kinds = list(dict.fromkeys(layers))
-    windows, unquantized, groups = zip(*kinds, strict=True)
+    windows, unquantized, groups, experts = zip(*kinds, strict=True)
     short = replace(
         spec,
         num_layers=len(kinds),
         sliding_windows=windows,
         group_of_layer=groups,
         quant=replace(spec.quant, unquantized=unquantized) if spec.quant else None,
+        moe=replace(spec.moe, layers=experts) if spec.moe else None,
     )
     return short, tuple(kinds.index(layer) for layer in layers)
 
@@ -155,11 +157,12 @@ class DecoderModel(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size)
+        world = spec.tensor_parallel_size
+        self.embed = Embedding(spec.vocab_size, spec.hidden_size, world)
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         tied = self.embed if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied)
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied, world)
         # Computed, not loaded; float32 whatever the model's dtype, as positions need the bits.
         cache = build_cos_sin_cache(spec.rope, spec.head_dim, spec.max_position_embeddings)
         self.register_buffer("cos_sin_cache", cache, persistent=False)

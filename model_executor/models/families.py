@@ -5,14 +5,18 @@ Where a config leaves a field out, the default is that of the family's class in 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from ...config.routing import Routing
 from ..hf_json import HfConfig
-from ..spec import ModelSpec
+from ..spec import ModelSpec, MoESpec
 from .rope import effective_positions, rope_parameters
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Far above any model, and small enough that a damaged config does not take all memory.
-_MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM = 10_000, 2**16, 2**13
+_MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM, _MOST_EXPERTS = 10_000, 2**16, 2**13, 2**16
 
 
 def llama(config: HfConfig, architecture: str) -> ModelSpec:
@@ -55,6 +59,88 @@ def qwen3(config: HfConfig, architecture: str) -> ModelSpec:
     )
 
 
+def mixtral(config: HfConfig, architecture: str) -> ModelSpec:
+    """Mixtral: every layer has experts of ``intermediate_size``."""
+    layers = _num_layers(config)
+    windowed = config.values.get("sliding_window") is not None
+    window = config.integer("sliding_window") if windowed else 0
+    moe = MoESpec(
+        layers=(True,) * layers,
+        num_experts=config.integer("num_local_experts", 8, most=_MOST_EXPERTS),
+        intermediate_size=config.integer("intermediate_size"),
+        routing=Routing(config.integer("num_experts_per_tok", 2)),
+    )
+    spec = _dense(config, architecture, sliding_windows=(window,) * layers, eps=1e-5)
+    return _with_experts(config, spec, moe)
+
+
+def qwen2_moe(config: HfConfig, architecture: str) -> ModelSpec:
+    """Qwen1.5-MoE and Qwen2-MoE: a shared expert with a gate beside the chosen ones."""
+    moe = _qwen_experts(config, num_experts=60, top_k=4, intermediate_size=1408)
+    shared = config.integer("shared_expert_intermediate_size", 5632)
+    windows = _qwen_windows(config)
+    if config.values.get("layer_types") is None:  # every second of the lower layers
+        lower = config.integer("max_window_layers", 28, least=0)
+        window = _window(config)
+        windows = tuple(
+            window if i % 2 == 0 and i < lower else 0 for i in range(_num_layers(config))
+        )
+    spec = _dense(
+        config, architecture, qkv_bias=config.flag("qkv_bias", True), sliding_windows=windows
+    )
+    moe = replace(moe, shared_intermediate_size=shared, shared_gate=True)
+    return _with_experts(config, spec, moe)
+
+
+def qwen3_moe(config: HfConfig, architecture: str) -> ModelSpec:
+    """Qwen3-MoE: query and key are normalized by head, and no expert is shared."""
+    bias = config.flag("attention_bias", False)
+    layers = _num_layers(config)
+    spec = _dense(
+        config,
+        architecture,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        sliding_windows=(_window(config),) * layers,
+    )
+    moe = _qwen_experts(config, num_experts=128, top_k=8, intermediate_size=768)
+    return _with_experts(config, spec, moe)
+
+
+def _qwen_experts(
+    config: HfConfig, *, num_experts: int, top_k: int, intermediate_size: int
+) -> MoESpec:
+    """The experts of Qwen models, by default as many as these."""
+    layers = _num_layers(config)
+    dense: Any = config.values.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise config.error("mlp_only_layers", dense, f"a list of layers, 0 to {layers - 1}")
+    step = config.integer("decoder_sparse_step", 1)
+    field = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    return MoESpec(
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        num_experts=config.integer(field, num_experts, most=_MOST_EXPERTS),
+        intermediate_size=config.integer("moe_intermediate_size", intermediate_size),
+        routing=Routing(
+            config.integer("num_experts_per_tok", top_k),
+            renormalize=config.flag("norm_topk_prob", False),
+        ),
+    )
+
+
+def _with_experts(config: HfConfig, spec: ModelSpec, moe: MoESpec) -> ModelSpec:
+    """``spec`` with experts, or without if no layer has them."""
+    if not any(moe.layers):
+        return spec
+    if reason := moe.routing.why_not(moe.num_experts):
+        raise config.error(
+            "num_experts_per_tok", moe.routing.top_k, f"a router that can choose ({reason})"
+        )
+    return replace(spec, moe=moe)
+
+
 def _dense(
     config: HfConfig,
     architecture: str,
@@ -65,6 +151,7 @@ def _dense(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
+    eps: float = 1e-6,
 ) -> ModelSpec:
     hidden_act = config.text("hidden_act", "silu")
     if hidden_act != "silu":
@@ -89,7 +176,7 @@ def _dense(
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         max_position_embeddings=effective_positions(config, rope),
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6, least=0, most=1),
+        rms_norm_eps=config.number("rms_norm_eps", eps, least=0, most=1),
         rope=rope,
         hidden_act=hidden_act,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
@@ -112,13 +199,7 @@ def _num_layers(config: HfConfig) -> int:
 
 def _qwen_windows(config: HfConfig) -> tuple[int, ...]:
     """``layer_types`` decides when given, else ``max_window_layers``: full attention below it."""
-    layers = _num_layers(config)
-    window = 0
-    if (
-        config.flag("use_sliding_window", False)
-        and config.values.get("sliding_window", 0) is not None
-    ):
-        window = config.integer("sliding_window", 4096)
+    layers, window = _num_layers(config), _window(config)
     types = config.values.get("layer_types")
     if types is None:
         first = config.integer("max_window_layers", 28, least=0)
@@ -128,6 +209,14 @@ def _qwen_windows(config: HfConfig) -> tuple[int, ...]:
     if not fits or not all(isinstance(kind, str) and kind in known for kind in types):
         raise config.error("layer_types", types, f"{layers} of: {', '.join(known)}")
     return tuple(known[kind] for kind in types)
+
+
+def _window(config: HfConfig) -> int:
+    """The window of a Qwen model's layers that have one; 0: none has."""
+    used = config.flag("use_sliding_window", False)
+    if not used or config.values.get("sliding_window", 0) is None:
+        return 0
+    return config.integer("sliding_window", 4096)
 
 
 def _dtype(config: HfConfig) -> str:

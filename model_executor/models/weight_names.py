@@ -7,10 +7,17 @@ from typing import NamedTuple
 
 
 class ModulePart(NamedTuple):
-    """The module that holds a checkpoint tensor, and its part when the parameter is fused."""
+    """The module that holds a checkpoint tensor, its part when the parameter is fused, and its
+    expert when the parameter holds those of all experts."""
 
     module: str
     part: str = ""
+    expert: int | None = None
+
+    @property
+    def share(self) -> str:
+        """Names one expert's share of a parameter, behind the parameter's name."""
+        return "" if self.expert is None else f"[{self.expert}]"
 
 
 DENSE_DECODER: Mapping[str, ModulePart] = {
@@ -31,11 +38,52 @@ DENSE_DECODER: Mapping[str, ModulePart] = {
 }
 """Names without their last component, ``weight`` or ``bias``."""
 
+_QWEN_MOE: Mapping[str, ModulePart] = {
+    **DENSE_DECODER,
+    "model.layers.{}.mlp.gate": ModulePart("layers.{}.mlp.router"),
+    "model.layers.{}.mlp.shared_expert.gate_proj": ModulePart(
+        "layers.{}.mlp.shared.gate_up", "gate"
+    ),
+    "model.layers.{}.mlp.shared_expert.up_proj": ModulePart("layers.{}.mlp.shared.gate_up", "up"),
+    "model.layers.{}.mlp.shared_expert.down_proj": ModulePart("layers.{}.mlp.shared.down"),
+    "model.layers.{}.mlp.shared_expert_gate": ModulePart("layers.{}.mlp.shared_gate"),
+}
+QWEN_MOE: Mapping[str, ModulePart] = {
+    **_QWEN_MOE,
+    "model.layers.{}.mlp.experts.{}.gate_proj": ModulePart("layers.{}.mlp.experts.gate_up", "gate"),
+    "model.layers.{}.mlp.experts.{}.up_proj": ModulePart("layers.{}.mlp.experts.gate_up", "up"),
+    "model.layers.{}.mlp.experts.{}.down_proj": ModulePart("layers.{}.mlp.experts.down"),
+}
+"""A second ``{}`` stands for the expert's number."""
+MIXTRAL: Mapping[str, ModulePart] = {
+    **DENSE_DECODER,
+    "model.layers.{}.block_sparse_moe.gate": ModulePart("layers.{}.mlp.router"),
+    "model.layers.{}.block_sparse_moe.experts.{}.w1": ModulePart(
+        "layers.{}.mlp.experts.gate_up", "gate"
+    ),
+    "model.layers.{}.block_sparse_moe.experts.{}.w3": ModulePart(
+        "layers.{}.mlp.experts.gate_up", "up"
+    ),
+    "model.layers.{}.block_sparse_moe.experts.{}.w2": ModulePart("layers.{}.mlp.experts.down"),
+}
+FUSED_EXPERTS: Mapping[str, ModulePart] = {
+    **_QWEN_MOE,
+    "model.layers.{}.mlp.experts.gate_up_proj": ModulePart("layers.{}.mlp.experts.gate_up"),
+    "model.layers.{}.mlp.experts.down_proj": ModulePart("layers.{}.mlp.experts.down"),
+}
+"""As transformers 5 holds any of these models in memory, and writes them when asked to: one tensor
+for all experts, whose name has no last component."""
+
 
 def checkpoint_names(
-    weights: Mapping[str, ModulePart], num_layers: int
+    weights: Mapping[str, ModulePart], num_layers: int, num_experts: int = 0
 ) -> Iterator[tuple[str, ModulePart]]:
-    """Every name with its target, layer numbers filled in."""
+    """Every name with its target, numbers of layers and experts filled in."""
     for name, target in weights.items():
         for layer in range(num_layers if "{}" in name else 1):
-            yield name.format(layer), ModulePart(target.module.format(layer), target.part)
+            module = target.module.format(layer)
+            if name.count("{}") < 2:
+                yield name.format(layer), ModulePart(module, target.part)
+                continue
+            for expert in range(num_experts):
+                yield name.format(layer, expert), ModulePart(module, target.part, expert)

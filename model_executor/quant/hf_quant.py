@@ -15,7 +15,7 @@ from typing import Any
 from ...config.errors import UserError
 from ..hf_json import HfConfig, read_json
 from ..models.weight_names import ModulePart
-from .scheme import BLOCK, LINEARS, QuantKind, QuantScheme
+from .scheme import BLOCK, LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 _MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_KINDS: Mapping[str, QuantKind] = {
@@ -184,7 +184,8 @@ def _unquantized(
                 f"{section.path}: {section.prefix}* leaves {', '.join(left)} unquantized; expected "
                 f"all or none of {', '.join(module)}, which are one matrix here"
             )
+    every = (*LINEARS, *MOE_LINEARS)
     return tuple(
-        tuple(n for n in LINEARS if not all(parts.get(f"layers.{layer}.{n}", {}).values()))
+        tuple(n for n in every if not all(parts.get(f"layers.{layer}.{n}", {}).values()))
         for layer in range(num_layers)
     )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops._float8 import E4M3_MAX, to_e4m3
+from ..experts import ExpertLinear, OneExpert
 from ..layers import Linear
 from .scheme import BLOCK
 
@@ -24,8 +26,15 @@ DUMMY_INPUT_SCALE = 16 / E4M3_MAX
 products of weights with a standard deviation of 0.02, stay below."""
 
 
-def quantize_into(linear: Linear, weight: Tensor) -> None:
+Quantized: TypeAlias = Linear | ExpertLinear | OneExpert
+
+
+def quantize_into(linear: Quantized, weight: Tensor) -> None:
     """Fill an FP8 layer's weight and scale from ``weight``, of the same shape and device."""
+    if isinstance(linear, ExpertLinear):
+        for number, of_expert in enumerate(weight):
+            quantize_into(linear.expert(number), of_expert)
+        return
     quant = linear.quant
     assert quant is not None
     if not quant.rows:
@@ -62,7 +71,7 @@ class Staging(dict[str, Tensor]):
 
     def __init__(
         self,
-        linears: Mapping[str, Linear],
+        linears: Mapping[str, Quantized],
         params: Mapping[str, Tensor],
         parts: Iterable[str],
         dtype: torch.dtype,

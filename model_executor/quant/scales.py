@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ...config.errors import UserError
 from ..checkpoint import FLOATS, TensorInfo, open_checkpoint_file
+from ..experts import ExpertLinear, OneExpert
 from ..layers import Linear, Part, ShardRule
 from ..models.weight_names import ModulePart
 from .scheme import BLOCK
@@ -77,10 +78,12 @@ def scale_slots(
         UserError: a block of a weight's scales would span two of its parts, or two ranks.
     """
     for name, target in names:
-        module = modules.get(target.module)
-        if not isinstance(module, Linear):
+        module: Any = modules.get(target.module)
+        if isinstance(module, ExpertLinear) and target.expert is not None:
+            module = module.expert(target.expert)
+        if not isinstance(module, Linear | OneExpert):
             continue
-        if target.part in ("k", "v"):
+        if target.part in ("k", "v") and isinstance(module, Linear):
             attention = target.module.rpartition(".")[0]
             kv_scale = getattr(modules.get(attention), "kv_scale", None)
             if kv_scale is not None:
@@ -88,7 +91,8 @@ def scale_slots(
         if module.quant is None or online:
             continue
         if module.quant.static:
-            for buffer, kinds in (("weight_scale", _WEIGHT_SCALES), ("input_scale", _INPUT_SCALES)):
+            own = f"weight_scale{target.share}"
+            for buffer, kinds in ((own, _WEIGHT_SCALES), ("input_scale", _INPUT_SCALES)):
                 yield ScaleSlot(
                     tuple(f"{name}.{kind}" for kind in kinds),
                     f"{name}.weight",
@@ -100,7 +104,9 @@ def scale_slots(
             yield _weight_slot(name, target, module, rank, world)
 
 
-def _weight_slot(name: str, target: ModulePart, linear: Linear, rank: int, world: int) -> ScaleSlot:
+def _weight_slot(
+    name: str, target: ModulePart, linear: Linear | OneExpert, rank: int, world: int
+) -> ScaleSlot:
     per_block = linear.quant is not None and linear.quant.blocks
     if per_block:
         _check_blocks(name, target, linear.rules["weight"], rank, world)
@@ -111,7 +117,7 @@ def _weight_slot(name: str, target: ModulePart, linear: Linear, rank: int, world
     return ScaleSlot(
         tuple(f"{name}.{kind}" for kind in _WEIGHT_SCALES),
         f"{name}.weight",
-        f"{target.module}.weight_scale",
+        f"{target.module}.weight_scale{target.share}",
         (shape[0], shape[1]),
         _index(place.dim, place.source_start, place.length),
         _index(place.dim, place.dest_start, place.length),
@@ -218,7 +224,7 @@ def read_scales(
                 dest = buffers[slot.buffer][slot.dest]
                 part = scale[slot.source].to(dest.device)
                 dest.copy_(torch.maximum(dest, part) if slot.largest else part)
-                if slot.largest and slot.buffer.endswith("weight_scale"):
+                if slot.largest and "weight_scale" in slot.buffer:
                     own[slot.weight] = (scale.item(), dest)
     return {
         name: (scale, whole)

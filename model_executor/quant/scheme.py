@@ -54,6 +54,8 @@ FORMATS: Mapping[str, QuantFormat] = {
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 """What is quantized in a layer unless left out; never norms, embedding and ``lm_head``."""
+MOE_LINEARS = ("mlp.experts.gate_up", "mlp.experts.down", "mlp.shared.gate_up", "mlp.shared.down")
+"""The same of a layer with experts, in place of ``mlp``; never the router and the shared gate."""
 
 
 @dataclass(frozen=True)
@@ -66,5 +68,5 @@ class QuantScheme:
     online: bool = field(metadata=outside_key("values of weights never enter the code"))
 
     def kind_of(self, layer: int, linear: str) -> QuantKind | None:
-        """How one of ``LINEARS`` is quantized; None: not at all."""
+        """How one of ``LINEARS`` or ``MOE_LINEARS`` is quantized; None: not at all."""
         return None if linear in self.unquantized[layer] else self.kind

@@ -57,6 +57,5 @@ def gated_activation(
             "BLOCK": block,
         },
         num_warps=max(block // 256, 1),
-        programmatic=True,
     )
     return [launch], out

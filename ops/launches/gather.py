@@ -10,9 +10,19 @@ from .tiles import cdiv, next_power_of_2
 
 
 def gather_rows(
-    index: Tensor, table: Tensor, num_items: int, *, index_offset: int = 0, row_offset: int = 0
+    index: Tensor,
+    table: Tensor,
+    num_items: int,
+    *,
+    index_offset: int = 0,
+    row_offset: int = 0,
+    first: Tensor | None = None,
 ) -> tuple[list[Launch], Tensor]:
-    """``out[i] = table[clamp(index[i + index_offset] + row_offset)]``."""
+    """``out[i] = table[clamp(index[i + index_offset] + row_offset)]``.
+
+    With ``first`` [1] int32 the table's rows count from there, and rows outside of it are zeros
+    instead of clamped.
+    """
     num_rows, width = table.shape
     out = torch.empty((num_items, width), dtype=table.dtype, device=table.device)
     table = table if table.stride(1) == 1 else table.contiguous()
@@ -22,15 +32,20 @@ def gather_rows(
         grid=(num_items, cdiv(width, block)),
         args={
             "index_ptr": index,
+            "first_ptr": index if first is None else first,
             "table_ptr": table,
             "out_ptr": out,
             "num_rows": num_rows,
             "width": width,
             "table_stride": table.stride(0),
         },
-        constexprs={"INDEX_OFFSET": index_offset, "ROW_OFFSET": row_offset, "BLOCK": block},
+        constexprs={
+            "INDEX_OFFSET": index_offset,
+            "ROW_OFFSET": row_offset,
+            "IS_PART": first is not None,
+            "BLOCK": block,
+        },
         num_warps=min(max(block // 512, 1), 4),
         dynamic=("num_rows",),
-        programmatic=True,
     )
     return [launch], out

@@ -22,12 +22,17 @@ def dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def head_strides(name: str, x: Tensor) -> dict[str, int]:
-    """Kernel arguments: strides of a token and of a head."""
-    return {f"{name}_token_stride": x.stride(0), f"{name}_head_stride": x.stride(1)}
+def heads_args(name: str, x: Tensor) -> dict[str, Tensor | int]:
+    """The kernel argument ``name: Heads``."""
+    return {
+        f"{name}_ptr": x,
+        f"{name}_token_stride": x.stride(0),
+        f"{name}_head_stride": x.stride(1),
+    }
 
 
-def cache_strides(kv_cache: Tensor) -> dict[str, int]:
-    """Kernel arguments: strides of the paged cache but for its last dimension."""
+def cache_args(kv_cache: Tensor) -> dict[str, Tensor | int]:
+    """The kernel argument ``cache: PagedCache``."""
     names = ("block", "kv", "slot", "head")
-    return {f"cache_{name}_stride": kv_cache.stride(i) for i, name in enumerate(names)}
+    strides = {f"cache_{name}_stride": kv_cache.stride(i) for i, name in enumerate(names)}
+    return {"cache_ptr": kv_cache, **strides}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._launch import Launch
-from .heads import cache_strides, dense_heads, head_strides, heads_per_program
+from .heads import cache_args, dense_heads, heads_args, heads_per_program
 from .tiles import cdiv, next_power_of_2
 
 
@@ -20,15 +20,12 @@ def kv_store(
         kernel="kv_store:_kv_store_kernel",
         grid=(num_tokens, cdiv(num_heads, heads)),
         args={
-            "k_ptr": k,
-            "v_ptr": v,
-            "cache_ptr": kv_cache,
+            **heads_args("k", k),
+            **heads_args("v", v),
+            **cache_args(kv_cache),
             "slots_ptr": slot_mapping,
             "kv_scale_ptr": kv_scale,
             "num_heads": num_heads,
-            **head_strides("k", k),
-            **head_strides("v", v),
-            **cache_strides(kv_cache),
         },
         constexprs={
             "BLOCK_SIZE": kv_cache.shape[2],
@@ -37,6 +34,5 @@ def kv_store(
             "HEADS": heads,
         },
         num_warps=min(max(heads * dim_block // 256, 1), 4),
-        programmatic=True,
     )
     return [launch]

@@ -76,6 +76,5 @@ def linear(
         num_warps=num_warps,
         num_stages=num_stages,
         dynamic=("M",),
-        programmatic=True,
     )
     return [launch], out

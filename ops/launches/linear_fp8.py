@@ -124,9 +124,15 @@ def linear_fp8(
         grid=(tiles * splits,),
         args={
             "x_ptr": x,
+            "x_stride": x.stride(0),
             "x_scale_ptr": x_scale,
+            # The stride of a single row is arbitrary: pass 1, as if there were more rows.
+            "x_scale_row_stride": x_scale.stride(0) if m > 1 else 1,
+            "x_scale_group_stride": x_scale.stride(1),
             "weight_ptr": weight,
+            "weight_stride": weight.stride(0),
             "weight_scale_ptr": weight_scale.contiguous(),
+            "weight_scale_row": weight_scale.shape[1],
             "bias_ptr": bias,
             "out_ptr": out,
             "partial_ptr": partial,
@@ -135,12 +141,6 @@ def linear_fp8(
             "N": n,
             "K": k,
             "splits": splits,
-            "x_stride": x.stride(0),
-            # The stride of a single row is arbitrary: pass 1, as if there were more rows.
-            "x_scale_row": x_scale.stride(0) if m > 1 else 1,
-            "x_scale_group": x_scale.stride(1),
-            "weight_stride": weight.stride(0),
-            "weight_scale_row": weight_scale.shape[1],
         },
         constexprs={
             "SCHEME": scheme,
@@ -154,7 +154,6 @@ def linear_fp8(
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
-        dynamic=("M", "splits", "x_scale_group"),
-        programmatic=True,
+        dynamic=("M", "splits", "x_scale_group_stride"),
     )
     return [launch], out

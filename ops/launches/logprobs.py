@@ -63,7 +63,6 @@ def token_logprobs(
         },
         num_warps=4,
         dynamic=("splits", "num_keys", "num_logprobs"),
-        programmatic=True,
     )
     return [partial, *tops, reduce], (chosen, rank, top, top_ids)
 
@@ -92,7 +91,6 @@ def _logsumexp_partial(
         constexprs={"BLOCK": split.block},
         num_warps=4 if split.block <= 1024 else 8,
         dynamic=("num_blocks",),
-        programmatic=True,
     )
     return launch, scratch
 
@@ -117,5 +115,4 @@ def _top_partial(logits: Tensor, keys: Tensor, num_logprobs: int) -> Launch:
         constexprs={"BLOCK": block},
         num_warps=8,
         dynamic=("num_logprobs",),
-        programmatic=True,
     )

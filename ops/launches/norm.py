@@ -84,17 +84,17 @@ def _plan(
     tile, num_warps = row_tile(x, num_rows, residual is not None)
     args: dict[str, Any] = {
         "x_ptr": x_rows,
+        "x_outer_stride": x_outer,
+        "x_inner_stride": x_inner,
         "residual_ptr": None if residual is None else r_rows,
+        "residual_outer_stride": r_outer,
+        "residual_inner_stride": r_inner,
         "weight_ptr": weight,
         "out_ptr": out,
         "residual_out_ptr": residual_out,
         "num_rows": num_rows,
         "inner": inner,
         "hidden": hidden,
-        "x_outer_stride": x_outer,
-        "x_inner_stride": x_inner,
-        "residual_outer_stride": r_outer,
-        "residual_inner_stride": r_inner,
         "eps": eps,
         "weight_offset": weight_offset,
     }
@@ -105,7 +105,6 @@ def _plan(
         constexprs={"ADD": residual is not None, **tile},
         num_warps=num_warps,
         dynamic=("num_rows",),
-        programmatic=True,
     )
     return launch, out, residual_out
 

@@ -6,7 +6,7 @@ Nothing in them depends on values on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,32 +32,44 @@ def _check_layout(q: Tensor, kv_cache: Tensor, block_table: Tensor, out: Tensor)
         raise ValueError("paged_attention needs contiguous out, kv_cache and block_table rows")
 
 
+class AttentionArgs(NamedTuple):
+    """The arguments of the op ``paged_attention``."""
+
+    q: Any
+    kv_cache: Any
+    block_table: Any
+    seq_lens: Any
+    query_start_loc: Any
+    out: Any
+    scale: float
+    sliding_window: int
+    soft_cap: float
+    kv_scale: Any = None
+    out_scale: Any = None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one query."""
+        return len(self.q) == len(self.seq_lens)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (len(self.q) and len(self.seq_lens))
+
+
 @dataclass(frozen=True)
-class _Call:
-    """The arguments of a call that both kernels take."""
+class _KernelArgs:
+    """What both kernels take."""
 
     plan: AttentionPlan
-    tensors: dict[str, Tensor | None]
+    tensors: dict[str, Tensor | int | None]
     numbers: dict[str, int | float]
     flags: dict[str, bool]
     dynamic: tuple[str, ...] = ("num_seqs", "table_stride", "window")
 
 
-def _call(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    scale: float,
-    sliding_window: int,
-    soft_cap: float,
-    kv_scale: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    *,
-    invariant: bool = False,
-) -> _Call:
+def _kernel_args(call: AttentionArgs, *, invariant: bool = False) -> _KernelArgs:
+    q, kv_cache, block_table, out = call.q, call.kv_cache, call.block_table, call.out
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, max_blocks = block_table.shape
     _, _, block_size, kv_heads, _ = kv_cache.shape
@@ -69,21 +81,21 @@ def _call(
         )
     tensors = {
         "q_ptr": q,
-        "kv_ptr": kv_cache,
+        "q_stride": q.stride(0),
         "table_ptr": block_table,
-        "seq_lens_ptr": seq_lens,
-        "query_start_ptr": query_start_loc,
+        "table_stride": block_table.stride(0),
+        "kv_ptr": kv_cache,
+        "seq_lens_ptr": call.seq_lens,
+        "query_start_ptr": call.query_start_loc,
         "out_ptr": out,
-        "kv_scale_ptr": kv_scale,
-        "out_scale_ptr": out_scale,
+        "kv_scale_ptr": call.kv_scale,
+        "out_scale_ptr": call.out_scale,
     }
     numbers = {
         "num_seqs": num_seqs,
-        "q_stride": q.stride(0),
-        "table_stride": block_table.stride(0),
-        "scale": scale,
-        "window": sliding_window,
-        "soft_cap": soft_cap,
+        "scale": call.scale,
+        "window": call.sliding_window,
+        "soft_cap": call.soft_cap,
     }
     made = plan(
         num_tokens,
@@ -98,30 +110,30 @@ def _call(
         programs_at_once(q.device),
         invariant,
     )
-    flags = {"HAS_WINDOW": sliding_window > 0, "HAS_CAP": soft_cap > 0}
-    return _Call(made, tensors, numbers, flags)
+    flags = {"HAS_WINDOW": call.sliding_window > 0, "HAS_CAP": call.soft_cap > 0}
+    return _KernelArgs(made, tensors, numbers, flags)
 
 
 def decode(*args: Any) -> list[Launch]:
     """The launch for sequences with one query, of the op's arguments."""
-    if not _has_work(*args):
+    call = AttentionArgs(*args)
+    if call.is_empty:
         return []
-    call = _call(*args)
-    p, device = call.plan, args[0].device
+    given = _kernel_args(call)
+    p, device = given.plan, call.q.device
     splits = {"max_splits": p.max_splits, "partial_rows": p.partial_rows}
     scratch = torch.empty(p.scratch_numel, dtype=torch.float32, device=device)
     launch = Launch(
         "paged_attention:_decode_kernel",
         p.decode_grid,
-        call.tensors
+        given.tensors
         | {"scratch_ptr": scratch, "counter_ptr": _counters(device)}
         | splits
-        | call.numbers,
-        p.decode_constexprs | call.flags,
+        | given.numbers,
+        p.decode_constexprs | given.flags,
         p.decode_warps,
         p.decode_stages,
-        (*call.dynamic, *splits),
-        programmatic=True,
+        (*given.dynamic, *splits),
     )
     return [launch]
 
@@ -132,36 +144,32 @@ def prefill(*args: Any, invariant: bool = False) -> list[Launch]:
 
     ``invariant``: for all sequences, in tiles that do not depend on the batch: then a query's bits
     follow from its own context."""
-    if not _has_work(*args):
+    call = AttentionArgs(*args)
+    if call.is_empty:
         return []
-    call = _call(*args, invariant=invariant)
-    p = call.plan
-    fewest = 1 if invariant or len(args[2]) == 1 else 2
+    given = _kernel_args(call, invariant=invariant)
+    p = given.plan
+    fewest = 1 if invariant or len(call.seq_lens) == 1 else 2
     launch = Launch(
         "paged_attention:_prefill_kernel",
         p.prefill_grid,
-        call.tensors | call.numbers,
-        p.prefill_constexprs | call.flags | {"FEWEST": fewest},
+        given.tensors | given.numbers,
+        p.prefill_constexprs | given.flags | {"FEWEST": fewest},
         p.prefill_warps,
         p.prefill_stages,
-        call.dynamic,
-        programmatic=True,
+        given.dynamic,
         max_registers=p.prefill_registers,
     )
     return [launch]
 
 
-def _has_work(q: Tensor, kv_cache: Tensor, block_table: Tensor, *rest: Any) -> bool:
-    return len(q) > 0 and len(block_table) > 0
-
-
 def paged_attention(*args: Any, invariant: bool = False) -> tuple[list[Launch], None]:
     """All launches of one call, of the op's arguments."""
-    num_tokens, num_seqs = len(args[0]), len(args[2])
+    call = AttentionArgs(*args)
     if invariant:
         return prefill(*args, invariant=True), None
-    if num_tokens == num_seqs:
+    if call.is_decode:
         return decode(*args), None
-    if num_seqs == 1:
+    if len(call.seq_lens) == 1:
         return prefill(*args), None
     return [*prefill(*args), *decode(*args)], None

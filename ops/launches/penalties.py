@@ -16,10 +16,10 @@ def apply_penalties(
     output_counts: Tensor,
     prompt_mask: Tensor,
     slots: Tensor,
-    repetition_penalty: Tensor,
-    frequency_penalty: Tensor,
-    presence_penalty: Tensor,
+    *penalties: Tensor,
 ) -> Launch:
+    """``penalties``: repetition, frequency and presence, as of the op."""
+    repetition, frequency, presence = penalties
     num_seqs, vocab = logits.shape
     for name, rows in [("logits", logits), ("counts", output_counts), ("mask", prompt_mask)]:
         if rows.stride(-1) != 1 or rows.shape[-1] != vocab:
@@ -36,9 +36,9 @@ def apply_penalties(
             "counts_ptr": output_counts,
             "prompt_mask_ptr": prompt_mask.view(torch.int8),
             "slots_ptr": slots,
-            "repetition_ptr": repetition_penalty,
-            "frequency_ptr": frequency_penalty,
-            "presence_ptr": presence_penalty,
+            "repetition_ptr": repetition,
+            "frequency_ptr": frequency,
+            "presence_ptr": presence,
             "vocab": vocab,
             "logits_stride": logits.stride(0),
             "counts_stride": output_counts.stride(0),
@@ -46,7 +46,6 @@ def apply_penalties(
         },
         constexprs={"BLOCK": block},
         num_warps=8,
-        programmatic=True,
     )
 
 
@@ -67,5 +66,4 @@ def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Lau
         constexprs={"BLOCK": _COUNT_BLOCK},
         num_warps=4,
         dynamic=("num_tokens",),
-        programmatic=True,
     )

@@ -99,7 +99,6 @@ def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> tuple[list[
         },
         num_warps=min(max(tile_rows * block // elements, 1), 32),
         dynamic=("num_rows",),
-        programmatic=True,
     )
     return [launch], results
 
@@ -138,7 +137,6 @@ def _quantize_split(
             "BLOCK": _SPLIT_BLOCK,
         },
         num_warps=4,
-        programmatic=True,
     )
 
 
@@ -167,21 +165,20 @@ def norm_quantize(
         grid=(grid,),
         args={
             "x_ptr": x,
+            "x_stride": x.stride(0),
             "residual_ptr": added,
+            "residual_stride": 0 if added is None else added.stride(0),
             "weight_ptr": weight,
             "q_ptr": results[0],
             "scale_ptr": scheme if isinstance(scheme, Tensor) else results[1],
             "residual_out_ptr": total,
             "num_rows": rows,
             "hidden": hidden,
-            "x_stride": x.stride(0),
-            "residual_stride": 0 if added is None else added.stride(0),
             "eps": eps,
         },
         constexprs={"ADD": added is not None, "GROUP": _group(scheme, tile["BLOCK"]), **tile},
         num_warps=num_warps,
         dynamic=("num_rows",),
-        programmatic=True,
         max_registers=registers,
     )
     return [launch], results if total is None else (*results, total)

@@ -5,27 +5,36 @@ Heads of q, and of k with v, share one grid.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from .._launch import Launch
-from .heads import cache_strides, dense_heads, head_strides, heads_per_program
+from .heads import cache_args, dense_heads, heads_args, heads_per_program
 from .tiles import cdiv, next_power_of_2
 
 
-def rope_kv_store(
-    positions: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos_sin_cache: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    kv_scale: Tensor | None = None,
-) -> tuple[list[Launch], Tensor]:
+class RopeStoreArgs(NamedTuple):
+    """The arguments of the op ``rope_kv_store``."""
+
+    positions: Any
+    q: Any
+    k: Any
+    v: Any
+    cos_sin_cache: Any
+    kv_cache: Any
+    slot_mapping: Any
+    q_weight: Any = None
+    k_weight: Any = None
+    eps: float = 0.0
+    kv_scale: Any = None
+
+
+def rope_kv_store(*args: Any) -> tuple[list[Launch], Tensor]:
+    """The launch of a call of the op, and its result."""
+    call = RopeStoreArgs(*args)
+    q, k, v, cos_sin_cache, kv_cache = call[1:6]
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -37,24 +46,20 @@ def rope_kv_store(
         kernel="rope_kv_store:_rope_kv_store_kernel",
         grid=(num_tokens, cdiv(num_q_heads, heads) + cdiv(num_kv_heads, heads)),
         args={
-            "positions_ptr": positions,
-            "q_ptr": q,
-            "k_ptr": k,
-            "v_ptr": v,
+            "positions_ptr": call.positions,
+            **heads_args("q", q),
+            **heads_args("k", k),
+            **heads_args("v", v),
+            **cache_args(kv_cache),
             "table_ptr": cos_sin_cache,
-            "cache_ptr": kv_cache,
-            "slots_ptr": slot_mapping,
-            "q_weight_ptr": q_weight,
-            "k_weight_ptr": k_weight,
-            "kv_scale_ptr": kv_scale,
+            "slots_ptr": call.slot_mapping,
+            "q_weight_ptr": call.q_weight,
+            "k_weight_ptr": call.k_weight,
+            "kv_scale_ptr": call.kv_scale,
             "q_out_ptr": q_out,
             "num_q_heads": num_q_heads,
             "max_position": cos_sin_cache.shape[0],
-            **head_strides("q", q),
-            **head_strides("k", k),
-            **head_strides("v", v),
-            **cache_strides(kv_cache),
-            "eps": eps,
+            "eps": call.eps,
         },
         constexprs={
             "KV_HEADS": num_kv_heads,
@@ -68,6 +73,5 @@ def rope_kv_store(
         },
         num_warps=min(max(heads * half_block // 256, 1), 4),
         dynamic=("max_position",),
-        programmatic=True,
     )
     return [launch], q_out

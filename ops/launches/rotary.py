@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._launch import Launch
-from .heads import dense_heads, head_strides, heads_per_program
+from .heads import dense_heads, heads_args, heads_per_program
 from .tiles import cdiv, next_power_of_2
 
 
@@ -31,16 +31,14 @@ def rotary_embedding(
     heads = heads_per_program(num_tokens, max(num_q_heads, num_k_heads), few=4)
     args: dict[str, Any] = {
         "positions_ptr": positions,
-        "q_ptr": q,
-        "k_ptr": k,
+        **heads_args("q", q),
+        **heads_args("k", k),
         "cache_ptr": cos_sin_cache,
         "q_out_ptr": q_out,
         "k_out_ptr": k_out,
         "num_q_heads": num_q_heads,
         "num_k_heads": num_k_heads,
         "max_position": cos_sin_cache.shape[0],
-        **head_strides("q", q),
-        **head_strides("k", k),
     }
     launch = Launch(
         kernel="rotary:_rotary_kernel",
@@ -57,6 +55,5 @@ def rotary_embedding(
         },
         num_warps=min(max(heads * half_block // 256, 1), 4),
         dynamic=("max_position",),
-        programmatic=True,
     )
     return [launch], (q_out, k_out)

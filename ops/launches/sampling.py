@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,6 @@ def _argmax_launches(
         constexprs={"SAMPLE": draw, "FILTER": filtered, "BLOCK": split.block},
         num_warps=4 if split.block <= 1024 else 8,
         dynamic=("num_blocks",),
-        programmatic=True,
     )
     reduce = Launch(
         kernel="sampling:_argmax_reduce_kernel",
@@ -77,7 +77,6 @@ def _argmax_launches(
         constexprs={"BLOCK": split.lanes},
         num_warps=1,
         dynamic=("splits",),
-        programmatic=True,
     )
     return [partial, reduce], out
 
@@ -93,18 +92,13 @@ def _search_rounds(dtype: torch.dtype) -> int:
     return {torch.bfloat16: 8, torch.float16: 10}.get(dtype, 16)  # 16, 19 -> 20 and 32 bits
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[list[Launch], Tensor]:
+def sample(logits: Tensor, temperature: Tensor, *rest: Any) -> tuple[list[Launch], Tensor]:
+    """``rest``: top_k, top_p, min_p, seeds and positions, as of the op."""
     logits = rows_of(logits)
     num_seqs, vocab = logits.shape
-    filtered = not (top_k is None and top_p is None and min_p is None)
+    *given, seeds, positions = rest
+    filters = dict(zip(("top_k", "top_p", "min_p"), given, strict=True))
+    filtered = any(values is not None for values in given)
     threshold = torch.empty_like(temperature) if filtered else temperature
     sampling_args = {
         "temperature_ptr": temperature,
@@ -122,21 +116,16 @@ def sample(
         args={
             "logits_ptr": logits,
             "temperature_ptr": temperature,
-            "top_k_ptr": temperature if top_k is None else top_k,
-            "top_p_ptr": temperature if top_p is None else top_p,
-            "min_p_ptr": temperature if min_p is None else min_p,
+            **{f"{n}_ptr": temperature if v is None else v for n, v in filters.items()},
             "threshold_ptr": threshold,
             "vocab": vocab,
             "row_stride": logits.stride(0),
         },
         constexprs={
-            "HAS_TOP_K": top_k is not None,
-            "HAS_TOP_P": top_p is not None,
-            "HAS_MIN_P": min_p is not None,
+            **{f"HAS_{name.upper()}": v is not None for name, v in filters.items()},
             "ROUNDS": _search_rounds(logits.dtype),
             "BLOCK": block,
         },
         num_warps=max(block // 256, 1),
-        programmatic=True,
     )
     return [search, *launches], out

@@ -43,7 +43,6 @@ def write_inputs(
             "BLOCK": _BLOCK,
         },
         dynamic=tuple(sizes),
-        programmatic=True,
     )
     return [launch]
 
@@ -63,6 +62,5 @@ def keep_tokens(
         args={**args, "num_seqs": slots.shape[0]},
         constexprs={"BLOCK": _BLOCK},
         dynamic=("num_seqs",),
-        programmatic=True,
     )
     return [launch]

@@ -21,7 +21,7 @@ from ..conformance import ConformanceError
 from ..gated_act import GATED_ACTS
 from ..norm import NORMS
 from ..quantize import QUANTIZE
-from . import attention, linear, norms, tokens
+from . import attention, experts, linear, norms, tokens
 from ._call import Array, Call, Oracle, decode
 
 ORACLES: dict[str, Oracle] = {
@@ -34,6 +34,11 @@ ORACLES: dict[str, Oracle] = {
     "paged_attention": attention.paged_attention,
     "linear": linear.linear,
     "linear_add_norm_linear": linear.linear_add_norm_linear,
+    "route": experts.route,
+    "expert_linear": experts.expert_linear,
+    "combine_experts": experts.combine_experts,
+    "fused_moe": experts.fused_moe,
+    "linear_add_norm_moe": experts.linear_add_norm_moe,
     "embedding": tokens.embedding,
     "gather_last_token": tokens.gather_last_token,
     "argmax": tokens.argmax,

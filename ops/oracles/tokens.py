@@ -163,8 +163,12 @@ def write_inputs(call: Call) -> Expected:
 
 
 def embedding(call: Call) -> Expected:
-    weight = call["weight"]
-    rows = [weight[min(max(i, 0), len(weight) - 1)] for i in call["ids"].tolist()]
+    weight, ids = call["weight"], call["ids"].tolist()
+    if call["first_id"] is not None:
+        table = dict(enumerate(weight, start=int(call["first_id"][0])))
+        rows = [table.get(i, np.zeros_like(weight[0])) for i in ids]
+    else:
+        rows = [weight[min(max(i, 0), len(weight) - 1)] for i in ids]
     return {0: np.array(rows).reshape(len(rows), weight.shape[1])}
 
 

@@ -14,6 +14,7 @@ from .dependent import wait_for_previous
 @triton.jit
 def _gather_rows_kernel(
     index_ptr,
+    first_ptr,
     table_ptr,
     out_ptr,
     num_rows,
@@ -21,6 +22,7 @@ def _gather_rows_kernel(
     table_stride,
     INDEX_OFFSET: tl.constexpr,
     ROW_OFFSET: tl.constexpr,
+    IS_PART: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
@@ -28,7 +30,12 @@ def _gather_rows_kernel(
     item = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(index_ptr + item + INDEX_OFFSET).to(tl.int64)
-    row = tl.minimum(tl.maximum(row + ROW_OFFSET, 0), num_rows - 1)
     mask = cols < width
-    value = tl.load(table_ptr + row * table_stride + cols, mask=mask)
+    if IS_PART:
+        row -= tl.load(first_ptr).to(tl.int64)
+        is_here = (row >= 0) & (row < num_rows)
+        value = tl.load(table_ptr + row * table_stride + cols, mask=mask & is_here, other=0.0)
+    else:
+        row = tl.minimum(tl.maximum(row + ROW_OFFSET, 0), num_rows - 1)
+        value = tl.load(table_ptr + row * table_stride + cols, mask=mask)
     tl.store(out_ptr + item * width + cols, value, mask=mask)

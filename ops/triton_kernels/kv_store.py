@@ -11,24 +11,17 @@ import triton.language as tl
 
 from .dependent import wait_for_previous
 from .float8 import scaled_as
+from .groups import Heads, PagedCache
 
 
 @triton.jit
 def _kv_store_kernel(
-    k_ptr,
-    v_ptr,
-    cache_ptr,
+    k: Heads,
+    v: Heads,
+    cache: PagedCache,
     slots_ptr,
     kv_scale_ptr,
     num_heads,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    cache_block_stride,
-    cache_kv_stride,
-    cache_slot_stride,
-    cache_head_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -44,14 +37,14 @@ def _kv_store_kernel(
     col = tl.arange(0, DIM_BLOCK)[None, :]
     exists = head < num_heads
     mask = exists & (col < HEAD_DIM)
-    k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + col, mask=mask)
-    v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + col, mask=mask)
+    new_k = tl.load(k.ptr + token * k.token_stride + head * k.head_stride + col, mask=mask)
+    new_v = tl.load(v.ptr + token * v.token_stride + head * v.head_stride + col, mask=mask)
     block = slot // BLOCK_SIZE
     within = slot % BLOCK_SIZE
-    base = cache_ptr + block * cache_block_stride + within * cache_slot_stride
-    rows = base + head * cache_head_stride + col
-    dtype: tl.constexpr = cache_ptr.dtype.element_ty
-    k = scaled_as(k, kv_scale_ptr, head, exists, dtype)
-    v = scaled_as(v, kv_scale_ptr, num_heads + head, exists, dtype)
-    tl.store(rows, k, mask=mask)
-    tl.store(rows + cache_kv_stride, v, mask=mask)
+    base = cache.ptr + block * cache.block_stride + within * cache.slot_stride
+    rows = base + head * cache.head_stride + col
+    dtype: tl.constexpr = cache.ptr.dtype.element_ty
+    new_k = scaled_as(new_k, kv_scale_ptr, head, exists, dtype)
+    new_v = scaled_as(new_v, kv_scale_ptr, num_heads + head, exists, dtype)
+    tl.store(rows, new_k, mask=mask)
+    tl.store(rows + cache.kv_stride, new_v, mask=mask)

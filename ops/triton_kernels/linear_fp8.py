@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .dependent import prefetch, wait_for_previous
+from .groups import Rows, Scales
 
 
 @triton.jit
@@ -82,11 +83,10 @@ def _store_scaled(
 
 @triton.jit
 def _linear_fp8_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr,
-    M, N, K, splits, x_stride, x_scale_row, x_scale_group, weight_stride, weight_scale_row,
-    SCHEME: tl.constexpr, SWAPPED: tl.constexpr, WHOLE_STEPS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr
+    x: Rows, x_scale: Scales, weight: Rows, weight_scale_ptr, weight_scale_row, bias_ptr, out_ptr,
+    partial_ptr, counter_ptr, M, N, K, splits, SCHEME: tl.constexpr, SWAPPED: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """out = (x * x_scale) @ (weight * weight_scale).T + bias.
 
@@ -104,7 +104,7 @@ def _linear_fp8_kernel(
     cols = first_col + tl.arange(0, BLOCK_N)
     # Rows and columns outside are read as the last ones, and not written.
     read_rows = tl.minimum(rows, M - 1)
-    weight_rows = weight_ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * weight_stride
+    weight_rows = weight.ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * weight.stride
     steps = tl.cdiv(K, BLOCK_K)
     first, last = 0, steps
     if partial_ptr is not None:
@@ -115,28 +115,30 @@ def _linear_fp8_kernel(
         prefetch(weight_rows + line[None, :])
     wait_for_previous(PROGRAMMATIC)
     depth = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + read_rows.to(tl.int64)[:, None] * x_stride + depth[None, :]
+    x_at = x.ptr + read_rows.to(tl.int64)[:, None] * x.stride + depth[None, :]
     weight_at = weight_rows + depth[None, :]
-    x_scales = x_scale_ptr + read_rows * x_scale_row
+    x_scales = x_scale.ptr + read_rows * x_scale.row_stride
     weight_scales = weight_scale_ptr + first_col // 128 * weight_scale_row
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
     scale = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if SCHEME == "block":
-        scale = tl.load(x_scales + first * x_scale_group) * tl.load(weight_scales + first)
+        scale = tl.load(x_scales + first * x_scale.group_stride) * tl.load(weight_scales + first)
     for step in range(first, last):
         start = step * BLOCK_K
         inside = None if WHOLE_STEPS else (start + depth < K)[None, :]
         other = None if WHOLE_STEPS else 0.0
-        x = tl.load(x_at + start, mask=inside, other=other)
+        a = tl.load(x_at + start, mask=inside, other=other)
         w = tl.load(weight_at + start, mask=inside, other=other)
         if SCHEME == "block":
-            partial = _mma(x, w, tl.zeros_like(total), SWAPPED, BLOCK_K)
+            partial = _mma(a, w, tl.zeros_like(total), SWAPPED, BLOCK_K)
             total += partial * (scale[None, :] if SWAPPED else scale[:, None])
             # Load the next step's scales now, so that no step waits for its own.
             ahead = tl.minimum(step + 1, steps - 1)
-            scale = tl.load(x_scales + ahead * x_scale_group) * tl.load(weight_scales + ahead)
+            scale = tl.load(x_scales + ahead * x_scale.group_stride) * tl.load(
+                weight_scales + ahead
+            )
         else:
-            total = _mma(x, w, total, SWAPPED, BLOCK_K)
+            total = _mma(a, w, total, SWAPPED, BLOCK_K)
     if SWAPPED:
         total = tl.trans(total)
     whole = True
@@ -146,6 +148,6 @@ def _linear_fp8_kernel(
         )
     if whole:
         _store_scaled(
-            total, rows, cols, M, N, x_scales, x_scale_ptr, weight_scale_ptr, bias_ptr, out_ptr,
+            total, rows, cols, M, N, x_scales, x_scale.ptr, weight_scale_ptr, bias_ptr, out_ptr,
             SCHEME
         )  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .dependent import start_next_and_wait
 from .float8 import to_float32
+from .groups import InnerRows
 
 
 @triton.jit
@@ -37,18 +38,14 @@ def sum_of_squares(x, AS_WARPS: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
+    x: InnerRows,
+    residual: InnerRows,
     weight_ptr,
     out_ptr,
     residual_out_ptr,
     num_rows,
     inner,
     hidden,
-    x_outer_stride,
-    x_inner_stride,
-    residual_outer_stride,
-    residual_inner_stride,
     eps,
     weight_offset,
     ADD: tl.constexpr,
@@ -68,19 +65,19 @@ def _rms_norm_kernel(
         mask = mask & (row < num_rows)[:, None]
     outer = row // inner
     within = row % inner
-    x_row = outer * x_outer_stride + within * x_inner_stride
+    x_row = outer * x.outer_stride + within * x.inner_stride
     dense = row[:, None] * width + cols[None, :]
     # The weight is loaded before the reduction so that its latency hides behind the row's.
     weight = tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)
-    x = to_float32(tl.load(x_ptr + x_row[:, None] + cols[None, :], mask=mask, other=0.0))
+    total = to_float32(tl.load(x.ptr + x_row[:, None] + cols[None, :], mask=mask, other=0.0))
     if ADD:
-        r_row = outer * residual_outer_stride + within * residual_inner_stride
-        residual = tl.load(residual_ptr + r_row[:, None] + cols[None, :], mask=mask, other=0.0)
-        total = (x + to_float32(residual)).to(out_ptr.dtype.element_ty)
-        tl.store(residual_out_ptr + dense, total, mask=mask)
-        x = to_float32(total)
-    scale = tl.rsqrt(sum_of_squares(x, AS_WARPS) / width + eps)
-    normed = x * scale[:, None]
+        r_row = outer * residual.outer_stride + within * residual.inner_stride
+        added = tl.load(residual.ptr + r_row[:, None] + cols[None, :], mask=mask, other=0.0)
+        rounded = (total + to_float32(added)).to(out_ptr.dtype.element_ty)
+        tl.store(residual_out_ptr + dense, rounded, mask=mask)
+        total = to_float32(rounded)
+    scale = tl.rsqrt(sum_of_squares(total, AS_WARPS) / width + eps)
+    normed = total * scale[:, None]
     if weight_offset is None:
         # Rounded before the weight, as the reference; the product in float32 then rounds only once.
         normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)

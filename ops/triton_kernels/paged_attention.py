@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .dependent import start_next_and_wait, wait_for_previous
 from .float8 import stored_as
+from .groups import Rows
 
 # Finite, so that rows whose tile is fully masked give exp2(-inf) = 0 and never inf - inf.
 _NO_MAX = tl.constexpr(-1.0e30)
@@ -203,9 +204,9 @@ def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr, out_scale_ptr,
-    scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, q_stride, table_stride, scale,
-    window, soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
+    out_scale_ptr, scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, scale, window,
+    soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -248,14 +249,14 @@ def _decode_kernel(
         end = tl.minimum(begin + span, seq_len)
 
         offsets = rows[:, None] * HEAD_DIM + cols[None, :]
-        q_row = q_ptr + token * q_stride + head * (GROUP * HEAD_DIM)
-        q = tl.load(q_row + offsets, mask=row_mask, other=0.0)
+        q_row = q.ptr + token * q.stride + head * (GROUP * HEAD_DIM)
+        query = tl.load(q_row + offsets, mask=row_mask, other=0.0)
         logit_scale, v_scale = _scales(kv_scale_ptr, head, scale, KV_HEADS)
         acc, row_max, row_sum = _attend(
             tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
             tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32),
-            tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), q, rows, kv_ptr,
-            table_ptr + seq.to(tl.int64) * table_stride, head, begin, end, begin, logit_scale,
+            tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), query, rows, kv_ptr,
+            table.ptr + seq.to(tl.int64) * table.stride, head, begin, end, begin, logit_scale,
             window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, False, HAS_WINDOW,
             HAS_CAP, PRECISION
         )  # fmt: skip
@@ -285,8 +286,8 @@ def _decode_kernel(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr, out_scale_ptr,
-    num_seqs, q_stride, table_stride, scale, window, soft_cap, KV_HEADS: tl.constexpr,
+    q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
+    out_scale_ptr, num_seqs, scale, window, soft_cap, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, FEWEST: tl.constexpr, PRECISION: tl.constexpr, PROGRAMMATIC: tl.constexpr
@@ -325,7 +326,7 @@ def _prefill_kernel(
     row_live = (query < query_len) & (rows < BLOCK_Q * GROUP)
     token = (start + query).to(tl.int64)
     head_col = (head * GROUP + rows % GROUP) * HEAD_DIM
-    q = _load_rows(q_ptr, token * q_stride + head_col, cols, row_live, HEAD_DIM, True)
+    q_rows = _load_rows(q.ptr, token * q.stride + head_col, cols, row_live, HEAD_DIM, True)
 
     query_pos = computed + query
     end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
@@ -337,17 +338,17 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    table_ptr += seq.to(tl.int64) * table_stride
+    table_ptr = table.ptr + seq.to(tl.int64) * table.stride
     if not HAS_WINDOW:
         all_see = (computed + first_query + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, all_see, begin,
-            scale, window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
+            acc, row_max, row_sum, q_rows, query_pos, kv_ptr, table_ptr, head, begin, all_see,
+            begin, scale, window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
             HAS_WINDOW, HAS_CAP, PRECISION
         )  # fmt: skip
         begin = all_see
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, end,
+        acc, row_max, row_sum, q_rows, query_pos, kv_ptr, table_ptr, head, begin, end,
         readable_begin, scale, window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True,
         True, HAS_WINDOW, HAS_CAP, PRECISION
     )  # fmt: skip

@@ -12,6 +12,7 @@ import triton.language as tl
 from .activation import gated
 from .dependent import start_next_and_wait
 from .float8 import stored_as, to_float32
+from .groups import Rows
 from .norm import sum_of_squares
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -194,16 +195,14 @@ def _normed(x, weight, hidden, eps, AS_WARPS: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def _norm_quant_kernel(
-    x_ptr,
-    residual_ptr,
+    x: Rows,
+    residual: Rows,
     weight_ptr,
     q_ptr,
     scale_ptr,
     residual_out_ptr,
     num_rows,
     hidden,
-    x_stride,
-    residual_stride,
     eps,
     ADD: tl.constexpr,
     GROUP: tl.constexpr,
@@ -216,7 +215,7 @@ def _norm_quant_kernel(
     """``rms_norm(x [+ residual])``, quantized."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = x.ptr.dtype.element_ty
     # 16 bytes of x a thread, as in the unfused kernel, though FP8 could be stored by 16 elements:
     # other threads would hold other elements, and the sum of squares round to other bits.
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
@@ -229,13 +228,14 @@ def _norm_quant_kernel(
     scale = 1.0
     if GROUP == 0:
         scale = tl.load(scale_ptr)
-    x = to_float32(tl.load(x_ptr + row[:, None] * x_stride + cols[None, :], mask=mask, other=0.0))
+    x_at = x.ptr + row[:, None] * x.stride + cols[None, :]
+    total = to_float32(tl.load(x_at, mask=mask, other=0.0))
     if ADD:
-        r_at = residual_ptr + row[:, None] * residual_stride + cols[None, :]
-        total = (x + to_float32(tl.load(r_at, mask=mask, other=0.0))).to(dtype)
-        tl.store(residual_out_ptr + row[:, None] * width + cols[None, :], total, mask=mask)
-        x = to_float32(total)
-    values = _normed(x, weight, width, eps, AS_WARPS, dtype)
+        r_at = residual.ptr + row[:, None] * residual.stride + cols[None, :]
+        rounded = (total + to_float32(tl.load(r_at, mask=mask, other=0.0))).to(dtype)
+        tl.store(residual_out_ptr + row[:, None] * width + cols[None, :], rounded, mask=mask)
+        total = to_float32(rounded)
+    values = _normed(total, weight, width, eps, AS_WARPS, dtype)
     _store_quantized(
         values, q_ptr, scale_ptr, scale, row, cols, num_rows, width, GROUP, ROWS, BLOCK
     )
@@ -262,16 +262,14 @@ def _apart(words, dtype: tl.constexpr):
 
 @triton.jit
 def _norm_quant_rows_kernel(
-    x_ptr,
-    residual_ptr,
+    x: Rows,
+    residual: Rows,
     weight_ptr,
     q_ptr,
     scale_ptr,
     residual_out_ptr,
     num_rows,
     hidden,
-    x_stride,
-    residual_stride,
     eps,
     ADD: tl.constexpr,
     GROUP: tl.constexpr,
@@ -282,7 +280,7 @@ def _norm_quant_rows_kernel(
     """``_norm_quant_kernel`` for many rows: each program takes several in turn, reads the next
     while it works on one, and the weight once.  Elements have two bytes; rows are aligned to 16."""
     start_next_and_wait(PROGRAMMATIC, AT_ONCE=True)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    dtype: tl.constexpr = x.ptr.dtype.element_ty
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
     width = BLOCK if WHOLE else hidden
     mask = (cols < width)[None, :]
@@ -293,31 +291,22 @@ def _norm_quant_rows_kernel(
     if GROUP == 0:
         scale = tl.load(scale_ptr)
     row = tl.program_id(0).to(tl.int64)
-    x_ahead = _pairs(x_ptr + row * x_stride, pair, pairs)
+    x_ahead = _pairs(x.ptr + row * x.stride, pair, pairs)
     if ADD:
-        residual_ahead = _pairs(residual_ptr + row * residual_stride, pair, pairs)
+        residual_ahead = _pairs(residual.ptr + row * residual.stride, pair, pairs)
     for _ in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        x = _apart(x_ahead, dtype)
+        total = _apart(x_ahead, dtype)
         next_row = row + tl.num_programs(0)
         ahead = tl.minimum(next_row, num_rows - 1)
-        x_ahead = _pairs(x_ptr + ahead * x_stride, pair, pairs)
+        x_ahead = _pairs(x.ptr + ahead * x.stride, pair, pairs)
         if ADD:
-            total = (x + _apart(residual_ahead, dtype)).to(dtype)
-            residual_ahead = _pairs(residual_ptr + ahead * residual_stride, pair, pairs)
-            tl.store(residual_out_ptr + row * width + cols[None, :], total, mask=mask)
-            x = to_float32(total)
-        values = _normed(x, weight.to(tl.float32), width, eps, 0, dtype)
+            rounded = (total + _apart(residual_ahead, dtype)).to(dtype)
+            residual_ahead = _pairs(residual.ptr + ahead * residual.stride, pair, pairs)
+            tl.store(residual_out_ptr + row * width + cols[None, :], rounded, mask=mask)
+            total = to_float32(rounded)
+        values = _normed(total, weight.to(tl.float32), width, eps, 0, dtype)
+        here = row + tl.arange(0, 1)
         _store_quantized(
-            values,
-            q_ptr,
-            scale_ptr,
-            scale,
-            row + tl.arange(0, 1),
-            cols,
-            num_rows,
-            width,
-            GROUP,
-            1,
-            BLOCK,
+            values, q_ptr, scale_ptr, scale, here, cols, num_rows, width, GROUP, 1, BLOCK
         )
         row = next_row

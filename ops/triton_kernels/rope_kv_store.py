@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .dependent import start_next_and_wait
 from .float8 import scaled_as, to_float32
+from .groups import Heads, PagedCache
 
 
 @triton.jit
@@ -83,13 +84,11 @@ def _cos_row(positions_ptr, token, table_ptr, max_position, HALF: tl.constexpr):
 
 @triton.jit
 def _rope_kv_store_kernel(
-    positions_ptr, q_ptr, k_ptr, v_ptr, table_ptr, cache_ptr, slots_ptr, q_weight_ptr, k_weight_ptr,
-    kv_scale_ptr, q_out_ptr, num_q_heads, max_position, q_token_stride, q_head_stride,
-    k_token_stride, k_head_stride, v_token_stride, v_head_stride, cache_block_stride,
-    cache_kv_stride, cache_slot_stride, cache_head_stride, eps, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr
+    positions_ptr, q: Heads, k: Heads, v: Heads, cache: PagedCache, table_ptr, slots_ptr,
+    q_weight_ptr, k_weight_ptr, kv_scale_ptr, q_out_ptr, num_q_heads, max_position, eps,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     start_next_and_wait(PROGRAMMATIC)
     num_tokens, group = tl.num_programs(0), tl.program_id(1)
@@ -99,7 +98,7 @@ def _rope_kv_store_kernel(
         token = tl.program_id(0).to(tl.int64)
         head = tl.minimum(group * HEADS + lane, num_q_heads - 1).to(tl.int64)
         _rotate_heads(
-            q_ptr + token * q_token_stride + head * q_head_stride,
+            q.ptr + token * q.token_stride + head * q.head_stride,
             q_out_ptr + (token * num_q_heads + head) * HEAD_DIM,
             lane >= 0,
             q_weight_ptr,
@@ -119,13 +118,13 @@ def _rope_kv_store_kernel(
             row = tl.minimum(first + lane, num_tokens * KV_HEADS - 1)
             token, head = (row // KV_HEADS).to(tl.int64), (row % KV_HEADS).to(tl.int64)
             slot = tl.load(slots_ptr + token).to(tl.int64)
-            slot_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block_stride
-            rows = slot_ptr + slot % BLOCK_SIZE * cache_slot_stride + head * cache_head_stride
+            slot_ptr = cache.ptr + slot // BLOCK_SIZE * cache.block_stride
+            rows = slot_ptr + slot % BLOCK_SIZE * cache.slot_stride + head * cache.head_stride
             col = tl.arange(0, DIM_BLOCK)[None, :]
-            v_rows = v_ptr + token * v_token_stride + head * v_head_stride
-            v = tl.load(v_rows + col, mask=col < HEAD_DIM, other=0.0)
+            v_rows = v.ptr + token * v.token_stride + head * v.head_stride
+            new_v = tl.load(v_rows + col, mask=col < HEAD_DIM, other=0.0)
             _rotate_heads(
-                k_ptr + token * k_token_stride + head * k_head_stride,
+                k.ptr + token * k.token_stride + head * k.head_stride,
                 rows,
                 slot >= 0,
                 k_weight_ptr,
@@ -138,6 +137,6 @@ def _rope_kv_store_kernel(
                 HALF_BLOCK,
                 REST_BLOCK,
             )
-            dtype: tl.constexpr = cache_ptr.dtype.element_ty
-            v = scaled_as(v, kv_scale_ptr, KV_HEADS + head, head >= 0, dtype)
-            tl.store(rows + cache_kv_stride + col, v, mask=(slot >= 0) & (col < HEAD_DIM))
+            dtype: tl.constexpr = cache.ptr.dtype.element_ty
+            new_v = scaled_as(new_v, kv_scale_ptr, KV_HEADS + head, head >= 0, dtype)
+            tl.store(rows + cache.kv_stride + col, new_v, mask=(slot >= 0) & (col < HEAD_DIM))

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_previous
+from .groups import Heads
 
 
 @triton.jit
@@ -44,13 +45,11 @@ def _store_parts(
 
 @triton.jit
 def _rotate(
-    in_ptr,
+    x: Heads,
     out_ptr,
     token,
     head,
     num_heads,
-    token_stride,
-    head_stride,
     cos,
     sin,
     HEAD_DIM: tl.constexpr,
@@ -60,7 +59,7 @@ def _rotate(
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
 ):
-    in_rows = in_ptr + token * token_stride + head[:, None].to(tl.int64) * head_stride
+    in_rows = x.ptr + token * x.token_stride + head[:, None].to(tl.int64) * x.head_stride
     out_rows = out_ptr + (token * num_heads + head[:, None]) * HEAD_DIM
     mask = (head < num_heads)[:, None]
     first, second = _load_parts(in_rows, mask, HALF, HALF_BLOCK, PAIRS_IN)
@@ -76,18 +75,14 @@ def _rotate(
 @triton.jit
 def _rotary_kernel(
     positions_ptr,
-    q_ptr,
-    k_ptr,
+    q: Heads,
+    k: Heads,
     cache_ptr,
     q_out_ptr,
     k_out_ptr,
     num_q_heads,
     num_k_heads,
     max_position,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -111,38 +106,12 @@ def _rotary_kernel(
     if group < num_q_groups:
         head = group * HEADS + tl.arange(0, HEADS)
         _rotate(
-            q_ptr,
-            q_out_ptr,
-            token,
-            head,
-            num_q_heads,
-            q_token_stride,
-            q_head_stride,
-            cos,
-            sin,
-            HEAD_DIM,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-            PAIRS_IN,
-            PAIRS_OUT,
-        )
+            q, q_out_ptr, token, head, num_q_heads, cos, sin,
+            HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, PAIRS_IN, PAIRS_OUT
+        )  # fmt: skip
     else:
         head = (group - num_q_groups) * HEADS + tl.arange(0, HEADS)
         _rotate(
-            k_ptr,
-            k_out_ptr,
-            token,
-            head,
-            num_k_heads,
-            k_token_stride,
-            k_head_stride,
-            cos,
-            sin,
-            HEAD_DIM,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-            PAIRS_IN,
-            PAIRS_OUT,
-        )
+            k, k_out_ptr, token, head, num_k_heads, cos, sin,
+            HEAD_DIM, HALF, HALF_BLOCK, REST_BLOCK, PAIRS_IN, PAIRS_OUT
+        )  # fmt: skip

@@ -20,7 +20,7 @@ import fusewright.bench.kernels as folder
 from fusewright.bench.kernels.bench_norm import make
 from fusewright.bench.kernels.figures import load, save
 from fusewright.bench.kernels.fusion import InductorFusion, find_fusions
-from fusewright.bench.kernels.harness import Work
+from fusewright.bench.kernels.harness import KernelWork
 from fusewright.bench.kernels.run import _FAMILIES, run_benchmarks
 from fusewright.config import UserError
 from fusewright.ops import BY_NAME
@@ -30,7 +30,7 @@ NAMES = sorted(path.stem for path in Path(folder.__file__).parent.glob("bench_*.
 CPU = torch.device("cpu")
 
 
-def works() -> Iterator[Work]:
+def works() -> Iterator[KernelWork]:
     for name in NAMES:
         yield from importlib.import_module(f"{folder.__name__}.{name}").works()
 
@@ -47,7 +47,7 @@ def test_every_work_has_a_kernel_a_cost_and_a_name_of_its_own() -> None:
 
 
 def test_every_fused_elementwise_kernel_has_a_rival_at_every_size() -> None:
-    alone = {"linear", "paged_attention", "argmax", "sample"}
+    alone = {"linear", "paged_attention", "argmax", "sample", "fused_moe", "expert_linear"}
     for work in works():
         assert work.op in alone or isinstance(work.libraries["inductor"], InductorFusion), (
             work.label
@@ -95,10 +95,10 @@ def test_every_file_of_works_is_run() -> None:
 
 BENCHMARKS = """
 from time import sleep
-from fusewright.bench.kernels.conftest import Record
+from fusewright.bench.kernels.conftest import FigureWriter
 
 def pytest_configure(config):
-    config.pluginmanager.register(Record(config.rootpath / "figures.jsonl", print))
+    config.pluginmanager.register(FigureWriter(config.rootpath / "figures.jsonl", print))
 
 def test_one(benchmark):
     facts = dict(op="argmax", label="1", contender="torch", library=True, calls=2)

@@ -11,7 +11,7 @@ import pytest
 
 from fusewright.bench.profile_options import ProfileOptions
 from fusewright.bench.profile_trace import (
-    Repeat,
+    Period,
     busy_times,
     find_repeat,
     kernel_rows,
@@ -73,9 +73,9 @@ def test_a_kernel_without_a_known_launch_follows_the_one_before() -> None:
 
 def test_layers_are_told_from_what_runs_once_though_names_recur() -> None:
     names = ["embed", *LAYER * 3, "gemm"]
-    assert find_repeat(names, 3) == Repeat(1, 13, 4)
+    assert find_repeat(names, 3) == Period(1, 13, 4)
     last_differs = ["embed", *LAYER, *LAYER, "norm", "gemm", "other", "gemm"]
-    assert find_repeat(last_differs, 3) == Repeat(1, 11, 4)
+    assert find_repeat(last_differs, 3) == Period(1, 11, 4)
     assert find_repeat(["a", "b", "c", "d", "e", "f"], 3) is None
     activities = read_trace(gpu_trace(), [1, 2])
     groups = layer_groups(activities, 2, 3)

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from fusewright.compiler.dynamo_backend import clear_reports, fusewright, reports
+from fusewright.compiler.dynamo_backend import fusewright, reports
+from tests.compiler.tiny_transformers import fresh_dynamo, tiny_model
 
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 64,
-}
 # Sites of a layer; the last norm of the model is one more, as is its sum.
 LLAMA = {"canonicalize_norm": 2, "canonicalize_rope": 2, "fuse_add_norm": 2, "fuse_act": 1}
 # QK-norms read projections; Gemma's norms behind attention and MLP do too: no residual to absorb.
@@ -44,24 +30,12 @@ MODELS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    clear_reports()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+fresh = pytest.fixture(autouse=True)(fresh_dynamo)
 
 
 def tiny(name: str, more: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    config_class = getattr(
-        transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**TINY | more))
-    for parameter in model.parameters():  # weights of norms are all ones, or zeros
-        parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.bfloat16().eval()
+    config = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    return tiny_model(config, f"{name}ForCausalLM", more)
 
 
 def matched() -> list[dict[str, int]]:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from fusewright.compiler.dynamo_backend import clear_reports, fusewright, reports
+from fusewright.compiler.dynamo_backend import fusewright, reports
+from tests.compiler.tiny_transformers import fresh_dynamo, tiny_model
 
-TINY = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 64,
-}
 GPTJ = {"n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
 DEEPSEEK = {
     "q_lora_rank": None,
@@ -53,22 +39,11 @@ MODELS: list[tuple[str, dict[str, Any], int, int]] = [
 CLASSES = {"Llama4Text": "Llama4ForCausalLM", "ModernBert": "ModernBertModel"}
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    clear_reports()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
+fresh = pytest.fixture(autouse=True)(fresh_dynamo)
 
 
 def tiny(name: str, more: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**TINY | more)
-    model = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))(config)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.bfloat16().eval()
+    return tiny_model(f"{name}Config", CLASSES.get(name, f"{name}ForCausalLM"), more)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")

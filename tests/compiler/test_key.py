@@ -104,6 +104,7 @@ OUTSIDE_OPTIONS = {
     "compile_cache_limit_gb": 1.0,
     "trusted_keys": ("/key.pem",),
     "tune_seconds": 5.0,
+    "tuned_config_dir": str(Path(__file__).parent),  # its tables count: test_expert_tables.py
     "require_fusion": ("fuse_act",),
     "cudagraph_mode": "PIECEWISE",
     "cudagraph_capture_sizes": (1, 2, 4),
@@ -131,6 +132,7 @@ INSIDE_OPTIONS = {
     "block_size": 32,
     "quantization": "fp8",
     "kv_cache_dtype": "fp8",
+    "tensor_parallel_size": 2,
 }
 
 

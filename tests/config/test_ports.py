@@ -30,8 +30,8 @@ def test_options_that_mean_nothing_here_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tensor_parallel_size", 2, "=2: a model runs on one GPU; expected 1, or leave it out"),
-        ("tensor_parallel_size", True, "=True: a model runs on one GPU"),
+        ("data_parallel_size", 2, "=2: an engine is one replica; start one for each; expected 1"),
+        ("data_parallel_size", True, "=True: an engine is one replica"),
         ("trust_remote_code", True, "=True: code that comes with a checkpoint is never run"),
         ("swap_space", 4, "=4: KV blocks are not swapped to the CPU"),
         ("enable_lora", True, "=True: LoRA adapters are not served"),

@@ -184,7 +184,7 @@ def test_the_image_refuses_to_compile(
     assert level == [w for w in ARGUMENTS["COMPILE_FLAGS"].split() if w.startswith("-O")]
     for name in ("FUSEWRIGHT_BAKED_DIR", "FUSEWRIGHT_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
-    assert main([*argv, "--device", "cpu"]) == 2
+    assert main([*argv, "--device", "cpu", "--port", "0"]) == 2
     assert capsys.readouterr().err.startswith("error: no artifact of key ")
 
 

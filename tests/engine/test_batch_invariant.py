@@ -118,5 +118,7 @@ def test_the_kernels_it_forces_are_in_the_key() -> None:
     assert dict(invariant.compile.kernels)["paged_attention"] == "invariant"
     assert set(plain.compile.passes) - set(invariant.compile.passes) == {
         "fuse_gated_linear",
+        "fuse_moe",
+        "fuse_norm_moe",
         "fuse_norm_linear",
     }

@@ -62,15 +62,7 @@ class FaultyRunner(ToyRunner):
 
 def faulty(setup: Setup, kind: type[FaultyRunner] = FaultyRunner, **faults: Any) -> EngineLoop:
     engine = setup.engine()
-    engine.core.runner = kind(
-        setup.num_blocks,
-        setup.block_size,
-        setup.max_num_seqs,
-        setup.max_num_batched_tokens,
-        setup.lazy,
-        setup.prefix_caching,
-        **faults,
-    )
+    engine.core.runner = setup.runner(kind, **faults)
     return engine
 
 

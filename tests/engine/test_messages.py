@@ -72,8 +72,9 @@ class RemoteCore:
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=8),
     SamplingParams(seed=3, top_p=0.9, top_k=20, min_p=0.01, max_tokens=12, n=2),
-    SamplingParams(max_tokens=12, logprobs=3, min_tokens=4),
+    SamplingParams(max_tokens=12, logprobs=3, min_tokens=4, prompt_logprobs=2),
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, stop=["7", "99"], ignore_eos=True),
+    SamplingParams(seed=5, max_tokens=12, grammar="start: /[0-9]{8}/", logit_bias={50: 2.0}),
     SamplingParams(
         seed=1, repetition_penalty=1.3, presence_penalty=0.5, stop_token_ids=[50], max_tokens=12
     ),
@@ -102,7 +103,7 @@ def test_a_model_answers_alike_when_all_passes_as_bytes(num_blocks: int) -> None
         preemptions = llm.report()["num_preemptions"]
         assert (preemptions > 0) == (num_blocks < 64)
         assert sum(o.metrics.num_preemptions for o in outputs) == preemptions
-        return [o.outputs for o in outputs]
+        return [(o.outputs, o.prompt_logprobs) for o in outputs]
 
     assert answers(remote=True) == answers(remote=False)
 

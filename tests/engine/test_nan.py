@@ -46,14 +46,7 @@ class NaNRunner(ToyRunner):
 
 def poisoned(setup: Setup) -> Any:
     engine = setup.engine()
-    engine.core.runner = NaNRunner(
-        setup.num_blocks,
-        setup.block_size,
-        setup.max_num_seqs,
-        setup.max_num_batched_tokens,
-        setup.lazy,
-        setup.prefix_caching,
-    )
+    engine.core.runner = setup.runner(NaNRunner)
     return engine
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from fusewright import LLM, SamplingParams
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.scheduler import Scheduler
-from tests.model_executor.tiny_models import BY_NAME, TINY_MODELS
+from tests.model_executor.tiny_models import BY_NAME, MOE_MODELS, TINY_MODELS
 
 PROMPT_LENGTHS = (1, 5, 17, 40)
 NUM_TOKENS = 64
@@ -66,7 +67,7 @@ class LogitsRecorder:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: dict[tuple[str, int], Tensor] = {}
         scheduler = llm.engine.core.scheduler
-        sampler = llm.engine.core.runner._sampler
+        sampler = llm.engine.runner._sampler
         sample = sampler.sample
 
         def recorded(logits: Tensor, batch: Any, *args: Any) -> Any:
@@ -98,19 +99,21 @@ def crowd(scheduler: Scheduler) -> None:
     """Leave so few blocks that the requests of ``prompts()`` preempt each other."""
     pool = scheduler.pool
     scheduler.max_num_batched_tokens = chunk = CHUNKS[1]
+    scheduler.limits = msgspec.structs.replace(scheduler.limits, longest_chunk=chunk)
     longest = pool.most_blocks(PROMPT_LENGTHS[-1] + NUM_TOKENS - 1, chunk)
     num_blocks = max(longest, 3 * len(pool.groups))
     scheduler.pool = BlockPool(num_blocks, pool.block_size, pool.groups)
 
 
 NAMES = [tiny.name for tiny in TINY_MODELS]
+OF_EXPERTS = [tiny.name for tiny in MOE_MODELS]
 
 
 @pytest.mark.parametrize(
     ("name", "level"),
     [
         *[(name, level) for level in (0, 2) for name in NAMES],
-        *[(name, level) for level in (1, 3) for name in NAMES[::5]],
+        *[(name, level) for level in (1, 3) for name in (*NAMES[::5], *OF_EXPERTS[:2])],
     ],
 )
 def test_tokens_and_logits_equal_transformers(

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -319,8 +320,8 @@ class Setup:
             tokens_per_step=self.tokens_per_step,
         )
 
-    def runner(self) -> ToyRunner:
-        return ToyRunner(
+    def runner(self, kind: type[ToyRunner] = ToyRunner, **faults: Any) -> ToyRunner:
+        return kind(
             self.num_blocks,
             self.block_size,
             self.max_num_seqs,
@@ -329,6 +330,7 @@ class Setup:
             self.prefix_caching,
             self.windows,
             self.tokens_per_step,
+            **faults,
         )
 
     def engine(self, tokenizer: Tokenizer | None = TOKENIZER) -> EngineLoop:

@@ -116,4 +116,31 @@ TINY_MODELS = [
     TinyModel("qwen3_qk_norm", "Qwen3", {}),
     TinyModel("qwen3_head_dim_tied", "Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 ]
+MOE_MODELS = [
+    TinyModel("mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    TinyModel(
+        "qwen2_moe",
+        "Qwen2Moe",
+        # A dense layer between two with experts, of which one is shared and gated.
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 96,
+        },
+    ),
+    TinyModel(
+        "qwen3_moe",
+        "Qwen3Moe",
+        {
+            "num_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+]
+TINY_MODELS += MOE_MODELS
 BY_NAME = {tiny.name: tiny for tiny in TINY_MODELS}

@@ -51,13 +51,18 @@ def sums(rank: int, world: int) -> Any:
     x = torch.arange(6.0).view(2, 3) + 10**rank
     every = ops.all_reduce(x, world_group.group_name)
     some = ops.all_reduce(x, evens.group_name) if rank % 2 == 0 else None
+    side_by_side = ops.all_gather(x, world, world_group.group_name)
     refused = {}
+    try:
+        ops.all_gather(x, world + 1, world_group.group_name)
+    except ValueError as error:
+        refused["size"] = str(error)
     for dtype in (torch.float8_e4m3fn, torch.int32):
         try:
             ops.all_reduce(x.to(dtype), world_group.group_name)
         except ValueError as error:
             refused[str(dtype)] = str(error)
-    return every, some, x, refused
+    return every, some, side_by_side, x, refused
 
 
 def test_every_implementation_conforms_in_every_rank(tmp_path: Path) -> None:
@@ -69,8 +74,11 @@ def test_every_implementation_conforms_in_every_rank(tmp_path: Path) -> None:
 def test_a_sum_is_over_the_ranks_of_the_named_group(tmp_path: Path) -> None:
     results = in_ranks(sums, 4, tmp_path)
     base = torch.arange(6.0).view(2, 3)
-    for rank, (every, some, x, refused) in enumerate(results):
+    columns = torch.cat([base + 10**rank for rank in range(4)], dim=1)
+    for rank, (every, some, side_by_side, x, refused) in enumerate(results):
         assert torch.equal(every, 4 * base + 1111)
+        assert torch.equal(side_by_side, columns)
+        assert "has 4 ranks, expected world_size=5" in refused.pop("size")
         assert torch.equal(x, base + 10**rank), "the argument was changed"
         if rank % 2 == 0:
             assert torch.equal(some, 2 * base + 101)
@@ -105,7 +113,7 @@ def test_every_combination_of_norms_is_there() -> None:
         for add in ("", "add_")
         for quant in ("", "_quant_static", "_quant_dynamic")
     }
-    assert {op.name for op in COLLECTIVES} == expected | {"all_reduce"}
+    assert {op.name for op in COLLECTIVES} == expected | {"all_reduce", "all_gather"}
 
 
 @pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)

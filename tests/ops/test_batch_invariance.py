@@ -87,6 +87,24 @@ def test_linear_fp8(implementation: str, scheme: str, device: torch.device) -> N
     check_rows(rows, device, compute, implementation)
 
 
+@pytest.mark.parametrize("implementation", INVARIANT)
+def test_experts(implementation: str, device: torch.device) -> None:
+    """Which rows share an expert's tiles follows from all rows; a row's bits do not."""
+    if device.type == "cpu" and implementation == "invariant":
+        pytest.skip("interpreted, a row's place in a tile decides its bits")
+    experts, n, k = (6, 96, 160) if device.type == "cpu" else (64, 1536, 2048)
+    weight = torch.randn(experts, n, k, device=device).bfloat16()
+    ids = torch.rand(1100, experts).argsort(-1)[:, :2]
+    rows = torch.cat((torch.randn(1100, k).bfloat16().float(), ids), 1).to(device)
+
+    def compute(given: Tensor) -> Tensor:
+        x, chosen = given[:, :k].bfloat16(), given[:, k:].to(torch.int32).contiguous()
+        y: Tensor = run("expert_linear", implementation, device, x, weight, chosen)
+        return y.view(len(given), 2 * n)
+
+    check_rows(rows, device, compute, implementation)
+
+
 @pytest.mark.parametrize("width", [64, 200])
 def test_norms_and_quantization(width: int, device: torch.device) -> None:
     x = torch.randn(1100, width, device=device).to(torch.bfloat16)

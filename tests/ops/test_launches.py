@@ -103,6 +103,8 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         down, square = (empty(m.hidden, n, dtype=m.dtype) for n in (m.intermediate, m.hidden))
         yield x, square, None, x, weight, 1e-5, gate_up, None, "silu"
         yield inner, down, None, x, weight, 1e-5, square, None, None
+    elif op in EXPERT_OPS:
+        yield from expert_calls(op, m, tokens)
     elif "quant" in op:
         yield from quant_calls(op, m, tokens)
     elif op == "embedding":
@@ -148,6 +150,35 @@ def quant_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
         yield *inputs, scheme
 
 
+EXPERT_OPS = ("route", "expert_linear", "combine_experts", "fused_moe", "linear_add_norm_moe")
+
+
+def expert_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """Those of 8 of 128 experts, and of 2 of 8."""
+    x, inner, square = empty(tokens, m.hidden, dtype=m.dtype), 256, m.hidden
+    norm = empty(m.hidden, dtype=m.dtype)
+    for top_k, experts in ((8, 128), (2, 8)):
+        router = empty(experts, m.hidden, dtype=m.dtype)
+        layers = [empty(experts, 2 * inner, m.hidden, dtype=m.dtype)]
+        layers += [empty(experts, m.hidden, inner, dtype=m.dtype)]
+        ids, h = empty(tokens, top_k), empty(tokens * top_k, inner, dtype=m.dtype)
+        how = (top_k, "softmax", True, 1, 1, 1.0)
+        if op == "route":
+            yield empty(tokens, experts, dtype=m.dtype), None, *how
+        elif op == "expert_linear":
+            yield x, layers[0], ids, None, None, None, "silu"
+            yield h, layers[1], ids, None, None, None, None
+        elif op == "combine_experts":
+            y = empty(tokens * top_k, m.hidden, dtype=m.dtype)
+            yield y, empty(tokens, top_k, dtype=torch.float32)
+        elif op == "fused_moe":
+            yield x, router, None, *layers, *[None] * 4, 0, None, None, *how, "silu"
+        else:
+            weight = empty(square, square, dtype=m.dtype)
+            head = (x, weight, None, x, norm, 1e-5, router, None, *layers, *how, "silu")
+            yield *head, norm, 1e-5, weight, None
+
+
 def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
     """A plain layer and a gated one, and those of each FP8 scheme, which is also quantized."""
     n, k, fp8 = m.intermediate, m.hidden, torch.float8_e4m3fn
@@ -172,8 +203,15 @@ def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
 def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[Launch]:
     named = [i for i in BY_NAME[op].implementations if i.name in ("triton", "library")]
     assert named
+    seen: set[Any] = set()
     for tokens, seqs in sizes:
         for args in calls(op, m, tokens, seqs):
+            key = tuple(
+                (a.dtype, a.shape, a.stride()) if isinstance(a, Tensor) else a for a in args
+            )
+            if key in seen:  # most ops look at tokens or sequences, not at both
+                continue
+            seen.add(key)
             for implementation in named:
                 assert implementation.launches is not None
                 if not implementation.supports(BY_NAME[op].describe(args)):
@@ -282,3 +320,9 @@ def test_importing_ops_and_launches_imports_no_triton() -> None:
     code += "sys.exit('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_the_interpreter_refuses_names_that_are_not_the_kernels() -> None:
+    launch = Launch("kv_store:_kv_store_kernel", (1,), {"k_ptr": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"_kv_store_kernel has parameters .*'k_token_stride'"):
+        launch.run()

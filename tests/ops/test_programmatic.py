@@ -76,7 +76,6 @@ def copy(source: Tensor, target: Tensor, nanoseconds: int = 0) -> Launch:
         args,
         {"BLOCK": 1024},
         dynamic=("n",),
-        programmatic=True,
     )
 
 

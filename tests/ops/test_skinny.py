@@ -221,6 +221,24 @@ def acted(gate: Tensor, activation: str) -> Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_the_halves_of_the_joined_kernels_make_its_bits(rows: int, kernels: Any) -> None:
+    """Experts lie between them; the layers are the same."""
+    x, weight, residual = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        for shape in ((rows, 2048), (2048, 2048), (rows, 2048))
+    )
+    norm, bias = (torch.randn(2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    behind = (weight.flip(0).contiguous(), bias, "silu")
+    joined = kernels.skinny_linear_add_norm_linear(x, weight, bias, residual, norm, 1e-6, *behind)
+    weighted, total, squares = kernels.skinny_linear_add(x, weight, bias, residual, norm)
+    y = kernels.skinny_norm_linear(weighted, squares, 1e-6, *behind)
+    assert torch.equal(y, joined[0]) and torch.equal(total, joined[1])
+    with pytest.raises(RuntimeError, match=r"skinny_norm_linear: squares have shape"):
+        kernels.skinny_norm_linear(weighted, squares[:, 1:], 1e-6, *behind)
+
+
+@pytest.mark.gpu
 def test_a_token_has_one_result_between_linears_in_every_batch_of_its_class(kernels: Any) -> None:
     x, first = draw_bf16(16, 2048, 2048)
     residual, second = draw_bf16(16, 4096, 2048)

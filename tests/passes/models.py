@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fusewright import ops
 from fusewright.passes.ranks import RankInterpreter, group_names, run_ranks
+from tests.passes import experts
 from tests.passes.graphs import capture, hidden
 
 SIZE, HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 128, 4, 2, 16, 8, 5
@@ -145,6 +146,8 @@ def _inputs() -> dict[str, Tensor]:
 
 
 def _given(model: Callable[..., Any]) -> dict[str, Tensor]:
+    if model in (experts.shared, experts.between_linears):
+        return dict(zip(("x", "flat"), experts.inputs(), strict=True))
     names = list(model.__annotations__)[:-1]
     given = {name: value for name, value in _inputs().items() if name in names}
     if model is attention:

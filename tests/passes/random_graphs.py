@@ -46,6 +46,10 @@ def inputs() -> dict[str, Tensor]:
         "gate_up": weight(2 * SIZE, SIZE).bfloat16(),
         "bias": randn(2 * SIZE).bfloat16(),
         "qkv": weight((HEADS + 2 * KV_HEADS) * DIM, SIZE).bfloat16(),
+        # All of them are chosen: of fewer, a rounding could choose others.
+        "router": weight(2, SIZE).bfloat16(),
+        "experts_gate_up": weight(2 * 128, SIZE).view(2, 128, SIZE).bfloat16(),
+        "experts_down": weight(2 * SIZE, 64).view(2, SIZE, 64).bfloat16(),
         "gate_up_fp8": (weight(2 * SIZE, SIZE) * 100).to(E4M3),
         "w_fp8": (weight(SIZE, SIZE) * 100).to(E4M3),
         "w_tensor": torch.tensor([[0.01]]),
@@ -201,6 +205,26 @@ def linears_and_norm(b: Builder, i: int, j: int) -> None:
     (linear if i < 2 else raised_activation)(b, 0, j)
 
 
+def experts(b: Builder, i: int, j: int) -> None:
+    x = b.pick(i)
+    routed = b.op("route", b.op("linear", x, "router", None), None, 2)
+    weights, ids = b.item(routed, 0), b.item(routed, 1)
+    h = b.op("expert_linear", x, "experts_gate_up", ids)
+    h = b.op("gelu_tanh_mul" if j % 2 else "silu_mul", h)
+    y = b.op("expert_linear", h, "experts_down", ids)
+    b.hidden.append(b.op("combine_experts", y, weights, *([b.pick(i)] if j == 3 else [])))
+
+
+def experts_between_linears(b: Builder, i: int, j: int) -> None:
+    linear(b, i, 0)
+    add_norm(b, 0, 1 + i)
+    experts(b, 0, j)
+    if i < 2:
+        total = b.call(operator.add, b.hidden[-3], b.pick(0))
+        b.hidden.append(b.op("rms_norm", total, "w0", 1e-6))
+        linear(b, 0, j)
+
+
 def attention(b: Builder, i: int, j: int) -> None:
     packed = b.op("linear", b.pick(i), "qkv", None)
     parts = b.call("split", packed, [n * DIM for n in (HEADS, KV_HEADS, KV_HEADS)], -1)
@@ -275,6 +299,12 @@ def reduce(b: Builder, i: int, j: int) -> None:
     b.hidden.append(b.op("all_reduce", b.pick(i), GROUPS[i % 2]))
 
 
+def gather(b: Builder, i: int, j: int) -> None:
+    """The columns of two ranks, halved again by an activation."""
+    y = b.op("all_gather", b.pick(i), 2, GROUPS[i % 2])
+    b.hidden.append(b.op("gelu_tanh_mul" if j % 2 else "silu_mul", y))
+
+
 def reduce_norm(b: Builder, i: int, j: int) -> None:
     reduce(b, i, j)
     (add_norm if j % 2 else norm)(b, 0, j // 2)
@@ -300,6 +330,8 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
     fp8_linear,
     gated_fp8,
     linears_and_norm,
+    experts,
+    experts_between_linears,
     linear,
     add,
     norm,
@@ -310,7 +342,10 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
     write,
     tokens,
 )
-RANK_STEPS = (reduce, reduce_norm, *[reduce_norm_quantize] * 3, norm_quantize, add, write)
+RANK_STEPS = (
+    *(reduce, gather, reduce_norm, reduce_norm_quantize, reduce_norm_quantize),
+    *(reduce_norm_quantize, norm_quantize, add, write),
+)
 GROUPS = ("tp", "dp")
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import fusewright.model_executor.abacus as abacus
-from fusewright import ops
 from fusewright.compiler.capture.trace import Traced, trace
 from fusewright.compiler.lowering.lower import lower
 from fusewright.config import PASSES
@@ -21,14 +20,14 @@ from fusewright.model_executor.attention import AttentionInputs
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.kv_cache import allocate_kv_caches
 from fusewright.model_executor.layers import ShardRule
-from fusewright.model_executor.loader import load_model, materialize
+from fusewright.model_executor.loader import load_model, materialize, set_rank
 from fusewright.model_executor.models.decoder import DecoderModel
+from fusewright.model_executor.parallel import TensorParallelRank
 from fusewright.model_executor.quant.scheme import QuantKind
 from fusewright.model_executor.spec import ModelSpec, quantize_online
 from fusewright.passes import PassReport, build_passes, run_passes
 from tests.model_executor.paged_steps import PagedSteps, random_tokens
 
-GROUP = "tensor-parallel"
 CPU = torch.device("cpu")
 KINDS: tuple[QuantKind | None, ...] = (None, "fp8_static", "fp8", "fp8_block")
 FUSED = ("fuse_add_norm", "fuse_norm_quant", "fuse_all_reduce_norm")
@@ -71,77 +70,35 @@ def whole(quant: QuantKind | None) -> DecoderModel:
     return model
 
 
-class Sharded(DecoderModel):
-    """One rank's part: a sum over the ranks wherever the input of a linear is split, and behind
-    the embedding, of which each rank has some rows.  ``first_id`` is that of the first."""
-
-    first_id: Tensor
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
-        self.register_buffer("first_id", torch.zeros(1, dtype=torch.int32))
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionInputs,
-        kv_caches: list[Tensor],
-    ) -> Tensor:
-        """Logits of the rank's part of the vocabulary."""
-        row = input_ids - self.first_id
-        mine = (row >= 0) & (row < self.embed.weight.shape[0])
-        x = self.embed(torch.where(mine, row, 0)) * mine.unsqueeze(-1)
-        residual = ops.all_reduce(x, GROUP)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer.attention_norm(residual)  # type: ignore[operator]
-            x = layer.attention(  # type: ignore[operator]
-                x, positions, attention, kv_cache, self.cos_sin_cache
-            )
-            residual = residual + ops.all_reduce(x, GROUP)
-            y = layer.mlp(layer.mlp_norm(residual))  # type: ignore[operator]
-            residual = residual + ops.all_reduce(y, GROUP)
-        last = ops.gather_last_token(self.norm(residual), attention.query_start_loc)
-        return self.lm_head(last)  # type: ignore[no-any-return]
-
-
-def sharded(quant: QuantKind | None, rank: int, world: int) -> Sharded:
+def sharded(quant: QuantKind | None, rank: int, world: int) -> DecoderModel:
     """The part of ``whole(quant)`` that ``rank`` holds."""
     source, spec = whole(quant), whole_spec(quant)
-    local = replace(
-        spec,
-        num_heads=spec.num_heads // world,
-        num_kv_heads=spec.num_kv_heads // world,
-        intermediate_size=spec.intermediate_size // world,
-        vocab_size=spec.vocab_size // world,
-    )
-    model = Sharded(local)
+    model = DecoderModel(replace(spec, tensor_parallel_size=world))
     materialize(model, spec.dtype, CPU)
-    model.first_id.fill_(rank * local.vocab_size)
+    tp = TensorParallelRank(rank, world)
     for (name, target), of_whole in zip(model.named_modules(), source.modules(), strict=True):
         assert name in dict(source.named_modules())
-        _copy_part(target, of_whole, rank, world)
+        _copy_part(target, of_whole, tp)
+    set_rank(model, tp)
     return model.eval()
 
 
-def _copy_part(target: nn.Module, source: nn.Module, rank: int, world: int) -> None:
+def _copy_part(target: nn.Module, source: nn.Module, tp: TensorParallelRank) -> None:
     rules: dict[str, ShardRule] = getattr(target, "rules", {})
-    rules_of_whole: dict[str, ShardRule] = getattr(source, "rules", {})
-    for kind, tensor in [*target.named_parameters(recurse=False), *_buffers(target)]:
+    tensors = [*target.named_parameters(recurse=False), *target.named_buffers(recurse=False)]
+    for kind, tensor in tensors:
         whole_tensor = getattr(source, kind)
+        if whole_tensor is None:
+            continue  # the first id, which one rank has no need of
         if kind not in rules:
             tensor.copy_(whole_tensor)
             continue
-        rule = rules_of_whole[kind]
+        rule = rules[kind]
         for part in rule.parts:
-            place = rule.place(part.name, rank, world)
+            place = rule.place(part.name, tp.rank, tp.world)
             start = rule.place(part.name, 0, 1).dest_start + place.source_start
             to = tensor.narrow(place.dim, place.dest_start, place.length)
             to.copy_(whole_tensor.narrow(place.dim, start, place.length))
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, b) for name, b in module.named_buffers(recurse=False) if name != "first_id"]
 
 
 @cache
@@ -177,7 +134,7 @@ def _check(report: PassReport, quant: QuantKind | None) -> None:
         assert (report.matched, report.missed) == (matches[report.name], []), report
 
 
-def _traced(model: Sharded) -> Traced:
+def _traced(model: DecoderModel) -> Traced:
     sizes = {
         "input_ids": ("num_tokens", (37,)),
         "positions": ("num_tokens", (37,)),
@@ -194,7 +151,7 @@ def _traced(model: Sharded) -> Traced:
     return trace(model, module_arguments(named, model.spec), named, dynamic)
 
 
-def runner(traced: Traced, gm: fx.GraphModule, model: Sharded) -> Callable[..., Tensor]:
+def runner(traced: Traced, gm: fx.GraphModule, model: DecoderModel) -> Callable[..., Tensor]:
     """A forward that runs ``gm`` with the weights of ``model``."""
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 

@@ -18,6 +18,7 @@ from torch import fx
 from fusewright.config import PASSES
 from fusewright.passes import PassReport, VerificationError, build_passes, digest, run_passes
 from fusewright.passes.rule import Context, Rule
+from tests.passes import experts
 from tests.passes.changes import (
     FW,
     Change,
@@ -130,6 +131,30 @@ MUTATIONS = [
         swapped_scales=swap(4, 7),
         x_scale_as_out_scale=same(7, 3),
         another_rounding=put(5, torch.float32),
+    ),
+    *_in(
+        "fuse_moe",
+        experts.shared,
+        other_activation=put(18, "silu"),
+        renormalized=put(14, True),
+        other_scoring=put(13, "softmax"),
+        all_groups=put(16, 2),
+        unscaled=put(17, 1.0),
+        fewer_experts=put(12, 1),
+        no_gate=put(11, None),
+        negated_x=apply(0, operator.neg),
+    ),
+    *_in(
+        "fuse_norm_moe",
+        experts.between_linears,
+        x_as_residual=same(3, 0),
+        first_norm_behind=same(17, 4),
+        eps_of_the_other=put(18, 1e-5),
+        dropped_eps=put(5, 0.0),
+        no_next_bias=put(20, None),
+        bias_of_the_next=same(2, 20),
+        other_activation=put(16, "gelu_tanh"),
+        fewer_experts=put(10, 1),
     ),
     *_in(
         "fuse_norm_linear",

@@ -148,6 +148,8 @@ LISTS = {"-O1": LEVELS[1].passes, "-O2, -O3": LEVELS[2].passes, "every pass": NO
 FUSED = {
     *("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotary_embedding", "kv_store"),
     *("rope_kv_store", "paged_attention", "linear"),
+    *("route", "expert_linear", "combine_experts", "fused_moe"),
+    "linear_add_norm_moe",
     *("argmax", "embedding", "gather_last_token", "quant_fp8_static", "quant_fp8_dynamic"),
     "linear_add_norm_linear",
     *(f"{op}_quant_{kind}" for op in ("rms_norm", "add_rms_norm") for kind in KINDS),

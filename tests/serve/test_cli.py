@@ -181,7 +181,7 @@ def test_sampling_flags_are_sampling_params() -> None:
     ("argv", "message"),
     [
         (["--foo"], "No such option: --foo (see `fusewright --help`)"),
-        (["serf"], "No such command 'serf'. (see `fusewright --help`)"),
+        (["xyzzy"], "No such command 'xyzzy'. (see `fusewright --help`)"),
         (["env", "--foo"], "No such option: --foo (see `fusewright env --help`)"),
         (
             ["run", "--device", "tpu"],

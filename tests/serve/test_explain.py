@@ -21,6 +21,27 @@ def facts(capsys: Capture, *argv: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def test_every_sum_over_ranks_is_a_site_that_matches_or_says_why(capsys: Capture) -> None:
+    """Five layers with two sums each, and the embedding's.  No process group is needed."""
+    ranks = (*SM_90, "--tensor-parallel-size", "2")
+    told = facts(capsys, *ranks)
+    assert told["label"].endswith("sm_90, 2 ranks")
+    sites = [site for site in told["sites"] if site["name"] == "fuse_all_reduce_norm"]
+    assert {site["outcome"] for site in sites} == {"off"} and sum(s["count"] for s in sites) == 11
+    assert all("opt-in, not measured" in site["reason"] for site in sites)
+    joined = [site for site in told["sites"] if site["name"] == "fuse_norm_linear"]
+    assert {(site["outcome"], site["reason"]) for site in joined} == {
+        ("missed", "the ranks' results of the first layer are summed before the norm")
+    }
+    assert sum(site["count"] for site in joined) == 9
+    fused = facts(capsys, *ranks, "--passes", "cleanup,fuse_add_norm,fuse_all_reduce_norm")
+    matched = {p["name"]: (p["sites"], p["matched"]) for p in fused["passes"]}
+    assert matched["fuse_all_reduce_norm"] == (11, 11)
+    more = facts(capsys, *SM_90, "--tensor-parallel-size", "4")
+    wire = [sum(c["bytes"] for c in t["layers"][1]["calls"]) for t in (told, more)]
+    assert wire[0] != wire[1], "bytes on the wire depend on the number of ranks"
+
+
 def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
     told = facts(capsys, *SM_90)
     assert told["label"].endswith("bfloat16, -O2, sm_90")
@@ -29,6 +50,8 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         "fuse_add_norm": (10, 10),
         "fuse_act": (5, 5),
         "fuse_gated_linear": (5, 5),
+        "fuse_moe": (0, 0),
+        "fuse_norm_moe": (0, 0),
         "fuse_norm_linear": (9, 9),
         "fuse_norm_quant": (0, 0),
         "fuse_act_quant": (0, 0),
@@ -118,13 +141,13 @@ def test_a_missed_site_fails_when_all_are_required(
     from torch import Tensor
     from torch.nn.functional import silu
 
-    from fusewright.model_executor.models.decoder import MLP
+    from fusewright.model_executor.models.moe import GatedMLP
 
-    def up_first(self: MLP, x: Tensor) -> Tensor:
+    def up_first(self: GatedMLP, x: Tensor) -> Tensor:
         up, gate = self.gate_up(x).chunk(2, dim=-1)
         return self.down(silu(gate) * up)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(MLP, "forward", up_first)
+    monkeypatch.setattr(GatedMLP, "forward", up_first)
     told = facts(capsys, *SM_90)
     (reason,) = {miss["reason"] for p in told["passes"] for miss in p["missed"]}
     assert main([*SM_90, "--require-all-fusions"]) == 2

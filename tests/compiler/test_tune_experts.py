@@ -1,0 +1,145 @@
+"""The tuner of experts keeps what beats the rule, to a time limit, and goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusewright.compiler.lowering.tune_experts import (
+    Experts,
+    candidates,
+    rule_tile,
+    tune,
+)
+from fusewright.config import UserError
+from fusewright.config.expert_tables import SHARED_BYTES, ExpertTable, ExpertTile
+from fusewright.ops import _expert_tables, variants_of
+from fusewright.ops._expert_kernels import plan_gemm
+from fusewright.ops.launches.experts import sort_by_expert
+from fusewright.serve.cli import main
+
+QWEN = Experts(128, 768, 2048, 8, "bfloat16")
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "fp8 block"])
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_candidates_are_few_and_fit_a_block(tokens: int, kind: str) -> None:
+    experts = Experts(128, 768, 2048, 8, kind)
+    found = list(candidates(experts, tokens))
+    assert 5 < len(found) < 120 and len(set(found)) == len(found)
+    assert max(tile.shared_bytes(experts.itemsize) for tile in found) <= SHARED_BYTES
+
+
+def faster(*fast: ExpertTile, by: float = 0.5) -> object:
+    """A measure for which these tiles take that share of the time of all others."""
+
+    def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        return [100.0 * (by if tile in fast else 1.0) for tile in tiles]
+
+    return measure
+
+
+def test_a_tile_is_kept_only_where_it_beats_the_rule() -> None:
+    better = next(t for t in candidates(QWEN, 64) if t != rule_tile(QWEN, 64))
+    found = tune(QWEN, faster(better), tokens=(64,), seconds=1e9)  # type: ignore[arg-type]
+    assert found.tiles == {64: better} and (found.us[64], found.rule_us[64]) == (50.0, 100.0)
+    found = tune(QWEN, faster(better, by=0.99), tokens=(64,), seconds=1e9)  # type: ignore[arg-type]
+    assert found.tiles == {64: rule_tile(QWEN, 64)}
+    assert found.table(QWEN).find(64) == rule_tile(QWEN, 64)
+
+
+def test_a_tile_that_does_not_run_is_never_kept() -> None:
+    def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        return [100.0, *[torch.inf] * (len(tiles) - 1)]
+
+    assert tune(QWEN, measure, tokens=(16,), seconds=1e9).tiles == {16: rule_tile(QWEN, 16)}
+
+
+def test_it_stops_in_time_and_goes_on_where_it_was() -> None:
+    clock: Iterator[int] = count()
+    done: list[int] = []
+    first = tune(
+        QWEN,
+        faster(),  # type: ignore[arg-type]
+        tokens=(1, 16, 64, 256),
+        seconds=2,
+        on_done=lambda tokens, tuned: done.append(tokens),
+        clock=lambda: float(next(clock)),
+    )
+    assert (done, first.skipped) == ([1], [16, 64, 256])
+    again = tune(QWEN, faster(), tokens=(1, 16, 64), seconds=1e9, known=first.tiles)  # type: ignore[arg-type]
+    assert list(again.us) == [16, 64] and list(again.tiles) == [1, 16, 64]
+
+
+@pytest.fixture
+def no_tables() -> Iterator[None]:
+    _expert_tables.forget()
+    yield
+    _expert_tables.forget()
+
+
+def constants(tokens: int) -> dict[str, object]:
+    x = torch.empty(tokens, 2048, dtype=torch.bfloat16, device=META)
+    weight = torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device=META)
+    ids = torch.empty(tokens, 8, dtype=torch.int32, device=META)
+    _, by_expert = sort_by_expert(ids, 128)
+    launches, _ = plan_gemm(by_expert, x, weight, ids, None, None, None, "silu")
+    (variant,) = variants_of(launches)
+    return dict(variant.constexprs) | {"stages": variant.num_stages}
+
+
+def test_kernels_have_the_tiles_of_a_table(no_tables: None) -> None:
+    table = ExpertTable(128, 768, "bfloat16", ((64, ExpertTile(32, 256, 64, 4, 8, 2)),))
+    before = constants(64)
+    _expert_tables.take((table,))
+    after = constants(64)
+    assert before != after
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAPPED", "stages")
+    assert [after[n] for n in names] == [32, 128, 64, 4, True, 2]  # 256 columns: gate and up
+    assert _expert_tables.report()["tuned"] == {"E=128,N=768,bfloat16": [64, 64]}
+
+
+def test_a_process_uses_one_set_of_tables(no_tables: None) -> None:
+    table = ExpertTable(8, 64, "bfloat16", ((1, ExpertTile(16, 64, 64, 1, 4, 2)),))
+    _expert_tables.take(())
+    _expert_tables.take(())
+    with pytest.raises(UserError, match="this process uses other tuned tiles"):
+        _expert_tables.take((table,))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["abacus"], "abacus: LlamaForCausalLM has no experts, so there is nothing to tune"),
+        (["MODEL", "--tp", "5"], "tp=5: the experts' intermediate size 32 does not divide"),
+        (["MODEL", "--dtype", "int4"], "dtype=int4: expected one of bfloat16, fp8, fp8_block"),
+        (["MODEL", "--batch-sizes", "4,x"], "batch_sizes=4,x: expected numbers of tokens"),
+        (["MODEL", "--output", "absent"], "output=absent: no such folder"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_tune(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.model_executor.tiny_models import BY_NAME
+
+    BY_NAME["qwen3_moe"].config().save_pretrained(tmp_path)
+    assert main(["tune", "moe", *[str(tmp_path) if w == "MODEL" else w for w in words]]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_command_writes_what_an_engine_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.model_executor.tiny_models import BY_NAME
+
+    BY_NAME["qwen3_moe"].config().save_pretrained(tmp_path)
+    words = ["--batch-sizes", "16", "--output", str(tmp_path)]
+    assert main(["tune", "moe", str(tmp_path), *words]) == 0
+    (path,) = tmp_path.glob("E=16,N=32,device_name=*.json")
+    assert "1 tiles in" in capsys.readouterr().out and path.read_text()

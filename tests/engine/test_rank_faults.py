@@ -1,0 +1,161 @@
+"""The end of one rank is the end of all, within seconds and with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from fusewright import LLM, SamplingParams
+from fusewright.config import EngineDeadError, EngineOptions, UserError
+from fusewright.engine.process.client import EngineClient
+from fusewright.engine.ranks.leader import Leader
+from fusewright.engine.worker.hardware import detect_hardware
+
+OPTIONS: dict[str, Any] = {
+    "tensor_parallel_size": 2,
+    "optimization_level": 0,
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+}
+LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+TIMEOUT_S = 120
+
+
+def is_gone(pid: int) -> bool:
+    """Neither running nor a zombie that nobody waits for."""
+    return not Path(f"/proc/{pid}").exists()
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def others(llm: LLM) -> list[int]:
+    return list(llm.report()["ranks"]["processes"])
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, r"^rank 1 of 2 has ended \(signal SIGKILL\)"),
+        (signal.SIGSTOP, r"^rank 1 of 2 has ended \(it was stopped, and did not go on\)"),
+    ],
+)
+def test_a_rank_lost_in_a_step_ends_the_engine(number: signal.Signals, reason: str) -> None:
+    llm = LLM("abacus", **OPTIONS)
+    (pid,) = others(llm)
+
+    def lose(_: object) -> None:
+        os.kill(pid, number)
+
+    llm.engine.on_tokens = lose
+    with pytest.raises(EngineDeadError, match=reason):
+        llm.generate(["12+34="] * 3, LONG, use_tqdm=False)
+    with pytest.raises(EngineDeadError, match=reason):
+        llm.generate("1+1=", use_tqdm=False)
+    assert is_gone(pid)
+    llm.close()
+    with LLM("abacus", **OPTIONS) as again:
+        assert again.generate("37+58=", use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_an_interrupt_in_a_step_of_all_ranks_is_the_caller_s_and_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have begun a step that rank 0 never launches."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with LLM("abacus", **OPTIONS) as llm:
+        pids = others(llm)
+        monkeypatch.setattr(llm.engine.runner, "_write_inputs", interrupted)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("1+1=", LONG, use_tqdm=False)
+        with pytest.raises(EngineDeadError, match="a step that other ranks had begun failed"):
+            llm.generate("1+1=", LONG, use_tqdm=False)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_rank_lost_in_the_start_ends_it() -> None:
+    leader = Leader(EngineOptions(**OPTIONS), detect_hardware("cpu"))
+    wait_for(lambda: leader._processes)
+    (pid,) = leader.report()
+    Thread(target=lambda: (time.sleep(0.3), os.kill(pid, signal.SIGKILL))).start()
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(signal SIGKILL\)"):
+        leader.ready()
+    leader.stop()
+    assert is_gone(pid)
+
+
+def test_a_mistake_that_only_another_rank_meets_is_told_as_its_own(tmp_path: Path) -> None:
+    leader = Leader(EngineOptions(model=str(tmp_path), **OPTIONS), detect_hardware("cpu"))
+    with pytest.raises(UserError, match=r"^rank 1 of 2: model .*no config\.json in it"):
+        leader.ready()
+    leader.stop()
+
+
+def test_a_failed_start_leaves_no_rank_behind(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="num_gpu_blocks_override"):
+        LLM("abacus", num_gpu_blocks_override=2**40, **OPTIONS)
+    with LLM("abacus", **OPTIONS) as llm:
+        pids = others(llm)
+    assert all(is_gone(pid) for pid in pids)
+
+
+ORPHANS = """
+import sys, time
+from fusewright import LLM
+llm = LLM("abacus", tensor_parallel_size=2, optimization_level=0, device="cpu", max_num_seqs=4)
+print(*llm.report()["ranks"]["processes"], flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_rank_outlives_rank_0() -> None:
+    command = [sys.executable, "-P", "-c", ORPHANS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        (pid,) = map(int, process.stdout.readline().split())
+        assert not is_gone(pid)
+        process.kill()
+        process.wait()
+        wait_for(lambda: is_gone(pid))
+
+
+def test_a_rank_lost_at_rest_ends_the_server_s_engine() -> None:
+    """The engine in a process of its own looks after its ranks between requests too."""
+
+    async def lose() -> None:
+        client = EngineClient(EngineOptions(**OPTIONS))
+        client.start()
+        try:
+            await client.ready()
+            (pid,) = (await client.report())["ranks"]["processes"]
+            stream = client.submit([await client.check("12+34=", LONG)])
+            while stream.open:
+                await stream.next()
+            os.kill(pid, signal.SIGKILL)
+            while client.dead is None:
+                await asyncio.sleep(0.05)
+            assert str(client.dead).startswith("rank 1 of 2 has ended (signal SIGKILL)")
+        finally:
+            await client.stop()
+        assert is_gone(client.pid) and is_gone(pid)
+
+    asyncio.run(asyncio.wait_for(lose(), TIMEOUT_S))

@@ -1,0 +1,170 @@
+"""Several ranks give what one gives, at every level, and share one artifact."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusewright import LLM, SamplingParams
+from fusewright.compiler.artifacts.store import open_store
+from fusewright.config import PASSES, EngineOptions, Hardware, UserError
+from fusewright.engine.engine import Engine
+from fusewright.engine.ranks.start import start_ranks
+from fusewright.engine.recompile import recompile
+from fusewright.engine.worker import startup
+from fusewright.engine.worker.progress import Progress
+from fusewright.graph_capture import GraphKind
+from fusewright.model_executor.abacus.problems import held_out
+from fusewright.model_executor.hf_config import model_folder, read_spec
+from tests.engine.test_parity import MAX_LEN, LogitsRecorder, check, crowd, references
+from tests.model_executor.tiny_models import BY_NAME
+
+SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4}
+ABACUS: dict[str, Any] = {**SMALL, "max_num_seqs": 16, "max_model_len": 64}
+
+
+@pytest.fixture(autouse=True)
+def no_engine_is_left() -> Iterator[None]:
+    """A process has one engine of several ranks at a time."""
+    yield
+    gc.collect()
+
+
+def tiny(name: str, folder: Path, world: int, **options: Any) -> LLM:
+    BY_NAME[name].save(folder)
+    limits = {"max_num_batched_tokens": 16, "max_model_len": MAX_LEN}
+    return LLM(str(folder), tensor_parallel_size=world, **SMALL, **limits, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "world", "options"),
+    [
+        ("llama_gqa", 2, {"optimization_level": 0}),
+        ("llama_gqa", 2, {"optimization_level": 1}),
+        ("llama_gqa", 2, {"optimization_level": 2, "verify": True, "passes": PASSES}),
+        ("llama_gqa", 2, {"optimization_level": 3}),
+        ("qwen3_qk_norm", 2, {"optimization_level": 0}),
+        ("qwen3_qk_norm", 2, {"optimization_level": 1}),
+        ("qwen3_qk_norm", 2, {"optimization_level": 2}),
+        ("qwen3_qk_norm", 2, {"optimization_level": 3}),
+        # With biases that one rank adds, and KV heads that two ranks share.
+        ("llama_bias", 4, {"optimization_level": 0}),
+        ("qwen2_moe", 2, {"optimization_level": 0}),
+        ("mixtral", 2, {"optimization_level": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str | int) else f"O{value['optimization_level']}",
+)
+def test_ranks_give_the_tokens_and_logits_of_transformers(
+    name: str,
+    world: int,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "passes" in options:
+        options = {**options, "require_fusion": ("fuse_all_reduce_norm",)}
+    with tiny(name, tmp_path, world, **options) as llm:
+        recorder = LogitsRecorder(llm, monkeypatch)
+        check(llm, recorder, references(name), f"{name}, {world} ranks")
+        if name == "llama_gqa" and options["optimization_level"] == 0:
+            crowd(scheduler := llm.engine.core.scheduler)
+            check(llm, recorder, references(name), f"{name}, {world} ranks, preempted")
+            assert scheduler.num_preemptions > 0
+        for report in llm.report()["passes"] if "passes" in options else []:
+            if report["name"] == "fuse_all_reduce_norm":
+                assert (report["matched"], report["missed"]) == (5, [])
+
+
+EVERY = [
+    SamplingParams(temperature=0.0, max_tokens=24),
+    SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_p=0.9, top_k=20, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, min_tokens=6, stop=["1", "a"], max_tokens=20),
+    SamplingParams(temperature=0.0, logprobs=3, max_tokens=5, ignore_eos=True),
+]
+
+
+def test_two_ranks_answer_as_one_from_one_artifact(tmp_path: Path) -> None:
+    """Sampled, penalized and stopped requests too, with a step in flight."""
+    problems = held_out(60, seed=3)
+    prompts = [problem.prompt for problem in problems]
+    params = [EVERY[i % len(EVERY)] for i in range(len(prompts))]
+    store = str(tmp_path)
+    given = []
+    for world in (1, 2, 2):
+        with LLM("abacus", tensor_parallel_size=world, compile_cache_dir=store, **ABACUS) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            given.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs])
+            report = llm.report()
+    assert given[1] == given[0] == given[2]
+    greedy = list(zip(outputs, problems, strict=True))[:: len(EVERY)]
+    assert [o.outputs[0].text for o, _ in greedy] == [p.answer for _, p in greedy]
+    assert not report["artifact"]["built"] and len(report["ranks"]["processes"]) == 1
+    manifests = [listed.manifest for listed in open_store([store]).ls() if listed.manifest]
+    found = sorted(m.factors["config.parallel.tensor_parallel_size"] for m in manifests)
+    assert found == ["1", "2"], "one artifact for the two ranks"
+
+
+def test_ranks_answer_right_from_fp8_weights_and_caches() -> None:
+    """Each rank quantizes what it holds, but for layers whose part has no whole blocks."""
+    problems = held_out(40, seed=3)
+    fp8 = {"quantization": "fp8_block", "kv_cache_dtype": "fp8", "optimization_level": 0}
+    with LLM("abacus", tensor_parallel_size=2, **fp8, **ABACUS) as llm:
+        outputs = llm.generate([p.prompt for p in problems], EVERY[0], use_tqdm=False)
+    wrong = [p for o, p in zip(outputs, problems, strict=True) if o.outputs[0].text != p.answer]
+    assert len(wrong) <= 1, wrong
+
+
+def test_ranks_capture_and_replay_the_same_graphs() -> None:
+    hardware = Hardware(device="cpu", name="recorded", graphs="recording")
+    options = EngineOptions(model="abacus", tensor_parallel_size=2, optimization_level=2, **ABACUS)
+    engine = Engine(options, hardware)
+    llm = LLM.from_engine(engine)
+    captured = engine.graphs.num_captured
+    assert engine.capture_next() and engine.graphs.num_captured == captured + 1
+    problems = held_out(12, seed=5)
+    outputs = llm.generate([p.prompt for p in problems], EVERY[0], use_tqdm=False)
+    assert [o.outputs[0].text for o in outputs] == [p.answer for p in problems]
+    assert any(kind == GraphKind.FULL for _, kind in engine.dispatcher.counters)
+    llm.close()
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_named_before_anything_is_loaded() -> None:
+    with pytest.raises(UserError, match=r"=3: num_attention_heads=4 is no .* over 1, 2, 4$"):
+        LLM("abacus", tensor_parallel_size=3)
+    with pytest.raises(UserError, match="tensor_parallel_size=0: expected at least 1"):
+        LLM("abacus", tensor_parallel_size=0)
+    gpus = Hardware(device="cuda", name="two GPUs", sm=90, num_devices=2)
+    spec = read_spec(model_folder("abacus"))
+    with pytest.raises(UserError, match=r"=4: a rank needs a GPU .* there are 2; .* with 1, 2$"):
+        start_ranks(EngineOptions(tensor_parallel_size=4), spec, gpus)
+
+
+def test_ranks_that_would_run_another_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = startup.artifact_key
+
+    def of_another_torch(*args: Any) -> Any:
+        key = real(*args)
+        return replace(key, factors={**key.factors, "toolchain.torch": "1.0"})
+
+    monkeypatch.setattr(startup, "artifact_key", of_another_torch)
+    with pytest.raises(UserError, match=r"^rank 1 would run .*toolchain\.torch: 1\.0 -> 2\."):
+        LLM("abacus", tensor_parallel_size=2, optimization_level=0, **ABACUS)
+
+
+def test_a_process_has_one_engine_of_several_ranks() -> None:
+    engine_options = {"tensor_parallel_size": 2, "optimization_level": 0, **ABACUS}
+    with LLM("abacus", **engine_options) as llm:
+        with pytest.raises(UserError, match="has an engine with several ranks already"):
+            LLM("abacus", **engine_options)
+        with pytest.raises(UserError, match="compared on one rank"):
+            recompile(llm.engine, PASSES, Progress())  # type: ignore[arg-type]
+    with LLM("abacus", **engine_options) as llm:
+        assert llm.generate("37+58=", EVERY[0], use_tqdm=False)[0].outputs[0].text == "95"

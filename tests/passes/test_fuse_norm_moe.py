@@ -1,0 +1,56 @@
+"""Experts between two linear layers and their norms become one op where nothing else reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusewright.passes import build_passes, run_passes
+from tests.passes import experts
+from tests.passes.graphs import capture, targets
+
+PASSES = ["fuse_add_norm", "fuse_gated_linear", "fuse_moe", "fuse_norm_moe"]
+
+
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [(experts.between_linears, []), (experts.last_layer, ["add_rms_norm.default"])],
+)
+def test_they_become_one_op_and_no_bit_changes(model: experts.Model, left: list[str]) -> None:
+    x, flat = experts.inputs()
+    gm = capture(model, x=x, flat=flat)
+    *_, report = run_passes(gm, build_passes(PASSES), verify=True)
+    assert (report.matched, report.missed) == (1, [])
+    found = [t for t in targets(gm) if t.endswith(".default")]
+    assert found == ["linear_add_norm_moe.default", *left]
+    sizes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+    values = iter((flat, x) if sizes[0].dim() == 1 else (x, flat))
+    got = gm(*(s.node.hint if isinstance(s, torch.SymInt) else next(values) for s in sizes))
+    for ours, theirs in zip(got, model(x, flat), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (experts.shared_reads_the_norm, "a shared expert reads the norm too"),
+        (experts.no_linear_before, "does not come from a linear layer"),
+        (experts.fp8_behind_the_norm, "the experts are FP8"),
+        (experts.norm_read_twice, "is also read by"),
+        (experts.sum_read_early, "the sum is used before the experts"),
+    ],
+)
+def test_a_miss_has_its_reason(model: experts.Model, reason: str) -> None:
+    x, flat = experts.inputs()
+    gm = capture(model, x=x, flat=flat)
+    *_, report = run_passes(gm, build_passes(PASSES), verify=True)
+    (site,) = report.missed
+    assert reason in site.reason
+    assert "fused_moe.default" in targets(gm)
+
+
+def test_experts_behind_the_first_norm_of_a_model_are_no_site() -> None:
+    x, flat = experts.inputs()
+    gm = capture(experts.moe, x=x, flat=flat)
+    *_, report = run_passes(gm, build_passes(PASSES), verify=True)
+    assert not report.sites

@@ -1,0 +1,36 @@
+"""A server of the bundled model for the tests of a file, and clients of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from .server_process import KEY, ServerProcess
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    made = ServerProcess(
+        *("--api-key", "another", "--api-key", KEY),
+        *("--served-model-name", "abacus", "--served-model-name", "second"),
+        *("--max-waiting-requests", "64", "--max-num-seqs", "16", "--dtype", "float32"),
+        *("--max-body-mb", "0.5", "--tool-call-parser", "hermes"),
+    ).wait_ready()
+    yield made
+    assert made.stop() == 0
+    assert not [line for line in made.lines if "Traceback" in line]
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client(headers={"authorization": f"Bearer {KEY}"}) as made:
+        yield made

@@ -1,0 +1,111 @@
+"""``fusewright serve`` in a process of its own, for tests that ask it over HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 120
+KEY = "a key"
+LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+"""A request that takes seconds."""
+
+
+class ServerProcess:
+    """A server of the bundled model that ``wait_ready`` waits for."""
+
+    def __init__(self, *flags: str, model: str = "abacus", port: str = "0") -> None:
+        argv = ["serve", model, "--device", "cpu", "-O0", "--port", port, *flags]
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fusewright.serve.cli", *argv],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_ready(self) -> ServerProcess:
+        """Wait until it serves; its address is ``url`` then."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.lines
+            found = [m for line in self.lines if (m := re.search(r"at (https?://\S+)$", line))]
+            self.url = found[0][1] if found else ""
+            return bool(found)
+
+        wait_for(is_ready)
+        return self
+
+    @property
+    def engine_pid(self) -> int:
+        """The process of the engine: the only child."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, **options)
+
+    def metric(self, name: str) -> float:
+        """The sum of a series in ``/metrics``."""
+        with self.client() as client:
+            text = client.get("/metrics").text
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
+        return sum(map(float, found))
+
+    def stop(self) -> int:
+        """Terminate it; returns its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End it by force."""
+        self.process.kill()
+        self.process.wait()
+
+
+def is_idle(http: httpx.Client) -> bool:
+    """Whether the engine runs nothing and holds no block."""
+    return all(
+        float(line.rpartition(" ")[2]) == 0
+        for line in http.get("/metrics").text.splitlines()
+        if line.startswith(("vllm:num_requests_", "vllm:kv_cache_usage_perc{"))
+    )
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    """Wait until ``what`` holds."""
+    end = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)

@@ -1,0 +1,81 @@
+"""What ``explain`` says of a mixture of experts: every layer joined, launches of a token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusewright.serve.cli import main
+from tests.model_executor.tiny_models import TinyModel
+
+Capture = pytest.CaptureFixture[str]
+WIDE = TinyModel(
+    "wide",
+    "Qwen3Moe",
+    {
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "dtype": "bfloat16",
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("wide")
+    WIDE.config().save_pretrained(made)
+    return made
+
+
+def facts(folder: Path, capsys: Capture, *flags: str) -> Any:
+    words = ["explain", str(folder), "--load-format", "dummy", "--target-sm", "90", "--json"]
+    assert main([*words, *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_layer_is_one_op_between_attention_and_rotary(folder: Path, capsys: Capture) -> None:
+    told = facts(folder, capsys, "--require-all-fusions")
+    passes = {p["name"]: (p["sites"], p["matched"]) for p in told["passes"]}
+    assert passes["fuse_moe"] == passes["fuse_norm_moe"] == (4, 4)
+    assert not any(site["outcome"] == "missed" for site in told["sites"])
+    layers, _ = told["layers"]
+    assert layers["launches"] == 10  # of Triton's kernels: nothing is sorted for one token
+    assert sum("linear_add_norm_moe" in call["op"] for call in layers["calls"]) == 1
+    few, more = (
+        next(r for r in layers["ranges"] if r["decode"] and r["first"] == first)["kernels"]
+        for first in (1, 9)
+    )
+    assert "_sort_by_expert_kernel" not in few
+    assert more.count("_sort_by_expert_kernel") == 1
+    assert more.count("_expert_linear_kernel") == few.count("_expert_linear_kernel") == 2
+    (note,) = [note for note in told["notes"] if note.startswith("experts ")]
+    assert "E=128,N=768,device_name=sm_90.json: no tuned tiles" in note
+    assert "fusewright tune moe" in note
+
+
+def test_a_layer_of_few_tokens_is_seven_launches_with_csrc(folder: Path, capsys: Capture) -> None:
+    told = facts(folder, capsys, "--kernels", "linear_add_norm_moe=cuda/triton")
+    assert told["layers"][0]["launches"] == 7
+
+
+def test_fp8_experts_are_joined_without_their_norms(folder: Path, capsys: Capture) -> None:
+    told = facts(folder, capsys, "--quantization", "fp8")
+    outcomes = {
+        (s["name"], s["outcome"], s["reason"], s["count"])
+        for s in told["sites"]
+        if s["name"] in ("fuse_moe", "fuse_norm_moe")
+    }
+    reason = "the experts are FP8, whose input is quantized behind the norm"
+    assert outcomes == {
+        ("fuse_moe", "matched", "", 4),
+        ("fuse_norm_moe", "missed", reason, 4),
+    }

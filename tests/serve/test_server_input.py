@@ -1,0 +1,147 @@
+"""Claims about bad input: it gets an error that names the field, and the next request is served
+as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from .server_process import LONG, ServerProcess, is_idle, wait_for
+
+FORM = "structured_outputs"
+BAD: list[tuple[str, Any, str | None]] = [
+    ("no JSON", b"{", None),
+    ("no object", b"[]", None),
+    ("no UTF-8", b'{"prompt": "\xff"}', None),
+    ("half a surrogate pair", b'{"prompt": "\\ud800"}', None),
+    ("deep nesting", b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", None),
+    ("a number as prompt", {"prompt": 3}, "prompt"),
+    ("no prompt", {}, "prompt"),
+    ("an empty prompt", {"prompt": ""}, "prompt"),
+    ("an empty list", {"prompt": []}, "prompt"),
+    ("an empty prompt in a list", {"prompt": ["1", ""]}, "prompt"),
+    ("a broken id", {"prompt": [1, 2.5]}, "prompt"),
+    ("a negative id", {"prompt": [1, -2]}, "prompt"),
+    ("an unknown id", {"prompt": [1, 10**6]}, "prompt"),
+    ("a huge id", {"prompt": [1, 10**30]}, "prompt"),
+    ("an endless prompt", {"prompt": "1" * 600}, "prompt"),
+    ("a misspelled field", {"prompt": "1", "temprature": 1}, "temprature"),
+    ("text for a number", {"prompt": "1", "n": "2"}, "n"),
+    ("true for a number", {"prompt": "1", "max_tokens": True}, "max_tokens"),
+    ("huge n", {"prompt": "1", "n": 10**9}, "n"),
+    ("n below 1", {"prompt": "1", "n": 0}, "n"),
+    ("too many outputs", {"prompt": ["1"] * 100, "n": 1000, "seed": 1}, None),
+    ("NaN", b'{"prompt": "1", "temperature": NaN}', "temperature"),
+    ("infinity", b'{"prompt": "1", "top_p": Infinity}', "top_p"),
+    ("negative temperature", {"prompt": "1", "temperature": -1}, "temperature"),
+    ("no tokens", {"prompt": "1", "max_tokens": 0}, "max_tokens"),
+    ("many logprobs", {"prompt": "1", "logprobs": 1000}, "logprobs"),
+    ("an empty stop", {"prompt": "1", "stop": [""]}, "stop"),
+    ("many stops", {"prompt": "1", "stop": ["a"] * 1000}, "stop"),
+    ("a suffix", {"prompt": "1", "suffix": "2"}, "suffix"),
+    ("best_of", {"prompt": "1", "best_of": 4}, "best_of"),
+    ("priority", {"prompt": "1", "priority": 1}, "priority"),
+    ("a strange form", {"prompt": "1", "response_format": {"type": "xml"}}, "response_format"),
+    ("no schema", {"prompt": "1", "response_format": {"type": "json_schema"}}, "response_format"),
+    ("a bad regex", {"prompt": "1", "structured_outputs": {"regex": "("}}, "response_format"),
+    ("two forms", {"prompt": "1", "structured_outputs": {"regex": "a", "choice": ["b"]}}, FORM),
+    ("no choice", {"prompt": "1", "structured_outputs": {"choice": []}}, FORM),
+    ("a bias of text", {"prompt": "1", "logit_bias": {"a": 1}}, "logit_bias"),
+    ("a bias too far", {"prompt": "1", "logit_bias": {"1": 101}}, "logit_bias"),
+    ("an option of streams", {"prompt": "1", "stream_options": {"all": True}}, "stream_options"),
+]
+
+
+@pytest.mark.parametrize("body, param", [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_bad_input_is_a_400_that_names_the_field(
+    http: httpx.Client, body: Any, param: str | None
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = http.post("/v1/completions", content=content)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert error["message"] and len(error["message"]) < 600
+    good = http.post("/v1/completions", json={"prompt": "1+1=", "temperature": 0})
+    assert good.json()["choices"][0]["text"] == "2"
+
+
+BAD_CHATS: list[tuple[str, Any, str]] = [
+    ("no messages", [], "messages"),
+    ("text", "1+1=", "messages"),
+    ("no role", [{"content": "1"}], "messages"),
+    ("a strange role", [{"role": "king", "content": "1"}], "messages"),
+    ("no content", [{"role": "user"}], "messages"),
+    ("a picture", [{"role": "user", "content": [{"type": "image_url"}]}], "messages"),
+]
+
+
+@pytest.mark.parametrize(
+    "messages, param", [each[1:] for each in BAD_CHATS], ids=[each[0] for each in BAD_CHATS]
+)
+def test_bad_messages_are_a_400(http: httpx.Client, messages: Any, param: str) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": messages})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_template_in_a_message_is_text(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "{{ 7 * 7 }}{% for i in range(10**9) %}{% endfor %}"}]
+    found = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    assert "{{ 7 * 7 }}" in http.post("/detokenize", json={"tokens": found}).json()["prompt"]
+    variables = {"messages": messages, "chat_template_kwargs": {"messages": []}}
+    answer = http.post("/v1/chat/completions", json=variables)
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_other_refusals_are_in_the_same_form(http: httpx.Client) -> None:
+    for method, path, body, status in (
+        ("GET", "/nothing", None, 404),
+        ("PUT", "/v1/completions", {}, 405),
+        ("POST", "/v1/completions", {"prompt": "1", "model": "gpt"}, 404),
+        ("POST", "/v1/completions", {"prompt": "1" * 600_000}, 413),
+        ("POST", "/detokenize", {"tokens": [10**6]}, 400),
+        ("POST", "/tokenize", {}, 400),
+    ):
+        answer = http.request(method, path, json=body)
+        assert answer.status_code == status, (path, answer.text)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_too_many_waiting_requests_are_sent_away(http: httpx.Client) -> None:
+    many = {**LONG, "n": 16 + 64, "temperature": 1.0, "stream": True}
+    with http.stream("POST", "/v1/completions", json=many):
+        answer = http.post("/v1/completions", json={"prompt": "1"})
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+    wait_for(lambda: is_idle(http))
+
+
+def raw(server: ServerProcess, data: bytes) -> bytes:
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(data)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /live HTTP/1.1\r\nx: " + b"y" * 100_000,
+        b"GET /live HTTP/1.1\r\n" + b"".join(b"x%d: y\r\n" % i for i in range(8000)),
+        b"GET /" + b"z" * 100_000,
+    ],
+    ids=["a long header", "many headers", "a long URL"],
+)
+def test_heads_without_end_are_refused(server: ServerProcess, data: bytes) -> None:
+    assert raw(server, data).startswith(b"HTTP/1.1 431 ")
+
+
+def test_what_is_no_http_is_refused(server: ServerProcess) -> None:
+    assert raw(server, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n").startswith(b"HTTP/1.1 400 ")
