@@ -93,7 +93,7 @@ class CoreServer:
         outputs = self._core.step()
         now = time.monotonic()
         self._step_s += now - start
-        if outputs.tokens is not None or outputs.finished or outputs.preempted:
+        if not outputs.is_empty:
             self._outbox.send(frame(Kind.STEP, outputs), zmq.NOBLOCK)
         if now - self._counted_at > _COUNTERS_S or not self._core.num_unfinished:
             self._send_counters(now)
