@@ -13,6 +13,7 @@ from .flags import Model, engine_flags, strings
 from .options import checked, merge
 
 _PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+_MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
 
 
@@ -31,6 +32,12 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
     ] = None,
+    api_server_count: Annotated[
+        int, typer.Option(help="Processes that serve HTTP, over the same engines.")
+    ] = 1,
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Engines, with the whole model each, behind the same API.")
+    ] = 1,
     max_waiting_requests: Annotated[
         int, typer.Option(help="Outputs that may wait; more are refused with 503.")
     ] = 16384,
@@ -58,6 +65,9 @@ def serve(
     asked: EngineOptions = checked(options, weights=True)
     check_counts(0, 65535, port=port)
     check_counts(0, max_waiting_requests=max_waiting_requests)
+    check_counts(
+        1, _MOST_PROCESSES, api_server_count=api_server_count, data_parallel_size=data_parallel_size
+    )
     check_number(stall_timeout=stall_timeout, max_body_mb=max_body_mb)
     if not shutdown_timeout >= 0:
         raise UserError(f"shutdown_timeout={shutdown_timeout}: expected 0 or more seconds")
@@ -96,7 +106,14 @@ def serve(
         str(ssl_certfile) if ssl_certfile else None,
         str(ssl_keyfile) if ssl_keyfile else None,
     )
-    run_server(asked, settings, endpoint, lambda text: typer.echo(text, err=True))
+    run_server(
+        asked,
+        settings,
+        endpoint,
+        lambda text: typer.echo(text, err=True),
+        num_processes=api_server_count,
+        num_replicas=data_parallel_size,
+    )
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
