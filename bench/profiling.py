@@ -25,6 +25,7 @@ from ..engine.engine import Engine
 from ..engine.llm import LLM
 from ..engine.messages.sampling_params import SamplingParams
 from ..engine.messages.step import Batch, PendingStep, StepResult
+from ..model_executor.expert_load import Load, describe_load, load_since
 from .environment import environment
 from .profile_options import ProfileOptions
 from .profile_trace import GPU, Activity, busy_times, kernel_rows, layer_groups, read_trace
@@ -55,7 +56,8 @@ class ProfiledStep:
 
 @dataclass
 class PhaseProfile:
-    """``undisturbed``: the same steps without the profiler."""
+    """``undisturbed``: the same steps without the profiler; ``expert_load``: the tokens of each
+    expert while the profiler ran, prompts of decoding requests included."""
 
     options: ProfileOptions
     num_layers: int
@@ -63,6 +65,7 @@ class PhaseProfile:
     steps: list[ProfiledStep]
     undisturbed: list[ProfiledStep]
     activities: list[Activity]
+    expert_load: Load = field(default_factory=dict)
 
 
 @dataclass
@@ -163,6 +166,7 @@ def profile_phase(llm: LLM, options: ProfileOptions, trace: Path) -> PhaseProfil
     vocab_size = engine.inputs.vocab_size
     warm_up(engine, equal(options.batch_size, options.input_len, _WARM_UP_TOKENS, vocab_size))
     undisturbed = drive(engine, options)
+    before = engine.expert_load()
     on_gpu = engine.config.hardware.device == "cuda"
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
@@ -179,7 +183,9 @@ def profile_phase(llm: LLM, options: ProfileOptions, trace: Path) -> PhaseProfil
             "profile: torch.profiler saw no kernel; let CUPTI record on this machine "
             "(no other profiler attached, NVreg_RestrictProfilingToAdminUsers=0)"
         )
-    return PhaseProfile(options, engine.spec.num_layers, on_gpu, steps, undisturbed, activities)
+    load = load_since(engine.expert_load(), before)
+    num_layers = engine.spec.num_layers
+    return PhaseProfile(options, num_layers, on_gpu, steps, undisturbed, activities, load)
 
 
 def drive(
@@ -292,17 +298,21 @@ def _median_parts(steps: Sequence[ProfiledStep]) -> dict[str, float]:
 
 
 def write(found: PhaseProfile, folder: Path) -> dict[str, Any]:
-    """``kernels.csv``, ``kernels.json``, ``layers.json`` and ``timeline.json``; returns the rows,
-    the groups and the time line."""
+    """Write ``kernels.csv``, ``kernels.json``, ``layers.json``, ``timeline.json`` and, if recorded,
+    ``experts.json``; returns the rows, the groups, the time line and the load of experts."""
     rows = kernel_rows(found.activities, len(found.steps), found.num_layers)
     groups = layer_groups(found.activities, len(found.steps), found.num_layers)
     line = timeline(found)
+    load = describe_load(found.expert_load)
     about = {"environment": environment(), "options": asdict(found.options)}
-    for name, data in (("kernels", {"rows": rows}), ("layers", groups), ("timeline", line)):
+    tables = {"kernels": {"rows": rows}, "layers": groups, "timeline": line}
+    if load:
+        tables["experts"] = {"rows": load}
+    for name, data in tables.items():
         record = {**about, "num_steps": len(found.steps), **data}
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     with (folder / "kernels.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["kernel"])
         writer.writeheader()
         writer.writerows(rows)
-    return {"rows": rows, "groups": groups, "timeline": line}
+    return {"rows": rows, "groups": groups, "timeline": line, "experts": load}

@@ -81,6 +81,11 @@ class EngineOptions:
         "the same bits for a request at any batch size, order, chunking and cache state; slower",
     )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
+    record_expert_load: bool = _option(
+        False,
+        "compile",
+        "count the tokens of each expert, for report() and `profile`; experts are not fused then",
+    )
 
     tuned_config_dir: str | None = _option(
         None, "compile", "folder of tuned tiles of experts, as `fusewright tune moe` writes them"

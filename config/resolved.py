@@ -87,6 +87,8 @@ class CompileConfig:
     tune: bool
     kernels: tuple[tuple[str, str], ...]
     verify: bool
+    record_expert_load: bool = False
+    """The traced model counts the tokens of each expert."""
     named_kernels: tuple[str, ...] = field(
         default=(), metadata=outside_key("checked against the artifact's report")
     )

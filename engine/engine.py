@@ -17,6 +17,7 @@ import torch
 from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
 from ..graph_capture import MemoryReport
+from ..model_executor.expert_load import Load, describe_load, read_load
 from .core.grammar import Grammars
 from .core.loop import EngineCore, make_core
 from .frontend.inputs import input_processor
@@ -96,6 +97,7 @@ class Engine(EngineLoop):
                 **ops.report_expert_tables(),
                 "ignored": dict(self.config.compile.ignored_expert_tables),
             },
+            "expert_load": describe_load(self.expert_load()),
             "device_table": ops.report_tables(torch.device(self.config.hardware.device)),
             "pieces": {
                 "steps": len(self.compiled.program.steps),
@@ -122,6 +124,10 @@ class Engine(EngineLoop):
             },
             **super().report(),
         }
+
+    def expert_load(self) -> Load:
+        """Tokens of each expert since the start; empty without ``record_expert_load``."""
+        return read_load(self.weights.result())
 
     def memory(self) -> MemoryReport:
         """Account for the device memory, with the graphs that are captured by now."""

@@ -32,6 +32,7 @@ class MoESpec:
         routing: how a token's experts are chosen.
         shared_intermediate_size: of the expert that all tokens have; 0: there is none.
         shared_gate: the shared expert's result is multiplied by the sigmoid of a linear layer.
+        record_load: every layer counts how many tokens chose each expert.
     """
 
     layers: tuple[bool, ...]
@@ -40,6 +41,7 @@ class MoESpec:
     routing: Routing
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    record_load: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

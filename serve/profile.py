@@ -47,7 +47,8 @@ def profile(
     """Kernels, layers and a CPU/GPU time line of steady steps, through captured graphs.
 
     Writes kernels.csv, kernels.json, layers.json, timeline.json and trace.json: a Chrome trace,
-    for Perfetto, or for TensorBoard under a name that ends in .pt.trace.json.
+    for Perfetto, or for TensorBoard under a name that ends in .pt.trace.json.  With
+    --record-expert-load also experts.json: the tokens of each expert, a layer.
     """
     options = to_measure(engine, model_argument)
     from ..bench.profile_options import PHASES, ProfileOptions
@@ -115,7 +116,21 @@ def _show(phase: str, found: dict[str, Any]) -> None:
         share = f"{group['share']:.1%}"
         cells.append([title, f"{calls:.1f}", f"{us:.1f}", layer, f"{cpu:.1f}", share])
     typer.echo("\n" + table(cells))
+    _show_experts(found["experts"])
     _show_timeline(found["timeline"])
+
+
+def _show_experts(layers: list[dict[str, Any]]) -> None:
+    if not layers:
+        return
+    cells = [["experts of layer", "choices", "busiest", "its share", "over the mean", "idle"]]
+    for layer in layers:
+        counts = layer["tokens"]
+        total, most = sum(counts), max(counts)
+        figures = [str(counts.index(most)), f"{most / max(1, total):.1%}"]
+        figures += [f"{layer['most_over_mean']:.2f}", str(layer["idle"])]
+        cells.append([str(layer["layer"]), str(total), *figures])
+    typer.echo("\n" + table(cells))
 
 
 def _show_timeline(line: dict[str, Any]) -> None:

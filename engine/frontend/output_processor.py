@@ -83,6 +83,7 @@ class _Group:
     num_prompt_logprobs: int = 0
     """How many of the likeliest of each prompt token are wanted beside it."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
 
     def snapshot(self, *, shared: bool = False) -> RequestOutput:
         return RequestOutput(
@@ -93,6 +94,7 @@ class _Group:
             finished=self.num_open == 0,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 
@@ -164,6 +166,10 @@ class OutputProcessor:
         for request_id in brought.preempted:
             if request_id in known:
                 known[request_id][0].metrics.num_preemptions += 1
+        for request_id, num_cached in brought.cached_tokens.items():
+            group, completion = known.get(request_id, (None, None))
+            if group is not None and completion is group.completions[0]:
+                group.num_cached_tokens = num_cached
         for scored in brought.scored:
             if scored.request_id in known:
                 self._add_prompt_logprobs(known[scored.request_id][0], scored)

@@ -105,7 +105,7 @@ class CoreServer:
         outputs = self._core.step()
         now = time.monotonic()
         self._step_s += now - start
-        if outputs.tokens is not None or outputs.finished or outputs.preempted:
+        if not outputs.is_empty:
             for frontend, part in self._owners.split(outputs):
                 self._send(frontend, Kind.STEP, part)
         if now - self._counted_at > _COUNTERS_S or not self._core.num_unfinished:

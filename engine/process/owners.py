@@ -34,7 +34,7 @@ class Owners:
             return [(0, outputs)]
         parts = [(i, self._part(outputs, i)) for i in range(self._count)]
         self.forget(finished.request_id for finished in outputs.finished)
-        return [(i, p) for i, p in parts if p.tokens or p.finished or p.preempted or p.scored]
+        return [(i, part) for i, part in parts if not part.is_empty]
 
     def _part(self, outputs: StepOutputs, frontend: int) -> StepOutputs:
         owner = self._of.get
@@ -43,6 +43,7 @@ class Owners:
             [each for each in outputs.finished if owner(each.request_id) == frontend],
             [each for each in outputs.preempted if owner(each) == frontend],
             [each for each in outputs.scored if owner(each.request_id) == frontend],
+            {k: n for k, n in outputs.cached_tokens.items() if owner(k) == frontend},
         )
 
     def _tokens(self, tokens: NewTokens, frontend: int) -> NewTokens | None:

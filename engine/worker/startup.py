@@ -87,6 +87,10 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
         fp8_kv_cache=precision.kv_cache_dtype == "fp8_e4m3",
         tensor_parallel_size=config.parallel.tensor_parallel_size,
     )
+    if config.compile.record_expert_load:
+        if spec.moe is None:
+            raise UserError("record_expert_load: the model has no experts; leave it out")
+        spec = replace(spec, moe=replace(spec.moe, record_load=True))
     for kind in KINDS:
         if spec.quant is None and kind == precision.quantization:
             return quantize_online(spec, kind)

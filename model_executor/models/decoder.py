@@ -124,8 +124,12 @@ class DecoderLayer(nn.Module):
         x = self.attention_norm(residual)
         x = self.attention(x, positions, inputs, kv_cache, cos_sin_cache)
         residual = residual + x
-        y: Tensor = self.mlp(self.mlp_norm(residual))
-        return residual + y
+        x = self.mlp_norm(residual)
+        if isinstance(self.mlp, MoE):
+            y = self.mlp(x, inputs.groups[self.attention.cache_group].slot_mapping)
+        else:
+            y = self.mlp(x)
+        return residual + y  # type: ignore[no-any-return]
 
 
 def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:

@@ -6,6 +6,7 @@ experts' activation is spelled out.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -63,11 +64,18 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Router, chosen experts and, in some models, one that all tokens have (Shazeer et al., 2017;
     Dai et al., 2024, DeepSeekMoE).  Every rank routes alike and has a part of every expert; what
-    they have in common is summed over the ranks once."""
+    they have in common is summed over the ranks once.
+
+    ``load``, where a spec asks for it, counts the tokens that chose each expert since the start.
+    """
+
+    load: Tensor | None
 
     def __init__(self, spec: ModelSpec, moe: MoESpec, layer: int) -> None:
         super().__init__()
         self.routing, self.world = moe.routing, spec.tensor_parallel_size
+        load = torch.zeros(1, moe.num_experts, dtype=torch.int32) if moe.record_load else None
+        self.register_buffer("load", load)
         self.router = replicated_linear(spec.hidden_size, moe.num_experts)
         self.experts = Experts(spec, moe, layer)
         self.shared: GatedMLP | None = None
@@ -83,12 +91,12 @@ class MoE(nn.Module):
                 reduce=False,
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden] -> the same."""
-        y = self._combined(x)
+    def forward(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> the same; tokens with a negative slot are padding."""
+        y = self._combined(x, slot_mapping)
         return ops.all_reduce(y, GROUP) if self.world > 1 else y
 
-    def _combined(self, x: Tensor) -> Tensor:
+    def _combined(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         how = self.routing
         topk_weights, topk_ids = ops.route(
             self.router(x),
@@ -100,6 +108,9 @@ class MoE(nn.Module):
             how.topk_groups,
             how.scaling,
         )
+        if self.load is not None:
+            ids = topk_ids.masked_fill(slot_mapping.unsqueeze(1) < 0, -1).flatten()
+            ops.count_tokens(ids, torch.zeros_like(ids), self.load)
         y = self.experts(x, topk_ids)
         if self.shared is None:
             return ops.combine_experts(y, topk_weights)

@@ -256,9 +256,8 @@ def run_server(
     settings: Settings,
     endpoint: Endpoint,
     say: Callable[[str], None],
-    *,
-    num_processes: int,
-    num_replicas: int,
+    num_processes: int = 1,
+    num_replicas: int = 1,
 ) -> None:
     """Serve until a signal comes.
 

@@ -9,7 +9,13 @@ import pytest
 
 from fusewright import LLM
 from fusewright.config import UserError
-from fusewright.engine.messages.requests import AddRequest, Finished, NewTokens, StepOutputs
+from fusewright.engine.messages.requests import (
+    AddRequest,
+    Finished,
+    NewTokens,
+    PromptLogprobs,
+    StepOutputs,
+)
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.messages.step import Logprobs
 from fusewright.engine.process.owners import Owners
@@ -60,6 +66,9 @@ def test_a_salt_keeps_prefixes_apart_and_old_blocks_are_forgotten() -> None:
     assert router.choose(request("again", prompt(7))) == 1 - home  # the one with fewer requests
 
 
+LOGPROBS = Logprobs(*(np.zeros((1, 1)[:n], t) for n, t in zip((1, 1, 2, 2), "fifi", strict=True)))
+
+
 def step(names: list[str], **more: Any) -> StepOutputs:
     ids = np.arange(len(names), dtype=np.int32)
     ranks = np.ones(len(names), np.int32)
@@ -77,6 +86,8 @@ def test_each_frontend_gets_its_own_part_of_a_step() -> None:
         ["a0", "b1", "gone", "c0"],
         finished=[Finished("c0", "stop", 3), Finished("d1", "error", 0, error="why")],
         preempted=["b1"],
+        scored=[PromptLogprobs("b1", 1, LOGPROBS)],
+        cached_tokens={"a0": 16, "c0": 32},
     )
     (first, of_first), (second, of_second) = owners.split(outputs)
     assert (first, second) == (0, 1)
@@ -88,6 +99,12 @@ def test_each_frontend_gets_its_own_part_of_a_step() -> None:
     assert [each.request_id for each in of_first.finished] == ["c0"]
     assert [each.request_id for each in of_second.finished] == ["d1"]
     assert (of_first.preempted, of_second.preempted) == ([], ["b1"])
+    assert [len(part.scored) for part in (of_first, of_second)] == [0, 1]
+    assert of_first.cached_tokens == {"a0": 16, "c0": 32}
+    # Every field of the message is split.
+    assert all(
+        getattr(of_first, name) or getattr(of_second, name) for name in outputs.__struct_fields__
+    )
     # What has finished is forgotten.
     assert [frontend for frontend, _ in owners.split(step(["c0", "b1"]))] == [1]
 

@@ -98,7 +98,7 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
         assert codes == ["engine_dead"] * 8
         assert server.process.wait(TIMEOUT_S) == 1
         message = "error: the engine's process of replica 1 has ended (signal SIGKILL)"
-        assert server.lines[-1].startswith(message)
+        wait_for(lambda: server.lines[-1].startswith(message))
 
 
 def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
@@ -114,7 +114,7 @@ def test_a_killed_api_process_ends_the_server() -> None:
         send(children(server, ".helper")[0], signal.SIGKILL)
         assert server.process.wait(TIMEOUT_S) == 1
         message = "error: API process 1 has ended (signal SIGKILL)"
-        assert server.lines[-1].startswith(message)
+        wait_for(lambda: server.lines[-1].startswith(message))
 
 
 @pytest.mark.slow
