@@ -13,6 +13,7 @@ MAX_OUTPUTS = 16384
 """Most outputs ``n`` of one prompt; vLLM has the same limit."""
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 1024
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
@@ -24,7 +25,8 @@ class SamplingParams:
     ``stop`` and ``stop_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.
     With ``max_tokens=None`` generation runs until the model's length limit.
     ``logit_bias`` is added to the logits of token ids; ``grammar`` is one of llguidance's, see
-    ``frontend/grammar.py``.
+    ``frontend/grammar.py``.  ``bad_words`` become a tuple: the output has the tokens of none of
+    them one behind the other, see ``InputProcessor.bad_word_ids``.
 
     Raises:
         UserError: a value has the wrong type or is out of range; the message names it.
@@ -50,12 +52,16 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
     grammar: str | None = None
+    bad_words: Sequence[str] | None = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _require(_is_list(stop), self, "stop", "text or a list of texts")
         _require(_is_list(self.stop_token_ids), self, "stop_token_ids", "a list of token ids")
-        for name, value in {"stop": stop, "stop_token_ids": self.stop_token_ids}.items():
+        words_ok = _is_list(self.bad_words) and not isinstance(self.bad_words, str)
+        _require(words_ok, self, "bad_words", "a list of texts")
+        lists = {"stop_token_ids": self.stop_token_ids, "bad_words": self.bad_words}
+        for name, value in {"stop": stop, **lists}.items():
             object.__setattr__(self, name, () if value is None else tuple(value))
         self._check_types()
         self._check_ranges()
@@ -77,6 +83,7 @@ class SamplingParams:
     def plain_greedy(self) -> bool:
         """Every token is the likeliest, whatever came before."""
         is_free = self.min_tokens == 0 and not self.logit_bias and self.grammar is None
+        is_free = is_free and not self.bad_words
         return self.greedy and not self.has_penalties and is_free
 
     @property
@@ -86,6 +93,10 @@ class SamplingParams:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self.stop_token_ids  # type: ignore[return-value]  # normalized in __post_init__
+
+    @property
+    def bad_texts(self) -> tuple[str, ...]:
+        return self.bad_words  # type: ignore[return-value]  # normalized in __post_init__
 
     def of_child(self, index: int) -> SamplingParams:
         """The parameters of output ``index`` of ``n``; seeds differ so that the outputs do."""
@@ -117,6 +128,10 @@ class SamplingParams:
         _require(ids_ok, self, "stop_token_ids", "token ids of at least 0")
         texts_ok = all(isinstance(s, str) and s for s in self.stop_strings)
         _require(texts_ok, self, "stop", "strings that are not empty")
+        few = len(self.bad_texts) <= MAX_BAD_WORDS
+        _require(few, self, "bad_words", f"{MAX_BAD_WORDS} texts at most")
+        words_ok = all(isinstance(s, str) and s.strip() for s in self.bad_texts)
+        _require(words_ok, self, "bad_words", "texts that are not empty")
 
     def _check_bias(self) -> None:
         bias = self.logit_bias
