@@ -103,7 +103,7 @@ async def abort_requests(request: Request) -> Response:
     names = list(state.jobs) if body.request_ids == "all" else body.request_ids
     found = [state.jobs[name] for name in names if name in state.jobs]
     for job in found:
-        state.abort(job, ApiError(503, "the request was aborted", code="aborted"))
+        state.abort(job, ApiError(499, "the request was aborted", code="aborted"))
     return json_response({"aborted": [job.name for job in found]})
 
 
