@@ -14,6 +14,7 @@ MAX_OUTPUTS = 16384
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
+_MOST_FLOAT32 = 1e38
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
@@ -118,7 +119,7 @@ class SamplingParams:
             "presence_penalty",
             "frequency_penalty",
         ):
-            _require(_is_number(getattr(self, name)), self, name, "a finite number")
+            _require(_is_number(getattr(self, name)), self, name, "a finite number of 32 bits")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), self, name, "True or False")
         grammar_ok = self.grammar is None or (isinstance(self.grammar, str) and self.grammar)
@@ -149,7 +150,8 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, self, "top_p", "in (0, 1]")
         _require(self.top_k >= -1, self, "top_k", "at least 1, or 0 or -1 for off")
         _require(0 <= self.min_p <= 1, self, "min_p", "in [0, 1]")
-        _require(self.repetition_penalty > 0, self, "repetition_penalty", "more than 0")
+        penalty_ok = 1e-20 <= self.repetition_penalty <= 1e20  # more makes logits infinite
+        _require(penalty_ok, self, "repetition_penalty", "between 1e-20 and 1e20")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, self, name, "in [-2, 2]")
         seed_ok = self.seed is None or -1 <= self.seed < 2**63
@@ -179,4 +181,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+    """Whether it is finite also in the kernels, which take 32 bits."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= _MOST_FLOAT32

@@ -208,7 +208,7 @@ class ServerState:
         wanted = list(self.jobs) if ALL in names else names
         found = [self.jobs[name] for name in wanted if name in self.jobs]
         for job in found:
-            self.abort(job, ApiError(503, "the request was aborted", code="aborted"))
+            self.abort(job, ApiError(499, "the request was aborted", code="aborted"))
         return [job.name for job in found]
 
     def close(self, job: Job) -> None:
