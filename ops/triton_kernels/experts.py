@@ -129,10 +129,9 @@ def _expert_linear_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """out[slot] = x[slot // SLOTS_A_ROW] @ weight[expert of slot].T, scaled; with an ACTIVATION
-    N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up.
-
-    Without ``order_ptr`` a tile is one slot: for so few that sorting would take longer than reading
-    the weight of an expert twice.  Slots of experts that are not here (``first_ptr``) are left out.
+    N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up.  Slots of experts
+    that are not here are left out.  Without ``order_ptr`` a tile is one slot: for so few that
+    sorting would take longer than reading the weight of an expert twice.
     """
     wait_for_previous(PROGRAMMATIC)
     tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
