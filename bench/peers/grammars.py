@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from ...engine.frontend.grammar import json_grammar
-from ...serve.table import table
 
 Case = tuple[str, dict[str, Any], Any, Any]
 """Name, schema, a document that it permits and one that it does not."""
@@ -223,7 +222,9 @@ def main(folders: list[str]) -> None:
                 print(json.dumps({"engine": type(engine).__name__, "folder": folder, **found}))
                 cells += _cells(found)
             rows.append([*row, *cells])
-        print(f"{folder}, {vocab_size} tokens; microseconds\n{table(rows)}", file=sys.stderr)
+        print(f"{folder}, {vocab_size} tokens; microseconds", file=sys.stderr)
+        for line in rows:
+            print(" | ".join(line), file=sys.stderr)
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
