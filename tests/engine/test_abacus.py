@@ -34,8 +34,7 @@ def llm(request: pytest.FixtureRequest, device: torch.device) -> LLM:
 
 
 def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
-    every = device.type == "cuda" or llm.report()["level"] == 2
-    problems = PROBLEMS[: 1000 if every else 200]
+    problems = PROBLEMS[: 1000 if device.type == "cuda" else 200]
     given = answers(llm, [p.prompt for p in problems])
     wrong = [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
     assert len(wrong) <= len(problems) // 100, wrong[:5]
@@ -47,7 +46,7 @@ def test_answers_do_not_depend_on_the_batch_size(llm: LLM, device: torch.device)
     fast = device.type == "cuda" and llm.report()["level"] > 0
     prompts = [p.prompt for p in PROBLEMS[: 64 if fast else 16]]
     expected = answers(llm, prompts)
-    for size in range(1, 64) if fast else (1, 2, 3, 7, 15):
+    for size in range(1, 64) if fast else (1, 3, 7):
         given: list[str] = []
         for start in range(0, len(prompts), size):
             given += answers(llm, prompts[start : start + size])

@@ -49,10 +49,7 @@ def tiny(name: str, folder: Path, world: int, **options: Any) -> LLM:
         ("llama_gqa", 2, {"optimization_level": 1}),
         ("llama_gqa", 2, {"optimization_level": 2, "verify": True, "passes": PASSES}),
         ("llama_gqa", 2, {"optimization_level": 3}),
-        ("qwen3_qk_norm", 2, {"optimization_level": 0}),
-        ("qwen3_qk_norm", 2, {"optimization_level": 1}),
         ("qwen3_qk_norm", 2, {"optimization_level": 2}),
-        ("qwen3_qk_norm", 2, {"optimization_level": 3}),
         # With biases that one rank adds, and KV heads that two ranks share.
         ("llama_bias", 4, {"optimization_level": 0}),
         ("qwen2_moe", 2, {"optimization_level": 0}),
@@ -166,5 +163,3 @@ def test_a_process_has_one_engine_of_several_ranks() -> None:
             LLM("abacus", **engine_options)
         with pytest.raises(UserError, match="compared on one rank"):
             recompile(llm.engine, PASSES, Progress())  # type: ignore[arg-type]
-    with LLM("abacus", **engine_options) as llm:
-        assert llm.generate("37+58=", EVERY[0], use_tqdm=False)[0].outputs[0].text == "95"

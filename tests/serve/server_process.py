@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import httpx
 TIMEOUT_S = 120
 KEY = "a key"
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-"""A request that takes seconds."""
+"""A request that takes about a second; see ``engine_stopped``."""
 
 
 class ServerProcess:
@@ -59,6 +60,17 @@ class ServerProcess:
         pid = self.process.pid
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(child)
+
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Meanwhile no request advances, so that none ends before it is looked at."""
+        pid = self.engine_pid
+        send(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):  # the body may have ended it
+                send(pid, signal.SIGCONT)
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, **options)
