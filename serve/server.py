@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..config import EngineOptions, MachineError, UserError
+from ..config import MachineError, UserError
 from ..config.numbers import check_counts, check_number
 from .flags import Model, engine_flags, strings
 from .options import checked, merge
 
 _PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+_MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
 
 
@@ -31,6 +33,12 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
     ] = None,
+    api_server_count: Annotated[
+        int, typer.Option(help="Processes that serve HTTP, over the same engines.")
+    ] = 1,
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Engines, with the whole model each, behind the same API.")
+    ] = 1,
     max_waiting_requests: Annotated[
         int, typer.Option(help="Outputs that may wait; more are refused with 503.")
     ] = 16384,
@@ -54,33 +62,22 @@ def serve(
 
     SIGTERM or Ctrl-C lets open requests finish; a second one ends them with an answer.
     """
-    options = merge(engine, model=model_argument)
-    asked: EngineOptions = checked(options, weights=True)
+    asked = checked(merge(engine, model=model_argument), weights=True)
     check_counts(0, 65535, port=port)
     check_counts(0, max_waiting_requests=max_waiting_requests)
+    counts = {"api_server_count": api_server_count, "data_parallel_size": data_parallel_size}
+    check_counts(1, _MOST_PROCESSES, **counts)
     check_number(stall_timeout=stall_timeout, max_body_mb=max_body_mb)
     if not shutdown_timeout >= 0:
         raise UserError(f"shutdown_timeout={shutdown_timeout}: expected 0 or more seconds")
-    for name, path in (("ssl_certfile", ssl_certfile), ("ssl_keyfile", ssl_keyfile)):
-        if path is not None and not path.is_file():
-            raise UserError(f"{name}={path}: no such file; give a PEM file")
-    if ssl_keyfile is not None and ssl_certfile is None:
-        raise UserError("ssl_keyfile needs ssl_certfile: give both, or one file with both")
     if tool_call_parser not in _PARSERS:
         raise UserError(
             f"tool_call_parser={tool_call_parser!r}: expected one of {', '.join(_PARSERS)}"
         )
+    certificate, private_key = _certificate(ssl_certfile, ssl_keyfile)
     keys = _keys(api_key or [], api_key_file)
-    try:
-        from .http.life import Endpoint, run_server
-        from .http.state import Settings
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
-            raise
-        raise MachineError(
-            f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
-        ) from error
-    settings = Settings(
+    life, state = _import()
+    settings = state.Settings(
         model_names=tuple(served_model_name or [asked.model]),
         api_keys=keys,
         max_waiting=max_waiting_requests,
@@ -90,13 +87,40 @@ def serve(
         allowed_origins=strings(allowed_origins or ""),
         tool_format=None if tool_call_parser == "auto" else tool_call_parser,
     )
-    endpoint = Endpoint(
-        host,
-        port,
-        str(ssl_certfile) if ssl_certfile else None,
-        str(ssl_keyfile) if ssl_keyfile else None,
-    )
-    run_server(asked, settings, endpoint, lambda text: typer.echo(text, err=True))
+    endpoint = life.Endpoint(host, port, certificate, private_key)
+    say = partial(typer.echo, err=True)
+    life.run_server(asked, settings, endpoint, say, api_server_count, data_parallel_size)
+
+
+def _import() -> tuple[Any, Any]:
+    """What serves, which imports packages that the engine does not need.
+
+    Raises:
+        MachineError: one of them is not installed.
+    """
+    try:
+        from .http import life, state
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise MachineError(
+            f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
+        ) from error
+    return life, state
+
+
+def _certificate(file: Path | None, key: Path | None) -> tuple[str | None, str | None]:
+    """Certificate and private key as their names.
+
+    Raises:
+        UserError: one is not there, or the key has no certificate.
+    """
+    for name, path in (("ssl_certfile", file), ("ssl_keyfile", key)):
+        if path is not None and not path.is_file():
+            raise UserError(f"{name}={path}: no such file; give a PEM file")
+    if key is not None and file is None:
+        raise UserError("ssl_keyfile needs ssl_certfile: give both, or one file with both")
+    return str(file) if file else None, str(key) if key else None
 
 
 def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:

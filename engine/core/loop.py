@@ -113,7 +113,7 @@ class EngineCore:
                 tokens = self.scheduler.update(oldest, result)
         if failed:
             self._recover(failed)
-        return StepOutputs(tokens, *self.scheduler.take_events(), self.scheduler.take_scored())
+        return self.scheduler.take_outputs(tokens)
 
     def stats(self) -> CoreStats:
         """Count what runs, waits and was found in the prefix cache."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 
+from msgspec import structs
+
 from ...config import UserError
-from ..messages.requests import Finished, NewTokens, PromptLogprobs, RequestLimits
+from ..messages.requests import Finished, NewTokens, RequestLimits, StepOutputs
 from ..messages.step import StepResult
 from .batch import ScheduledRequest, ScheduledStep, make_batch
 from .kv_blocks import BlockPool, SequenceBlocks
@@ -90,9 +92,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
         self._num_arrived = 0
-        self._finished: list[Finished] = []
-        self._preempted: list[str] = []
-        self._scored: list[PromptLogprobs] = []
+        self._news = StepOutputs(None, [], [])
         self._free_rows = max_num_seqs
 
     def __contains__(self, request_id: object) -> bool:
@@ -131,21 +131,14 @@ class Scheduler:
         request.status = status
         if (reason := request.finish_reason) != "abort":
             num_tokens = len(request.output_token_ids)
-            self._finished.append(
+            self._news.finished.append(
                 Finished(request.request_id, reason, num_tokens, request.stop_id, request.error)
             )
 
-    def take_events(self) -> tuple[list[Finished], list[str]]:
-        """The requests that have finished unasked since the last call, and the ids of those that
-        were preempted."""
-        finished, self._finished = self._finished, []
-        preempted, self._preempted = self._preempted, []
-        return finished, preempted
-
-    def take_scored(self) -> list[PromptLogprobs]:
-        """The log probabilities of prompts that have come since the last call."""
-        scored, self._scored = self._scored, []
-        return scored
+    def take_outputs(self, tokens: NewTokens | None) -> StepOutputs:
+        """What there is to say since the last call; ``tokens`` are those of a step that is done."""
+        news, self._news = self._news, StepOutputs(None, [], [])
+        return structs.replace(news, tokens=tokens)
 
     def schedule(self) -> ScheduledStep | None:
         """Choose the next step's work; returns None if nothing can run before the step in flight
@@ -204,7 +197,7 @@ class Scheduler:
             raise RuntimeError(
                 f"step result has {len(token_ids)} tokens for {len(scheduled)} requests"
             )
-        self._scored += scored_by(step, result, most)
+        self._news.scored.extend(scored_by(step, result, most))
         request_ids: list[str] = []
         rows: list[int] = []
         for row, token_id in enumerate(token_ids):
@@ -331,6 +324,8 @@ class Scheduler:
         if self.prefix_caching:
             self.num_prefix_tokens += num_tokens
             self.num_prefix_hits += start
+            if start and request.status is RequestStatus.WAITING:
+                self._news.cached_tokens[request.request_id] = start
         self._free_rows -= 1
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
@@ -386,7 +381,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         self.num_preemptions += 1
-        self._preempted.append(request.request_id)
+        self._news.preempted.append(request.request_id)
         self._enqueue(request)
 
     def _release(self, request: Request) -> None:

@@ -39,15 +39,21 @@ class EngineLoop:
     Args:
         core, inputs: the parts it drives.
         eos_token_ids: ids that end generation, see ``find_eos_token_ids``.
+        shares_lists: see ``OutputProcessor``.
     """
 
     def __init__(
-        self, *, core: Core, inputs: InputProcessor, eos_token_ids: frozenset[int]
+        self,
+        *,
+        core: Core,
+        inputs: InputProcessor,
+        eos_token_ids: frozenset[int],
+        shares_lists: bool = False,
     ) -> None:
         self.core = core
         self.inputs = inputs
         self.eos_token_ids = eos_token_ids
-        self._outputs = OutputProcessor(inputs.tokenizer)
+        self._outputs = OutputProcessor(inputs.tokenizer, shares_lists)
         self._closed: Exception | None = None
         self._numbers = count()
         self.stepped_s = 0.0

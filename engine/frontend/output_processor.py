@@ -40,13 +40,14 @@ class _Completion:
     """Number of the token, from 1, that ended it and is left out of the text; 0: none."""
     closed: bool = False
 
-    def snapshot(self, index: int) -> CompletionOutput:
+    def snapshot(self, index: int, *, shared: bool) -> CompletionOutput:
+        logprobs = self.logprobs
         return CompletionOutput(
             index=index,
             text="" if self.detokenizer is None else self.detokenizer.text,
-            token_ids=list(self.token_ids),
+            token_ids=self.token_ids if shared else list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            logprobs=logprobs if shared or logprobs is None else list(logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
@@ -82,24 +83,31 @@ class _Group:
     num_prompt_logprobs: int = 0
     """How many of the likeliest of each prompt token are wanted beside it."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
 
-    def snapshot(self) -> RequestOutput:
+    def snapshot(self, *, shared: bool = False) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.snapshot(i) for i, c in enumerate(self.completions)],
+            outputs=[c.snapshot(i, shared=shared) for i, c in enumerate(self.completions)],
             finished=self.num_open == 0,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 
 class OutputProcessor:
-    """Follows the unfinished requests of callers; a group is known by the caller's id."""
+    """Follows the unfinished requests of callers; a group is known by the caller's id.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    Args:
+        shares_lists: outputs hold the lists that grow, not copies of them: for a caller that looks
+            at each output once, before the next step.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, shares_lists: bool = False) -> None:
+        self._tokenizer, self._shares_lists = tokenizer, shares_lists
         self._groups: dict[str, _Group] = {}
         self._of_request: dict[str, tuple[_Group, _Completion]] = {}
         # The groups that the current step touched, in the order of the batch.
@@ -158,6 +166,10 @@ class OutputProcessor:
         for request_id in brought.preempted:
             if request_id in known:
                 known[request_id][0].metrics.num_preemptions += 1
+        for request_id, num_cached in brought.cached_tokens.items():
+            group, completion = known.get(request_id, (None, None))
+            if group is not None and completion is group.completions[0]:
+                group.num_cached_tokens = num_cached
         for scored in brought.scored:
             if scored.request_id in known:
                 self._add_prompt_logprobs(known[scored.request_id][0], scored)
@@ -212,7 +224,7 @@ class OutputProcessor:
         for group in self._touched.values():
             self._close_finished(group)
             if group.num_open == 0 or not group.final_only:
-                outputs.append(group.snapshot())
+                outputs.append(group.snapshot(shared=self._shares_lists))
         self._touched.clear()
         return outputs
 

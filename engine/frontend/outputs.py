@@ -54,6 +54,7 @@ class RequestOutput:
 
     ``prompt_logprobs[i]``, if they were asked for, maps token ids to the log probabilities of
     prompt token ``i``: the token itself first, then the likeliest; None for the first token.
+    ``num_cached_tokens`` of the prompt were in the prefix cache when its first output began.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def error(self) -> str | None:

@@ -117,12 +117,21 @@ class PromptLogprobs(Struct, frozen=True):
 
 class StepOutputs(Struct, frozen=True):
     """The outcome of a step of the core: tokens, unless none was waited for, the requests that
-    ended, those that will be computed anew, and log probabilities of prompts."""
+    ended, those that will be computed anew, log probabilities of prompts, and for requests that
+    began behind a cached prefix, its tokens."""
 
     tokens: NewTokens | None
     finished: list[Finished]
     preempted: list[str]
     scored: list[PromptLogprobs] = []
+    cached_tokens: dict[str, int] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return self.tokens is None and not (
+            self.finished or self.preempted or self.scored or self.cached_tokens
+        )
 
 
 class CoreStats(Struct, frozen=True):

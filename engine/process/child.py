@@ -1,7 +1,9 @@
-"""The engine's process: takes requests from a socket, steps, and sends one message a step back.
+"""The engine's process: takes requests from a socket, steps, and sends one message a step back to
+each frontend that waits for a part of it.
 
-Run as ``python -m fusewright.engine.process.child FOLDER PARENT_PID OPTIONS``, where OPTIONS are
-``EngineOptions`` as JSON.  It ends with its parent, whatever ends that.
+Run as ``python -m fusewright.engine.process.child FOLDER PARENT_PID PLACE OPTIONS``, where PLACE is
+a ``Place`` and OPTIONS are ``EngineOptions``, both as JSON.  It ends with its parent, whatever ends
+that.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
 import msgspec
 import zmq
+from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions, UserError
 from ..frontend.gc_pause import gc_paused
@@ -23,16 +26,20 @@ from ..messages.codec import decode
 from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
 from .heartbeat import Heartbeat
+from .owners import Owners
 from .wire import (
     Counters,
     Failed,
     Kind,
+    Place,
     Ready,
     Report,
     frame,
+    heartbeat_path,
     make_socket,
     outputs_address,
     requests_address,
+    unframed,
 )
 
 _TAKEN_AT_ONCE = 32
@@ -44,11 +51,13 @@ _COUNTERS_S = 0.1
 
 
 class CoreServer:
-    """Steps a core for the frontend behind two sockets.
+    """Steps a core for the frontends behind their sockets.
 
     Args:
         core: what runs the requests.
-        inbox, outbox: requests and aborts come in, outputs go out.
+        inbox: requests and aborts come in.
+        outboxes: outputs go out, to each frontend its own.
+        replica: the number of this engine.
         heartbeat: is written at every step, and at rest twice a second.
         at_rest: does a piece of work that can wait; returns False if there is none.
         report: what ``REPORT`` is answered with.
@@ -59,14 +68,16 @@ class CoreServer:
         self,
         core: Core,
         inbox: zmq.Socket[bytes],
-        outbox: zmq.Socket[bytes],
+        outboxes: Sequence[zmq.Socket[bytes]],
         heartbeat: Heartbeat,
         *,
+        replica: int = 0,
         at_rest: Callable[[], bool] = lambda: False,
         report: Callable[[], dict[str, object]] = dict,
         step_kinds: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        self._core, self._inbox, self._outbox = core, inbox, outbox
+        self._core, self._inbox, self._outboxes = core, inbox, outboxes
+        self._replica, self._owners = replica, Owners(len(outboxes))
         self._heartbeat, self._at_rest = heartbeat, at_rest
         self._report, self._step_kinds = report, step_kinds
         self._stopping = False
@@ -79,6 +90,7 @@ class CoreServer:
         Raises:
             EngineDeadError: the device is lost.
         """
+        self._send_counters(time.monotonic())
         while not self._stopping:
             self._take_in()
             if self._core.num_unfinished:
@@ -93,8 +105,9 @@ class CoreServer:
         outputs = self._core.step()
         now = time.monotonic()
         self._step_s += now - start
-        if outputs.tokens is not None or outputs.finished or outputs.preempted:
-            self._outbox.send(frame(Kind.STEP, outputs), zmq.NOBLOCK)
+        if not outputs.is_empty:
+            for frontend, part in self._owners.split(outputs):
+                self._send(frontend, Kind.STEP, part)
         if now - self._counted_at > _COUNTERS_S or not self._core.num_unfinished:
             self._send_counters(now)
 
@@ -107,7 +120,11 @@ class CoreServer:
             rest_s=self._rest_s,
             step_kinds=self._step_kinds(),
         )
-        self._outbox.send(frame(Kind.COUNTERS, counters), zmq.NOBLOCK)
+        for frontend in range(len(self._outboxes)):
+            self._send(frontend, Kind.COUNTERS, counters)
+
+    def _send(self, frontend: int, kind: Kind, message: Struct) -> None:
+        self._outboxes[frontend].send(frame(kind, self._replica, message), zmq.NOBLOCK)
 
     def _rest(self) -> None:
         """Do what can wait until a message comes, or sleep."""
@@ -123,50 +140,58 @@ class CoreServer:
                 data = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(Kind(data[0]), memoryview(data)[1:])
+            self._handle(*unframed(data))
 
-    def _handle(self, kind: Kind, body: memoryview) -> None:
+    def _handle(self, kind: Kind, frontend: int, body: memoryview) -> None:
         if kind is Kind.ADD:
-            self._add(decode(body, AddRequest))
+            self._add(decode(body, AddRequest), frontend)
         elif kind is Kind.ABORT:
-            self._core.abort(decode(body, AbortRequests))
+            asked = decode(body, AbortRequests)
+            self._core.abort(asked)
+            self._owners.forget(asked.request_ids)
             if not self._core.num_unfinished:
                 self._send_counters(time.monotonic())
         elif kind is Kind.REPORT:
-            self._outbox.send(frame(Kind.REPORT, Report(self._report())), zmq.NOBLOCK)
+            self._send(frontend, Kind.REPORT, Report(self._report()))
         elif kind is Kind.STOP:
             self._stopping = True
 
-    def _add(self, request: AddRequest) -> None:
+    def _add(self, request: AddRequest, frontend: int) -> None:
         try:
             self._core.add(request)
+            self._owners.add(request.request_id, frontend)
         except EngineDeadError:
             raise
         except UserError as error:
             refused = Finished(request.request_id, "error", 0, error=str(error))
-            self._outbox.send(frame(Kind.STEP, StepOutputs(None, [refused], [])), zmq.NOBLOCK)
+            self._send(frontend, Kind.STEP, StepOutputs(None, [refused], []))
 
 
 def main(argv: list[str]) -> int:
     """Run the engine's process; returns its exit code."""
-    folder, parent_pid, options = Path(argv[0]), int(argv[1]), argv[2]
+    folder, parent_pid, options = Path(argv[0]), int(argv[1]), argv[3]
+    place = msgspec.json.decode(argv[2], type=Place)
     end_with(parent_pid)
     leave_signals_to_the_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox, outbox = make_socket(context, zmq.PULL), make_socket(context, zmq.PUSH)
-    inbox.bind(requests_address(folder))
-    outbox.connect(outputs_address(folder))
-    heartbeat = Heartbeat(folder / "heartbeat")
+    inbox = make_socket(context, zmq.PULL)
+    inbox.bind(requests_address(folder, place.replica))
+    outboxes = [make_socket(context, zmq.PUSH) for _ in range(place.num_frontends)]
+    for frontend, outbox in enumerate(outboxes):
+        outbox.connect(outputs_address(folder, frontend))
+    heartbeat = Heartbeat(heartbeat_path(folder, place.replica))
     heartbeat.beat(0)
     try:
-        _serve(msgspec.json.decode(options, type=EngineOptions), inbox, outbox, heartbeat)
+        asked = msgspec.json.decode(options, type=EngineOptions)
+        _serve(asked, place, inbox, outboxes, heartbeat)
         return 0
     except Exception as error:
         failure = Failure.of(error)
         sys.stderr.write(failure.traceback)
         failed = Failed(failure.message, failure.exit_code)
-        outbox.send(frame(Kind.FAILED, failed))
-        outbox.close(linger=2000)
+        for outbox in outboxes:
+            outbox.send(frame(Kind.FAILED, place.replica, failed))
+            outbox.close(linger=2000)
         context.term()
         # Not sys.exit: torch would free its graphs, find a lost device, and abort.
         os._exit(failed.exit_code)
@@ -174,8 +199,9 @@ def main(argv: list[str]) -> int:
 
 def _serve(
     options: EngineOptions,
+    place: Place,
     inbox: zmq.Socket[bytes],
-    outbox: zmq.Socket[bytes],
+    outboxes: Sequence[zmq.Socket[bytes]],
     heartbeat: Heartbeat,
 ) -> None:
     # Only now, when this process ends with its parent: the import of torch takes seconds.
@@ -198,8 +224,9 @@ def _serve(
     server = CoreServer(
         core,
         inbox,
-        outbox,
+        outboxes,
         heartbeat,
+        replica=place.replica,
         at_rest=engine.capture_next,
         report=engine.report,
         step_kinds=step_kinds,
@@ -209,7 +236,8 @@ def _serve(
         Thread(target=engine.grammars.load, daemon=True).start()
     with gc_paused() as added, engine.on_device():
         added()
-        outbox.send(frame(Kind.READY, ready))
+        for outbox in outboxes:
+            outbox.send(frame(Kind.READY, place.replica, ready))
         server.run()
 
 

@@ -1,25 +1,23 @@
-"""``EngineClient``: an engine in a process of its own, for the coroutines of one event loop.
+"""``EngineClient``: engines in processes of their own, for the coroutines of one event loop.
 
 ``EngineLoop`` turns each message of a step into outputs, as it does with a core in its own process.
+Several clients, in a process each, may share the engines: the first starts them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import zmq
+from msgspec import Struct
 
 from ...compiler.artifacts.scratch import scratch_folder
 from ...config import EngineDeadError, EngineOptions, UserError
@@ -31,18 +29,20 @@ from ..frontend.tokenizer import Tokenizer, load_tokenizer
 from ..messages.codec import decode
 from ..messages.requests import CoreStats, StepOutputs
 from ..messages.sampling_params import SamplingParams
-from .heartbeat import Heartbeat
+from .peers import Peers
 from .remote_core import RemoteCore
+from .replica import Replica
+from .router import Router
 from .wire import (
     Counters,
     Failed,
     Kind,
     Ready,
     Report,
-    frame,
+    Seat,
     make_socket,
     outputs_address,
-    requests_address,
+    unframed,
 )
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ _FRAMES_AT_ONCE = 8
 _SHORT_TEXT = 1000
 """Characters of a prompt that are encoded at once: a thread would take longer to wake up."""
 _TOKENIZER_THREADS = 4
+_ALONE = Seat()
 
 
 class OutputStream:
@@ -103,105 +104,116 @@ class OutputStream:
 
 
 class EngineClient:
-    """Starts the engine's process and generates with it.
+    """Starts the engines' processes, or finds them, and generates with them.
 
-    ``start`` returns at once and ``ready`` when the engine has started; ``stop`` ends the process.
-    All methods are called on one event loop.
+    ``start`` returns at once and ``ready`` when the engines have started; ``stop`` ends the
+    processes.  All methods are called on one event loop.
 
     Args:
-        options: of the engine, checked by ``check_start``.
+        options: of each engine, checked by ``check_start``.
+        seat: among the clients that share the engines.
         on_step: called with each step's message, after its outputs were shown.
-        on_death: called once if the process ends unasked.
+        on_death: called once if a process ends unasked.
     """
 
     def __init__(
         self,
         options: EngineOptions,
+        seat: Seat = _ALONE,
         *,
         on_step: Callable[[StepOutputs], None] = lambda outputs: None,
         on_death: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        self.options = options
+        self.options, self.seat = options, seat
         self.on_step, self.on_death = on_step, on_death
-        self.counters: Counters | None = None
-        self.dead: EngineDeadError | None = None
-        """Why the process has ended; None while it has not."""
+        self.dead: Exception | None = None
+        """Why no request is served any more; None while they are."""
         self.exit_code = 1
         """What this program's exit code should be when ``dead``."""
         self.is_ready = False
         self.max_num_seqs = 0
+        """Outputs that run at once, of all replicas together."""
+        self.replicas: list[Replica] = []
         self._stack, self._folder = ExitStack(), ExitStack()
         self._streams: dict[str, OutputStream] = {}
-        self._reports: list[asyncio.Future[dict[str, Any]]] = []
+        self._numbers = itertools.count()
         self._stopping = False
 
     def start(self) -> None:
-        """Start the process.
+        """Start the processes.
 
         Raises:
-            UserError: no temporary folder can be made.
+            UserError: no temporary folder can be made, or there are too few GPUs.
         """
+        seat = self.seat
         self._event_loop = asyncio.get_running_loop()
-        folder = self._folder.enter_context(scratch_folder())
+        starts = seat.index == 0
+        self.folder = self._folder.enter_context(scratch_folder()) if starts else Path(seat.folder)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stack.callback(context.destroy, linger=0)
         self._outputs = make_socket(context, zmq.PULL)
-        self._requests = make_socket(context, zmq.PUSH)
         try:
-            self._outputs.bind(outputs_address(folder))
-            self._requests.connect(requests_address(folder))
+            self._outputs.bind(outputs_address(self.folder, seat.index))
         except zmq.ZMQError as error:
             raise UserError(
-                f"{folder}: no socket can be made there: {error}; set TMPDIR to a shorter path"
+                f"{self.folder}: no socket can be made there: {error}; set TMPDIR to a shorter path"
             ) from error
-        self.heartbeat = Heartbeat(folder / "heartbeat")
-        self._process = self._spawn(folder)
-        self._exited = os.pidfd_open(self._process.pid)
+        self.peers = Peers(seat, self.folder, context)
+        for number in range(seat.num_replicas):
+            options = self.options if starts else None
+            self.replicas.append(
+                Replica(number, seat, self.folder, context, options, self._on_exit)
+            )
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._started = self._event_loop.create_future()
         self._tokenizer = self._event_loop.run_in_executor(self._pool, self._load_tokenizer)
         self._event_loop.add_reader(self._outputs.fileno(), self._read)
-        self._event_loop.add_reader(self._exited, self._on_exit)
         self._event_loop.call_soon(self._read)
-
-    def _spawn(self, folder: Path) -> subprocess.Popen[bytes]:
-        options = msgspec.json.encode(self.options).decode()
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", f"{__package__}.child"),
-                *(str(folder), str(os.getpid()), options),
-            ],
-            stdin=subprocess.DEVNULL,
-        )
 
     def _load_tokenizer(self) -> tuple[Tokenizer | None, Path]:
         folder = model_folder(self.options.tokenizer or self.options.model)
         return load_tokenizer(folder), folder
 
     async def ready(self) -> None:
-        """Wait until the engine has started.
+        """Wait until the engines have started.
 
         Raises:
-            EngineDeadError: it could not; the message says why.
+            EngineDeadError: one could not; the message says why.
         """
-        ready: Ready = await self._started
-        self._folder.close()  # both are connected; nothing is left for a killed process to leave
+        told = await asyncio.gather(*(replica.ready for replica in self.replicas))
+        least: Ready = min(told, key=lambda ready: ready.limits.num_blocks)
         tokenizer, folder = await self._tokenizer
-        inputs = InputProcessor(tokenizer, folder, ready.vocab_size, ready.max_model_len)
-        self.core = RemoteCore(self._send, ready.limits, self._stats)
-        self.loop = EngineLoop(core=self.core, inputs=inputs, eos_token_ids=ready.eos_token_ids)
+        inputs = InputProcessor(tokenizer, folder, least.vocab_size, least.max_model_len)
+        num_blocks = least.limits.num_blocks if self.options.enable_prefix_caching else 0
+        router = Router(len(self.replicas), num_blocks, least.limits.block_size)
+        self.core = RemoteCore(self._send, router, least.limits, self._stats)
+        self.loop = EngineLoop(
+            core=self.core,
+            inputs=inputs,
+            eos_token_ids=least.eos_token_ids,
+            shares_lists=True,
+        )
         self.loop.stats = None
-        self.max_num_seqs = ready.max_num_seqs
+        self.max_num_seqs = sum(ready.max_num_seqs for ready in told)
         self.is_ready = True
+
+    async def connected(self) -> list[dict[str, Any]]:
+        """Wait until everybody is heard by everybody; returns each engine's report.
+
+        Raises:
+            EngineDeadError: an engine has ended.
+        """
+        reports = await asyncio.gather(*map(self.report, range(len(self.replicas))))
+        await self.peers.ask("", [], None)
+        return reports
+
+    def leave_folder(self) -> None:
+        """Remove the folder of the sockets when all are connected: nothing is left there for a
+        killed process to leave."""
+        self._folder.close()
 
     @property
     def inputs(self) -> InputProcessor:
         return self.loop.inputs
-
-    @property
-    def pid(self) -> int:
-        """The engine's process."""
-        return self._process.pid
 
     @property
     def num_open(self) -> int:
@@ -228,7 +240,12 @@ class EngineClient:
         """
         self._check_alive()
         check = partial(
-            self.loop.check_request, prompt, params, final_only=final_only, priority=priority
+            self.loop.check_request,
+            prompt,
+            params,
+            f"{self.seat.index}-{next(self._numbers)}",  # no other client's
+            final_only=final_only,
+            priority=priority,
         )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if params.grammar is not None or (isinstance(text, str) and len(text) > _SHORT_TEXT):
@@ -261,48 +278,43 @@ class EngineClient:
             self.abort(stream)
             stream.fail(error)
 
-    async def report(self) -> dict[str, Any]:
-        """``Engine.report()`` of the other process.
+    async def report(self, replica: int = 0) -> dict[str, Any]:
+        """``Engine.report()`` of another process.
 
         Raises:
-            EngineDeadError: the engine has ended.
+            EngineDeadError: an engine has ended.
         """
         self._check_alive()
         answer: asyncio.Future[dict[str, Any]] = self._event_loop.create_future()
-        self._reports.append(answer)
-        self._send(frame(Kind.REPORT))
+        self.replicas[replica].reports.append(answer)
+        self.replicas[replica].send(Kind.REPORT)
         return await answer
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End the process, by force after ``timeout_s`` or if it has not started yet."""
-        if self._stopping or not hasattr(self, "_process"):
-            self._close_files()
+        """End the processes, by force after ``timeout_s`` or if they have not started yet."""
+        if self._stopping:
             return
         self._stopping = True
-        if self.is_ready and self.dead is None:
-            with suppress(zmq.ZMQError):
-                self._send(frame(Kind.STOP))
-            with suppress(subprocess.TimeoutExpired):
-                await self.in_thread(partial(self._process.wait, timeout_s))
-        if self._process.poll() is None:
-            self._process.kill()
-            await self.in_thread(self._process.wait)
-        self._event_loop.remove_reader(self._outputs.fileno())
-        self._event_loop.remove_reader(self._exited)
-        os.close(self._exited)
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._close_files()
-
-    def _close_files(self) -> None:
+        in_order = self.is_ready and self.dead is None
+        for replica in self.replicas if in_order and self.seat.index == 0 else ():
+            replica.send(Kind.STOP)
+        await asyncio.gather(*(r.stop(timeout_s if in_order else 0) for r in self.replicas))
+        if self.replicas:
+            self._event_loop.remove_reader(self._outputs.fileno())
+            self._pool.shutdown(wait=False, cancel_futures=True)
         self._stack.close()
         self._folder.close()
 
-    def _send(self, data: bytes) -> None:
-        self._requests.send(data, zmq.NOBLOCK)
+    def _send(self, replica: int, kind: Kind, message: Struct) -> None:
+        self.replicas[replica].send(kind, message)
+
+    @property
+    def counters(self) -> list[Counters]:
+        """What the replicas have told of themselves, by their number."""
+        return [replica.counters for replica in self.replicas if replica.counters is not None]
 
     def _stats(self) -> CoreStats:
-        assert self.counters is not None, "a step has been counted before anybody asks"
-        return self.counters.core
+        return self.counters[0].core
 
     def _check_alive(self) -> None:
         if self.dead is not None:
@@ -318,10 +330,14 @@ class EngineClient:
                 data = self._outputs.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(Kind(data[0]), memoryview(data)[1:])
+            self._handle(*unframed(data))
         self._event_loop.call_soon(self._read)
 
-    def _handle(self, kind: Kind, body: memoryview) -> None:
+    def _handle(self, kind: Kind, sender: int, body: memoryview) -> None:
+        if kind in (Kind.QUESTION, Kind.ANSWER):
+            self.peers.handle(kind, sender, body)
+            return
+        replica = self.replicas[sender]
         if kind is Kind.STEP:
             outputs = decode(body, StepOutputs)
             self.core.arrived.append(outputs)
@@ -332,15 +348,15 @@ class EngineClient:
                 self.abort_all(error)
             self.on_step(outputs)
         elif kind is Kind.COUNTERS:
-            self.counters = decode(body, Counters)
+            replica.counters = decode(body, Counters)
         elif kind is Kind.READY:
-            self._started.set_result(decode(body, Ready))
+            replica.ready.set_result(decode(body, Ready))
         elif kind is Kind.REPORT:
-            self._reports.pop(0).set_result(decode(body, Report).facts)
+            replica.reports.pop(0).set_result(decode(body, Report).facts)
         elif kind is Kind.FAILED:
             failed = decode(body, Failed)
             self.exit_code = failed.exit_code
-            self._die(failed.message)
+            self.die(failed.message)
 
     def _show(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -350,27 +366,21 @@ class EngineClient:
                 if output.finished:
                     del self._streams[output.request_id]
 
-    def _on_exit(self) -> None:
-        """The process has ended; its last frames may still lie in the socket."""
-        self._event_loop.remove_reader(self._exited)
+    def _on_exit(self, replica: Replica, how: str) -> None:
+        """A process has ended; its last frames may still lie in the socket."""
         while not self._outputs.closed and self._outputs.poll(0):
             self._read()
-        code = self._process.wait()
-        if self._stopping or self.dead is not None:
-            return
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self._die(f"the engine's process has ended ({how}); restart the server")
+        name = f" of replica {replica.number}" if len(self.replicas) > 1 else ""
+        self.die(f"the engine's process{name} has ended ({how}); restart the server")
 
-    def _die(self, message: str) -> None:
-        if self.dead is not None:
+    def die(self, message: str) -> None:
+        """Fail all requests, now and for good, unless that has happened or ``stop`` was called."""
+        if self.dead is not None or self._stopping:
             return
         error = self.dead = EngineDeadError(message)
         if self.is_ready:
             self.core.fail(error)
             self.abort_all(error)
-        for answer in self._reports:
-            if not answer.done():
-                answer.set_exception(error)
-        if not self._started.done():
-            self._started.set_exception(error)
+        for replica in self.replicas:
+            replica.fail(error)
         self.on_death(error)

@@ -1,31 +1,37 @@
-"""``RemoteCore`` stands where the core would: it sends requests and aborts, and hands over the
-message of each step as it comes."""
+"""``RemoteCore`` stands where the core would: it sends requests and aborts to the replicas of the
+engine, and hands over the message of each of their steps as it comes."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
+
+from msgspec import Struct
 
 from ...config import UserError
 from ..messages.requests import AbortRequests, AddRequest, CoreStats, RequestLimits, StepOutputs
-from .wire import Kind, frame
+from .router import Router
+from .wire import Kind
 
 
 class RemoteCore:
-    """A ``Core`` in another process.  ``step`` takes a message that has come and waits for none.
+    """A ``Core`` in other processes.  ``step`` takes a message that has come and waits for none.
 
     Args:
-        send: sends a frame.
+        send: sends a message to a replica.
         limits: what a request must keep to.
-        stats: the newest that the core has told of itself.
+        stats: the newest that the replicas have told of themselves.
     """
 
     def __init__(
-        self, send: Callable[[bytes], None], limits: RequestLimits, stats: Callable[[], CoreStats]
+        self,
+        send: Callable[[int, Kind, Struct], None],
+        router: Router,
+        limits: RequestLimits,
+        stats: Callable[[], CoreStats],
     ) -> None:
-        self._send, self._limits, self._stats = send, limits, stats
+        self._send, self._router, self._limits, self._stats = send, router, limits, stats
         self.arrived: deque[StepOutputs] = deque()
-        self._unfinished: set[str] = set()
         self._closed: Exception | None = None
 
     def check_size(self, request: AddRequest) -> None:
@@ -40,20 +46,22 @@ class RemoteCore:
         """
         if self._closed is not None:
             raise self._closed
-        self._unfinished.add(request.request_id)
-        self._send(frame(Kind.ADD, request))
+        self._send(self._router.choose(request), Kind.ADD, request)
 
     def abort(self, request: AbortRequests) -> None:
         """End requests; ids that do not run are not sent."""
-        known = [name for name in request.request_ids if name in self._unfinished]
-        self._unfinished.difference_update(known)
-        if known and self._closed is None:
-            self._send(frame(Kind.ABORT, AbortRequests(known)))
+        running = defaultdict(list)
+        for name in request.request_ids:
+            if (replica := self._router.close(name)) is not None:
+                running[replica].append(name)
+        for replica, names in running.items() if self._closed is None else ():
+            self._send(replica, Kind.ABORT, AbortRequests(names))
 
     def step(self) -> StepOutputs:
         """The oldest message that has come."""
         outputs = self.arrived.popleft()
-        self._unfinished.difference_update(each.request_id for each in outputs.finished)
+        for each in outputs.finished:
+            self._router.close(each.request_id)
         return outputs
 
     def stats(self) -> CoreStats:
@@ -62,19 +70,19 @@ class RemoteCore:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._unfinished)
+        return len(self._router)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._unfinished)
+        return len(self._router) > 0
 
     def fail(self, error: Exception) -> None:
         """Have every later request raise ``error``."""
         self._closed = error
-        self._unfinished.clear()
+        self._router.clear()
 
     def close(self) -> Exception:
-        """Refuse every later request; the client ends the process."""
+        """Refuse every later request; the client ends the processes."""
         if self._closed is None:
             self.fail(UserError("the engine is closed, and serves no request any more"))
         assert self._closed is not None

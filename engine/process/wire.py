@@ -1,6 +1,7 @@
 """What the two processes send each other beside the rooms' own messages, and how it is framed.
 
-A frame is one byte that names the kind, then the message in msgpack.
+A frame is a byte that names the kind, a byte for the number of the frontend or replica that sends
+it, then the message in msgpack.
 """
 
 from __future__ import annotations
@@ -27,6 +28,44 @@ class Kind(IntEnum):
     STEP = 6  # from the engine: StepOutputs
     COUNTERS = 7  # from the engine: Counters
     FAILED = 8  # from the engine: Failed; its process ends
+    QUESTION = 9  # from a frontend to another: Question
+    ANSWER = 10  # its Answer
+
+
+class Seat(Struct, frozen=True):
+    """The place of a frontend among those that share engines.
+
+    Attributes:
+        index: of ``count`` frontends.  The first starts the engines, one a replica; the others
+            find them by ``folder``, where all sockets are made, and ``pids``.
+    """
+
+    index: int = 0
+    count: int = 1
+    num_replicas: int = 1
+    folder: str = ""
+    pids: list[int] = []
+
+
+class Place(Struct, frozen=True):
+    """What the process of an engine is told beside its options: its number among the replicas, and
+    how many frontends it serves."""
+
+    replica: int
+    num_frontends: int
+
+
+class Question(Struct, frozen=True):
+    """What a frontend asks the others; ``number`` comes back with their answers."""
+
+    number: int
+    what: str
+    names: list[str] = []
+
+
+class Answer(Struct, frozen=True):
+    number: int
+    facts: Any
 
 
 class Ready(Struct, frozen=True):
@@ -69,19 +108,28 @@ class Counters(Struct, frozen=True):
     step_kinds: dict[str, int] = {}
 
 
-def frame(kind: Kind, message: Struct | None = None) -> bytes:
+def frame(kind: Kind, sender: int, message: Struct | None = None) -> bytes:
     """The bytes of a frame."""
-    return bytes((kind,)) + (b"" if message is None else encode(message))
+    return bytes((kind, sender)) + (b"" if message is None else encode(message))
 
 
-def requests_address(folder: Path) -> str:
-    """The socket on which the engine hears."""
-    return f"ipc://{folder}/requests"
+def unframed(data: bytes) -> tuple[Kind, int, memoryview]:
+    """The kind, the sender and the message's bytes of a frame."""
+    return Kind(data[0]), data[1], memoryview(data)[2:]
 
 
-def outputs_address(folder: Path) -> str:
-    """The socket on which the frontend hears."""
-    return f"ipc://{folder}/outputs"
+def requests_address(folder: Path, replica: int) -> str:
+    """The socket on which an engine hears."""
+    return f"ipc://{folder}/requests{replica}"
+
+
+def outputs_address(folder: Path, frontend: int) -> str:
+    """The socket on which a frontend hears."""
+    return f"ipc://{folder}/outputs{frontend}"
+
+
+def heartbeat_path(folder: Path, replica: int) -> Path:
+    return folder / f"heartbeat{replica}"
 
 
 def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -144,7 +144,7 @@ def _answer(
     answer = {
         **_head(job, "chat.completion"),
         "choices": choices,
-        "usage": usage(job.num_prompt_tokens, num_output),
+        "usage": usage(job.num_prompt_tokens, num_output, output.num_cached_tokens),
     }
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_entries(output)

@@ -158,10 +158,11 @@ def _answer(
                 choice["prompt_logprobs"] = prompt_entries(output)
             choices.append(choice)
     num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
     return {
         **_head(job),
         "choices": choices,
-        "usage": usage(job.num_prompt_tokens, 0 if hidden else num_output),
+        "usage": usage(job.num_prompt_tokens, 0 if hidden else num_output, num_cached),
     }
 
 

@@ -162,12 +162,13 @@ def event(content: Any) -> bytes:
     return b"data: " + _encoder.encode(content) + b"\n\n"
 
 
-def usage(num_prompt: int, num_output: int) -> dict[str, int]:
-    """OpenAI's count of tokens."""
+def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+    """OpenAI's count of tokens; ``num_cached`` of the prompts were in the prefix cache."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -179,15 +180,17 @@ class UsageCount:
         self.at_end = bool(options and options.include_usage)
         self._always = self.at_end and bool(options.continuous_usage_stats)
         self._num_prompt, self._num_output = job.num_prompt_tokens, 0
+        self._num_cached: dict[int, int] = {}
 
     def add(self, chunk: dict[str, Any], delta: Delta) -> dict[str, Any]:
         """Count a delta; returns its event with what the client wants to know."""
         self._num_output += len(delta.token_ids)
+        self._num_cached[delta.prompt] = delta.request.num_cached_tokens
         if self._always:
             chunk["usage"] = self.total()
         elif self.at_end:
             chunk["usage"] = None
         return chunk
 
-    def total(self) -> dict[str, int]:
-        return usage(self._num_prompt, self._num_output)
+    def total(self) -> dict[str, Any]:
+        return usage(self._num_prompt, self._num_output, sum(self._num_cached.values()))

@@ -1,22 +1,27 @@
-"""``run_server``: starts engine and HTTP, serves, drains at a signal, and ends with the engine."""
+"""``run_server``: starts engines and HTTP, serves, drains at a signal, and ends with an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import uvicorn
 import uvloop
 
 from ...config import EngineDeadError, EngineOptions, MachineError, UserError
 from ...engine.process.client import EngineClient
+from ...engine.process.wire import Seat
 from .app import make_app
 from .errors import ApiError
+from .helper import DRAINED, READY, Helper, Orders
 from .limits import LimitedProtocol
 from .metrics import matched_sites
 from .state import Phase, ServerState, Settings
@@ -26,6 +31,8 @@ _BACKLOG = 2048
 _FLUSH_S = 2
 """Seconds for the last answers to reach their clients."""
 _LOOK_S = 0.05
+_GC_THRESHOLD = 20_000
+"""New objects until a collection.  By Python's 700, a burst of requests is a tenth collections."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +44,34 @@ class Endpoint:
     certificate: str | None = None
     private_key: str | None = None
 
-    def bind(self) -> socket.socket:
-        """A socket that listens.
+    def bind(self, count: int = 1) -> list[socket.socket]:
+        """``count`` sockets that listen at one port; the kernel spreads connections over them.
 
         Raises:
             UserError: the address is in use, or not ours.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sockets = [socket.socket(family, socket.SOCK_STREAM) for _ in range(count)]
+        port = self.port
         try:
-            bound.bind((self.host, self.port))
-            bound.listen(_BACKLOG)
+            for number, each in enumerate(sockets):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if number > 0:
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                each.bind((self.host, port))
+                port = each.getsockname()[1]
+                if number == 0 and count > 1:  # only now: a port that is in use must be refused
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            for each in sockets:
+                each.listen(_BACKLOG)
         except OSError as error:
-            bound.close()
+            for each in sockets:
+                each.close()
             raise UserError(
                 f"port={self.port}: {self.host} cannot be listened on: {error.strerror}; choose "
                 "another --port or --host"
             ) from error
-        return bound
+        return sockets
 
 
 class _Http(uvicorn.Server):
@@ -67,31 +83,41 @@ class _Http(uvicorn.Server):
 
 
 class Life:
-    """One server from start to end."""
+    """One API process from start to end.  The first of several starts the engines and the others.
+
+    Args:
+        seat: the place of this process among those that share the engines.
+        listening: its socket; the first process has those of the others behind its own.
+        say: tells the operator a line.
+    """
 
     def __init__(
         self,
         options: EngineOptions,
         settings: Settings,
-        listening: socket.socket,
-        say: Callable[[str], None],
+        seat: Seat,
+        listening: list[socket.socket],
+        endpoint: Endpoint,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._client = EngineClient(options, on_death=self._on_death)
+        self._client = EngineClient(options, seat, on_death=self._on_death)
         self._state = ServerState(self._client, settings)
-        self._listening, self._say = listening, say
+        self._listening, self._endpoint, self._say = listening, endpoint, say
         self._num_signals = 0
-        self._changed = asyncio.Event()
+        self._changed, self._released = asyncio.Event(), asyncio.Event()
+        self._helpers: list[Helper] = []
+        self._ending = False
+        self.tell: Callable[[bytes], object] = lambda line: None
+        """Tells the first process how far this one is."""
 
-    async def run(self, endpoint: Endpoint) -> None:
-        """Serve until a signal comes or the engine ends.
+    async def run(self) -> None:
+        """Serve until a signal comes or an engine ends.
 
         Raises:
             UserError: the engine cannot start; an option is bad.
-            MachineError: the engine has ended.
+            MachineError: a process has ended.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        endpoint = self._endpoint
         http = _Http(
             uvicorn.Config(
                 make_app(self._state),
@@ -109,20 +135,43 @@ class Life:
             )
         )
         self._client.start()
-        serving = asyncio.ensure_future(http.serve(sockets=[self._listening]))
+        self._client.peers.answer = self._state.answer_peer
+        serving = asyncio.ensure_future(http.serve(sockets=self._listening[:1]))
         try:
-            await self._start(endpoint)
+            await self._start_helpers()
+            await self._start()
             await self._changed.wait()
             await self._drain()
         finally:
+            self._ending = True
+            await asyncio.gather(*(helper.end() for helper in self._helpers))
             http.should_exit = True
             await serving
             await self._client.stop()
         if self._client.dead is not None:
             raise self._death()
 
-    async def _start(self, endpoint: Endpoint) -> None:
-        ready = asyncio.ensure_future(self._client.ready())
+    async def _start_helpers(self) -> None:
+        """Start the other API processes; each has its socket alone."""
+        client, endpoint = self._client, self._endpoint
+        pids = [replica.pid for replica in client.replicas]
+        for index, listening in enumerate(self._listening[1:], start=1):
+            seat = Seat(index, client.seat.count, len(pids), str(client.folder), pids)
+            orders = Orders(
+                os.getpid(),
+                client.options,
+                self._state.settings,
+                seat,
+                listening.fileno(),
+                endpoint.certificate,
+                endpoint.private_key,
+            )
+            on_exit = partial(self._on_exit, index)
+            self._helpers.append(await Helper.start(orders, listening, on_exit))
+            listening.close()
+
+    async def _start(self) -> None:
+        ready = asyncio.ensure_future(self._connect())
         changed = asyncio.ensure_future(self._changed.wait())
         await asyncio.wait({ready, changed}, return_when=asyncio.FIRST_COMPLETED)
         changed.cancel()
@@ -130,21 +179,31 @@ class Life:
             ready.cancel()
             return
         try:
-            ready.result()
+            reports = ready.result()
         except EngineDeadError:
             raise self._death() from None
-        self._state.metrics.matched_sites = matched_sites(await self._client.report())
+        self._state.metrics.matched_sites = matched_sites(reports[0])
         tokenizer = self._client.inputs.tokenizer
         if tokenizer is not None and self._state.tool_format is None:
             self._state.tool_format = detect(tokenizer.chat_template)
         # What has been made by now lives as long as the process: no collection looks at it again.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_GC_THRESHOLD)
         self._state.phase = Phase.SERVING
-        scheme = "https" if endpoint.certificate else "http"
-        address, port = self._listening.getsockname()[:2]
+        self.tell(READY)
+        scheme = "https" if self._endpoint.certificate else "http"
+        address, port = self._listening[0].getsockname()[:2]
         names = ", ".join(self._state.settings.model_names)
         self._say(f"serving {names} at {scheme}://{address}:{port}")
+
+    async def _connect(self) -> list[dict[str, Any]]:
+        """Wait until engines and API processes have started; returns the engines' reports."""
+        await self._client.ready()
+        reports = await self._client.connected()
+        await asyncio.gather(*(helper.ready for helper in self._helpers))
+        self._client.leave_folder()
+        return reports
 
     async def _drain(self) -> None:
         """Wait for what runs, until time is up or another signal comes; then end it."""
@@ -159,14 +218,33 @@ class Life:
             await asyncio.sleep(_LOOK_S)
         for job in list(state.jobs.values()) if self._client.dead is None else ():
             state.abort(job, ApiError(503, "the server is shutting down", code="shutting_down"))
+        self.tell(DRAINED)
+        if self._client.seat.index > 0:
+            await self._released.wait()
+        elif self._helpers and self._client.dead is None:
+            left = max(0.0, end - asyncio.get_running_loop().time())
+            await asyncio.wait([h.drained for h in self._helpers], timeout=left + _FLUSH_S)
 
-    def _on_signal(self) -> None:
+    def on_signal(self) -> None:
+        """Drain; when it comes again, end what runs."""
         self._num_signals += 1
         self._changed.set()
+        for helper in self._helpers:
+            helper.signal()
+
+    def release(self) -> None:
+        """End an API process that is not the first, at once."""
+        self._num_signals += 2
+        self._changed.set()
+        self._released.set()
 
     def _on_death(self, error: Exception) -> None:
         self._state.phase = Phase.DEAD
         self._changed.set()
+
+    def _on_exit(self, index: int, how: str) -> None:
+        if not self._ending:
+            self._client.die(f"API process {index} has ended ({how}); restart the server")
 
     def _death(self) -> UserError:
         kind = UserError if self._client.exit_code == 2 else MachineError
@@ -174,21 +252,34 @@ class Life:
 
 
 def run_server(
-    options: EngineOptions, settings: Settings, endpoint: Endpoint, say: Callable[[str], None]
+    options: EngineOptions,
+    settings: Settings,
+    endpoint: Endpoint,
+    say: Callable[[str], None],
+    num_processes: int = 1,
+    num_replicas: int = 1,
 ) -> None:
     """Serve until a signal comes.
 
     Args:
         say: tells the operator a line.
+        num_processes: that serve HTTP, over ``num_replicas`` engines.
 
     Raises:
         UserError: the address is in use, or the engine cannot start.
-        MachineError: the engine has ended.
+        MachineError: a process has ended.
     """
-    with endpoint.bind() as listening:
+    seat = Seat(count=num_processes, num_replicas=num_replicas)
+    with ExitStack() as stack:
+        listening = endpoint.bind(num_processes)
+        for each in listening:
+            stack.enter_context(each)
 
         async def live() -> None:
-            await Life(options, settings, listening, say).run(endpoint)
+            life = Life(options, settings, seat, listening, endpoint, say)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, life.on_signal)
+            await life.run()
 
         with suppress(asyncio.CancelledError):
             uvloop.run(live())

@@ -35,7 +35,7 @@ class Guard:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "other")
-                self._state.metrics.answers[route, message["status"]] += 1
+                self._state.metrics.tally.answers[f"{message['status']} {route}"] += 1
             await send(message)
 
         if self._keys and scope["path"] not in _OPEN and not self._has_key(scope):

@@ -2,6 +2,7 @@
 
 Series named ``vllm:`` mean what they mean there, so that its dashboards and benchmark tools work;
 those named ``fusewright:`` are ours.  Latencies are counted a step at a time, in plain lists.
+Several API processes over the same engines add up what each of them has counted.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import uuid
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
+from msgspec import Struct, field
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -25,6 +30,7 @@ from prometheus_client.registry import Collector
 from ...engine.frontend.loop import CheckedRequest
 from ...engine.messages.requests import StepOutputs
 from ...engine.process.client import EngineClient
+from ...engine.process.wire import Counters
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -39,30 +45,73 @@ _WHOLE_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(1 << n) for n in range(18))
+TALLY = "tally"
+"""What an API process asks the others."""
+PEERS_S = 5.0
+"""Longest time that another API process may take to answer."""
+_counter, _gauge = CounterMetricFamily, GaugeMetricFamily
+_MORE_LABELS = {"fusewright:steps": ("step", "graph")}
 
 
-class Histogram:
+class Histogram(Struct):
     """Counts values by upper bounds."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> Histogram:
+        """An empty one."""
+        return cls(bounds, [0] * (len(bounds) + 1))
 
     def add(self, value: float) -> None:
         """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def __add__(self, other: Histogram) -> Histogram:
+        counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        return Histogram(self.bounds, counts, self.total + other.total)
 
     def family(self, name: str, text: str, labels: dict[str, str]) -> Metric:
         """The series as Prometheus reads them: each bucket holds those below it."""
         total, buckets = 0, []
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
         family = HistogramMetricFamily(name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), buckets, self._sum)
+        family.add_metric(list(labels.values()), buckets, self.total)
         return family
+
+
+class Tally(Struct):
+    """What an API process has counted.
+
+    Attributes:
+        finished: outputs by why they ended.
+        refused: calls that were turned away because too many waited.
+        answers: HTTP answers by "status path".
+    """
+
+    first: Histogram = field(default_factory=partial(Histogram.over, _FIRST_TOKEN_S))
+    between: Histogram = field(default_factory=partial(Histogram.over, _BETWEEN_TOKENS_S))
+    whole: Histogram = field(default_factory=partial(Histogram.over, _WHOLE_S))
+    prompt_len: Histogram = field(default_factory=partial(Histogram.over, _TOKENS))
+    output_len: Histogram = field(default_factory=partial(Histogram.over, _TOKENS))
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    refused: int = 0
+    finished: dict[str, int] = field(default_factory=Counter)
+    answers: dict[str, int] = field(default_factory=Counter)
+
+    def __add__(self, other: Tally) -> Tally:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Tally(*(_added(mine, theirs) for mine, theirs in pairs))
+
+
+def _added(mine: Any, theirs: Any) -> Any:
+    return Counter(mine) + Counter(theirs) if isinstance(mine, dict) else mine + theirs
 
 
 class _Open:
@@ -80,23 +129,15 @@ class Metrics(Collector):
 
     Args:
         model: the label ``model_name`` of all series.
-        client: knows the engine's own counters.
+        client: knows the engines' own counters.
     """
 
     def __init__(self, model: str, client: EngineClient) -> None:
         self._labels = {"model_name": model, "engine": "0"}
         self._client = client
         self._open: dict[str, _Open] = {}
-        self._first, self._between = Histogram(_FIRST_TOKEN_S), Histogram(_BETWEEN_TOKENS_S)
-        self._whole = Histogram(_WHOLE_S)
-        self._prompt_len, self._output_len = Histogram(_TOKENS), Histogram(_TOKENS)
-        self.finished: Counter[str] = Counter()
-        """Outputs by why they ended."""
-        self.num_prompt_tokens = self.num_output_tokens = 0
-        self.refused = 0
-        """Calls that were turned away because too many waited."""
-        self.answers: Counter[tuple[str, int]] = Counter()
-        """HTTP answers by path and status."""
+        self.tally = Tally()
+        self._shown = self.tally
         self.matched_sites: dict[str, int] = {}
         """Fused sites of each pass."""
         self._registry = CollectorRegistry(auto_describe=False)
@@ -123,100 +164,98 @@ class Metrics(Collector):
                 if not aborted:
                     self._end(each.request_id, "stop", now)
                 elif self._open.pop(each.request_id, None) is not None:
-                    self.finished["abort"] += 1
+                    self.tally.finished["abort"] += 1
 
     def on_step(self, outputs: StepOutputs) -> None:
         """Count what a step has brought."""
-        now = time.monotonic()
+        now, tally = time.monotonic(), self.tally
         if outputs.tokens is not None:
             for request_id in outputs.tokens.request_ids:
                 request = self._open.get(request_id)
                 if request is None:
                     continue
                 if request.num_tokens:
-                    self._between.add(now - request.last_at)
+                    tally.between.add(now - request.last_at)
                 else:
-                    self._first.add(now - request.queued_at)
-                    self.num_prompt_tokens += request.num_prompt
+                    tally.first.add(now - request.queued_at)
+                    tally.num_prompt_tokens += request.num_prompt
                 request.last_at = now
                 request.num_tokens += 1
-                self.num_output_tokens += 1
+                tally.num_output_tokens += 1
         for finished in outputs.finished:
             self._end(finished.request_id, finished.reason, now)
 
     def _end(self, request_id: str, reason: str, now: float) -> None:
         request = self._open.pop(request_id, None)
         if request is not None:
-            self.finished[reason] += 1
-            self._whole.add(now - request.queued_at)
-            self._prompt_len.add(request.num_prompt)
-            self._output_len.add(request.num_tokens)
+            tally = self.tally
+            tally.finished[reason] += 1
+            tally.whole.add(now - request.queued_at)
+            tally.prompt_len.add(request.num_prompt)
+            tally.output_len.add(request.num_tokens)
 
-    def text(self) -> bytes:
-        """All series, in Prometheus' text format."""
+    async def gather(self) -> bytes:
+        """All series, in Prometheus' text format, over all API processes.
+
+        Raises:
+            TimeoutError: one has not answered in time.
+        """
+        facts = await self._client.peers.ask(TALLY, [], PEERS_S)
+        self._shown = sum((msgspec.convert(each, Tally) for each in facts), self.tally)
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """The series as they are now."""
-        yield from self._latencies()
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", self.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Output tokens.", self.num_output_tokens)
+        tally = self._shown
+        yield from self._latencies(tally)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens.", tally.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Output tokens.", tally.num_output_tokens)
         ended = CounterMetricFamily(
             "vllm:request_success", "Outputs that ended.", labels=[*self._labels, "finished_reason"]
         )
-        for reason, count in self.finished.items():
+        for reason, count in tally.finished.items():
             ended.add_metric([*self._labels.values(), reason], count)
         yield ended
-        yield from self._of_engine()
-        yield from self._of_server()
+        yield from self._of_engines()
+        yield from self._of_server(tally)
 
-    def _latencies(self) -> Iterator[Metric]:
+    def _latencies(self, tally: Tally) -> Iterator[Metric]:
         for histogram, name, text in (
-            (self._first, "vllm:time_to_first_token_seconds", "Time to the first token."),
-            (self._between, "vllm:inter_token_latency_seconds", "Time between two tokens."),
-            (self._between, "vllm:time_per_output_token_seconds", "The same, by its older name."),
-            (self._whole, "vllm:e2e_request_latency_seconds", "Time of a whole output."),
-            (self._prompt_len, "vllm:request_prompt_tokens", "Prompt tokens of an output."),
-            (self._output_len, "vllm:request_generation_tokens", "Tokens of an output."),
+            (tally.first, "vllm:time_to_first_token_seconds", "Time to the first token."),
+            (tally.between, "vllm:inter_token_latency_seconds", "Time between two tokens."),
+            (tally.between, "vllm:time_per_output_token_seconds", "The same, by its older name."),
+            (tally.whole, "vllm:e2e_request_latency_seconds", "Time of a whole output."),
+            (tally.prompt_len, "vllm:request_prompt_tokens", "Prompt tokens of an output."),
+            (tally.output_len, "vllm:request_generation_tokens", "Tokens of an output."),
         ):
             yield histogram.family(name, text, self._labels)
 
-    def _of_engine(self) -> Iterator[Metric]:
-        counters = self._client.counters
-        if counters is None:
-            return
-        core = counters.core
-        used = 1 - core.num_free_kv_blocks / core.num_kv_blocks
-        yield self._gauge("vllm:num_requests_running", "Outputs that run.", core.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Outputs that wait.", core.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
-        for name, text, value in (
-            ("vllm:prefix_cache_queries", "Tokens looked up.", core.num_prefix_tokens),
-            ("vllm:prefix_cache_hits", "Tokens found in the cache.", core.num_prefix_hits),
-            ("vllm:num_preemptions", "Preempted outputs.", core.num_preemptions),
-            ("fusewright:step_seconds", "Time in steps.", counters.step_s),
-            ("fusewright:rest_seconds", "Time without requests.", counters.rest_s),
-        ):
-            yield self._counter(name, text, value)
-        steps = CounterMetricFamily(
-            "fusewright:steps",
-            "Steps by kind and by how they ran.",
-            labels=[*self._labels, "step", "graph"],
-        )
-        for kind, count in counters.step_kinds.items():
-            steps.add_metric([*self._labels.values(), *kind.split("/")], count)
-        yield steps
+    def _of_engines(self) -> Iterator[Metric]:
+        families: dict[str, Any] = {}
+        for number, replica in enumerate(self._client.replicas):
+            labels = {**self._labels, "engine": str(number)}
+            step, age_s = replica.heartbeat.read()
+            found = [
+                (_gauge, "fusewright:heartbeat_age_seconds", "Since the engine moved.", age_s),
+                (_gauge, "fusewright:engine_step", "Steps since the start.", step),
+            ]
+            if replica.counters is not None:
+                found += _of_counters(replica.counters)
+            for make, name, text, value in found:
+                names = [*labels, *_MORE_LABELS.get(name, ())]
+                family = families.setdefault(name, make(name, text, labels=names))
+                for more, each in value.items() if isinstance(value, dict) else [((), value)]:
+                    family.add_metric([*labels.values(), *more], each)
+        yield from families.values()
 
-    def _of_server(self) -> Iterator[Metric]:
-        step, age_s = self._client.heartbeat.read()
-        yield self._gauge("fusewright:heartbeat_age_seconds", "Since the engine moved.", age_s)
-        yield self._gauge("fusewright:engine_step", "Steps since the start.", step)
-        yield self._counter("fusewright:refused", "Calls refused under load.", self.refused)
+    def _of_server(self, tally: Tally) -> Iterator[Metric]:
+        yield self._counter("fusewright:refused", "Calls refused under load.", tally.refused)
         answers = CounterMetricFamily(
             "fusewright:http_requests", "Answers.", labels=[*self._labels, "path", "code"]
         )
-        for (path, status), count in self.answers.items():
-            answers.add_metric([*self._labels.values(), path, str(status)], count)
+        for name, count in tally.answers.items():
+            status, _, path = name.partition(" ")
+            answers.add_metric([*self._labels.values(), path, status], count)
         yield answers
         sites = GaugeMetricFamily(
             "fusewright:fused_sites", "Matched sites of a pass.", labels=[*self._labels, "pass"]
@@ -230,10 +269,23 @@ class Metrics(Collector):
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+
+def _of_counters(counters: Counters) -> list[tuple[Any, str, str, Any]]:
+    """(kind, name, text, value) of the series of an engine; a dict has a value a label."""
+    core = counters.core
+    used = 1 - core.num_free_kv_blocks / core.num_kv_blocks
+    kinds = {tuple(kind.split("/")): count for kind, count in counters.step_kinds.items()}
+    return [
+        (_gauge, "vllm:num_requests_running", "Outputs that run.", core.num_running),
+        (_gauge, "vllm:num_requests_waiting", "Outputs that wait.", core.num_waiting),
+        (_gauge, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+        (_counter, "vllm:prefix_cache_queries", "Tokens looked up.", core.num_prefix_tokens),
+        (_counter, "vllm:prefix_cache_hits", "Tokens found in the cache.", core.num_prefix_hits),
+        (_counter, "vllm:num_preemptions", "Preempted outputs.", core.num_preemptions),
+        (_counter, "fusewright:step_seconds", "Time in steps.", counters.step_s),
+        (_counter, "fusewright:rest_seconds", "Time without requests.", counters.rest_s),
+        (_counter, "fusewright:steps", "Steps by kind and by how they ran.", kinds),
+    ]
 
 
 def matched_sites(report: dict[str, Any]) -> dict[str, int]:

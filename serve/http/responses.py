@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...config import UserError
+from ...engine.frontend.outputs import RequestOutput
 from .body import read
 from .chat import render
 from .completions import sampling_params
@@ -39,10 +40,7 @@ async def responses(request: Request) -> Response:
     if body.stream:
         return EventStream(state, job, _stream(job, body), done=b"")
     (output,) = await whole(state, job, request.receive)
-    completion = output.outputs[0]
-    answer = _answer(
-        job, body, completion.text, completion.finish_reason, len(completion.token_ids)
-    )
+    answer = _answer(job, body, output)
     return json_response(answer, headers={"x-request-id": job.name})
 
 
@@ -79,20 +77,21 @@ def _part(part: Any) -> Any:
     return part
 
 
-def _answer(
-    job: Job, body: ResponsesRequest, text: str | None, reason: str | None, num_output: int
-) -> dict[str, Any]:
-    """The response; ``text`` None: it has only begun."""
-    is_cut = reason == "length"
+def _answer(job: Job, body: ResponsesRequest, output: RequestOutput | None) -> dict[str, Any]:
+    """The response; without an output it has only begun."""
+    text, is_cut, counts = None, False, None
+    if output is not None:
+        (completion,) = output.outputs
+        text, is_cut = completion.text, completion.finish_reason == "length"
+        num_prompt, num_output = job.num_prompt_tokens, len(completion.token_ids)
+        counts = {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + num_output,
+        }
     status = "in_progress" if text is None else "incomplete" if is_cut else "completed"
-    num_prompt = job.num_prompt_tokens
-    usage = {
-        "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_prompt + num_output,
-    }
     return {
         "id": job.name,
         "object": "response",
@@ -113,7 +112,7 @@ def _answer(
         "tools": [],
         "top_p": body.top_p,
         "truncation": "disabled",
-        "usage": None if text is None else usage,
+        "usage": counts,
         "metadata": body.metadata or {},
     }
 
@@ -143,7 +142,7 @@ async def _stream(job: Job, body: ResponsesRequest) -> AsyncGenerator[bytes, Non
 
     item = _item(job, None, "in_progress")
     at = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-    begun = _answer(job, body, None, None, 0)
+    begun = _answer(job, body, None)
     yield b"".join(
         (
             named("response.created", response=begun),
@@ -152,18 +151,18 @@ async def _stream(job: Job, body: ResponsesRequest) -> AsyncGenerator[bytes, Non
             named("response.content_part.added", **at, part=_text("")),
         )
     )
-    text, reason, num_output = "", None, 0
+    last: RequestOutput | None = None
     async for gained in deltas(job):
         for delta in gained:
-            text += delta.text
-            reason, num_output = delta.output.finish_reason, len(delta.output.token_ids)
+            last = delta.request
             if delta.text:
                 yield named("response.output_text.delta", **at, delta=delta.text, logprobs=[])
-    answer = _answer(job, body, text, reason, num_output)
+    answer = _answer(job, body, last)
+    (part,) = answer["output"][0]["content"]
     yield b"".join(
         (
-            named("response.output_text.done", **at, text=text, logprobs=[]),
-            named("response.content_part.done", **at, part=_text(text)),
+            named("response.output_text.done", **at, text=part["text"], logprobs=[]),
+            named("response.content_part.done", **at, part=part),
             named("response.output_item.done", output_index=0, item=answer["output"][0]),
             named(f"response.{answer['status']}", response=answer),
         )

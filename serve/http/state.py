@@ -15,9 +15,11 @@ from ...engine.frontend.loop import CheckedRequest
 from ...engine.messages.sampling_params import SamplingParams
 from ...engine.process.client import EngineClient, OutputStream
 from .errors import ApiError
-from .metrics import Metrics
+from .metrics import TALLY, Metrics
 from .protocol import Generation
 
+ABORT, ALL = "abort", "all"
+"""What an API process asks the others, and the name that means every job."""
 _RETRY_AFTER_S = "1"
 _MOST_OUTPUTS = 16384
 """Most outputs of one call, over all its prompts."""
@@ -91,11 +93,18 @@ class ServerState:
         self.tool_format = settings.tool_format
         client.on_step = self.metrics.on_step
 
+    def answer_peer(self, what: str, names: list[str]) -> Any:
+        """What another API process asks."""
+        if what == TALLY:
+            return self.metrics.tally
+        return self.abort_named(names) if what == ABORT else None
+
     def health(self) -> str:
         """Why no request should be sent here now; "" if it should."""
         if self.phase is not Phase.SERVING:
             return str(self.phase)
-        step, age_s = self.client.heartbeat.read()
+        beats = [replica.heartbeat.read() for replica in self.client.replicas]
+        step, age_s = max(beats, key=lambda beat: beat[1])
         if age_s > self.settings.stall_s:
             return f"stalled: nothing moved for {age_s:.1f} s, since step {step}"
         return ""
@@ -127,9 +136,10 @@ class ServerState:
             raise ApiError(
                 400, f"{num_outputs} outputs in one call: expected {_MOST_OUTPUTS} at most"
             )
-        waiting = self.client.num_open - self.client.max_num_seqs
+        count = self.client.seat.count
+        waiting = self.client.num_open * count - self.client.max_num_seqs
         if waiting >= self.settings.max_waiting:
-            self.metrics.refused += 1
+            self.metrics.tally.refused += 1
             raise ApiError(
                 503,
                 f"{waiting} requests wait already; try again later",
@@ -172,6 +182,14 @@ class ServerState:
         job = Job(name, model, int(time.time()), checked, stream, params.n)
         self.jobs[name] = job
         return job
+
+    def abort_named(self, names: Sequence[str]) -> list[str]:
+        """End jobs by name, or ``ALL``; returns the names of those that ran here."""
+        wanted = list(self.jobs) if ALL in names else names
+        found = [self.jobs[name] for name in wanted if name in self.jobs]
+        for job in found:
+            self.abort(job, ApiError(503, "the request was aborted", code="aborted"))
+        return [job.name for job in found]
 
     def close(self, job: Job) -> None:
         """Forget a job; what still runs of it is aborted."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Awaitable
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,9 +14,11 @@ from ... import __version__
 from .body import read
 from .chat import render
 from .errors import ApiError, json_response
+from .metrics import PEERS_S
 from .protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
-from .state import Phase, ServerState
+from .state import ABORT, ALL, Phase, ServerState
 
+_T = TypeVar("_T")
 _SHORT_TEXT = 1000
 """Characters of a text that are encoded at once: a thread would take longer to wake up."""
 
@@ -100,11 +104,10 @@ async def abort_requests(request: Request) -> Response:
     """``POST /abort_requests``: ends requests by the ids that their answers carry, or "all"."""
     state = _state(request)
     body = await read(request, AbortRequest)
-    names = list(state.jobs) if body.request_ids == "all" else body.request_ids
-    found = [state.jobs[name] for name in names if name in state.jobs]
-    for job in found:
-        state.abort(job, ApiError(503, "the request was aborted", code="aborted"))
-    return json_response({"aborted": [job.name for job in found]})
+    asked = [ALL] if body.request_ids == "all" else body.request_ids
+    elsewhere = await _of_all(state.client.peers.ask(ABORT, asked, PEERS_S))
+    aborted = state.abort_named(asked)
+    return json_response({"aborted": [*aborted, *itertools.chain(*elsewhere)]})
 
 
 async def live(request: Request) -> Response:
@@ -134,7 +137,16 @@ async def metrics(request: Request) -> Response:
     state = _state(request)
     if state.phase is Phase.STARTING:
         raise ApiError(503, "the server is starting", headers={"retry-after": "1"})
-    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text = await _of_all(state.metrics.gather())
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _of_all(answers: Awaitable[_T]) -> _T:
+    """What all API processes say."""
+    try:
+        return await answers
+    except TimeoutError:
+        raise ApiError(503, "another API process does not answer; try again later") from None
 
 
 def _state(request: Request) -> ServerState:

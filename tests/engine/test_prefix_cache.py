@@ -165,7 +165,7 @@ def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
         run(scheduler, batch)
         batch = scheduler.schedule()
     assert urgent.status is RequestStatus.RUNNING and usual.status is RequestStatus.PREEMPTED
-    assert scheduler.take_events() == ([], ["usual"])
+    assert scheduler.take_outputs(None).preempted == ["usual"]
 
 
 def test_arrival_decides_where_priorities_are_not_heeded() -> None:

@@ -84,7 +84,7 @@ async def generate(client: EngineClient, prompt: Any, params: SamplingParams) ->
 
 
 async def counted(client: EngineClient, holds: Callable[[Any], bool]) -> None:
-    while client.counters is None or not holds(client.counters.core):
+    while not client.counters or not holds(client.counters[0].core):
         await asyncio.sleep(0.01)
 
 
@@ -145,7 +145,7 @@ def test_the_report_is_that_of_the_other_process(engine: Engine) -> None:
 
 
 def test_the_heart_beats_at_rest_and_stops_with_the_process(engine: Engine) -> None:
-    heartbeat, pid = engine.client.heartbeat, engine.client.pid
+    heartbeat, pid = engine.client.replicas[0].heartbeat, engine.client.replicas[0].pid
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_for(lambda: heartbeat.read()[1] > 1.5)
@@ -162,7 +162,7 @@ def test_a_killed_engine_fails_its_requests_and_every_later_one() -> None:
     async def lose() -> None:
         client = engine.client
         stream = client.submit([await client.check("1+1=", LONG)])
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(client.replicas[0].pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             await last_of(stream)
         with pytest.raises(EngineDeadError):
@@ -199,7 +199,7 @@ async def main():
     client = EngineClient(EngineOptions(**{OPTIONS!r}))
     client.start()
     await client.ready()
-    print(client.pid, flush=True)
+    print(client.replicas[0].pid, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -148,6 +148,6 @@ def test_a_rank_lost_at_rest_ends_the_server_s_engine() -> None:
             assert str(client.dead).startswith("rank 1 of 2 has ended (signal SIGKILL)")
         finally:
             await client.stop()
-        assert is_gone(client.pid) and is_gone(pid)
+        assert is_gone(client.replicas[0].pid) and is_gone(pid)
 
     asyncio.run(asyncio.wait_for(lose(), TIMEOUT_S))

@@ -127,7 +127,9 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
         if b.status is RequestStatus.PREEMPTED:
             break
     assert a.status is RequestStatus.RUNNING
-    assert scheduler.take_events() == ([], ["b"]) and b.slot == -1 and b.blocks.tables == []
+    assert (
+        scheduler.take_outputs(None).preempted == ["b"] and b.slot == -1 and b.blocks.tables == []
+    )
     assert in_order(scheduler) == [b, c]
     while a.status is RequestStatus.RUNNING:
         run(scheduler, batches[-1])

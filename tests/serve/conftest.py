@@ -1,4 +1,4 @@
-"""A server of the bundled model for the tests of a file, and clients of it."""
+"""A server of the bundled model for all tests of a worker, and clients of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from .server_process import KEY, ServerProcess
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     made = ServerProcess(
         *("--api-key", "another", "--api-key", KEY),
@@ -24,13 +24,13 @@ def server() -> Iterator[ServerProcess]:
     assert not [line for line in made.lines if "Traceback" in line]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
     with server.client(headers={"authorization": f"Bearer {KEY}"}) as made:
         yield made

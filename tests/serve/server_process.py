@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -121,3 +122,25 @@ def wait_for(what: Callable[[], object]) -> None:
 
 def send(pid: int, number: signal.Signals) -> None:
     os.kill(pid, number)
+
+
+def events(response: httpx.Response) -> Iterator[Any]:
+    """The events of a stream, which must end with [DONE]."""
+    done = False
+    for line in response.iter_lines():
+        if not line:
+            continue
+        assert line.startswith("data: "), line
+        assert not done
+        if line == "data: [DONE]":
+            done = True
+            continue
+        yield json.loads(line.removeprefix("data: "))
+    assert done
+
+
+def stream(http: httpx.Client, path: str, **body: Any) -> list[Any]:
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events(response))

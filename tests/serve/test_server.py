@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 
-from .server_process import KEY, LONG, ServerProcess, is_idle, wait_for
+from .server_process import KEY, LONG, ServerProcess, is_idle, stream, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,28 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("abacus", device="cpu", optimization_level=0, dtype="float32")
-
-
-def events(response: httpx.Response) -> Iterator[Any]:
-    """The events of a stream, which must end with [DONE]."""
-    done = False
-    for line in response.iter_lines():
-        if not line:
-            continue
-        assert line.startswith("data: "), line
-        assert not done
-        if line == "data: [DONE]":
-            done = True
-            continue
-        yield json.loads(line.removeprefix("data: "))
-    assert done
-
-
-def stream(http: httpx.Client, path: str, **body: Any) -> list[Any]:
-    with http.stream("POST", path, json={**body, "stream": True}) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
-        return list(events(response))
 
 
 # The openai package
@@ -285,17 +262,6 @@ def test_a_wrong_key_is_refused(server: ServerProcess, key: str) -> None:
 
 
 # Server-sent events, as they are
-
-
-def test_continuous_usage_counts_up(http: httpx.Client) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": "37+58=", "temperature": 0, "stream_options": options}
-    found = stream(http, "/v1/completions", **body)
-    counts = [each["usage"]["completion_tokens"] for each in found]
-    assert counts == sorted(counts) and counts[-1] == 3
-    assert {each["usage"]["prompt_tokens"] for each in found} == {
-        found[0]["usage"]["prompt_tokens"]
-    }
 
 
 def test_echo_comes_first_in_a_stream(http: httpx.Client) -> None:

@@ -85,7 +85,8 @@ def test_a_killed_engine_fails_open_requests_and_ends_the_server() -> None:
         error = json.loads(rest[-2].removeprefix("data: "))["error"]
         assert error["code"] == "engine_dead"
         assert server.process.wait(TIMEOUT_S) == 1
-        assert server.lines[-1].startswith("error: the engine's process has ended (signal SIGKILL)")
+        message = "error: the engine's process has ended (signal SIGKILL)"
+        wait_for(lambda: server.lines[-1].startswith(message))
 
 
 def test_a_killed_server_leaves_no_engine_and_no_folder() -> None:

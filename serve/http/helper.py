@@ -1,0 +1,135 @@
+"""API processes beside the first: how it starts and ends them, and what they run.
+
+``python -m fusewright.serve.http.helper`` reads its ``Orders`` as a line of JSON on stdin, which no
+list of processes shows.  Each further line there is a signal that the first process got, and the
+end of stdin is the end.  It writes READY and DRAINED to stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from ...config import EngineOptions
+from ...engine.process.wire import Seat
+from ...engine.ranks.lifetime import end_with, leave_signals_to_the_parent
+from .state import Settings
+
+READY, DRAINED = b"ready\n", b"drained\n"
+_END_S = 10.0
+"""Longest time that a process may take to end once it was told to."""
+
+
+class Orders(Struct, frozen=True):
+    """What a helper is told at its start; ``listening`` is a file descriptor that it inherits."""
+
+    parent_pid: int
+    options: EngineOptions
+    settings: Settings
+    seat: Seat
+    listening: int
+    certificate: str | None
+    private_key: str | None
+
+
+class Helper:
+    """Another API process, as the first sees it.
+
+    Args:
+        on_exit: called once with how it has ended.
+    """
+
+    def __init__(self, process: Process, on_exit: Callable[[str], None]) -> None:
+        self._process = process
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.drained: asyncio.Future[None] = loop.create_future()
+        self._watching = asyncio.ensure_future(self._watch(on_exit))
+
+    @classmethod
+    async def start(
+        cls, orders: Orders, listening: socket.socket, on_exit: Callable[[str], None]
+    ) -> Helper:
+        """Start a process that takes connections from ``listening``."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", __name__),
+            stdin=PIPE,
+            stdout=PIPE,
+            pass_fds=[listening.fileno()],
+        )
+        made = cls(process, on_exit)
+        made._write(msgspec.json.encode(orders) + b"\n")
+        return made
+
+    def signal(self) -> None:
+        """Pass on a signal: the first drains, the second ends what runs."""
+        self._write(b"signal\n")
+
+    async def end(self) -> None:
+        """End the process, by force after a while."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._watching), _END_S)
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._watching
+
+    def _write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(data)
+
+    async def _watch(self, on_exit: Callable[[str], None]) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            told = self.ready if line == READY else self.drained
+            told.set_result(None)
+        code = await self._process.wait()
+        for told in (self.ready, self.drained):
+            if not told.done():
+                told.cancel()
+        on_exit(f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+
+
+async def _main() -> None:
+    from .life import Endpoint, Life
+
+    orders_in: Any = asyncio.StreamReader(limit=2**24)
+    loop = asyncio.get_running_loop()
+    protocol = asyncio.StreamReaderProtocol(orders_in)
+    await loop.connect_read_pipe(lambda: protocol, os.fdopen(0, "rb"))
+    orders = msgspec.json.decode(await orders_in.readline(), type=Orders)
+    end_with(orders.parent_pid)
+    say_to_first = os.fdopen(1, "wb", buffering=0)
+    listening = socket.socket(fileno=orders.listening)
+    endpoint = Endpoint("", 0, orders.certificate, orders.private_key)
+    life = Life(orders.options, orders.settings, orders.seat, [listening], endpoint)
+    life.tell = say_to_first.write
+
+    async def obey() -> None:
+        while await orders_in.readline():
+            life.on_signal()
+        life.release()
+
+    obeying = asyncio.ensure_future(obey())
+    with suppress(Exception):  # the first process tells why the engine has ended
+        await life.run()
+    obeying.cancel()
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    leave_signals_to_the_parent()
+    uvloop.run(_main())

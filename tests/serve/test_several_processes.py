@@ -1,0 +1,123 @@
+"""Claims about several API processes over several engines: one server to its clients, which ends as
+a whole."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .server_process import LONG, TIMEOUT_S, ServerProcess, is_idle, is_running, send, wait_for
+
+MANY = 32
+"""Connections: that one of two processes gets none of them happens once in 2**31 runs."""
+
+
+def num_sockets(pid: int) -> int:
+    links = (each.readlink() for each in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(str(link).startswith("socket:") for link in links)
+
+
+def children(server: ServerProcess, part: str) -> list[int]:
+    """The processes that the server has started, by a part of their command."""
+    pid = server.process.pid
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [each for each in found if part in Path(f"/proc/{each}/cmdline").read_text()]
+
+
+@contextmanager
+def started(num_api: int, num_replicas: int) -> Iterator[ServerProcess]:
+    counts = ("--api-server-count", str(num_api), "--data-parallel-size", str(num_replicas))
+    server = ServerProcess(*counts).wait_ready()
+    all_pids = children(server, "")
+    try:
+        assert len(children(server, ".child")) == num_replicas
+        assert len(children(server, ".helper")) == num_api - 1
+        yield server
+        wait_for(lambda: not any(map(is_running, all_pids)))
+    finally:
+        server.kill()
+
+
+@contextmanager
+def open_streams(server: ServerProcess, count: int) -> Iterator[list[Iterator[str]]]:
+    """The events of long completions that have begun, over a connection each."""
+    with ExitStack() as stack:
+        body = {**LONG, "stream": True}
+        streams = []
+        for _ in range(count):
+            client = stack.enter_context(server.client())
+            response = stack.enter_context(client.stream("POST", "/v1/completions", json=body))
+            assert response.status_code == 200
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            streams.append(lines)
+        yield streams
+
+
+def last_event(lines: Iterator[str]) -> Any:
+    rest = list(lines)
+    assert rest[-1] == "data: [DONE]"
+    return json.loads(rest[-2].removeprefix("data: "))
+
+
+def test_two_api_processes_over_two_replicas_are_one_server() -> None:
+    with started(2, 2) as server:
+        (helper,) = children(server, ".helper")
+        before = num_sockets(helper)
+        with ExitStack() as stack:
+            for number in range(MANY):  # open together: a port is not used twice
+                client = stack.enter_context(server.client())
+                body = {"prompt": f"{number}+1=", "temperature": 0}
+                answer = client.post("/v1/completions", json=body).json()
+                assert answer["choices"][0]["text"] == str(number + 1)
+            assert num_sockets(helper) > before
+            for client_of_any in (server.client(), client):
+                text = client_of_any.get("/metrics").text
+                assert f'finished_reason="stop",model_name="abacus"}} {MANY}.0' in text
+                steps = [line for line in text.splitlines() if "fusewright:engine_step{" in line]
+                assert len(steps) == 2 and all(float(line.split()[-1]) > 0 for line in steps)
+        with server.client() as client:
+            with open_streams(server, 8):
+                assert server.metric("vllm:kv_cache_usage_perc") > 0
+            wait_for(lambda: is_idle(client))
+            with open_streams(server, 8) as streams:
+                aborted = client.post("/abort_requests", json={"request_ids": "all"}).json()
+                assert len(aborted["aborted"]) == 8
+                codes = [last_event(lines)["error"]["code"] for lines in streams]
+                assert codes == ["aborted"] * 8
+            wait_for(lambda: is_idle(client))
+        with open_streams(server, 8) as streams:
+            send(children(server, ".child")[1], signal.SIGKILL)
+            codes = [last_event(lines)["error"]["code"] for lines in streams]
+        assert codes == ["engine_dead"] * 8
+        assert server.process.wait(TIMEOUT_S) == 1
+        message = "error: the engine's process of replica 1 has ended (signal SIGKILL)"
+        wait_for(lambda: server.lines[-1].startswith(message))
+
+
+def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
+    with started(2, 1) as server, open_streams(server, 8) as streams:
+        server.process.send_signal(signal.SIGTERM)
+        reasons = [last_event(lines)["choices"][0]["finish_reason"] for lines in streams]
+        assert reasons == ["length"] * 8
+        assert server.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_killed_api_process_ends_the_server() -> None:
+    with started(2, 1) as server:
+        send(children(server, ".helper")[0], signal.SIGKILL)
+        assert server.process.wait(TIMEOUT_S) == 1
+        message = "error: API process 1 has ended (signal SIGKILL)"
+        wait_for(lambda: server.lines[-1].startswith(message))
+
+
+@pytest.mark.slow
+def test_a_killed_first_process_leaves_none_of_the_others() -> None:
+    with started(2, 2) as server:
+        server.kill()
