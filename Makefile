@@ -50,7 +50,7 @@ endif
 	$(PY) -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
 	$(PY) -m pip install -c constraints.txt scikit-build-core
 	$(PY) -m pip install -c constraints.txt --no-build-isolation -C kernels=off \
-	  -e '.[dev,serve]'
+	  -e '.[dev,otlp,serve]'
 	touch $@
 
 demo: install

@@ -41,7 +41,7 @@ def load(path: Path) -> list[dict[str, Any]]:
             _work(row)
         return found
 
-    return read_result(path, "latency` or `throughput", rows)
+    return read_result(path, "bench latency` or `throughput", rows)
 
 
 def compare(old: Path, new: Path) -> list[Change]:

@@ -1,4 +1,4 @@
-"""Requests for ``bench serve``: of a mix, of random tokens, or of a file of conversations."""
+"""Requests for ``bench serve``: of a mix, of random tokens, or of a file of texts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 from ..config import UserError
 from .workloads import MIXES, Work, fitting, mix
 
-FILES = ("sharegpt", "jsonl")
+FILES = ("sharegpt", "sonnet", "jsonl")
 DATASETS = (*MIXES, "random", "prefix", *FILES)
 _SHARED = 0.8
 """Share of a prompt that all prompts of the data set ``prefix`` begin with."""
+_SONNET = "Pick as many lines as you can from these poem lines:\n"
+_SONNET_SHARED = 200 / 550
+"""Share of the lines of a prompt that all prompts begin with, by vLLM's defaults."""
 
 Encode = Callable[[str], list[int]]
 
@@ -46,12 +49,15 @@ def make_works(
     elif name in FILES:
         if file is None or encode is None:
             raise UserError(f"dataset={name}: give its file with --dataset-path")
-        texts = _sharegpt(file) if name == "sharegpt" else _jsonl(file, output_len)
-        works = [
-            Work(ids, length if isinstance(length, int) else max(1, len(encode(length))))
-            for text, length in texts
-            if (ids := encode(text))
-        ][:count]
+        if name == "sonnet":
+            works = _sonnet(file, encode, count, input_len, output_len)
+        else:
+            texts = _sharegpt(file) if name == "sharegpt" else _jsonl(file, output_len)
+            works = [
+                Work(ids, length if isinstance(length, int) else max(1, len(encode(length))))
+                for text, length in texts
+                if (ids := encode(text))
+            ][:count]
         if not works:
             raise UserError(f"dataset_path={file}: holds no request")
     else:
@@ -69,6 +75,26 @@ def _random(
         Work(prefix + [rng.randrange(vocab_size) for _ in range(rest)], output_len)
         for _ in range(count)
     ]
+
+
+def _sonnet(file: Path, encode: Encode, count: int, input_len: int, output_len: int) -> list[Work]:
+    """Prompts as vLLM's: a question and lines of a text, of which the first are the same in all
+    prompts and the others are drawn; about ``input_len`` tokens, and never more."""
+    try:
+        lines = [line for line in file.read_text().splitlines(keepends=True) if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"dataset_path={file}: cannot be read: {error}") from error
+    of_line = sum(len(encode(line)) for line in lines) / max(1, len(lines))
+    room = (input_len - len(encode(_SONNET))) / max(1, of_line)
+    if room < 1:
+        raise UserError(
+            f"input_len={input_len}: the question of sonnet and a line of {file} have more tokens"
+        )
+    rng, num_shared = random.Random(0), int(room * _SONNET_SHARED)
+    start = _SONNET + "".join(lines[:num_shared])
+    num_drawn = round(room) - num_shared
+    prompts = (start + "".join(rng.choices(lines, k=num_drawn)) for _ in range(count))
+    return [Work(encode(prompt)[:input_len], output_len) for prompt in prompts]
 
 
 def _sharegpt(file: Path) -> Iterator[tuple[str, str]]:

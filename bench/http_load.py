@@ -156,13 +156,15 @@ def _run(seconds: float, answers: Sequence[_Answer]) -> Run:
     run = Run(seconds, sum(a.num_prompt for a in answers), sum(a.num_tokens for a in answers))
     for answer in answers:
         stamps = answer.stamps
-        run.gaps.extend((b - a) * 1e3 for a, b in itertools.pairwise(stamps))
+        gaps = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
+        run.gaps.extend(gaps)
         after_first = max(1, answer.num_tokens - 1)
         run.requests.append(
             RequestTimes(
                 ttft=(stamps[0] - answer.due) * 1e3,
                 tpot=(stamps[-1] - stamps[0]) * 1e3 / after_first,
                 e2e=(stamps[-1] - answer.due) * 1e3,
+                itl=max(gaps, default=0.0),
             )
         )
     return run

@@ -1,5 +1,5 @@
-"""Draws what ``fusewright bench latency``, ``throughput``, ``growth`` and ``bench.peers`` keep as
-JSON: the machine that measures needs nothing that draws.
+"""Draws what ``fusewright bench latency``, ``throughput``, ``serve``, ``growth``, ``fusewright tune
+serve`` and ``bench.peers`` keep as JSON: the machine that measures needs nothing that draws.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load(path: Path) -> Record:
         _kind(record)
         return record
 
-    return read_result(path, "latency`, `throughput` or `growth", checked)
+    return read_result(path, "bench latency`, `throughput` or `growth", checked)
 
 
 def _kind(record: Record) -> str:
@@ -44,12 +44,14 @@ def _kind(record: Record) -> str:
     if isinstance(record.get("tpot_ms"), dict):
         return "engines"
     row = record["rows"][0]
+    if "max_num_seqs" in row:
+        return "tuning"
     return "throughput" if "workload" in row else "latency" if row["batch"] else ""
 
 
 def plot(results: Mapping[str, Record], path: Path) -> None:
     """Draw named results of one bench to ``path``: TPOT over batch, output tokens a second over
-    the mean time a token, or what grows.
+    the mean time a token, goodput over a setting, or what grows.
 
     Raises:
         UserError: they are of several benches; nothing can draw here.
@@ -84,17 +86,47 @@ def _latency(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
 
 
 def _throughput(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
-    """A line for each workload of each result, a point for each rate of requests."""
+    """A line for each workload of each server of each result, a point for each rate of requests."""
+
+    def kind(row: Record) -> tuple[str, ...]:
+        return (row["server"], row["workload"]) if "server" in row else (row["workload"],)
+
     axis = page.subplots()
     for name, record in results.items():
-        for workload in dict.fromkeys(row["workload"] for row in record["rows"]):
-            rows = [row for row in record["rows"] if row["workload"] == workload]
+        for label in dict.fromkeys(map(kind, record["rows"])):
+            rows = [row for row in record["rows"] if kind(row) == label]
             points = [(row["tpot_ms"]["mean"], row["output_tokens_per_s"]) for row in rows]
-            axis.plot(*zip(*points, strict=True), "o-", label=f"{name}, {workload}")
+            axis.plot(*zip(*points, strict=True), "o-", label=", ".join((name, *label)))
             for row, point in zip(rows, points, strict=True):
                 rate = row["request_rate"]
                 axis.annotate("all at once" if rate is None else f"{rate:g}/s", point, fontsize=7)
     axis.set(xlabel="ms a token, mean", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
+    return [axis]
+
+
+def _tuning(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
+    """A line for each ``max_num_batched_tokens``, a point for each ``max_num_seqs`` by its longest
+    run, and a star for the best."""
+    axis = page.subplots()
+    for name, record in results.items():
+        prefix = f"{name}, " if len(results) > 1 else ""
+        last: dict[int, dict[int, Record]] = {}
+        for row in sorted(record["rows"], key=lambda row: row["asked"]):
+            if "failed" not in row and row["gpu_memory_utilization"] is None:
+                last.setdefault(row["max_num_batched_tokens"], {})[row["max_num_seqs"]] = row
+        for tokens, rows in sorted(last.items()):
+            points = [(seqs, row["goodput_per_s"]) for seqs, row in sorted(rows.items())]
+            axis.plot(*zip(*points, strict=True), "o-", label=f"{prefix}{tokens} tokens a step")
+        if best := record.get("best"):
+            axis.plot(
+                best["max_num_seqs"], best["goodput_per_s"], "k*", markersize=12, label="best"
+            )
+    limits = ", ".join(f"{k} {v:g} ms" for k, v in record["asked"]["limits_ms"].items())
+    axis.set(xscale="log", xlabel="max_num_seqs", ylabel="requests/s", title=f"within {limits}")
+    ticks = sorted({seqs for rows in last.values() for seqs in rows})
+    axis.set_xticks(ticks, map(str, ticks), minor=False)
+    axis.set_xticks([], minor=True)
+    axis.set_ylim(0, None)
     return [axis]
 
 
@@ -137,4 +169,10 @@ def _growth(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
     return [left, right]
 
 
-_DRAW = {"latency": _latency, "throughput": _throughput, "growth": _growth, "engines": _engines}
+_DRAW = {
+    "latency": _latency,
+    "throughput": _throughput,
+    "tuning": _tuning,
+    "growth": _growth,
+    "engines": _engines,
+}

@@ -77,7 +77,7 @@ def load(path: Path) -> Result:
             result.newest[name]
         return result
 
-    return read_results(path, "…", checked)
+    return read_results(path, "bench …", checked)
 
 
 def render(text: str, results: Path) -> str:

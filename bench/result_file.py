@@ -13,19 +13,19 @@ T = TypeVar("T")
 Record = dict[str, Any]
 
 
-def read_result(path: Path, benches: str, parse: Callable[[Record], T]) -> T:
+def read_result(path: Path, commands: str, parse: Callable[[Record], T]) -> T:
     """What ``parse`` makes of a result.
 
     Args:
-        benches: whose result it should be, for the error.
+        commands: whose result it should be, for the error.
 
     Raises:
         UserError: it cannot be read, or ``parse`` does not find what it looks for.
     """
-    return read_results(path, benches, lambda records: parse(records[0]))
+    return read_results(path, commands, lambda records: parse(records[0]))
 
 
-def read_results(path: Path, benches: str, parse: Callable[[list[Record]], T]) -> T:
+def read_results(path: Path, commands: str, parse: Callable[[list[Record]], T]) -> T:
     """As ``read_result``, of the object of a .json file or all objects of a .jsonl file.
 
     Raises:
@@ -39,5 +39,5 @@ def read_results(path: Path, benches: str, parse: Callable[[list[Record]], T]) -
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(
-            f"{path} is not a result of `fusewright bench {benches}` with --output: {error!r}"
+            f"{path} is not a result of `fusewright {commands}` with --output: {error!r}"
         ) from error

@@ -23,11 +23,13 @@ MEASURES = ("ttft", "tpot", "itl", "e2e")
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One request in milliseconds: to the first token, a token after that, all of it."""
+    """One request in milliseconds: to the first token, a token after that, all of it, and the
+    longest time between two tokens."""
 
     ttft: float
     tpot: float
     e2e: float
+    itl: float = 0.0
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Run:
 
     def to_json(self, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Rates a second, and mean and percentiles in ms; with ``limits`` in ms also goodput:
-        requests a second that keep all of them."""
+        requests a second that keep all of them, the limit of ``itl`` at every token."""
         count = len(self.requests)
         result: dict[str, Any] = {
             "seconds": round(self.seconds, 4),
@@ -82,15 +84,16 @@ def parse_limits(items: Iterable[str]) -> dict[str, float]:
         UserError: another form, or a measure that requests have not.
     """
     limits: dict[str, float] = {}
-    known = [measure for measure in MEASURES if measure != "itl"]
     for item in items:
         name, _, value = item.partition(":")
         try:
             limits[name] = float(value)
         except ValueError:
             name = ""
-        if name not in known or not 0 < limits[name] < inf:
-            raise UserError(f"goodput={item!r}: expected a measure of {known} and ms, as ttft:500")
+        if name not in MEASURES or not 0 < limits[name] < inf:
+            raise UserError(
+                f"goodput={item!r}: expected a measure of {', '.join(MEASURES)} and ms, as ttft:500"
+            )
     return limits
 
 
@@ -149,7 +152,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
         result.gaps.extend(gaps.tolist())
         tpot = float(gaps.mean()) if len(gaps) else 0.0
         ttft, e2e = ((t - due[request_id][0]) * 1e3 for t in (times[0], times[-1]))
-        result.requests.append(RequestTimes(ttft, tpot, e2e))
+        result.requests.append(RequestTimes(ttft, tpot, e2e, float(max(gaps, default=0.0))))
         result.token_ids.append(given[request_id])
     return result
 

@@ -53,6 +53,9 @@ class EngineOptions:
     tensor_parallel_size: int = _option(
         1, "model", "ranks that hold the model together: GPUs, or processes with --device cpu"
     )
+    enable_expert_parallel: bool = _option(
+        False, "model", "each rank holds whole experts, in place of a part of each"
+    )
     seed: int = _option(0, "model", "of dummy weights and of requests without a seed")
 
     optimization_level: int = _option(2, "compile", "0..3; see `fusewright explain --levels`")

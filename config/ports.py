@@ -14,7 +14,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "layers are not spread over GPUs; use tensor_parallel_size"),
     "data_parallel_size": (
         1,
-        "an LLM is one engine; `fusewright serve --data-parallel-size` runs several",
+        "an engine is one replica; fusewright serve --data-parallel-size has several",
     ),
     "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
     "swap_space": (0, "KV blocks are not swapped to the CPU: what is preempted is computed anew"),

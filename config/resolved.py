@@ -58,6 +58,7 @@ class ParallelConfig:
     """The ranks that serve one model together, under vLLM's names.  The same on every rank."""
 
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,8 @@ def _notes_on_experts(spec: ModelSpec, config: ResolvedConfig) -> list[str]:
     """Which files of tuned tiles cannot serve, and what to do where experts have none."""
     notes = [f"tuned tiles ignored: {why}" for _, why in config.compile.ignored_expert_tables]
     shape = spec.expert_shape
+    if spec.expert_parallel:
+        return notes
     if shape and not any(table.shape == shape for table in config.compile.expert_tables):
         notes.append(
             f"experts {file_name(shape, config.hardware.name)}: no tuned tiles, so those of a rule "

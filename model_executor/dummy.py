@@ -23,6 +23,7 @@ def fill_dummy(model: nn.Module, dtype: torch.dtype, seed: int, tp: TensorParall
     rules = {
         id(getattr(m, kind, None)): rule for m in modules for kind, rule in rules_of(m).items()
     }
+    spread = {id(m.weight): m for m in modules if isinstance(m, ExpertLinear) and m.whole}
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -34,8 +35,14 @@ def fill_dummy(model: nn.Module, dtype: torch.dtype, seed: int, tp: TensorParall
             if linear is None and tp.world == 1:
                 param.normal_(0.0, 0.02, generator=generator)
                 continue
-            whole = torch.empty(_whole_shape(param, rule), dtype=dtype, device=device)
-            weight = _slice(whole.normal_(0.0, 0.02, generator=generator), rule, tp)
+            shape, layer = _whole_shape(param, rule), spread.get(id(param))
+            if layer is not None:
+                shape[0] *= tp.world
+            whole = torch.empty(shape, dtype=dtype, device=device)
+            whole.normal_(0.0, 0.02, generator=generator)
+            if layer is not None:
+                whole = whole[layer.first :][: layer.num_experts]
+            weight = _slice(whole, rule, tp)
             if linear is None:
                 param.copy_(weight)
             else:

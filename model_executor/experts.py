@@ -7,7 +7,7 @@ the dense layer that it would be.  Nothing is held twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,20 @@ class ExpertLinear(nn.Module):
     """``x @ weight[expert].T`` for each choice of a token, without a bias.
 
     With ``quant`` weights are FP8 and x is quantized before the matmul, as in ``Linear``; a static
-    ``input_scale`` is that of all experts.
+    ``input_scale`` is that of all experts.  ``first`` is the number of expert 0 here, where other
+    ranks have those before it; loading sets it.
     """
 
     weight_scale: Tensor
     input_scale: Tensor
 
-    def __init__(self, num_experts: int, one: Linear) -> None:
-        """As many experts as ``num_experts``, each of which is like ``one``."""
+    def __init__(self, num_experts: int, one: Linear, *, whole: bool = False) -> None:
+        """As many experts as ``num_experts``, each of which is like ``one``.  With ``whole`` a rank
+        has all of its experts, and other ranks have others."""
         super().__init__()
-        self.num_experts, self.quant, self.rules = num_experts, one.quant, one.rules
+        self.num_experts, self.quant, self.whole, self.first = num_experts, one.quant, whole, 0
+        rules = one.rules.items()
+        self.rules = {k: replace(rule, split=False) if whole else rule for k, rule in rules}
         shape = (num_experts, *one.weight.shape)
         weight = torch.empty(shape, dtype=one.weight.dtype, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -49,23 +53,34 @@ class ExpertLinear(nn.Module):
             if one.quant.static:
                 self.register_buffer("input_scale", torch.zeros(1, 1))
 
-    def forward(self, x: Tensor, topk_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, topk_ids: Tensor, first_expert: Tensor | None) -> Tensor:
         """[num_tokens, in_features], or a row for each choice -> [num_tokens * top_k,
         out_features]."""
         if self.quant is None:
-            return ops.expert_linear(x, self.weight, topk_ids)
+            return ops.expert_linear(x, self.weight, topk_ids, first_expert=first_expert)
         if self.quant.static:
             quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
         else:
             quantized, scale = ops.quant_fp8_dynamic(x, self.quant.columns)
         return ops.expert_linear(
-            quantized, self.weight, topk_ids, scale, self.weight_scale, x.dtype
+            *(quantized, self.weight, topk_ids, scale, self.weight_scale, x.dtype),
+            first_expert=first_expert,
         )
 
+    def place(self, rank: int) -> None:
+        """Have the experts of ``rank``."""
+        self.first = rank * self.num_experts if self.whole else 0
+
+    @property
+    def numbers(self) -> range:
+        """The model's numbers of the experts that are here."""
+        return range(self.first, self.first + self.num_experts)
+
     def expert(self, number: int) -> OneExpert:
-        """The share of one expert; writing to its tensors writes to the layer's."""
-        scale = self.weight_scale[number] if self.quant else self.weight
-        return OneExpert(self.quant, self.weight[number], scale, self.rules)
+        """The share of one of ``numbers``; writing to its tensors writes to the layer's."""
+        at = number - self.first
+        scale = self.weight_scale[at] if self.quant else self.weight
+        return OneExpert(self.quant, self.weight[at], scale, self.rules)
 
 
 def expert_shares(model: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -74,4 +89,5 @@ def expert_shares(model: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, ExpertLinear) and (kind == "weight" or module.quant):
             shares = getattr(module, kind).unbind(0)
-            yield from ((f"{name}.{kind}[{i}]", share) for i, share in enumerate(shares))
+            pairs = zip(module.numbers, shares, strict=True)
+            yield from ((f"{name}.{kind}[{number}]", share) for number, share in pairs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +25,7 @@ from .experts import ExpertLinear, expert_shares
 from .layers import Embedding, Linear, Placement, ShardRule, rules_of
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
+from .models.moe import Experts
 from .models.weight_names import FUSED_EXPERTS, ModulePart, checkpoint_names
 from .parallel import TensorParallelRank
 from .quant.quantize import Quantized, Staging, rescale
@@ -109,6 +110,7 @@ def load_model(
             f"{spec.max_position_embeddings}; lower it in {Path(folder) / 'config.json'}"
         ) from error
     tp = TensorParallelRank(rank, spec.tensor_parallel_size)
+    place_experts(model, tp)
     if load_format == "dummy":
         materialize(model, spec.dtype, device)
         fill_dummy(model, spec.dtype, seed, tp)
@@ -120,12 +122,21 @@ def load_model(
     return model.eval()
 
 
+def place_experts(model: nn.Module, tp: TensorParallelRank) -> None:
+    """Say which experts are to be loaded."""
+    for module in model.modules():
+        if isinstance(module, ExpertLinear):
+            module.place(tp.rank)
+
+
 def set_rank(model: DecoderModel, tp: TensorParallelRank) -> None:
     """Fill what tells one rank from another beside the slices of weights: the first id of its part
-    of the vocabulary, and zeros for what another rank adds to a sum."""
+    of the vocabulary and of its experts, and zeros for what another rank adds to a sum."""
     for module in model.modules():
         if isinstance(module, Embedding) and module.first_id is not None:
             module.first_id.fill_(tp.rank * module.weight.shape[0])
+        if isinstance(module, Experts) and module.first_expert is not None:
+            module.first_expert.fill_(module.down.first)
         for kind, rule in rules_of(module).items():
             param = getattr(module, kind, None)
             if rule.once and tp.rank > 0 and param is not None:
@@ -189,7 +200,7 @@ def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantize
         if isinstance(module, Linear | ExpertLinear) and module.quant:
             yield f"{name}.weight", module
         if isinstance(module, ExpertLinear) and module.quant:
-            for number in range(module.num_experts):
+            for number in module.numbers:
                 yield f"{name}.weight[{number}]", module.expert(number)
 
 
@@ -280,14 +291,19 @@ def slots(
         # A name the spec has no module for, such as q_norm, is not needed.
         module = modules.get(target.module)
         if isinstance(module, ExpertLinear) and target.expert is None:
-            found[name] = _fused_slot(f"{target.module}.weight", module.weight, tp)
+            found[name] = _fused_slot(f"{target.module}.weight", module, spec, tp)
             continue
+        share, elsewhere = target.share, False
+        if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
+            share, elsewhere = f"[{module.first}]", True
         for kind, rule in rules_of(module).items():
-            parameter = f"{target.module}.{kind}{target.share}"
+            parameter = f"{target.module}.{kind}{share}"
             param = params.get(parameter)
             if param is not None:
                 dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
                 slot = _slot(parameter, param, rule, dtypes, target, tp)
+                if elsewhere:  # it is checked here, and another rank reads it
+                    slot = replace(slot, placement=replace(slot.placement, length=0))
                 found[f"{name}.{kind}"] = slot
     return found
 
@@ -305,14 +321,16 @@ def _slot(
     return Slot(name, tuple(shape), dtypes, rule.place(target.part, tp.rank, tp.world))
 
 
-def _fused_slot(name: str, param: Tensor, tp: TensorParallelRank) -> Slot:
+def _fused_slot(name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParallelRank) -> Slot:
     """The slot of a tensor that holds all experts."""
-    if tp.world > 1:
+    if tp.world > 1 and not layer.whole:
         raise UserError(
-            f"{name}: a checkpoint with all experts in one tensor does not spread over ranks; save "
-            "the model with one tensor an expert (save_original_format=True)"
+            f"{name}: of a checkpoint with all experts in one tensor a rank reads whole experts; "
+            "use enable_expert_parallel, or save the model with one tensor an expert "
+            "(save_original_format=True)"
         )
-    return Slot(name, tuple(param.shape), FLOATS, Placement(0, 0, 0, param.shape[0]))
+    shape = (spec.num_experts, *layer.weight.shape[1:])
+    return Slot(name, shape, FLOATS, Placement(0, layer.first, 0, layer.num_experts))
 
 
 def plan_reads(
@@ -347,7 +365,7 @@ def plan_reads(
             f"the checkpoint has {_some(extra)}, unknown to {spec.architecture} with this "
             "config.json; config.json and weights must be of one model"
         )
-    reads = [Read(found[name], slot) for name, slot in needed.items()]
+    reads = [Read(found[name], slot) for name, slot in needed.items() if slot.placement.length]
     return sorted(reads, key=lambda read: (read.source.file, read.slot.parameter))
 
 

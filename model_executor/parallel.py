@@ -1,8 +1,9 @@
 """Tensor parallelism: who this process is, and which numbers of ranks fit a model.
 
 Each rank holds its heads, its outputs of the first linear layer of a feed-forward and the matching
-inputs of the second, and its part of the vocabulary (Shoeybi et al., 2019, Megatron-LM).  Nothing
-here imports torch, so that a start can be refused before that is imported.
+inputs of the second, and its part of the vocabulary (Shoeybi et al., 2019, Megatron-LM).  With
+expert parallelism it holds whole experts instead (Lepikhin et al., 2020, GShard).  Nothing here
+imports torch, so that a start can be refused before that is imported.
 """
 
 from __future__ import annotations
@@ -29,12 +30,24 @@ class TensorParallelRank:
     world: int = 1
 
 
-def check_parallel(spec: ModelSpec, world: int) -> None:
+def check_parallel(spec: ModelSpec, world: int, *, expert_parallel: bool = False) -> None:
     """Refuse a number of ranks over which the model does not spread.
 
+    Args:
+        expert_parallel: each rank is to hold whole experts.
+
     Raises:
-        UserError: names what does not divide, and the numbers that would work.
+        UserError: names what does not divide, and the numbers that would work; or the model has
+            no experts to spread, or one rank would hold them all.
     """
+    if expert_parallel and spec.moe is None:
+        raise UserError("enable_expert_parallel: the model has no experts; leave it out")
+    if expert_parallel and world == 1:
+        raise UserError(
+            "enable_expert_parallel with tensor_parallel_size=1: one rank holds all experts; give "
+            "tensor_parallel_size of 2 or more, or leave it out"
+        )
+    spec = replace(spec, expert_parallel=expert_parallel)
     if reason := why_not(spec, world):
         sizes = ", ".join(map(str, fitting(spec, _MOST_RANKS)))
         raise UserError(f"tensor_parallel_size={world}: {reason}; this model spreads over {sizes}")
@@ -58,12 +71,15 @@ def why_not(spec: ModelSpec, world: int) -> str:
 
 
 def _inner(spec: ModelSpec) -> dict[str, int]:
-    """The sizes inside of feed-forwards, by their names in a config."""
+    """The sizes of feed-forwards that are spread, by their names in a config."""
     moe, sizes = spec.moe, {}
     if moe is None or not all(moe.layers):
         sizes["intermediate_size"] = spec.intermediate_size
     if moe is not None:
-        sizes["moe_intermediate_size"] = moe.intermediate_size
+        if spec.expert_parallel:
+            sizes["num_experts"] = moe.num_experts
+        else:
+            sizes["moe_intermediate_size"] = moe.intermediate_size
         sizes["shared_expert_intermediate_size"] = moe.shared_intermediate_size
     return sizes
 

@@ -53,7 +53,8 @@ class ModelSpec:
     ``dtype_name`` is the ``dtype`` of activations and of weights that ``quant`` leaves as they
     are; ``group_of_layer`` has the cache group of each layer, if not as ``group_layers`` would;
     ``moe`` describes experts, None for a dense model; ``tensor_parallel_size`` ranks hold it
-    together.  Sizes are those of the whole model; ``local_`` ones are a rank's.
+    together, with ``expert_parallel`` each of them whole experts.  Sizes are those of the whole
+    model; ``local_`` ones are a rank's.
     """
 
     architecture: str
@@ -80,6 +81,7 @@ class ModelSpec:
     group_of_layer: tuple[int, ...] = ()
     moe: MoESpec | None = None
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,15 +120,25 @@ class ModelSpec:
         return self.moe.num_experts if self.moe else 0
 
     @property
+    def local_experts(self) -> int:
+        """Experts of which a rank holds all or a part."""
+        return self.num_experts // (self.tensor_parallel_size if self.expert_parallel else 1)
+
+    @property
+    def ranks_an_expert(self) -> int:
+        """Ranks that hold an expert together."""
+        return 1 if self.expert_parallel else self.tensor_parallel_size
+
+    @property
     def expert_shape(self) -> tuple[int, int, str] | None:
-        """By which tuned tiles of the experts are found: how many, a rank's part of their
-        intermediate size, and the kind of weights; None for a dense model."""
+        """By which tuned tiles of the experts are found: how many a rank has, its part of
+        their intermediate size, and the kind of weights; None for a dense model."""
         if self.moe is None:
             return None
         kind = self.quant_of(self.moe.layers.index(True), "mlp.experts.gate_up")
         kinds = {None: "bfloat16", "fp8_block": "fp8 block"}
-        inner = self.moe.intermediate_size // self.tensor_parallel_size
-        return self.moe.num_experts, inner, kinds.get(kind, "fp8")
+        inner = self.moe.intermediate_size // self.ranks_an_expert
+        return self.local_experts, inner, kinds.get(kind, "fp8")
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -150,7 +162,8 @@ class ModelSpec:
         if self.moe:
             sizes["mlp.experts.down"] = self.moe.intermediate_size
             sizes["mlp.shared.down"] = self.moe.shared_intermediate_size
-        return sizes[linear] // self.tensor_parallel_size
+        of_experts = linear == "mlp.experts.down"
+        return sizes[linear] // (self.ranks_an_expert if of_experts else self.tensor_parallel_size)
 
 
 def quantize_online(spec: ModelSpec, kind: QuantKind) -> ModelSpec:

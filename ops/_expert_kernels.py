@@ -38,6 +38,7 @@ def describe_experts(
     weight_scale: Any = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
+    first_expert: Any = None,
 ) -> LinearDesc:
     """Describe a call of ``expert_linear`` from its arguments, of which shapes and dtypes are read.
 
@@ -67,6 +68,13 @@ def describe_experts(
         raise ValueError(
             f"expert_linear: weight_scale is {[*weight_scale.shape]}, expected the scales of "
             f"{num_experts} experts, [num_experts, ...]"
+        )
+    if first_expert is not None and (
+        tuple(first_expert.shape) != (1,) or first_expert.dtype != torch.int32
+    ):
+        raise ValueError(
+            f"expert_linear: first_expert is {first_expert.dtype} {[*first_expert.shape]}, "
+            "expected torch.int32 [1]"
         )
     one = TensorDesc(weight.dtype, tuple(weight.shape[1:]))
     scale = weight_scale
@@ -118,6 +126,7 @@ def plan_gemm(
     weight_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
+    first_expert: Tensor | None = None,
     *,
     invariant: bool = False,
     forced: ExpertTile | None = None,
@@ -135,7 +144,8 @@ def plan_gemm(
     else:
         tile = _tile(desc, tokens, top_k, by_expert is not None)
     operands = (scheme, x, weight, topk_ids, x_scale, weight_scale, desc.dtype)
-    return plans.expert_linear(*operands, desc.activation or None, by_expert, tile)
+    given = (desc.activation or None, first_expert)
+    return plans.expert_linear(*operands, *given, by_expert, tile)
 
 
 def _plan_slots(*args: Any) -> tuple[list[Launch], Tensor]:
@@ -143,7 +153,7 @@ def _plan_slots(*args: Any) -> tuple[list[Launch], Tensor]:
 
 
 def _plan_sorted(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
-    launches, by_expert = plans.sort_by_expert(args[2], args[1].shape[0])
+    launches, by_expert = plans.sort_by_expert(args[2], args[1].shape[0], args[7])
     more, y = plan_gemm(by_expert, *args, invariant=invariant)
     return [*launches, *more], y
 

@@ -45,10 +45,17 @@ class Call(NamedTuple):
     topk_groups: Any
     scaling: Any
     activation: Any
+    first_expert: Any = None
 
     @property
     def num_experts(self) -> Any:
+        """Experts that are here: all, but with ``first_expert``."""
         return self.gate_up.shape[0]
+
+    @property
+    def num_routed(self) -> Any:
+        """Experts that tokens choose among."""
+        return self.router_weight.shape[0]
 
     def scheme(self, input_scale: Any) -> Any:
         """How an input is quantized: by a scale, or in groups of a size; None: not at all."""
@@ -64,13 +71,14 @@ class Call(NamedTuple):
         """The arguments of ``expert_linear`` for gate and up; ``x`` as ``finish`` makes it."""
         scale = self._scale(x, self.gate_up_input_scale)
         dtype = None if scale is None else self.x.dtype
-        return x[0], self.gate_up, ids, scale, self.gate_up_scale, dtype, self.activation
+        given = (dtype, self.activation, self.first_expert)
+        return x[0], self.gate_up, ids, scale, self.gate_up_scale, *given
 
     def second(self, h: tuple[Any, ...], ids: Any) -> tuple[Any, ...]:
         """The arguments of ``expert_linear`` for down."""
         scale = self._scale(h, self.down_input_scale)
         dtype = None if scale is None else self.x.dtype
-        return h[0], self.down, ids, scale, self.down_scale, dtype, None
+        return h[0], self.down, ids, scale, self.down_scale, dtype, None, self.first_expert
 
     def _scale(self, made: tuple[Any, ...], input_scale: Any) -> Any:
         if self.gate_up_scale is None:
@@ -80,7 +88,7 @@ class Call(NamedTuple):
 
 def check(call: Call) -> None:
     """Raises ValueError: shapes, dtypes or attributes do not fit; names what was expected."""
-    x, experts = call.x, call.num_experts
+    x, experts = call.x, call.num_experts if call.first_expert is None else call.num_routed
     if len(x.shape) != 2 or tuple(call.router_weight.shape) != (experts, x.shape[1]):
         raise ValueError(
             f"fused_moe: x is {[*x.shape]} and router_weight {[*call.router_weight.shape]}, "
@@ -141,7 +149,7 @@ def _plan_layers(call: Call, logits: Tensor) -> Planned:
     )
     by_expert = None
     if call.x.shape[0] > kernels.MOST_UNSORTED:
-        more, by_expert = plans.sort_by_expert(ids, call.num_experts)
+        more, by_expert = plans.sort_by_expert(ids, call.num_experts, call.first_expert)
         launches += more
     more, first = plan_quantized(call.x, call.scheme(call.gate_up_input_scale))
     launches += more
@@ -177,11 +185,13 @@ def kernel_names(launches: list[Launch]) -> tuple[str, ...]:
 def cost_of_call(call: Call) -> Cost:
     """The cost of the experts, their router among them."""
     slots = call.x.shape[0] * call.top_k
+    if call.first_expert is not None:  # of ranks that share the experts, one has its share of slots
+        slots = slots * call.num_experts / call.num_routed
     held = [t for t in call[3:7] if t is not None]
     share = kernels.most_chosen(slots, call.num_experts)
     beside = (call.router_weight, *call[2:3], *call[7:9], *call[10:12])
     read = call.x.nbytes + sum(t.nbytes for t in beside if t is not None)
     read += share * sum(t.nbytes for t in held) / call.num_experts
     inner, hidden = call.gate_up.shape[1] // 2, call.x.shape[1]
-    flops = 2 * call.x.numel * call.num_experts + 2 * slots * 3 * inner * hidden
+    flops = 2 * call.x.numel * call.num_routed + 2 * slots * 3 * inner * hidden
     return Cost(bytes=read + call.x.nbytes, flops=flops + slots * (5 * inner + 2 * hidden))

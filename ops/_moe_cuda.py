@@ -34,6 +34,8 @@ def why_not_streamed(call: Call, rows: int, target: Target) -> str:
         return f"dtypes {call.x.dtype} and {call.gate_up.dtype}, not bfloat16"
     if call.shared_gate is not None:
         return "a shared expert has a gate"
+    if call.first_expert is not None:
+        return "the experts are spread over ranks"
     experts, both, hidden = call.gate_up.shape
     inner = both // 2
     if hidden % _LINE or inner % _LINE or max(hidden, inner) > _MOST_FEATURES:
@@ -63,15 +65,17 @@ def _refusal(
     shapes: tuple[Any, ...], attributes: tuple[Any, ...], rows: int, device: torch.device
 ) -> str:
     held: list[Any] = [None if s is None else TensorDesc(*s) for s in shapes]
-    call = Call._make([*held[:9], attributes[0], *held[9:], *attributes[1:]])
+    call = Call(*[*held[:9], attributes[0], *held[9:], *attributes[1:]])
     return why_not_streamed(call, rows, here(device))
 
 
 def streams(call: Call) -> bool:
     """Whether csrc serves a call of real tensors, or of those of a plan."""
+    if call.first_expert is not None:
+        return False
     tensors = (*call[:9], *call[10:12])
     shapes = tuple([None if t is None else (t.dtype, t.shape) for t in tensors])
-    attributes = (call.group_size, *call[12:])
+    attributes = (call.group_size, *call[12:19])
     if _refusal(shapes, attributes, call.x.shape[0], call.x.device):
         return False
     if call.x.device.type == "meta":

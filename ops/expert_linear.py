@@ -49,6 +49,7 @@ def expert_linear(
     weight_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
+    first_expert: Tensor | None = None,
 ) -> Tensor:
     """``linear`` of each row by the weight of its expert (Shazeer et al., 2017, eq. 1).
 
@@ -57,10 +58,12 @@ def expert_linear(
             [num_tokens * top_k, in_features], a row for each choice.  Floating point; or
             float8_e4m3fn, which stands for ``x * x_scale``.
         weight: [num_experts, out_features, in_features], same dtype.
-        topk_ids: [num_tokens, top_k] int32, from 0 to num_experts - 1.
+        topk_ids: [num_tokens, top_k] int32, from 0 to num_experts - 1; any with ``first_expert``.
         x_scale: of FP8: as of ``linear``.
         weight_scale: of FP8: that of ``linear`` for each expert, [num_experts, ...].
         out_dtype, activation: as of ``linear``.
+        first_expert: [1] int32, the id of expert 0 of a ``weight`` that has one rank's experts.
+            The rows of choices whose expert is another rank's are zeros.
 
     Returns:
         [num_tokens * top_k, out_features], or with an activation half of that, contiguous: row
@@ -69,7 +72,8 @@ def expert_linear(
     Raises:
         ValueError: shapes, dtypes or the activation are none of these.
     """
-    return _by_expert(F.linear, x, weight, topk_ids, x_scale, weight_scale, out_dtype, activation)
+    scales = (x_scale, weight_scale)
+    return _by_expert(F.linear, x, weight, topk_ids, *scales, out_dtype, activation, first_expert)
 
 
 _reference = definition(expert_linear)
@@ -78,11 +82,15 @@ _reference = definition(expert_linear)
 def _by_expert(gemm: Gemm, *args: Any) -> Tensor:
     """The definition, one expert after the other, by some GEMM."""
     desc = describe_experts(*args)
-    x, weight, topk_ids, x_scale, weight_scale, _, activation = args
+    x, weight, topk_ids, x_scale, weight_scale, _, activation, first_expert = args
     slots_a_row = topk_ids.numel() // max(x.shape[0], 1)
     of_slot = topk_ids.flatten()
-    y: Tensor = x.new_empty((of_slot.numel(), desc.out_features), dtype=desc.dtype)
+    if first_expert is not None:
+        of_slot = of_slot - first_expert
+    y: Tensor = x.new_zeros((of_slot.numel(), desc.out_features), dtype=desc.dtype)
     for expert in of_slot.unique().tolist():
+        if first_expert is not None and not 0 <= expert < len(weight):
+            continue
         slots = (of_slot == expert).nonzero().squeeze(1)
         rows = slots // slots_a_row
         of_rows, of_expert = x_scale, None
@@ -105,7 +113,7 @@ def with_defaults(fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` called with all arguments of ``expert_linear``, whichever its caller leaves out."""
 
     def run(*args: Any) -> Any:
-        return fn(*args, *[None] * (7 - len(args)))
+        return fn(*args, *[None] * (8 - len(args)))
 
     return run
 
@@ -152,12 +160,16 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         *,
         a_row_a_choice: bool = False,
         chosen: Tensor | None = None,
+        rank: int | None = None,
     ) -> Case:
-        topk_ids = ids(tokens, top_k, experts) if chosen is None else chosen
+        """``rank``: of two, each of which has ``experts``."""
+        all_experts = experts if rank is None else 2 * experts
+        topk_ids = ids(tokens, top_k, all_experts) if chosen is None else chosen
         x = randn(tokens * (top_k if a_row_a_choice else 1), k).to(dtype)
         weight = (randn(experts, n, k) * k**-0.5).to(dtype)
+        first = None if rank is None else _first_expert(rank * experts, device)
         tolerances = PLAIN if activation is None else GATED
-        return Case(label, (x, weight, topk_ids, None, None, None, activation), tolerances)
+        return Case(label, (x, weight, topk_ids, None, None, None, activation, first), tolerances)
 
     yield call("one token", 1, 2, 4, 48, 64)
     yield call("SiLU, few tokens", 3, 2, 8, 2 * 40, 64, "silu")
@@ -168,6 +180,11 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     everyone = torch.full((40, 1), 2, dtype=torch.int32, device=device)
     yield call("all tokens to one expert", 40, 1, 4, 24, 32, chosen=everyone + randn(1).int() * 0)
     yield call("few of many experts", 10, 1, 64, 24, 32)
+    yield call("few tokens, another rank has half", 4, 3, 3, 24, 32, rank=1)
+    yield call("sorted, SiLU, another rank has half", 13, 3, 5, 2 * 24, 32, "silu", rank=0)
+    yield call("sorted, another rank has half", 12, 2, 4, 24, 32, a_row_a_choice=True, rank=1)
+    elsewhere = torch.zeros((9, 1), dtype=torch.int32, device=device)
+    yield call("all experts are another rank's", 9, 1, 2, 16, 32, chosen=elsewhere, rank=1)
     yield call("no tokens", 0, 2, 4, 16, 32)
     x, weight, topk_ids, *_ = call("", 6, 2, 4, 32, 160).args
     yield Case("slices", (x[:, 32:96], weight[:, 8:, 32:96], topk_ids), PLAIN)
@@ -177,6 +194,10 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         yield call("700 tokens", 700, 4, 32, 256, 512, a_row_a_choice=True)
         yield call("3000 tokens, SiLU", 3000, 2, 8, 2 * 320, 256, "silu")
         yield call("8 tokens of Qwen3-30B-A3B", 8, 8, 128, 2 * 768, 2048, "silu")
+
+
+def _first_expert(number: int, device: torch.device) -> Tensor:
+    return torch.tensor([number], dtype=torch.int32, device=device)
 
 
 def _fp8_cases(
@@ -208,6 +229,8 @@ def _fp8_cases(
         ):
             args = (x, weight, topk_ids, x_scale, weight_scale / unit, dtype, activation)
             yield Case(f"{label}, FP8 {scheme}", args, tolerances)
+        first = _first_expert(experts // 2, device)
+        yield Case(f"{label}, FP8 {scheme}, another rank has half", (*args, first), tolerances)
 
     yield from calls("few tokens", 2, 2, 4, 2 * 40, 256, rows=2)
     yield from calls("sorted", 10, 2, 4, 48, 200, rows=20)

@@ -59,12 +59,13 @@ def fused_moe(
     topk_groups: int,
     scaling: float,
     activation: str,
+    first_expert: Tensor | None = None,
 ) -> Tensor:
     """Router, ``route``, two ``expert_linear`` and ``combine_experts``, rounded as in turn.
 
     Args:
         x: [num_tokens, hidden], floating point.
-        router_weight: [num_experts, hidden], same dtype.
+        router_weight: [num_experts, hidden], same dtype; with ``first_expert`` of all ranks'.
         correction_bias: as of ``route``.
         gate_up, down: [num_experts, 2 * intermediate, hidden] and [num_experts, hidden,
             intermediate], same dtype; or float8_e4m3fn, then their inputs are quantized first.
@@ -74,6 +75,7 @@ def fused_moe(
         shared, shared_gate: as of ``combine_experts``.
         top_k, scoring, renormalize, num_groups, topk_groups, scaling: as of ``route``.
         activation: "silu" or "gelu_tanh".
+        first_expert: as of ``expert_linear``: the result is the summand of one rank.
 
     Returns:
         [num_tokens, hidden] in x's dtype, contiguous.
@@ -84,7 +86,7 @@ def fused_moe(
     call = Call(
         *(x, router_weight, correction_bias, gate_up, down, gate_up_scale, down_scale),
         *(gate_up_input_scale, down_input_scale, group_size, shared, shared_gate, top_k, scoring),
-        *(renormalize, num_groups, topk_groups, scaling, activation),
+        *(renormalize, num_groups, topk_groups, scaling, activation, first_expert),
     )
     topk_weights, ids = ROUTE.reference(*call.routed(LINEAR.reference(x, router_weight)))
     first = finish(x, call.scheme(call.gate_up_input_scale))
@@ -127,11 +129,12 @@ def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
     """The launches that must be compiled: all but the router's GEMM."""
     call = Call(*args)
     check(call)
-    return plan_experts(call, call.x.new_empty((call.x.shape[0], call.num_experts)))
+    return plan_experts(call, call.x.new_empty((call.x.shape[0], call.num_routed)))
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
-    return "cuBLAS", *kernel_names(_launches(*args)[0])
+    fills = () if Call(*args).first_expert is None else ("zeros",) * 2
+    return "cuBLAS", *fills, *kernel_names(_launches(*args)[0])
 
 
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
@@ -158,7 +161,7 @@ def supports_call(call: Call, desc: OpDesc) -> str:
         return reason
     if call.num_experts > plans.MOST_EXPERTS:
         return f"{call.num_experts} experts > {plans.MOST_EXPERTS}: their offsets are one tile"
-    return route_plans.too_many(call.num_experts)
+    return route_plans.too_many(call.num_routed)
 
 
 def moe_args(
@@ -176,8 +179,10 @@ def moe_args(
     biased: bool = False,
     routing: tuple[Any, ...] = ("softmax", True, 1, 1, 1.0),
     activation: str = "silu",
+    rank: int | None = None,
 ) -> tuple[Any, ...]:
-    """Arguments of a call; router logits are far enough apart that no rounding changes a choice."""
+    """Arguments of a call; router logits are far enough apart that no rounding changes a choice.
+    ``rank``: of two, each of which has half of the experts."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=gen, device=device)
@@ -205,9 +210,16 @@ def moe_args(
     widths = (hidden, 1) if shared else ()
     beside: list[Tensor | None] = [randn(tokens, width).to(dtype) for width in widths]
     beside = beside or [None, None]
+    first = None
+    if rank is not None:
+        half = experts // 2
+        here = slice(rank * half, (rank + 1) * half)
+        weights = [weight[here].contiguous() for weight in weights]
+        scales[:2] = [None if s is None else s[here].contiguous() for s in scales[:2]]
+        first = torch.tensor([rank * half], dtype=torch.int32, device=device)
     return (
         *(x.to(dtype), router.to(dtype).contiguous(), bias, *weights, *scales, group_size),
-        *(*beside, top_k, *routing, activation),
+        *(*beside, top_k, *routing, activation, first),
     )
 
 
@@ -222,6 +234,10 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     grouped = ("sigmoid", True, 4, 2, 2.5)
     yield call("groups and a bias, sorted", 9, 16, 3, 64, 32, biased=True, routing=grouped)
     yield call("no tokens", 0, 4, 2, 32, 16)
+    yield call("few tokens of one rank", 3, 8, 3, 48, 40, rank=1, shared=True)
+    yield call("sorted, of one rank", 11, 6, 3, 64, 48, rank=0)
+    yield call("FP8 token, of one rank", 10, 4, 2, 64, 32, fp8="token", rank=1)
+    yield call("FP8 block, of one rank", 9, 4, 2, 128, 128, fp8="block", rank=0)
     yield call("FP8 token", 10, 4, 2, 64, 32, fp8="token")
     yield call("FP8 tensor", 2, 4, 2, 64, 32, fp8="tensor")
     yield call("FP8 block", 9, 3, 2, 128, 128, fp8="block")

@@ -337,7 +337,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         tail: tuple[Any, ...] = (None, 0.0, None, None)
         if n:
             tail = (norms[1], 1e-5, (randn(n, hidden) * hidden**-0.5).to(dtype), biases[1])
-        return Case(label, (*head, norms[0], 1e-6, *made[1:5], *made[12:], *tail))
+        return Case(label, (*head, norms[0], 1e-6, *made[1:5], *made[12:19], *tail))
 
     yield call("one token", 1, 4, 2, 64, 32, 48, 40)
     yield call("last layer, sorted", 11, 6, 3, 64, 48, 32, 0)

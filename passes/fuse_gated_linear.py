@@ -24,7 +24,10 @@ from .subgraph import fake_value
 LINEAR = torch.ops.fw.linear.default
 EXPERT_LINEAR = torch.ops.fw.expert_linear.default
 _ARGS = ("x", "weight", "bias", "x_scale", "weight_scale", "out_dtype", "activation", "out_scale")
-_EXPERT_ARGS = ("x", "weight", "topk_ids", "x_scale", "weight_scale", "out_dtype", "activation")
+_EXPERT_ARGS = (
+    *("x", "weight", "topk_ids", "x_scale", "weight_scale", "out_dtype", "activation"),
+    "first_expert",
+)
 
 
 def linear_args(node: Any) -> dict[str, Any] | None:

@@ -98,6 +98,8 @@ def _read(combine: fx.Node) -> tuple[tuple[Any, ...], list[fx.Node]]:
         raise _Miss("one of the experts' layers is FP8, the other is not")
     if down.group_size != gate_up.group_size:
         raise _Miss("the experts' layers are quantized in groups of different sizes")
+    if down.args["first_expert"] is not gate_up.args["first_expert"]:
+        raise _Miss("the experts' layers are of different experts")
     inner: list[Any] = [*gate_up.nodes, *act, *down.nodes, logits]
     items = [user for user in router.users if is_call(user, operator.getitem)]
     nodes = sorted({*inner, router, *items, combine})
@@ -109,7 +111,7 @@ def _read(combine: fx.Node) -> tuple[tuple[Any, ...], list[fx.Node]]:
     args = (
         *(gate_up.source, made["weight"], bias, gate_up.args["weight"], down.args["weight"]),
         *(*scales, *inputs, shared, gate, top_k, *how, *_DEFAULTS[len(how) :]),
-        gate_up.args["activation"],
+        *(gate_up.args["activation"], gate_up.args["first_expert"]),
     )
     return args, nodes
 

@@ -59,7 +59,7 @@ class FuseNormMoE:
             tail = _tail(moe, totals)
             args = (
                 *(made["x"], made["weight"], made["bias"], residual, *norm.args[2:4]),
-                *(*experts[1:5], *experts[12:], *tail.args),
+                *(*experts[1:5], *experts[12:19], *tail.args),
             )
             site = tail.nodes[-1] if tail.nodes else moe
             totals = tail.totals if tail.nodes else totals
@@ -89,6 +89,8 @@ def _why_not(first: Any, norm: fx.Node, normed: fx.Node, moe: fx.Node, experts: 
     made = linear_args(first)
     if experts.gate_up_scale is not None:
         return "the experts are FP8, whose input is quantized behind the norm"
+    if experts.first_expert is not None:
+        return "the experts are spread over ranks, whose sum is in between"
     if experts.shared is not None:
         return "a shared expert reads the norm too"
     if made is None or has_epilogue(made):

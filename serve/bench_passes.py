@@ -105,7 +105,7 @@ def written(path: Path) -> list[gates.Measured]:
             del row["ratios"]
         return [gates.Measured(**{**row, "source": path.name}) for row in record["rows"]]
 
-    return read_result(path, "passes", rows)
+    return read_result(path, "bench passes", rows)
 
 
 def passes_table(measured: Sequence[gates.Measured]) -> str:

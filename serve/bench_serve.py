@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineOptions, UserError
-from ..config.numbers import MOST_REQUESTS, check_counts
+from ..config.numbers import check_counts
 from .bench_engine import check_outputs
 from .flags import Json, Model, Output, engine_flags
 from .options import to_measure, write_result
 from .table import table
+from .workload import (
+    GOODPUT_HELP,
+    Burstiness,
+    Dataset,
+    DatasetPath,
+    InputLen,
+    NumPrompts,
+    OutputLen,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from ..bench.http_load import HttpTarget
@@ -30,35 +40,29 @@ def serve(
     engine: dict[str, Any],
     model_argument: Model = None,
     base_url: Annotated[
-        str | None,
-        typer.Option(help="A server that runs; one of the engine options is started if unset."),
+        list[str] | None,
+        typer.Option(
+            help="A server that runs, or several; one of the engine options is started if unset."
+        ),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Model in requests; the server's first if unset.")
+        str | None, typer.Option(help="Model in requests; each server's first if unset.")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key of that server.")] = None,
-    dataset: Annotated[
-        str, typer.Option(help="chat, prefill-heavy, decode-heavy, random, prefix, sharegpt, jsonl")
-    ] = "chat",
-    dataset_path: Annotated[
-        Path | None, typer.Option(help='Of sharegpt, or of jsonl: {"prompt": "…"} a line.')
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens of random and prefix.")] = 1024,
-    output_len: Annotated[int, typer.Option(help="Output tokens of random, prefix, jsonl.")] = 128,
+    api_key: Annotated[str | None, typer.Option(help="Key of those servers.")] = None,
+    dataset: Dataset = "chat",
+    dataset_path: DatasetPath = None,
+    num_prompts: NumPrompts = 500,
+    input_len: InputLen = 1024,
+    output_len: OutputLen = 128,
     request_rate: Annotated[
         list[float] | None,
         typer.Option(help="Requests a second; all at once if unset or inf. Several: a run each."),
     ] = None,
-    burstiness: Annotated[
-        float, typer.Option(help="1: Poisson arrivals; less: bursts; inf: constant.")
-    ] = 1.0,
+    burstiness: Burstiness = 1.0,
     max_concurrency: Annotated[
         int | None, typer.Option(help="Requests that are open at once.")
     ] = None,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
-    ] = None,
+    goodput: Annotated[list[str] | None, typer.Option(help=GOODPUT_HELP)] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each, of which the best counts.")] = 1,
     offline: Annotated[
         bool, typer.Option("--offline", help="Compare with LLM.generate of the same requests.")
@@ -70,19 +74,24 @@ def serve(
     ] = None,
 ) -> None:
     """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate."""
-    options = to_measure({"enable_prefix_caching": dataset == "prefix", **engine}, model_argument)
-    check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
-    check_counts(1, repeats=repeats, input_len=input_len, output_len=output_len)
-    for rate in [*(request_rate or ()), burstiness]:
-        if not rate > 0:
-            raise UserError(f"request_rate or burstiness {rate}: expected more than 0")
+    workload = Workload(
+        dataset,
+        dataset_path,
+        num_prompts,
+        input_len,
+        output_len,
+        tuple(request_rate or ()),
+        burstiness,
+    )
+    options = to_measure({**workload.implied, **engine}, model_argument)
+    check_counts(1, repeats=repeats)
     if offline and (base_url or request_rate):
         raise UserError("offline compares a server of its own, with all requests at once")
     check_outputs(output, plot)
     from ..bench.serving import parse_limits
 
     limits = parse_limits(goodput or [])
-    works = _works(options, dataset, dataset_path, num_prompts, input_len, output_len)
+    works = workload.works(options)
     found: dict[str, Any] = {}
     single = works[0].__class__(_stretched(works, _SINGLE_LEN), 2)
     if offline:
@@ -92,17 +101,21 @@ def serve(
     rows: list[dict[str, Any]] = []
 
     def measure(target: HttpTarget, server: Server | None) -> None:
-        for rate in request_rate or [inf]:
+        for rate in workload.request_rate or (inf,):
             row = _best(target, server, works, (rate, burstiness), max_concurrency, repeats, limits)
             about = {"workload": dataset, "request_rate": None if rate == inf else rate}
+            if server is None:
+                about["server"] = target.url
             rows.append({**about, **row})
             _show(rows[-1], err=json_output)
         if offline:
             found.update(_beside(found["offline"], rows[0], _first_token_s(target, single)))
             _show_beside(found, err=json_output)
 
-    _with_server(options, base_url, served_model_name, api_key, measure)
-    _write(output, json_output, options, plot, base_url, {"rows": rows, **found})
+    urls: list[str | None] = [*base_url] if base_url else [None]
+    for url in urls:
+        _with_server(options, url, served_model_name, api_key, measure)
+    _write(output, json_output, options, plot, {"rows": rows, **found})
 
 
 def _write(
@@ -110,7 +123,6 @@ def _write(
     json_output: bool,
     options: dict[str, Any],
     picture: Path | None,
-    base_url: str | None,
     found: dict[str, Any],
 ) -> None:
     from ..bench.environment import environment
@@ -120,7 +132,7 @@ def _write(
     if picture is not None:
         from ..bench.plots import plot
 
-        plot({base_url or str(options.get("model", EngineOptions().model)): record}, picture)
+        plot({str(options.get("model", EngineOptions().model)): record}, picture)
 
 
 def _with_server(
@@ -144,37 +156,6 @@ def _with_server(
         listed = get_json(target, "/v1/models")
         target = HttpTarget(target.url, listed["data"][0]["id"], api_key)
     measure(target, None)
-
-
-def _works(
-    options: dict[str, Any],
-    dataset: str,
-    path: Path | None,
-    count: int,
-    input_len: int,
-    output_len: int,
-) -> list[Work]:
-    """The requests, in tokens of the model's folder."""
-    from ..bench.datasets import make_works
-    from ..engine.frontend.tokenizer import Tokenizer
-    from ..model_executor.hf_config import model_folder, read_spec
-
-    folder = model_folder(options.get("model", EngineOptions().model))
-    spec = read_spec(folder)
-    most = options.get("max_model_len") or spec.max_position_embeddings
-    encode = None
-    if path is not None:
-        encode = Tokenizer(model_folder(options.get("tokenizer") or str(folder))).encode
-    return make_works(
-        dataset,
-        count,
-        vocab_size=spec.vocab_size,
-        max_model_len=most,
-        input_len=input_len,
-        output_len=output_len,
-        file=path,
-        encode=encode,
-    )
 
 
 def _stretched(works: Sequence[Work], length: int) -> list[int]:
@@ -238,17 +219,23 @@ def _show_beside(found: dict[str, Any], *, err: bool) -> None:
 
 
 def _show(row: dict[str, Any], *, err: bool) -> None:
-    rate = row["request_rate"]
+    rate, server = row["request_rate"], row.get("server")
+    offered = "all at once" if rate is None else f"{rate:g} requests/s offered"
     typer.echo(
-        f"{row['workload']}, {'all at once' if rate is None else f'{rate:g} requests/s offered'}: "
+        f"{f'{server}, ' if server else ''}{row['workload']}, {offered}: "
         f"{row['requests_per_s']:.2f} requests/s, {row['output_tokens_per_s']:.0f} output tokens/s",
         err=err,
     )
-    rows = [["ms", "mean", "p50", "p90", "p99"]]
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
-    typer.echo(table(rows), err=err)
+    show_times(row, err=err)
     if "goodput_per_s" in row:
         typer.echo(f"goodput {row['goodput_per_s']:.2f} requests/s", err=err)
     if "api_process_cores" in row:
         typer.echo(f"the API's process took {row['api_process_cores']:.2f} cores", err=err)
+
+
+def show_times(row: dict[str, Any], *, err: bool) -> None:
+    """Print the means and percentiles of a run."""
+    rows = [["ms", "mean", "p50", "p90", "p99"]]
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
+    typer.echo(table(rows), err=err)

@@ -31,7 +31,7 @@ class _Commands(LazyGroup):
         "bisect": Command("bisect", "bisect", "Find the pass and site that moves the outputs."),
         "profile": Command("profile", "profile", "Kernels and a time line of steady steps."),
         "bench": Command("bench", "app", "Measure latency, throughput, start-up, passes, kernels."),
-        "tune": Command("tune", "app", "Measure tuned choices of kernels, and keep them."),
+        "tune": Command("tune", "app", "Find the best settings of a server, or of kernels."),
         "cache": Command("cache", "app", "List, check, compare, carry, prune and sign artifacts."),
         "env": Command("env", "env", "Print what a bug report needs."),
     }

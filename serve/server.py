@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -49,6 +50,9 @@ def serve(
         float, typer.Option(help="Seconds without a step until /health says 503.")
     ] = 10.0,
     max_body_mb: Annotated[float, typer.Option(help="Largest body of a request.")] = 32.0,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
+    ] = None,
     allowed_origins: Annotated[
         str | None, typer.Option(help="Web pages that may ask (CORS), separated by commas.")
     ] = None,
@@ -85,6 +89,7 @@ def serve(
         stall_s=stall_timeout,
         max_body_bytes=int(max_body_mb * 2**20),
         allowed_origins=strings(allowed_origins or ""),
+        otlp_endpoint=_collector(otlp_endpoint),
         tool_format=None if tool_call_parser == "auto" else tool_call_parser,
     )
     endpoint = life.Endpoint(host, port, certificate, private_key)
@@ -107,6 +112,27 @@ def _import() -> tuple[Any, Any]:
             f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
         ) from error
     return life, state
+
+
+def _collector(url: str | None) -> str | None:
+    """The URL to which traces are sent.
+
+    Raises:
+        UserError: it is none.
+        MachineError: the packages that send them are not installed.
+    """
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"otlp_endpoint={url!r}: expected http://HOST:PORT of a collector")
+    try:
+        from .http import tracing  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"otlp_endpoint needs the package {error.name}: pip install 'fusewright[otlp]'"
+        ) from error
+    return url if parts.path.strip("/") else f"{url.rstrip('/')}/v1/traces"
 
 
 def _certificate(file: Path | None, key: Path | None) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""``fusewright tune``: measures what a table of tuned choices needs, and writes it."""
+"""``fusewright tune``: measures choices of kernels and of a server, and keeps them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from ..config import UserError
 from ..config.expert_tables import file_name, installed_triton, parse_table
 from .help import GroupedHelp
 from .table import table
+from .tune_serve import serve
 
-app = typer.Typer(rich_markup_mode=None, help="Measure tuned choices of kernels, and keep them.")
+app = typer.Typer(rich_markup_mode=None, help="Measure choices of kernels and of a server.")
 KINDS = ("bfloat16", "fp8", "fp8_block")
 
-
-@app.callback()
-def _tune() -> None:
-    """A group, though it has one command yet."""
+app.command("serve", cls=GroupedHelp)(serve)
 
 
 @app.command("moe", cls=GroupedHelp)

@@ -42,6 +42,7 @@ def make_batch(
     known_ids: list[int] = []
     changed: list[tuple[int, Request]] = []
     masked: list[tuple[int, Matcher]] = []
+    banned: list[tuple[int, int]] = []
     query_len, total = scheduled[0].num_tokens, 0
     for row, entry in enumerate(scheduled):
         request, start, num_tokens = entry.request, entry.start, entry.num_tokens
@@ -54,6 +55,8 @@ def make_batch(
             query_len = 0
         if request.matcher is not None and entry.num_sampled:
             masked.append((row, request.matcher))
+        if request.bad_word_ids and entry.num_sampled:
+            banned += [(row, token_id) for token_id in request.banned_ids()]
         blocks = request.blocks
         if blocks.num_entries != blocks.num_sent and not (changed and changed[-1][1] is request):
             changed.append((row, request))
@@ -82,7 +85,12 @@ def make_batch(
         targets=_targets(scheduled),
         masked_rows=_ints([row for row, _ in masked]),
         masks=np.stack([matcher.mask() for _, matcher in masked]) if masked else _ints([]),
+        banned=_pairs(banned),
     )
+
+
+def _pairs(values: list[tuple[int, int]]) -> Ints:
+    return np.array(values, np.int32).reshape(-1, 2)
 
 
 def _targets(scheduled: list[ScheduledRequest]) -> Ints:

@@ -34,7 +34,7 @@ WHY_NO_TOKEN = {
     -1: "logits are NaN or infinite at output token {}: check the weights (a damaged checkpoint "
     "has NaN) and dtype (float16 overflows where bfloat16 does not)",
     -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
-    "or ban fewer stop_token_ids, else check the weights",
+    "or ban fewer stop_token_ids or bad_words, else check the weights",
 }
 """Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
 
@@ -58,6 +58,8 @@ class Request:
     """Lower runs first, where the scheduler heeds it."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    """The tokens of each of these must not come one behind the other in the output."""
 
     arrival: int = -1
     """Position in the order of arrival, given by the scheduler."""
@@ -78,8 +80,14 @@ class Request:
     """The stop id that ended the request; None for end-of-sequence."""
     matcher: Matcher | None = None
     """What its grammar permits next; None without one."""
+    needs_last_token: bool = field(init=False)
+    """Which tokens may come next depends on the last: by a grammar, or a bad word of several."""
     error: str | None = None
     """Why the request failed; None unless it did."""
+
+    def __post_init__(self) -> None:
+        several = any(len(word) > 1 for word in self.bad_word_ids)
+        self.needs_last_token = several or self.matcher is not None
 
     @property
     def num_known_tokens(self) -> int:
@@ -100,7 +108,7 @@ class Request:
     @property
     def waits(self) -> bool:
         """Whether its last token must be known before the next is sampled."""
-        return self.matcher is not None and self.num_in_flight > 0
+        return self.num_in_flight > 0 and self.needs_last_token
 
     @property
     def is_finished(self) -> bool:
@@ -123,6 +131,15 @@ class Request:
             return self.output_token_ids[start - num_prompt : end - num_prompt]
         head = self.prompt_token_ids[start:end]
         return head + self.output_token_ids[: end - num_prompt] if end > num_prompt else head
+
+    def banned_ids(self) -> list[int]:
+        """Tokens that would complete a bad word behind the output so far."""
+        output = self.output_token_ids
+        return [
+            word[-1]
+            for word in self.bad_word_ids
+            if len(word) == 1 or output[1 - len(word) :] == word[:-1]
+        ]
 
     def status_after_last_token(self) -> RequestStatus:
         """The status that the newest output token leads to.  Also sets ``stop_id``."""

@@ -8,6 +8,7 @@ first served all priorities count as equal.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict
 
 from msgspec import structs
@@ -321,10 +322,13 @@ class Scheduler:
         request.blocks = blocks
         request.num_cached_blocks = start // pool.block_size
         request.num_computed_tokens = start
+        is_first = request.status is RequestStatus.WAITING  # else it was preempted
+        if is_first:
+            self._news.started[request.request_id] = time.monotonic()
         if self.prefix_caching:
             self.num_prefix_tokens += num_tokens
             self.num_prefix_hits += start
-            if start and request.status is RequestStatus.WAITING:
+            if start and is_first:
                 self._news.cached_tokens[request.request_id] = start
         self._free_rows -= 1
         request.status = RequestStatus.RUNNING

@@ -32,7 +32,9 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     check_limits(options, model_limits(spec))
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)
-    check_parallel(spec, options.tensor_parallel_size)
+    check_parallel(
+        spec, options.tensor_parallel_size, expert_parallel=options.enable_expert_parallel
+    )
     if options.tokenizer is not None:
         check_tokenizer(options)
     if weights and options.load_format != "dummy":

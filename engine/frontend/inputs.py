@@ -82,6 +82,28 @@ class InputProcessor:
             self.require_tokenizer()
             check_grammar(params.grammar)
 
+    def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of ``bad_words``, as vLLM finds them: those of the word by itself and, if the
+        first of them is another one behind a space, those too, unless the space only adds a token.
+
+        Raises:
+            UserError: there is no tokenizer, or it has no token for a word.
+        """
+        found = []
+        for word in params.bad_texts:
+            encode = self.require_tokenizer().encode
+            alone, spaced = (
+                encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
+            )
+            if not alone or max(alone) >= self.vocab_size:
+                raise UserError(
+                    f"SamplingParams: bad_words has {word!r}: the model has no token for it"
+                )
+            found.append(alone)
+            if len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found.append(spaced)
+        return found
+
     @staticmethod
     def cache_salt(prompt: Prompt) -> str | None:
         """The salt that a prompt brings.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 from ...config import EngineDeadError, UserError
@@ -16,7 +16,7 @@ from ..messages.requests import AbortRequests, AddRequest, Core, NewTokens
 from ..messages.sampling_params import SamplingParams
 from .inputs import InputProcessor, Prompt
 from .output_processor import OutputProcessor
-from .outputs import RequestOutput
+from .outputs import RequestMetrics, RequestOutput
 from .stats import StatsLog
 
 
@@ -112,7 +112,7 @@ class EngineLoop:
         while request_id is None or (made_up and request_id in self._outputs):
             request_id = f"request-{next(self._numbers)}"
         token_ids, text = self.inputs.prepare(prompt, params)
-        salt = self.inputs.cache_salt(prompt)
+        salt, bad_word_ids = self.inputs.cache_salt(prompt), self.inputs.bad_word_ids(params)
         requests = [
             AddRequest(
                 request_id=request_id if params.n == 1 else f"{request_id}#{index}",
@@ -122,6 +122,7 @@ class EngineLoop:
                 eos_token_ids=self.eos_token_ids,
                 priority=priority,
                 cache_salt=salt,
+                bad_word_ids=bad_word_ids,
             )
             for index in range(params.n)
         ]
@@ -137,10 +138,15 @@ class EngineLoop:
         ids = [request.request_id for request in checked.requests]
         if self._outputs.knows(checked.request_id, ids):
             raise UserError(f"request_id {checked.request_id!r} is in use: ids must be unique")
+        metrics = RequestMetrics(arrival_s=monotonic())  # before another process can begin
         for request in checked.requests:
             self.core.add(request)
         self._outputs.add(
-            checked.request_id, checked.requests, checked.prompt, final_only=checked.final_only
+            checked.request_id,
+            checked.requests,
+            checked.prompt,
+            metrics,
+            final_only=checked.final_only,
         )
 
     def step(self) -> list[RequestOutput]:

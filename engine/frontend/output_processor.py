@@ -128,10 +128,15 @@ class OutputProcessor:
         return request_id in self._groups or any(name in self._of_request for name in children)
 
     def add(
-        self, request_id: str, requests: list[AddRequest], prompt: str | None, *, final_only: bool
+        self,
+        request_id: str,
+        requests: list[AddRequest],
+        prompt: str | None,
+        metrics: RequestMetrics,
+        *,
+        final_only: bool,
     ) -> None:
         """Follow the requests that generate the outputs of ``request_id``."""
-        metrics = RequestMetrics(arrival_s=time.monotonic())
         ids = requests[0].prompt_token_ids
         group = _Group(request_id, prompt, ids, final_only, metrics)
         of_prompt = requests[0].sampling_params.prompt_logprobs
@@ -170,6 +175,9 @@ class OutputProcessor:
             group, completion = known.get(request_id, (None, None))
             if group is not None and completion is group.completions[0]:
                 group.num_cached_tokens = num_cached
+        for request_id, started_s in brought.started.items():
+            if request_id in known and known[request_id][0].metrics.started_s is None:
+                known[request_id][0].metrics.started_s = started_s
         for scored in brought.scored:
             if scored.request_id in known:
                 self._add_prompt_logprobs(known[scored.request_id][0], scored)

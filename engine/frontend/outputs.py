@@ -43,6 +43,7 @@ class RequestMetrics:
     """Times on ``time.monotonic()``'s clock, in seconds; None until they happen."""
 
     arrival_s: float
+    started_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0

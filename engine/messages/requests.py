@@ -20,6 +20,7 @@ class AddRequest(Struct, frozen=True):
         eos_token_ids: ids that end the output, unless ``ignore_eos``.
         priority: lower runs first, where the scheduler heeds it.
         cache_salt: it shares cached prefixes only with requests of the same salt.
+        bad_word_ids: the tokens of each of these must not come one behind the other.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class AddRequest(Struct, frozen=True):
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str | None = None
+    bad_word_ids: list[list[int]] = []
 
 
 class RequestLimits(Struct, frozen=True):
@@ -118,19 +120,21 @@ class PromptLogprobs(Struct, frozen=True):
 class StepOutputs(Struct, frozen=True):
     """The outcome of a step of the core: tokens, unless none was waited for, the requests that
     ended, those that will be computed anew, log probabilities of prompts, and for requests that
-    began behind a cached prefix, its tokens."""
+    began behind a cached prefix, its tokens.  ``started`` has the time by ``time.monotonic()`` of
+    those that began."""
 
     tokens: NewTokens | None
     finished: list[Finished]
     preempted: list[str]
     scored: list[PromptLogprobs] = []
     cached_tokens: dict[str, int] = {}
+    started: dict[str, float] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to say."""
         return self.tokens is None and not (
-            self.finished or self.preempted or self.scored or self.cached_tokens
+            self.finished or self.preempted or self.scored or self.cached_tokens or self.started
         )
 
 

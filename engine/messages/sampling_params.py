@@ -13,6 +13,8 @@ MAX_OUTPUTS = 16384
 """Most outputs ``n`` of one prompt; vLLM has the same limit."""
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 1024
+_MOST_FLOAT32 = 1e38
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
@@ -24,7 +26,8 @@ class SamplingParams:
     ``stop`` and ``stop_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.
     With ``max_tokens=None`` generation runs until the model's length limit.
     ``logit_bias`` is added to the logits of token ids; ``grammar`` is one of llguidance's, see
-    ``frontend/grammar.py``.
+    ``frontend/grammar.py``.  ``bad_words`` become a tuple: the output has the tokens of none of
+    them one behind the other, see ``InputProcessor.bad_word_ids``.
 
     Raises:
         UserError: a value has the wrong type or is out of range; the message names it.
@@ -50,12 +53,16 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
     grammar: str | None = None
+    bad_words: Sequence[str] | None = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         _require(_is_list(stop), self, "stop", "text or a list of texts")
         _require(_is_list(self.stop_token_ids), self, "stop_token_ids", "a list of token ids")
-        for name, value in {"stop": stop, "stop_token_ids": self.stop_token_ids}.items():
+        words_ok = _is_list(self.bad_words) and not isinstance(self.bad_words, str)
+        _require(words_ok, self, "bad_words", "a list of texts")
+        lists = {"stop_token_ids": self.stop_token_ids, "bad_words": self.bad_words}
+        for name, value in {"stop": stop, **lists}.items():
             object.__setattr__(self, name, () if value is None else tuple(value))
         self._check_types()
         self._check_ranges()
@@ -77,6 +84,7 @@ class SamplingParams:
     def plain_greedy(self) -> bool:
         """Every token is the likeliest, whatever came before."""
         is_free = self.min_tokens == 0 and not self.logit_bias and self.grammar is None
+        is_free = is_free and not self.bad_words
         return self.greedy and not self.has_penalties and is_free
 
     @property
@@ -86,6 +94,10 @@ class SamplingParams:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self.stop_token_ids  # type: ignore[return-value]  # normalized in __post_init__
+
+    @property
+    def bad_texts(self) -> tuple[str, ...]:
+        return self.bad_words  # type: ignore[return-value]  # normalized in __post_init__
 
     def of_child(self, index: int) -> SamplingParams:
         """The parameters of output ``index`` of ``n``; seeds differ so that the outputs do."""
@@ -107,7 +119,7 @@ class SamplingParams:
             "presence_penalty",
             "frequency_penalty",
         ):
-            _require(_is_number(getattr(self, name)), self, name, "a finite number")
+            _require(_is_number(getattr(self, name)), self, name, "a finite number of 32 bits")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), self, name, "True or False")
         grammar_ok = self.grammar is None or (isinstance(self.grammar, str) and self.grammar)
@@ -117,6 +129,10 @@ class SamplingParams:
         _require(ids_ok, self, "stop_token_ids", "token ids of at least 0")
         texts_ok = all(isinstance(s, str) and s for s in self.stop_strings)
         _require(texts_ok, self, "stop", "strings that are not empty")
+        few = len(self.bad_texts) <= MAX_BAD_WORDS
+        _require(few, self, "bad_words", f"{MAX_BAD_WORDS} texts at most")
+        words_ok = all(isinstance(s, str) and s.strip() for s in self.bad_texts)
+        _require(words_ok, self, "bad_words", "texts that are not empty")
 
     def _check_bias(self) -> None:
         bias = self.logit_bias
@@ -134,7 +150,8 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, self, "top_p", "in (0, 1]")
         _require(self.top_k >= -1, self, "top_k", "at least 1, or 0 or -1 for off")
         _require(0 <= self.min_p <= 1, self, "min_p", "in [0, 1]")
-        _require(self.repetition_penalty > 0, self, "repetition_penalty", "more than 0")
+        penalty_ok = 1e-20 <= self.repetition_penalty <= 1e20  # more makes logits infinite
+        _require(penalty_ok, self, "repetition_penalty", "between 1e-20 and 1e20")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, self, name, "in [-2, 2]")
         seed_ok = self.seed is None or -1 <= self.seed < 2**63
@@ -164,4 +181,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+    """Whether it is finite also in the kernels, which take 32 bits."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= _MOST_FLOAT32

@@ -71,6 +71,7 @@ class Batch(Struct, frozen=True):
             prompt whose log probabilities are asked for are rows of their own, in one slot.
         masked_rows: [num_masked] the rows whose grammar permits some tokens only.
         masks: [num_masked, words] of them, a bit a token: whether it is permitted.
+        banned: [num_banned, 2] rows, and tokens that must not be sampled there.
     """
 
     slots: Ints
@@ -86,6 +87,7 @@ class Batch(Struct, frozen=True):
     targets: Ints = _NO_TARGETS
     masked_rows: Ints = _NO_TARGETS
     masks: Ints = _NO_TARGETS
+    banned: Ints = _NO_TARGETS
 
     @property
     def num_seqs(self) -> int:

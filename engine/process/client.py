@@ -126,6 +126,8 @@ class EngineClient:
     ) -> None:
         self.options, self.seat = options, seat
         self.on_step, self.on_death = on_step, on_death
+        self.on_finished: Callable[[RequestOutput], None] = lambda output: None
+        """Called with the last output of each request."""
         self.dead: Exception | None = None
         """Why no request is served any more; None while they are."""
         self.exit_code = 1
@@ -248,7 +250,8 @@ class EngineClient:
             priority=priority,
         )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if params.grammar is not None or (isinstance(text, str) and len(text) > _SHORT_TEXT):
+        is_long = isinstance(text, str) and len(text) > _SHORT_TEXT
+        if is_long or params.grammar is not None or params.bad_texts:
             return await self.in_thread(check)
         return check()
 
@@ -365,6 +368,7 @@ class EngineClient:
                 stream.show(output)
                 if output.finished:
                     del self._streams[output.request_id]
+                    self.on_finished(output)
 
     def _on_exit(self, replica: Replica, how: str) -> None:
         """A process has ended; its last frames may still lie in the socket."""

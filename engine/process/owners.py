@@ -44,6 +44,7 @@ class Owners:
             [each for each in outputs.preempted if owner(each) == frontend],
             [each for each in outputs.scored if owner(each.request_id) == frontend],
             {k: n for k, n in outputs.cached_tokens.items() if owner(k) == frontend},
+            {k: s for k, s in outputs.started.items() if owner(k) == frontend},
         )
 
     def _tokens(self, tokens: NewTokens, frontend: int) -> NewTokens | None:

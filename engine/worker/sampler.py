@@ -275,12 +275,14 @@ class Sampler:
         return self._rows
 
     def _banned(self, batch: Batch, rows: _Rows) -> list[tuple[int, int]]:
-        """(row, token id) of the tokens that would end a sequence too early."""
+        """(row, token id) of the tokens that are banned by the batch, or would end a sequence too
+        early."""
+        banned = [(row, token_id) for row, token_id in batch.banned.tolist()]
         if not rows.has_min_tokens:
-            return []
+            return banned
         lens = batch.starts + batch.query_lens
         too_short = rows.samples & (lens < rows.requests["min_len"])
-        return [
+        return banned + [
             (row, token_id)
             for row in np.flatnonzero(too_short).tolist()
             for token_id in self._stop_ids[batch.slots[row]]

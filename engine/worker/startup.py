@@ -73,7 +73,10 @@ def read_model(
     folder = model_folder(options.model)
     spec = read_spec(folder)
     config = resolve(options, hardware, model_limits(spec))
-    check_parallel(spec, config.parallel.tensor_parallel_size)
+    parallel = config.parallel
+    check_parallel(
+        spec, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel
+    )
     check_kernels(dict(config.compile.kernels))
     return folder, with_options(spec, config), config
 
@@ -86,6 +89,7 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
         dtype_name=precision.dtype,
         fp8_kv_cache=precision.kv_cache_dtype == "fp8_e4m3",
         tensor_parallel_size=config.parallel.tensor_parallel_size,
+        expert_parallel=config.parallel.enable_expert_parallel,
     )
     if config.compile.record_expert_load:
         if spec.moe is None:

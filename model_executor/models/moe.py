@@ -45,26 +45,33 @@ class GatedMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """The chosen experts' feed-forwards, a row of results for each choice."""
+    """The chosen experts' feed-forwards, a row of results for each choice.  Where each rank has
+    experts of its own, ``first_expert`` is the id of the first of them: a buffer, so that all ranks
+    run the same code.  The rows of other ranks' experts are zeros."""
+
+    first_expert: Tensor | None
 
     def __init__(self, spec: ModelSpec, moe: MoESpec, layer: int) -> None:
         super().__init__()
         quants = [spec.quant_of(layer, f"mlp.experts.{name}") for name in ("gate_up", "down")]
-        hidden, inner, world = spec.hidden_size, moe.intermediate_size, spec.tensor_parallel_size
+        hidden, inner, world = spec.hidden_size, moe.intermediate_size, spec.ranks_an_expert
         gate_up = gate_up_linear(hidden, inner, quant=quants[0], world=world)
         down = row_linear(inner, hidden, quant=quants[1], world=world)
-        self.gate_up = ExpertLinear(moe.num_experts, gate_up)
-        self.down = ExpertLinear(moe.num_experts, down)
+        whole, experts = spec.expert_parallel, spec.local_experts
+        self.gate_up = ExpertLinear(experts, gate_up, whole=whole)
+        self.down = ExpertLinear(experts, down, whole=whole)
+        first = torch.zeros(1, dtype=torch.int32) if whole else None
+        self.register_buffer("first_expert", first)
 
     def forward(self, x: Tensor, topk_ids: Tensor) -> Tensor:
-        gate, up = self.gate_up(x, topk_ids).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, topk_ids)  # type: ignore[no-any-return]
+        gate, up = self.gate_up(x, topk_ids, self.first_expert).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up, topk_ids, self.first_expert)  # type: ignore[no-any-return]
 
 
 class MoE(nn.Module):
     """Router, chosen experts and, in some models, one that all tokens have (Shazeer et al., 2017;
-    Dai et al., 2024, DeepSeekMoE).  Every rank routes alike and has a part of every expert; what
-    they have in common is summed over the ranks once.
+    Dai et al., 2024, DeepSeekMoE).  Every rank routes alike and has a part of every expert, or
+    some experts whole; what they have in common is summed over the ranks once.
 
     ``load``, where a spec asks for it, counts the tokens that chose each expert since the start.
     """

@@ -32,7 +32,7 @@ Quantized: TypeAlias = Linear | ExpertLinear | OneExpert
 def quantize_into(linear: Quantized, weight: Tensor) -> None:
     """Fill an FP8 layer's weight and scale from ``weight``, of the same shape and device."""
     if isinstance(linear, ExpertLinear):
-        for number, of_expert in enumerate(weight):
+        for number, of_expert in zip(linear.numbers, weight, strict=True):
             quantize_into(linear.expert(number), of_expert)
         return
     quant = linear.quant

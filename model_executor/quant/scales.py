@@ -7,7 +7,7 @@ must be brought to the largest of theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -38,6 +38,7 @@ class ScaleSlot:
     source, dest: what of them goes where; with ``largest`` all parts go to the same place, and the
         largest stays.
     optional: there are other values when no checkpoint tensor of this kind is there.
+    elsewhere: another rank reads them.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,7 @@ class ScaleSlot:
     per_block: bool = False
     largest: bool = False
     optional: bool = False
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,10 @@ def scale_slots(
     """
     for name, target in names:
         module: Any = modules.get(target.module)
+        elsewhere = False
         if isinstance(module, ExpertLinear) and target.expert is not None:
-            module = module.expert(target.expert)
+            elsewhere = target.expert not in module.numbers
+            module = module.expert(module.first if elsewhere else target.expert)
         if not isinstance(module, Linear | OneExpert):
             continue
         if target.part in ("k", "v") and isinstance(module, Linear):
@@ -99,9 +103,12 @@ def scale_slots(
                     f"{target.module}.{buffer}",
                     (1, 1),
                     largest=True,
+                    # The scale of an input is that of all experts, on every rank.
+                    elsewhere=elsewhere and buffer == own,
                 )
         else:
-            yield _weight_slot(name, target, module, rank, world)
+            slot = _weight_slot(name, target, module, rank, world)
+            yield replace(slot, elsewhere=elsewhere)
 
 
 def _weight_slot(
@@ -215,7 +222,8 @@ def read_scales(
         UserError: a scale is not a positive number.
     """
     own: dict[str, tuple[float, Tensor]] = {}
-    for file, of_file in groupby(reads, key=lambda read: read.source.file):
+    here = (read for read in reads if not read.slot.elsewhere)
+    for file, of_file in groupby(here, key=lambda read: read.source.file):
         with open_checkpoint_file(file) as opened, torch.no_grad():
             for read in of_file:
                 slot = read.slot

@@ -84,8 +84,11 @@ def invariant_tile(itemsize: int) -> Tile:
     return Tile(16, 32, 32) if itemsize > 2 else Tile(64, 64, 64)
 
 
-def sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[list[Launch], Sorted]:
-    """One launch; nothing is read on the host."""
+def sort_by_expert(
+    topk_ids: Tensor, num_experts: int, first_expert: Tensor | None
+) -> tuple[list[Launch], Sorted]:
+    """One launch; nothing is read on the host.  With ``first_expert`` slots of experts that are not
+    here have no place between the offsets."""
     num_slots = topk_ids.numel()
     order = torch.empty(num_slots, dtype=torch.int32, device=topk_ids.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
@@ -95,6 +98,7 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int) -> tuple[list[Launch], So
         grid=(num_experts,),
         args={
             "ids_ptr": topk_ids.contiguous(),
+            "first_ptr": first_expert,
             "order_ptr": order,
             "offsets_ptr": offsets,
             "num_slots": num_slots,
@@ -115,6 +119,7 @@ def expert_linear(
     weight_scale: Tensor | None,
     out_dtype: torch.dtype,
     activation: str | None,
+    first_expert: Tensor | None,
     by_expert: Sorted | None,
     tile: Tile,
 ) -> tuple[list[Launch], Tensor]:
@@ -125,7 +130,9 @@ def expert_linear(
     x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
     weight = weight if weight.stride(2) == 1 or k == 1 else weight.contiguous()
     num_slots = topk_ids.numel()
-    out = torch.empty((num_slots, n), dtype=out_dtype, device=x.device)
+    # Slots of experts that are elsewhere are not written.
+    allocate = torch.empty if first_expert is None else torch.zeros
+    out = allocate((num_slots, n), dtype=out_dtype, device=x.device)
     tiles_m = num_slots
     if by_expert is not None:
         tiles_m = min(num_slots, num_slots // tile.rows + num_experts)
@@ -139,6 +146,7 @@ def expert_linear(
             "weight_ptr": weight,
             "weight_scale_ptr": scales,
             "ids_ptr": topk_ids.contiguous() if by_expert is None else None,
+            "first_ptr": first_expert,
             "order_ptr": None if by_expert is None else by_expert.order,
             "offsets_ptr": None if by_expert is None else by_expert.offsets,
             "out_ptr": out,

@@ -56,8 +56,11 @@ def expert_linear(call: Call) -> Expected:
     if len(x) == len(ids):
         x = np.repeat(x, ids.shape[1], 0)
     dtype: Any = call["out_dtype"] or call.dtypes["x"]
-    rows = [matmul(row, weight[e]) for row, e in zip(x, ids.reshape(-1), strict=True)]
-    y = np.stack(rows) if rows else np.zeros((0, weight.shape[1]))
+    places = ids.reshape(-1) - _first(call)
+    y = np.zeros((len(places), weight.shape[1]))
+    for slot, e in enumerate(places):
+        if 0 <= e < len(weight):
+            y[slot] = matmul(x[slot], weight[e])
     if call["activation"] is not None:
         y = gated(rounded(y, dtype), None, call["activation"])
     return {0: y}
@@ -87,6 +90,11 @@ def _quantized(call: Call, x: Floats, scale_of_input: str) -> Floats:
     return dequantized(values, scales)
 
 
+def _first(call: Call) -> int:
+    """The id of the first expert that is here."""
+    return 0 if call["first_expert"] is None else int(call["first_expert"][0])
+
+
 def _layer(x: Floats, weight: Floats, scale: Any) -> Floats:
     return matmul(x, weight if scale is None else dequantized(weight, scale))
 
@@ -99,14 +107,21 @@ def fused_moe(call: Call) -> Expected:
     first = _quantized(call, x, "gate_up_input_scale")
     unscaled = [None] * len(call["gate_up"])
     scales = [unscaled if call[name] is None else call[name] for name in _SCALES]
+    held = len(call["gate_up"])
     for place in range(call["top_k"]):
         hs = []
-        for token, e in enumerate(chosen[1][:, place]):
+        local = chosen[1][:, place] - _first(call)
+        for token, e in enumerate(local):
+            if not 0 <= e < held:
+                hs.append(np.zeros(call["down"].shape[2]))
+                continue
             gate_up = rounded(_layer(first[token], call["gate_up"][e], scales[0][e]), dtype)
             hs.append(rounded(gated(gate_up, None, call["activation"]), dtype))
         inner = call["down"].shape[2]
         h = _quantized(call, np.array(hs).reshape(len(x), inner), "down_input_scale")
-        for token, e in enumerate(chosen[1][:, place]):
+        for token, e in enumerate(local):
+            if not 0 <= e < held:
+                continue
             y = rounded(_layer(h[token], call["down"][e], scales[1][e]), dtype)
             total[token] += y * chosen[0][token, place]
     if call["shared"] is not None:
@@ -120,7 +135,7 @@ def linear_add_norm_moe(call: Call) -> Expected:
     y = rounded(matmul(call["x"], call["weight"], call["bias"]), dtype)
     total = rounded(y + call["residual"], dtype)
     norm = rounded(normed(total, call["norm_weight"], call["eps"], None, dtype), dtype)
-    absent = dict.fromkeys((*_SCALES, "shared", "gate_up_input_scale", "down_input_scale"))
+    absent = dict.fromkeys((*_SCALES, *_ABSENT))
     made = fused_moe(Call({**call.values, **absent, "x": norm}, call.dtypes))[0]
     if call["next_weight"] is None:
         return {0: made, 1: total}
@@ -130,3 +145,4 @@ def linear_add_norm_moe(call: Call) -> Expected:
 
 
 _SCALES = ("gate_up_scale", "down_scale")
+_ABSENT = ("shared", "gate_up_input_scale", "down_input_scale", "first_expert")

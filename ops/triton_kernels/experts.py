@@ -20,6 +20,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 @triton.jit
 def _sort_by_expert_kernel(
     ids_ptr,
+    first_ptr,
     order_ptr,
     offsets_ptr,
     num_slots,
@@ -27,26 +28,32 @@ def _sort_by_expert_kernel(
     PROGRAMMATIC: tl.constexpr,
 ):
     """Slots by expert, in order; ``offsets[e]`` is the first of expert e.  One program an expert:
-    it counts the slots of those before it, then writes its own."""
+    it counts the slots of those before it, then writes its own.  ``first_ptr`` has the id of the
+    first expert here; slots of those that are elsewhere are before all or behind all."""
     start_next_and_wait(PROGRAMMATIC)
     expert = tl.program_id(0)
+    wanted = expert
+    if first_ptr is not None:
+        wanted += tl.load(first_ptr)
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, num_slots, BLOCK):
         slots = start + lanes
-        found = tl.load(ids_ptr + slots, mask=slots < num_slots, other=expert)
-        before += (found < expert).to(tl.int32)
+        found = tl.load(ids_ptr + slots, mask=slots < num_slots, other=wanted)
+        before += (found < wanted).to(tl.int32)
     first = tl.sum(before, axis=0)
     tl.store(offsets_ptr + expert, first)
-    if expert == tl.num_programs(0) - 1:
+    if first_ptr is None and expert == tl.num_programs(0) - 1:
         tl.store(offsets_ptr + expert + 1, num_slots)
     for start in range(0, num_slots, BLOCK):
         slots = start + lanes
         found = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1)
-        mine = (found == expert).to(tl.int32)
+        mine = (found == wanted).to(tl.int32)
         places = first + tl.cumsum(mine, axis=0) - 1
         tl.store(order_ptr + places, slots, mask=mine > 0)
         first += tl.sum(mine, axis=0)
+    if first_ptr is not None and expert == tl.num_programs(0) - 1:
+        tl.store(offsets_ptr + expert + 1, first)
 
 
 @triton.jit
@@ -103,19 +110,28 @@ def _tile_of_expert(
 
 
 @triton.jit
+def _expert_of_slot(slot, ids_ptr, first_ptr, NUM_EXPERTS: tl.constexpr):
+    """The expert that a slot chose, counted from the first one here; NUM_EXPERTS if it is not."""
+    expert = tl.load(ids_ptr + slot)
+    if first_ptr is not None:
+        expert -= tl.load(first_ptr)
+        expert = tl.where(expert < 0, NUM_EXPERTS, expert)
+    return expert
+
+
+@triton.jit
 def _expert_linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, ids_ptr, order_ptr, offsets_ptr, out_ptr,
-    tiles_m, N, K, x_stride, x_scale_row, x_scale_group, expert_stride, weight_stride,
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, ids_ptr, first_ptr, order_ptr, offsets_ptr,
+    out_ptr, tiles_m, N, K, x_stride, x_scale_row, x_scale_group, expert_stride, weight_stride,
     expert_scales, scales_row, SLOTS_A_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr, SCHEME: tl.constexpr, ACTIVATION: tl.constexpr,
     SWAPPED: tl.constexpr, WHOLE_STEPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """out[slot] = x[slot // SLOTS_A_ROW] @ weight[expert of slot].T, scaled; with an ACTIVATION
-    N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up.
-
-    Without ``order_ptr`` a tile is one slot: for so few that sorting would take longer than reading
-    the weight of an expert twice.
+    N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up.  Slots of experts
+    that are not here are left out.  Without ``order_ptr`` a tile is one slot: for so few that
+    sorting would take longer than reading the weight of an expert twice.
     """
     wait_for_previous(PROGRAMMATIC)
     tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
@@ -124,9 +140,10 @@ def _expert_linear_kernel(
     within = tl.program_id(0) % tiles_in_group
     tile = first_tile + within % group_tiles
     if order_ptr is None:
-        expert, first, end = tl.load(ids_ptr + tile), tile, tile + 1
+        expert, first, end = _expert_of_slot(tile, ids_ptr, first_ptr, NUM_EXPERTS), tile, tile + 1
     else:
         expert, first, end = _tile_of_expert(tile, offsets_ptr, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if order_ptr is not None or first_ptr is not None:  # noqa: SIM102 - known when compiled
         if expert >= NUM_EXPERTS:
             return
     # Places and columns outside are read as the last ones, and not written.

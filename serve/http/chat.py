@@ -57,7 +57,7 @@ async def chat_completions(request: Request) -> Response:
         **more,
     )
     try:
-        job = await state.submit("chatcmpl-", body, [prompt], params)
+        job = await state.submit("chatcmpl-", body, [prompt], params, request.headers)
     except UserError as error:
         raise api_error(error, "messages") from error
     if body.stream:

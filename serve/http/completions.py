@@ -29,6 +29,7 @@ _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop"),
     *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    "bad_words",
 )
 """Fields of a body that are fields of ``SamplingParams``."""
 
@@ -67,7 +68,7 @@ async def completions(request: Request) -> Response:
     params = _sampling(body)
     prompts = _prompts(state, body)
     try:
-        job = await state.submit("cmpl-", body, prompts, params)
+        job = await state.submit("cmpl-", body, prompts, params, request.headers)
     except UserError as error:
         raise api_error(error, "prompt") from error
     if body.stream:

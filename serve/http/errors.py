@@ -19,6 +19,7 @@ _KINDS = {
     408: "timeout_error",
     413: "invalid_request_error",
     431: "invalid_request_error",
+    499: "aborted_error",
     500: "server_error",
     503: "service_unavailable",
 }

@@ -148,6 +148,8 @@ class Life:
             http.should_exit = True
             await serving
             await self._client.stop()
+            if (tracing := self._state.tracing) is not None:
+                await asyncio.to_thread(tracing.close)
         if self._client.dead is not None:
             raise self._death()
 

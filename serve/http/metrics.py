@@ -94,6 +94,7 @@ class Tally(Struct):
         answers: HTTP answers by "status path".
     """
 
+    queued: Histogram = field(default_factory=partial(Histogram.over, _WHOLE_S))
     first: Histogram = field(default_factory=partial(Histogram.over, _FIRST_TOKEN_S))
     between: Histogram = field(default_factory=partial(Histogram.over, _BETWEEN_TOKENS_S))
     whole: Histogram = field(default_factory=partial(Histogram.over, _WHOLE_S))
@@ -148,9 +149,8 @@ class Metrics(Collector):
         """A name that no other request has."""
         return uuid.uuid4().hex
 
-    def on_submit(self, requests: Sequence[CheckedRequest]) -> None:
-        """Note that requests are queued now."""
-        now = time.monotonic()
+    def on_submit(self, requests: Sequence[CheckedRequest], now: float) -> None:
+        """Note that requests were queued at ``now``, by ``time.monotonic()``."""
         for request in requests:
             for each in request.requests:
                 self._open[each.request_id] = _Open(now, len(each.prompt_token_ids))
@@ -169,6 +169,9 @@ class Metrics(Collector):
     def on_step(self, outputs: StepOutputs) -> None:
         """Count what a step has brought."""
         now, tally = time.monotonic(), self.tally
+        for request_id, started_s in outputs.started.items():
+            if (request := self._open.get(request_id)) is not None:
+                tally.queued.add(started_s - request.queued_at)
         if outputs.tokens is not None:
             for request_id in outputs.tokens.request_ids:
                 request = self._open.get(request_id)
@@ -221,6 +224,7 @@ class Metrics(Collector):
 
     def _latencies(self, tally: Tally) -> Iterator[Metric]:
         for histogram, name, text in (
+            (tally.queued, "vllm:request_queue_time_seconds", "Time until an output began."),
             (tally.first, "vllm:time_to_first_token_seconds", "Time to the first token."),
             (tally.between, "vllm:inter_token_latency_seconds", "Time between two tokens."),
             (tally.between, "vllm:time_per_output_token_seconds", "The same, by its older name."),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...engine.messages.sampling_params import MAX_LOGPROBS
+from ...engine.messages.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
@@ -79,6 +79,7 @@ class Generation(_Unread):
     skip_special_tokens: bool | None = None
 
     logit_bias: dict[str, float] | None = None
+    bad_words: Annotated[list[_Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
 

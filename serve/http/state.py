@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config import UserError
 from ...engine.frontend.inputs import Prompt
@@ -20,6 +20,9 @@ from .protocol import Generation
 
 ABORT, ALL = "abort", "all"
 """What an API process asks the others, and the name that means every job."""
+if TYPE_CHECKING:
+    from .tracing import Tracing
+
 _RETRY_AFTER_S = "1"
 _MOST_OUTPUTS = 16384
 """Most outputs of one call, over all its prompts."""
@@ -37,6 +40,7 @@ class Settings:
         max_body_bytes: largest body of a request.
         allowed_origins: of browsers that may ask (CORS).
         tool_format: how the model writes calls of tools; None: as its chat template shows.
+        otlp_endpoint: URL of the collector of traces; None: nothing is traced.
     """
 
     model_names: tuple[str, ...]
@@ -47,6 +51,7 @@ class Settings:
     max_body_bytes: int = 32 * 2**20
     allowed_origins: tuple[str, ...] = ()
     tool_format: str | None = None
+    otlp_endpoint: str | None = None
 
 
 class Phase(StrEnum):
@@ -92,6 +97,12 @@ class ServerState:
         self.jobs: dict[str, Job] = {}
         self.tool_format = settings.tool_format
         client.on_step = self.metrics.on_step
+        self.tracing: Tracing | None = None
+        if settings.otlp_endpoint is not None:
+            from .tracing import Tracing
+
+            self.tracing = Tracing(settings.otlp_endpoint)
+            client.on_finished = self.tracing.end
 
     def answer_peer(self, what: str, names: list[str]) -> Any:
         """What another API process asks."""
@@ -148,9 +159,14 @@ class ServerState:
             )
 
     async def submit(
-        self, prefix: str, body: Generation, prompts: Sequence[Prompt], params: SamplingParams
+        self,
+        prefix: str,
+        body: Generation,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        headers: Mapping[str, str],
     ) -> Job:
-        """Check the prompts of a call and queue them.
+        """Check the prompts of a call with these HTTP headers and queue them.
 
         Raises:
             ApiError: there is no room, or the id is in use.
@@ -177,8 +193,12 @@ class ServerState:
         self.check_serving()  # much may have happened while prompts were encoded
         if name in self.jobs:
             raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
+        now = time.monotonic()
         stream = self.client.submit(checked)
-        self.metrics.on_submit(checked)
+        self.metrics.on_submit(checked, now)
+        if self.tracing is not None:
+            for each in checked:
+                self.tracing.begin(name, model, each, headers)
         job = Job(name, model, int(time.time()), checked, stream, params.n)
         self.jobs[name] = job
         return job
@@ -188,13 +208,15 @@ class ServerState:
         wanted = list(self.jobs) if ALL in names else names
         found = [self.jobs[name] for name in wanted if name in self.jobs]
         for job in found:
-            self.abort(job, ApiError(503, "the request was aborted", code="aborted"))
+            self.abort(job, ApiError(499, "the request was aborted", code="aborted"))
         return [job.name for job in found]
 
     def close(self, job: Job) -> None:
         """Forget a job; what still runs of it is aborted."""
         self.jobs.pop(job.name, None)
         self.metrics.on_close(job.requests, aborted=bool(job.stream.open))
+        if self.tracing is not None:
+            self.tracing.forget(job.stream.open)
         if job.stream.open:
             with suppress(UserError):
                 self.client.abort(job.stream)

@@ -70,6 +70,23 @@ def test_data_sets_have_requests_that_fit(tmp_path: Path) -> None:
     assert works("sharegpt", file=talk, encode=encode) == [Work([97, 98, 99], 2)]
 
 
+def test_prompts_of_sonnet_share_their_first_lines_and_draw_the_others(tmp_path: Path) -> None:
+    poem = tmp_path / "poem.txt"
+    poem.write_text("\n".join(f"line {n:02}" for n in range(40)) + "\n\n")
+
+    def encode(text: str) -> list[int]:
+        return [ord(each) for each in text]
+
+    found = works("sonnet", file=poem, encode=encode, input_len=150, max_model_len=200)
+    prompts = ["".join(map(chr, work.prompt_token_ids)) for work in found]
+    question, *lines = prompts[0].splitlines()
+    assert all(prompt.startswith(f"{question}\n{lines[0]}\n{lines[1]}\n") for prompt in prompts)
+    assert lines[:2] == ["line 00", "line 01"] and len(set(prompts)) == 5
+    assert all(140 < len(prompt) <= 150 for prompt in prompts)
+    with pytest.raises(UserError, match="input_len=60: the question of sonnet and a line"):
+        works("sonnet", file=poem, encode=encode, input_len=60)
+
+
 def test_a_data_set_without_its_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--dataset-path"):
         works("sharegpt")

@@ -25,6 +25,23 @@ THROUGHPUT = {
         for rate, ms in ((10.0, 5.0), (20.0, 6.0), (None, 9.0))
     ]
 }
+TUNING = {
+    "asked": {"limits_ms": {"ttft": 500.0}},
+    "rows": [
+        {
+            "max_num_seqs": seqs,
+            "max_num_batched_tokens": tokens,
+            "gpu_memory_utilization": None,
+            "asked": asked,
+            "goodput_per_s": seqs / tokens + asked,
+        }
+        for seqs, tokens, asked in ((2, 64, 5), (8, 64, 5), (8, 256, 5), (8, 256, 10))
+    ],
+    "best": {"max_num_seqs": 8, "goodput_per_s": 10.0},
+}
+SERVERS = {
+    "rows": [{**row, "server": f"http://{n}"} for n in "ab" for row in THROUGHPUT["rows"][:3]]
+}
 ENGINE = {"engine": "vllm 1", "tpot_ms": {"1": 4.0, "64": 5.0, "17:3000": 6.0}}
 GROWTH = {
     "context": [
@@ -50,6 +67,8 @@ def written(folder: Path, **results: Any) -> list[str]:
     [
         ("latency", LATENCY, {"a": 3}),
         ("throughput", THROUGHPUT, {"a, chat": 3, "a, decode-heavy": 3}),
+        ("throughput", SERVERS, {"a, http://a, chat": 3, "a, http://b, chat": 3}),
+        ("tuning", TUNING, {"64 tokens a step": 2, "256 tokens a step": 1, "best": 1}),
         ("engines", ENGINE, {"a": 2}),
         (
             "growth",

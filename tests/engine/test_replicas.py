@@ -88,6 +88,7 @@ def test_each_frontend_gets_its_own_part_of_a_step() -> None:
         preempted=["b1"],
         scored=[PromptLogprobs("b1", 1, LOGPROBS)],
         cached_tokens={"a0": 16, "c0": 32},
+        started={"b1": 1.5},
     )
     (first, of_first), (second, of_second) = owners.split(outputs)
     assert (first, second) == (0, 1)

@@ -21,7 +21,7 @@ from fusewright.engine.worker.progress import Progress
 from fusewright.graph_capture import GraphKind
 from fusewright.model_executor.abacus.problems import held_out
 from fusewright.model_executor.hf_config import model_folder, read_spec
-from tests.engine.test_parity import MAX_LEN, LogitsRecorder, check, crowd, references
+from tests.engine.test_parity import MAX_LEN, OF_EXPERTS, LogitsRecorder, check, crowd, references
 from tests.model_executor.tiny_models import BY_NAME
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4}
@@ -41,19 +41,22 @@ def tiny(name: str, folder: Path, world: int, **options: Any) -> LLM:
     return LLM(str(folder), tensor_parallel_size=world, **SMALL, **limits, **options)
 
 
+EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world", "options"),
     [
         ("llama_gqa", 2, {"optimization_level": 0}),
         ("llama_gqa", 2, {"optimization_level": 1}),
-        ("llama_gqa", 2, {"optimization_level": 2, "verify": True, "passes": PASSES}),
-        ("llama_gqa", 2, {"optimization_level": 3}),
-        ("qwen3_qk_norm", 2, {"optimization_level": 2}),
-        # With biases that one rank adds, and KV heads that two ranks share.
+        # Of four ranks two share a KV head, and one adds a bias.
+        ("llama_gqa", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("llama_bias", 4, {"optimization_level": 0}),
         ("qwen2_moe", 2, {"optimization_level": 0}),
-        ("mixtral", 2, {"optimization_level": 2}),
+        ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),
+        ("qwen3_moe", 4, {"optimization_level": 1, "enable_expert_parallel": True}),
+        ("qwen2_moe", 2, {"optimization_level": 3, "enable_expert_parallel": True, **EVERY_PASS}),
     ],
     ids=lambda value: value if isinstance(value, str | int) else f"O{value['optimization_level']}",
 )
@@ -64,8 +67,7 @@ def test_ranks_give_the_tokens_and_logits_of_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if "passes" in options:
-        options = {**options, "require_fusion": ("fuse_all_reduce_norm",)}
+    """All levels with 2 ranks and with 4, dense and with experts that are cut or whole."""
     with tiny(name, tmp_path, world, **options) as llm:
         recorder = LogitsRecorder(llm, monkeypatch)
         check(llm, recorder, references(name), f"{name}, {world} ranks")
@@ -73,9 +75,13 @@ def test_ranks_give_the_tokens_and_logits_of_transformers(
             crowd(scheduler := llm.engine.core.scheduler)
             check(llm, recorder, references(name), f"{name}, {world} ranks, preempted")
             assert scheduler.num_preemptions > 0
-        for report in llm.report()["passes"] if "passes" in options else []:
-            if report["name"] == "fuse_all_reduce_norm":
-                assert (report["matched"], report["missed"]) == (5, [])
+        matched = {report["name"]: report for report in llm.report()["passes"]}
+        if "passes" in options:
+            num_layers = BY_NAME[name].config().num_hidden_layers
+            of_sums = matched["fuse_all_reduce_norm"]
+            assert (of_sums["matched"], of_sums["missed"]) == (1 + 2 * num_layers, [])
+            of_experts = matched["fuse_moe"]
+            assert (of_experts["matched"] > 0, of_experts["missed"]) == (name in OF_EXPERTS, [])
 
 
 EVERY = [

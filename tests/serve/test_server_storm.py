@@ -1,12 +1,13 @@
 """A storm: requests of all kinds at once, many of which are cancelled, cut off, read slowly or
 malformed, over a KV cache that is too small for them.  Every answer is right, and nothing is lost.
 
-``--fw-storm 20000`` is the full size.
+``--fw-storm 20000 -s`` runs the full size and prints the memory of both processes at each quarter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from pathlib import Path
@@ -35,21 +36,26 @@ class Storm:
     def __init__(self, url: str, expected: dict[str, str]) -> None:
         self.url, self.expected = url, expected
         self.wrong: list[str] = []
-        self.answered = self.left = self.refused = 0
+        self.answered = self.left = self.refused = self.cancelled = 0
 
-    async def run(self, count: int) -> None:
-        """Send ``count`` requests, ``CLIENTS`` at a time."""
+    def __str__(self) -> str:
+        ends = f"{self.left} left, {self.cancelled} cancelled, {self.refused} refused"
+        return f"{self.answered} answers right but {len(self.wrong)}, {ends}"
+
+    async def run(self, numbers: range) -> None:
+        """Send the requests of these seeds, ``CLIENTS`` at a time."""
         limits = httpx.Limits(max_connections=CLIENTS + 1)
         async with httpx.AsyncClient(
             base_url=self.url, timeout=TIMEOUT_S, limits=limits, trust_env=False
         ) as client:
-            numbers = iter(range(count))
-            await asyncio.gather(*(self._client(client, numbers) for _ in range(CLIENTS)))
+            each = iter(numbers)
+            await asyncio.gather(*(self._client(client, each) for _ in range(CLIENTS)))
 
     async def _client(self, client: httpx.AsyncClient, numbers: Any) -> None:
+        kinds = (self._whole, self._streamed, self._chat, self._leave, self._cancel, self._bad)
         for number in numbers:
             rng = random.Random(number)
-            kind = rng.choice((self._whole, self._streamed, self._chat, self._leave, self._bad))
+            kind = rng.choice(kinds)
             try:
                 await kind(client, rng)
             except httpx.HTTPError as error:
@@ -97,6 +103,22 @@ class Storm:
         except TimeoutError:
             self.left += 1
 
+    async def _cancel(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        """Ends a request by its id after its first token."""
+        body = {"prompt": rng.choice(PROMPTS), "ignore_eos": True, "max_tokens": 100}
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            events: list[dict[str, Any]] = []
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    events.append(json.loads(line[6:]))
+                    if len(events) == 1:
+                        ids = [events[0]["id"]]
+                        await client.post("/abort_requests", json={"request_ids": ids})
+        self.cancelled += 1
+        ends_early = events[-1].get("error", {}).get("code") == "aborted"
+        if not ends_early and events[-1]["choices"][0]["finish_reason"] != "length":
+            self.wrong.append(f"a cancelled stream ended with {events[-1]}")
+
     async def _bad(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         answer = await client.post("/v1/completions", content=rng.choice(BAD))
         self.refused += 1
@@ -114,18 +136,23 @@ def test_a_storm_loses_no_answer_and_no_block(request: pytest.FixtureRequest) ->
     flags = ("--max-num-seqs", "32", "--num-gpu-blocks-override", "64", "--dtype", "float32")
     server = ServerProcess(*flags).wait_ready()
     try:
-        pids = (server.process.pid, server.engine_pid)
+        pids = {"API": server.process.pid, "engine": server.engine_pid}
         storm = Storm(server.url, expected)
-        asyncio.run(storm.run(count // 4))
-        before = [resident_bytes(pid) for pid in pids]
-        asyncio.run(storm.run(count - count // 4))
+        memory = [{name: resident_bytes(pid) for name, pid in pids.items()}]
+        for first, end in itertools.pairwise([count * quarter // 4 for quarter in range(5)]):
+            asyncio.run(storm.run(range(first, end)))
+            memory.append({name: resident_bytes(pid) for name, pid in pids.items()})
+            print(
+                f"{end} requests: {storm}; MB: { {k: v // 10**6 for k, v in memory[-1].items()} }"
+            )
         assert not storm.wrong
-        assert storm.answered > count / 3 and storm.left > count / 20 and storm.refused > count / 10
+        assert storm.answered > count / 3 and storm.left > count / 20
+        assert storm.refused > count / 10 and storm.cancelled > count / 10
         with server.client() as client:
             wait_for(lambda: is_idle(client))
             assert client.get("/health").status_code == 200
-        for pid, was in zip(pids, before, strict=True):
-            assert resident_bytes(pid) < was + 40e6
+        for name, was in memory[1].items():
+            assert memory[-1][name] < was + 40e6, memory
         assert server.stop() == 0
         assert not [line for line in server.lines if "Traceback" in line or "error" in line]
     finally:

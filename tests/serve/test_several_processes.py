@@ -79,6 +79,9 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
                 steps = [line for line in text.splitlines() if "fusewright:engine_step{" in line]
                 assert len(steps) == 2 and all(float(line.split()[-1]) > 0 for line in steps)
         with server.client() as client:
+            body = {"prompt": "37+58=", "temperature": 0, "bad_words": ["95"]}
+            answer = client.post("/v1/completions", json=body).json()
+            assert answer["choices"][0]["text"][:2] not in ("", "95")
             with open_streams(server, 8):
                 assert server.metric("vllm:kv_cache_usage_perc") > 0
             wait_for(lambda: is_idle(client))
