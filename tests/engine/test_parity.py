@@ -106,7 +106,8 @@ def crowd(scheduler: Scheduler) -> None:
 
 
 NAMES = [tiny.name for tiny in TINY_MODELS]
-FEW = ("llama_gqa", "qwen2_window", MOE_MODELS[0].name)
+OF_EXPERTS = [tiny.name for tiny in MOE_MODELS]
+FEW = ("llama_gqa", "qwen2_window", OF_EXPERTS[0])
 CASES = [
     *((name, 2, 16) for name in NAMES),
     *((name, level, BLOCK_SIZES[level % 3]) for level in (0, 1, 3) for name in FEW),
