@@ -22,6 +22,7 @@ COMMON = frozenset(
         "load_format",
         "max_model_len",
         "seed",
+        "tensor_parallel_size",
         "optimization_level",
         "attention_backend",
         "max_num_seqs",
