@@ -24,7 +24,6 @@ COMMON = frozenset(
         "seed",
         "tensor_parallel_size",
         "optimization_level",
-        "attention_backend",
         "max_num_seqs",
         "kv_cache_dtype",
         "gpu_memory_utilization",
