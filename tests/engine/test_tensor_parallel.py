@@ -50,9 +50,9 @@ EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
     [
         ("llama_gqa", 2, {"optimization_level": 0}),
         ("llama_gqa", 2, {"optimization_level": 1}),
-        # Of four ranks two share a KV head, and one adds a bias.
+        # Of four ranks two share a KV head.
         ("llama_gqa", 4, {"optimization_level": 2, **EVERY_PASS}),
-        ("llama_bias", 4, {"optimization_level": 0}),
+        ("llama_bias", 2, {"optimization_level": 0}),
         ("qwen2_moe", 2, {"optimization_level": 0}),
         ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("qwen3_moe", 4, {"optimization_level": 1, "enable_expert_parallel": True}),
