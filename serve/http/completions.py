@@ -125,11 +125,11 @@ def _prompt_text(state: ServerState, job: Job, number: int) -> str:
     return tokenizer.decode(checked.requests[0].prompt_token_ids, False)
 
 
-def _echo_logprobs(state: ServerState, output: RequestOutput) -> dict[str, Any]:
+def _echo_logprobs(state: ServerState, output: RequestOutput, echoed: str) -> dict[str, Any]:
     """The log probabilities of the text that ``echo`` repeats."""
     tokenizer = state.client.inputs.tokenizer
     first = "" if tokenizer is None else tokenizer.token_text(output.prompt_token_ids[0])
-    return prompt_completion_logprobs(output, first)
+    return prompt_completion_logprobs(output, first, len(echoed))
 
 
 def _answer(
@@ -148,7 +148,7 @@ def _answer(
                 "stop_reason": completion.stop_reason,
             }
             if completion.logprobs is not None:
-                before = _echo_logprobs(state, output) if body.echo else None
+                before = _echo_logprobs(state, output, echoed) if body.echo else None
                 steps = [] if hidden else completion.logprobs
                 after = completion_logprobs(steps, len(echoed))
                 choice["logprobs"] = after if before is None else joined(before, after)
@@ -192,7 +192,7 @@ async def _stream(
                 found = completion_logprobs(delta.logprobs, offset)
                 offsets[delta.index] = offset + sum(map(len, found["tokens"]))
                 if echoed:
-                    found = joined(_echo_logprobs(state, delta.request), found)
+                    found = joined(_echo_logprobs(state, delta.request, echoed), found)
                 choice["logprobs"] = found
             if body.return_token_ids:
                 choice["token_ids"] = delta.token_ids

@@ -29,13 +29,22 @@ def completion_logprobs(steps: Sequence[Step], offset: int = 0) -> dict[str, Any
     return found
 
 
-def prompt_completion_logprobs(output: RequestOutput, first: str) -> dict[str, Any]:
-    """Log probabilities of a prompt's tokens, for ``echo``; the first, whose text is ``first``, has
-    none."""
+def prompt_completion_logprobs(
+    output: RequestOutput, first: str, num_characters: int
+) -> dict[str, Any]:
+    """Log probabilities of a prompt's tokens, for ``echo``.
+
+    Args:
+        first: text of the first token, which has no log probability.
+        num_characters: of the text, which may lack a special token that it begins with.
+    """
     steps = [step for step in output.prompt_logprobs or () if step is not None]
     found: dict[str, list[Any]] = {name: [] for name in _LISTS}
     _append(found, first, None, None, 0)
-    return joined(found, completion_logprobs(steps, len(first)))
+    rest = completion_logprobs(steps)
+    start = max(0, num_characters - sum(map(len, rest["tokens"])))
+    rest["text_offset"] = [start + offset for offset in rest["text_offset"]]
+    return joined(found, rest)
 
 
 def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

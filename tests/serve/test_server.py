@@ -114,6 +114,8 @@ def test_echo_has_the_logprobs_of_the_prompt(http: httpx.Client, llm: LLM, strea
         assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
         assert found["token_logprobs"][1:] == pytest.approx(expected, abs=1e-3)
         assert "".join(found["tokens"][:-1]).endswith(output.prompt or "")
+        behind = zip(found["tokens"][1:-1], found["text_offset"][1:-1], strict=True)
+        assert all(choice["text"].startswith(token, at) for token, at in behind)
         assert choice["text"] == (output.prompt or "") + output.outputs[0].text
 
 
