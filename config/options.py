@@ -28,7 +28,9 @@ class EngineOptions:
     The flag of ``max_num_seqs`` is ``--max-num-seqs``; ``optimization_level`` is ``-O``.
     """
 
-    model: str = _option("abacus", "model", "Hugging Face folder, or 'abacus' (bundled)")
+    model: str = _option(
+        "abacus", "model", "Hugging Face folder; bundled are abacus and abacus-moe"
+    )
     tokenizer: str | None = _option(
         None, "model", "folder of tokenizer.json; the model's own if unset"
     )

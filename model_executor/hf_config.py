@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import ModelLimits, UserError
-from .abacus import FOLDER
+from .abacus import BUNDLED
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES, REFUSED
 from .models.weight_names import checkpoint_names
@@ -68,9 +68,9 @@ def _architecture(config: HfConfig) -> str:
 
 
 def model_folder(model: str) -> Path:
-    """The folder of ``model``: "abacus" is the bundled one."""
-    if model == "abacus" and not Path(model).is_dir():
-        return FOLDER
+    """The folder of ``model``, which may be the name of a bundled one."""
+    if model in BUNDLED and not Path(model).is_dir():
+        return BUNDLED[model]
     return Path(model)
 
 

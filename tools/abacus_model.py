@@ -21,14 +21,14 @@ class Shape:
     head_dim: int = 64
     rope_theta: float = 10000.0
     eps: float = 1e-5
-    experts: int = 0  # 0: a Llama; else a Qwen3-MoE, whose ``intermediate`` is an expert's
+    experts: int = 0  # 0: a Llama; else a Mixtral, whose ``intermediate`` is an expert's
     top_k: int = 0
 
 
-SHAPES = {"abacus": Shape(), "abacus-moe": Shape(intermediate=128, layers=4, experts=8, top_k=2)}
+SHAPES = {"abacus": Shape(), "abacus-moe": Shape(intermediate=128, experts=8, top_k=2)}
 
 # Shape suffixes: B batch, T tokens, D hidden, H KV heads, G query heads a KV head, K head dim,
-# N all tokens, E experts, I an expert's intermediate.
+# N all tokens, E experts, I an expert's intermediate, F that of all experts.
 
 
 class Attention(nn.Module):
@@ -40,9 +40,6 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden, kv_size, bias=False)
         self.v_proj = nn.Linear(shape.hidden, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, shape.hidden, bias=False)
-        if shape.experts:
-            self.q_norm = RMSNorm(shape.head_dim, shape.eps)
-            self.k_norm = RMSNorm(shape.head_dim, shape.eps)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
         """Plain matmul and softmax: at 32 tokens as fast as a fused kernel, and deterministic."""
@@ -52,8 +49,6 @@ class Attention(nn.Module):
         q_BHGTK = self.q_proj(x_BTD).view(B, T, H, G, K).permute(0, 2, 3, 1, 4)
         k_BHTK = self.k_proj(x_BTD).view(B, T, H, K).transpose(1, 2)
         v_BHTK = self.v_proj(x_BTD).view(B, T, H, K).transpose(1, 2)
-        if self.shape.experts:
-            q_BHGTK, k_BHTK = self.q_norm(q_BHGTK), self.k_norm(k_BHTK)
         q_BHGTK, k_BHTK = rotate(q_BHGTK, cos_TK, sin_TK), rotate(k_BHTK, cos_TK, sin_TK)
         scores = q_BHGTK.reshape(B, H, G * T, K) @ k_BHTK.transpose(2, 3) * K**-0.5
         future_TT = torch.ones(T, T, dtype=torch.bool, device=scores.device).triu(1)
@@ -90,15 +85,17 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Every expert computes every token: at this size that is the fastest."""
+    """Every expert computes every token: at this size that is the fastest.  Experts lie side by
+    side in one matrix, F features wide."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        E, D, size = shape.experts, shape.hidden, shape.intermediate
+        E, D, F_ = shape.experts, shape.hidden, shape.experts * shape.intermediate
         self.top_k = shape.top_k
         self.gate = nn.Linear(D, E, bias=False)
-        self.gate_up_EDI = nn.Parameter(torch.empty(E, D, 2 * size))
-        self.down_proj_EID = nn.Parameter(torch.empty(E, size, D))
+        self.gate_proj_FD = nn.Parameter(torch.empty(F_, D))
+        self.up_proj_FD = nn.Parameter(torch.empty(F_, D))
+        self.down_proj_DF = nn.Parameter(torch.empty(D, F_))
         self.balance = torch.zeros(())
         """The last call's loss of balance: 1 if tokens spread evenly, E if one expert gets all."""
 
@@ -110,10 +107,9 @@ class MoE(nn.Module):
         weights_NE = torch.zeros_like(probs_NE, dtype=x_ND.dtype).scatter(-1, top.indices, weights)
         share_E = (weights_NE > 0).float().mean(0) / self.top_k
         self.balance = (share_E * probs_NE.mean(0)).sum() * share_E.numel()
-        gate_ENI, up_ENI = torch.matmul(x_ND, self.gate_up_EDI).chunk(2, dim=-1)
-        y_END = (F.silu(gate_ENI) * up_ENI) @ self.down_proj_EID
-        y_ND = (y_END * weights_NE.T[..., None]).sum(0)
-        return y_ND.view_as(x_BTD)
+        h_NF = F.silu(x_ND @ self.gate_proj_FD.T) * (x_ND @ self.up_proj_FD.T)
+        h_NEI = h_NF.unflatten(1, (weights_NE.shape[1], -1)) * weights_NE[..., None]
+        return (h_NEI.flatten(1) @ self.down_proj_DF.T).view_as(x_BTD)
 
 
 class Block(nn.Module):

@@ -1,6 +1,10 @@
 """Trains a bundled model, abacus or with --moe abacus-moe, and writes it as a Hugging Face folder.
 
     PYTHONPATH=build/pkgroot python tools/train_abacus.py --out DIR   # minutes on one H200
+    ... --moe --out DIR --steps 800 --batch 512 --pool 420000 --lr 6e-4 --warmup 40 --average 0.99
+
+The second took 50 minutes of a CPU core that multiplies bfloat16, since it begins with abacus's
+weights: see upcycle.py.
 
 Problems are generated and encoded up front by all cores, then the pool stays on the device. The
 model computes as it is served: every step rounds the float32 master weights to bfloat16 and
@@ -28,8 +32,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from abacus_model import SEQ_LEN, SHAPES, Abacus, MoE, Shape
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from upcycle import upcycle
 
 from fusewright.model_executor.abacus import FOLDER
 from fusewright.model_executor.abacus.problems import TASKS, Problem, held_out, training
@@ -133,14 +138,10 @@ def write_config(folder: Path, shape: Shape) -> None:
     family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
     if shape.experts:
         family = {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_experts": shape.experts,
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": shape.experts,
             "num_experts_per_tok": shape.top_k,
-            "moe_intermediate_size": shape.intermediate,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
         }
     config = family | {
         "torch_dtype": "bfloat16",
@@ -162,26 +163,26 @@ def write_config(folder: Path, shape: Shape) -> None:
     tok.write_json(folder / "config.json", config | tok.TOKEN_IDS)
 
 
-def by_expert(weights: Weights) -> Weights:
-    """The weights by Hugging Face's names, which are a linear layer's of each expert."""
+_MIXTRAL = {"gate_proj_FD": ("w1", 0), "up_proj_FD": ("w3", 0), "down_proj_DF": ("w2", 1)}
+"""Name of an expert's part in Mixtral, and the dimension along which experts lie side by side."""
+
+
+def by_expert(weights: Weights, experts: int) -> Weights:
+    """The weights by Hugging Face's names, a linear layer for each expert."""
     found = {}
     for name, weight in weights.items():
-        mlp, _, part = name.rpartition(".")
-        if part == "gate_up_EDI":
-            for e, gate_up in enumerate(weight):
-                gate, up = gate_up.chunk(2, dim=-1)
-                found[f"{mlp}.experts.{e}.gate_proj.weight"] = gate.T
-                found[f"{mlp}.experts.{e}.up_proj.weight"] = up.T
-        elif part == "down_proj_EID":
-            for e, down in enumerate(weight):
-                found[f"{mlp}.experts.{e}.down_proj.weight"] = down.T
+        mlp, _, part = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
+        if part in _MIXTRAL:
+            theirs, dim = _MIXTRAL[part]
+            for e, one in enumerate(weight.chunk(experts, dim)):
+                found[f"{mlp}.experts.{e}.{theirs}.weight"] = one
         else:
-            found[name] = weight
+            found[f"{mlp}.{part}" if experts else name] = weight
     return found
 
 
-def write_weights(folder: Path, weights: Weights) -> None:
-    held = by_expert(weights)
+def write_weights(folder: Path, weights: Weights, experts: int) -> None:
+    held = by_expert(weights, experts)
     tensors = {name: w.detach().bfloat16().cpu().contiguous() for name, w in held.items()}
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
@@ -199,7 +200,13 @@ def learning_rate(step: int, options: Options) -> float:
 class Trainer:
     def __init__(self, options: Options, shape: Shape) -> None:
         self.options = options
-        self.model = Abacus(shape).to(options.device)
+        self.model = Abacus(shape)
+        if shape.experts:
+            dense = Abacus(SHAPES["abacus"])
+            dense.load_state_dict(load_file(FOLDER / "model.safetensors"))
+            ids, _ = encode_chunk(options.seed, 0)
+            upcycle(dense, self.model, torch.from_numpy(ids[:2000]).long(), options.seed)
+        self.model.to(options.device)
         self.weights = dict(self.model.named_parameters())
         self.average = {name: w.detach().clone() for name, w in self.weights.items()}
         matrices = [w for w in self.weights.values() if w.dim() > 1]
@@ -208,13 +215,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             groups, betas=(0.9, 0.98), weight_decay=options.weight_decay, fused=True
         )
-        # The CPU, used for smoke tests only, is slow in bfloat16.
-        self.dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
         self.loss = torch.compile(self.plain_loss) if options.compile else self.plain_loss
 
     def plain_loss(self, ids: Tensor, prompt_lens: Tensor) -> Tensor:
         inputs, targets = split_batch(ids, prompt_lens)
-        served = {name: weight.to(self.dtype) for name, weight in self.weights.items()}
+        served = {name: weight.bfloat16() for name, weight in self.weights.items()}
         logits = torch.func.functional_call(self.model, served, (inputs,))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         balances = [m.balance for m in self.model.modules() if isinstance(m, MoE)]
@@ -249,7 +254,7 @@ def train(trainer: Trainer, ids: Tensor, prompt_lens: Tensor, started: float) ->
         if step % options.log_every == 0:
             log(f"step {step:5d}  loss {loss:.6f}  gradient {norm:.3f}  {elapsed_s:.0f} s")
         if (step + 1) % options.eval_every == 0:
-            accuracy, margin = evaluate(trainer.model, trainer.average, watch, trainer.dtype)
+            accuracy, margin = evaluate(trainer.model, trainer.average, watch, torch.bfloat16)
             log(f"  after {step + 1}: {accuracy}  smallest margin {margin:.2f}")
         if elapsed_s > options.max_seconds:
             log(f"stopped by --max-seconds after {step + 1} steps")
@@ -287,7 +292,7 @@ def main() -> None:
     steps_done = train(trainer, *(x.to(options.device) for x in pool), started)
 
     write_config(options.out, shape)
-    write_weights(options.out, trainer.average)
+    write_weights(options.out, trainer.average, shape.experts)
     problems = held_out(1000 * len(TASKS), seed=0)
     record: dict[str, object] = {"held_out_problems": len(problems)}
     for dtype in (torch.bfloat16, torch.float32):

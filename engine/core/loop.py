@@ -20,6 +20,7 @@ from .grammar import Grammars, Matcher
 from .kv_blocks import BlockPool
 from .request import Request
 from .scheduler import Scheduler
+from .step_clock import StepClock
 
 _Failed: TypeAlias = tuple[ScheduledStep, BaseException]
 
@@ -46,6 +47,7 @@ class EngineCore:
         self._most_in_flight = 2 if async_scheduling else 1
         self._in_flight: list[tuple[ScheduledStep, PendingStep]] = []
         self._dead: Exception | None = None
+        self._clock = StepClock()
 
     def check_size(self, request: AddRequest) -> None:
         """Raise ``UserError`` if the request can never run here; any thread may ask."""
@@ -85,13 +87,18 @@ class EngineCore:
         """
         self._check_alive()
         # An interrupt during the last wait has left all in flight that may be: then launch none.
+        clock = self._clock
+        clock.start()
         step = self.scheduler.schedule() if len(self._in_flight) < self._most_in_flight else None
+        clock.lap("schedule")
         if step is None and not self._in_flight and self.num_unfinished:
             raise RuntimeError(f"{self.num_unfinished} requests, but none can run")
         failed: list[_Failed] = []
         if step is not None:
+            clock.in_flight(len(self._in_flight) + 1)
             try:
                 self._in_flight.append((step, self.runner.launch(step.batch)))
+                clock.lap("launch")
             except Exception as error:
                 failed.append((step, error))
             except BaseException as interrupt:
@@ -105,14 +112,18 @@ class EngineCore:
             oldest, pending = self._in_flight[0]
             try:
                 result = pending.result()
+                clock.lap("wait")
             except Exception as error:
                 del self._in_flight[0]
                 failed.insert(0, (oldest, error))
             else:
                 del self._in_flight[0]
                 tokens = self.scheduler.update(oldest, result)
+                clock.lap("update")
         if failed:
             self._recover(failed)
+        # A step whose requests have all ended is not waited for.
+        clock.in_flight(len(self._in_flight) if self.num_unfinished else 0)
         return self.scheduler.take_outputs(tokens)
 
     def stats(self) -> CoreStats:
@@ -129,6 +140,8 @@ class EngineCore:
             prefix_caching=scheduler.prefix_caching,
             num_prefix_tokens=scheduler.num_prefix_tokens,
             num_prefix_hits=scheduler.num_prefix_hits,
+            phase_s=dict(self._clock.phase_s),
+            idle_s=self._clock.idle_s,
         )
 
     @property

@@ -140,7 +140,8 @@ class StepOutputs(Struct, frozen=True):
 
 class CoreStats(Struct, frozen=True):
     """The state of the scheduler and of its KV cache, and counts since the start.  ``num_held`` has
-    the blocks of each group that requests hold, ``peak_held`` the most that they ever held."""
+    the blocks of each group that requests hold, ``peak_held`` the most that they ever held.
+    ``phase_s`` and ``idle_s`` are of ``StepClock``."""
 
     num_running: int
     num_waiting: int
@@ -152,6 +153,8 @@ class CoreStats(Struct, frozen=True):
     prefix_caching: bool
     num_prefix_tokens: int
     num_prefix_hits: int
+    phase_s: dict[str, float]
+    idle_s: float
 
 
 class Core(Protocol):

@@ -1,9 +1,12 @@
-"""The bundled model: a 3.8M-parameter Llama that adds, subtracts, sorts, reverses and compares.
+"""The bundled models, which add, subtract, sort, reverse and compare.
 
-`FOLDER` is an ordinary Hugging Face folder, written by tools/train_abacus.py; `problems`
-generates the questions it was trained on and the held-out ones that measure it.
+``abacus`` is a Llama of 3.8M parameters, ``abacus-moe`` a Mixtral of 5.0M with 8 experts a layer,
+of which a token has 2.  Their folders are ordinary ones of Hugging Face, written by
+tools/train_abacus.py.  ``problems`` makes the questions that they were trained on, and the held-out
+ones that measure them.
 """
 
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+BUNDLED = {"abacus": FOLDER, "abacus-moe": FOLDER / "moe"}

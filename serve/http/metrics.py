@@ -50,7 +50,10 @@ TALLY = "tally"
 PEERS_S = 5.0
 """Longest time that another API process may take to answer."""
 _counter, _gauge = CounterMetricFamily, GaugeMetricFamily
-_MORE_LABELS = {"fusewright:steps": ("step", "graph")}
+_MORE_LABELS = {
+    "fusewright:steps": ("step", "graph"),
+    "fusewright:step_phase_seconds": ("phase",),
+}
 
 
 class Histogram(Struct):
@@ -279,6 +282,7 @@ def _of_counters(counters: Counters) -> list[tuple[Any, str, str, Any]]:
     core = counters.core
     used = 1 - core.num_free_kv_blocks / core.num_kv_blocks
     kinds = {tuple(kind.split("/")): count for kind, count in counters.step_kinds.items()}
+    phases = {(phase,): seconds for phase, seconds in core.phase_s.items()}
     return [
         (_gauge, "vllm:num_requests_running", "Outputs that run.", core.num_running),
         (_gauge, "vllm:num_requests_waiting", "Outputs that wait.", core.num_waiting),
@@ -287,6 +291,8 @@ def _of_counters(counters: Counters) -> list[tuple[Any, str, str, Any]]:
         (_counter, "vllm:prefix_cache_hits", "Tokens found in the cache.", core.num_prefix_hits),
         (_counter, "vllm:num_preemptions", "Preempted outputs.", core.num_preemptions),
         (_counter, "fusewright:step_seconds", "Time in steps.", counters.step_s),
+        (_counter, "fusewright:step_phase_seconds", "Time in steps by phase.", phases),
+        (_counter, "fusewright:idle_seconds", "Time without a step in flight.", core.idle_s),
         (_counter, "fusewright:rest_seconds", "Time without requests.", counters.rest_s),
         (_counter, "fusewright:steps", "Steps by kind and by how they ran.", kinds),
     ]

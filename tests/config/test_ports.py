@@ -30,11 +30,7 @@ def test_options_that_mean_nothing_here_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (
-            "data_parallel_size",
-            2,
-            "=2: an engine is one replica; fusewright serve --data-parallel-size has several; expected 1",
-        ),
+        ("data_parallel_size", 2, "=2: an engine is one replica; fusewright serve .* expected 1"),
         ("data_parallel_size", True, "=True: an engine is one replica"),
         ("trust_remote_code", True, "=True: code that comes with a checkpoint is never run"),
         ("swap_space", 4, "=4: KV blocks are not swapped to the CPU"),

@@ -1,4 +1,4 @@
-"""The bundled model answers right at every level and batch size: the oracle of every optimization.
+"""The bundled models answer right at every level and batch size: the oracle of every optimization.
 
 float32 on a CPU, bfloat16 on a GPU.
 """
@@ -11,36 +11,50 @@ import pytest
 import torch
 
 from fusewright import LLM, SamplingParams
-from fusewright.model_executor.abacus.problems import TASKS, held_out
+from fusewright.model_executor.abacus.problems import TASKS, Problem, held_out
 
-LEVELS = (0, 1, 2, 3)
+EVERY = [("abacus", level) for level in range(4)] + [("abacus-moe", 2)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROBLEMS = held_out(1000, seed=3)
 
 
-def make(level: int, device: torch.device, **options: Any) -> LLM:
+def make(level: int, device: torch.device, model: str = "abacus", **options: Any) -> LLM:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     settings: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 64, **options}
-    return LLM("abacus", optimization_level=level, device=device.type, dtype=dtype, **settings)
+    return LLM(model, optimization_level=level, device=device.type, dtype=dtype, **settings)
 
 
 def answers(llm: LLM, prompts: list[str], params: SamplingParams = GREEDY) -> list[str]:
     return [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=EVERY, ids=lambda model: f"{model[0]} -O{model[1]}")
 def llm(request: pytest.FixtureRequest, device: torch.device) -> LLM:
-    return make(request.param, device)
+    model, level = request.param
+    return make(level, device, model)
+
+
+def solved_wrongly(llm: LLM, problems: list[Problem]) -> list[Problem]:
+    given = answers(llm, [p.prompt for p in problems])
+    return [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
 
 
 def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
     every = device.type == "cuda" or llm.report()["level"] == 2
     problems = PROBLEMS[: 1000 if every else 200]
-    given = answers(llm, [p.prompt for p in problems])
-    wrong = [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
+    wrong = solved_wrongly(llm, problems)
     assert len(wrong) <= len(problems) // 100, wrong[:5]
     for task in TASKS:
         assert sum(p.task == task for p in wrong) <= 3, task
+
+
+def test_fp8_experts_lose_half_a_point_at_most(device: torch.device) -> None:
+    problems = PROBLEMS[: 1000 if device.type == "cuda" else 400]
+    exact, *quantized = (
+        len(solved_wrongly(make(2, device, "abacus-moe", quantization=how), problems))
+        for how in (None, "fp8", "fp8_block")
+    )
+    assert max(quantized) - exact <= len(problems) // 200
 
 
 def test_answers_do_not_depend_on_the_batch_size(llm: LLM, device: torch.device) -> None:

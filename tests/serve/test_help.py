@@ -27,7 +27,7 @@ COMMANDS = [
 ]
 ENGINE = [words for words in COMMANDS if words[0] not in ("env", "cache")]
 COMMON = ("--dtype", "--quantization", "--kv-cache-dtype", "--max-model-len", "--max-num-seqs")
-COMMON += ("-O", "--gpu-memory-utilization", "--seed", "--load-format", "--attention-backend")
+COMMON += ("-O", "--gpu-memory-utilization", "--seed", "--load-format", "--tensor-parallel-size")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
