@@ -27,6 +27,8 @@ CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -nam
 
 # The root holds folders called config and ops: keep it off sys.path.
 export PYTHONSAFEPATH := 1
+# Processes that start by the hundred, as in the tests, compile no module twice.
+export PYTHONDONTWRITEBYTECODE :=
 
 PKGROOT := source tools/pkgroot.sh
 

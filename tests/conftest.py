@@ -57,6 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=240,
         help="requests of the storm on the server; 20000 is the full size",
     )
+    parser.addoption(
+        "--fw-cases",
+        type=int,
+        default=1,
+        help="how many times as many random graphs and requests as usual",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,6 +107,12 @@ def device() -> torch.device:
 def fw_seed(pytestconfig: pytest.Config) -> int:
     """Seed of this run's random inputs; a failure that depends on it must name it."""
     return pytestconfig.stash[_SEED]
+
+
+@pytest.fixture(scope="session")
+def fw_cases(pytestconfig: pytest.Config) -> int:
+    """How many times as many random cases a test shall draw as usual."""
+    return int(pytestconfig.getoption("--fw-cases"))
 
 
 @pytest.fixture

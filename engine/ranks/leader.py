@@ -253,7 +253,8 @@ class Leader:
         selector: selectors.BaseSelector,
     ) -> None:
         self._processes[rank], self._links[rank] = process, link
-        link.send(Kind.START, replace(self._start, rank=rank))
+        with suppress(OSError):  # a rank that has ended at once is noticed below
+            link.send(Kind.START, replace(self._start, rank=rank))
         exited = os.pidfd_open(process.pid)
 
         def hear() -> None:

@@ -117,7 +117,7 @@ class ModelRunner:
     ) -> None:
         self._ranks = ranks
         self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
-        self._buffers, self._sampler, self._ops = buffers, sampler, table
+        self._buffers, self.sampler, self._ops = buffers, sampler, table
         self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
 
@@ -138,15 +138,15 @@ class ModelRunner:
         samples = self._ranks is None or self._ranks.rank == 0
         if samples:
             for sequence in batch.new:
-                self._sampler.admit(sequence)
+                self.sampler.admit(sequence)
         self._write_inputs(batch, dispatch)
         logits = self._run(dispatch, num_seqs)
-        sampled = Sampled(self._sampler.last_tokens, None)
+        sampled = Sampled(self.sampler.last_tokens, None)
         if samples:
             slots, seq_lens = (self._buffers.view(name, num_seqs) for name in ("slots", "seq_lens"))
-            sampled = self._sampler.sample(logits, batch, slots, seq_lens)
+            sampled = self.sampler.sample(logits, batch, slots, seq_lens)
         if self._ranks is not None:
-            self._ranks.broadcast(self._sampler.last_tokens)
+            self._ranks.broadcast(self.sampler.last_tokens)
         return self._start_readback(sampled)
 
     def check(self) -> None:
@@ -184,7 +184,7 @@ class ModelRunner:
         tables[:num_seqs] = self._tables.rows[batch.slots, :, :num_blocks]
         tables[num_seqs:] = 0
         packed, *targets = buffers.targets(host, **sizes, columns=num_blocks)
-        self._ops("write_inputs", packed, self._sampler.last_tokens, *targets)
+        self._ops("write_inputs", packed, self.sampler.last_tokens, *targets)
 
     def _write_rows(self, arrays: dict[str, npt.NDArray[Any]], batch: Batch) -> None:
         """Write the inputs of rows and tokens, without padding."""

@@ -22,7 +22,7 @@ from fusewright.passes.rule import Context
 from tests.compiler.spellings import BF16, F16, F32, F64, Spelling, draw, values
 from tests.passes.graphs import aten
 
-SEED, COUNT, BATCH = 14, 840, 8
+SEED, COUNT, BATCH = 14, 420, 8
 STEPS = {BF16: 2.0**-8, F16: 2.0**-11, F64: 2.0**-45}
 """Half a last bit, of float64 some."""
 Results = list[list[Tensor]]
@@ -165,13 +165,13 @@ def test_every_spelling_gives_what_eager_gives_and_is_verified() -> None:
     for rule, count in expected.items():
         assert sites[rule, True] + sites[rule, False] == count, rule
     for rule in [*expected, "fuse_add_norm"]:
-        assert sites[rule, True] >= 40 and sites[rule, False], (rule, sites)
+        assert sites[rule, True] >= 20 and sites[rule, False], (rule, sites)
 
 
 def test_dynamo_and_dynamic_sizes_change_nothing() -> None:
     """A few through ``torch.compile``, the rest op by op; every second graph of dynamic sizes."""
     wrong: list[str] = []
-    for index, batch in enumerate(batches(12, every=24)):
+    for index, batch in enumerate(batches(12, every=12)):
         run = functools.partial(compiled, dynamic=index % 2 == 1, rest="eager")
         wrong += problems(batch, run)
     assert not wrong, "\n".join(wrong)

@@ -40,8 +40,7 @@ def solved_wrongly(llm: LLM, problems: list[Problem]) -> list[Problem]:
 
 
 def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
-    every = device.type == "cuda" or llm.report()["level"] == 2
-    problems = PROBLEMS[: 1000 if every else 200]
+    problems = PROBLEMS[: 1000 if device.type == "cuda" else 200]
     wrong = solved_wrongly(llm, problems)
     assert len(wrong) <= len(problems) // 100, wrong[:5]
     for task in TASKS:
@@ -61,7 +60,7 @@ def test_answers_do_not_depend_on_the_batch_size(llm: LLM, device: torch.device)
     fast = device.type == "cuda" and llm.report()["level"] > 0
     prompts = [p.prompt for p in PROBLEMS[: 64 if fast else 16]]
     expected = answers(llm, prompts)
-    for size in range(1, 64) if fast else (1, 2, 3, 7, 15):
+    for size in range(1, 64) if fast else (1, 3, 7):
         given: list[str] = []
         for start in range(0, len(prompts), size):
             given += answers(llm, prompts[start : start + size])

@@ -238,8 +238,8 @@ def test_every_request_gets_its_solo_answer(setup: Setup, seed: int, busy: float
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_thousands_of_steps_under_constant_preemption(
-    chunk: int, async_scheduling: bool, prefix_caching: bool
+def test_hundreds_of_steps_under_constant_preemption(
+    chunk: int, async_scheduling: bool, prefix_caching: bool, fw_cases: int
 ) -> None:
     setup = Setup(
         num_blocks=24,
@@ -250,10 +250,11 @@ def test_thousands_of_steps_under_constant_preemption(
         async_scheduling=async_scheduling,
         prefix_caching=prefix_caching,
     )
-    client = play(setup, random.Random(chunk), num_steps=2000, busy=0.25)
-    assert client.num_steps >= 2000
+    steps = 800 * fw_cases
+    client = play(setup, random.Random(chunk), num_steps=steps, busy=0.25)
+    assert client.num_steps >= steps
     if chunk > 1:  # at one token a step, hardly two requests ever run together
-        assert client.engine.core.scheduler.num_preemptions > 20
+        assert client.engine.core.scheduler.num_preemptions > 8
     assert bool(client.engine.core.scheduler.num_prefix_hits) == prefix_caching
 
 

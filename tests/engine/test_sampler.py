@@ -12,7 +12,7 @@ from fusewright import LLM, SamplingParams
 
 def test_logits_are_copied_only_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM("abacus", device="cpu", dtype="bfloat16", optimization_level=0, max_model_len=64)
-    sampler = llm.engine.core.runner._sampler
+    sampler = llm.engine.core.runner.sampler
     table, seen = sampler._ops, set()
 
     def recorded(name: str, *args: Any) -> Any:

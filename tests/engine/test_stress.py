@@ -1,7 +1,7 @@
-"""20,000 requests on a tenth of the KV cache that they need: each gets the answer it gets alone.
+"""A crowd on a tenth of the KV cache that it needs: each request gets the answer it gets alone.
 
 The toy model carries the crowd; the bundled model repeats it at a smaller size with real arithmetic
-and sampling.
+and sampling.  ``--fw-cases 5`` is a crowd of 20,000.
 """
 
 from __future__ import annotations
@@ -143,14 +143,14 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.slow
-def test_20_000_requests_on_a_tenth_of_the_cache_answer_as_if_alone() -> None:
+def test_a_crowd_on_a_tenth_of_the_cache_answers_as_if_alone(fw_cases: int) -> None:
     """All invariants are checked after every step."""
-    engine = CROWDED.engine()
+    engine, count = CROWDED.engine(), 4000 * fw_cases
     crowd = Crowd(engine, random.Random(0))
-    while crowd.num_sent < 20_000 or crowd.open:
+    while crowd.num_sent < count or crowd.open:
         # Bursts upon a short queue or none: those that start together grow together.
-        if len(crowd.open) <= 20 * (crowd.num_sent // 2000 % 2):
-            for _ in range(min(crowd.rng.randint(1, 800), 20_000 - crowd.num_sent)):
+        if len(crowd.open) <= 20 * (crowd.num_sent // 1000 % 2):
+            for _ in range(min(crowd.rng.randint(1, 800), count - crowd.num_sent)):
                 crowd.send()
         if crowd.open and crowd.rng.random() < 0.3:
             crowd.send_twice()
@@ -160,9 +160,9 @@ def test_20_000_requests_on_a_tenth_of_the_cache_answer_as_if_alone() -> None:
     check_invariants(engine.core.scheduler)
     assert not engine.has_unfinished() and engine.core.scheduler.pool.num_free == CROWDED.num_blocks
     assert crowd.sent_tokens / crowd.num_sent > MEAN_BLOCKS * CROWDED.block_size
-    assert crowd.num_aborted > 500
-    assert engine.core.scheduler.num_preemptions > 300
-    assert engine.core.scheduler.num_prefix_hits > 10_000
+    assert crowd.num_aborted > count / 40
+    assert engine.core.scheduler.num_preemptions > count / 66
+    assert engine.core.scheduler.num_prefix_hits > count / 2
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
     # As users have it: interpreted Triton kernels would take minutes.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     rng = random.Random(1)
-    prompts = [problem.prompt for problem in held_out(80, seed=5)]
+    prompts = [problem.prompt for problem in held_out(40, seed=5)]
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=24),
         SamplingParams(temperature=1.5, seed=7, max_tokens=40, ignore_eos=True),
@@ -181,7 +181,7 @@ def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
         SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=40, ignore_eos=True),
     ]
     asked = [(rng.choice(prompts), rng.choice(kinds)) for _ in range(len(prompts))]
-    crowded = abacus(num_gpu_blocks_override=64 * 5 // 10).engine
+    crowded = abacus(num_gpu_blocks_override=40 * 5 // 10).engine
     ids = []
     for prompt, params in asked:
         given = {"prompt": prompt, "cache_salt": rng.choice("ab")}
@@ -195,7 +195,7 @@ def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
                 answers[output.request_id] = output.outputs[0].token_ids
         check_invariants(crowded.core.scheduler)
     assert crowded.core.scheduler.pool.num_free == crowded.core.scheduler.pool.num_blocks
-    assert len(answers) > 60 and crowded.core.scheduler.num_preemptions > 0
+    assert len(answers) > 30 and crowded.core.scheduler.num_preemptions > 0
     alone = abacus(enable_prefix_caching=False)
     right: dict[tuple[str, SamplingParams], list[int]] = {}
     for request_id, (prompt, params) in zip(ids, asked, strict=True):

@@ -52,7 +52,6 @@ EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
         ("llama_gqa", 2, {"optimization_level": 1}),
         # Of four ranks two share a KV head, and one adds the biases.
         ("llama_bias", 4, {"optimization_level": 2, **EVERY_PASS}),
-        ("llama_gqa", 2, {"optimization_level": 3}),
         ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("qwen3_moe", 4, {"optimization_level": 1, "enable_expert_parallel": True}),
         ("qwen2_moe", 2, {"optimization_level": 3, "enable_expert_parallel": True, **EVERY_PASS}),
@@ -170,5 +169,3 @@ def test_a_process_has_one_engine_of_several_ranks() -> None:
             LLM("abacus", **engine_options)
         with pytest.raises(UserError, match="compared on one rank"):
             recompile(llm.engine, PASSES, Progress())  # type: ignore[arg-type]
-    with LLM("abacus", **engine_options) as llm:
-        assert llm.generate("37+58=", EVERY[0], use_tqdm=False)[0].outputs[0].text == "95"

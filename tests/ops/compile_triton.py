@@ -155,22 +155,33 @@ def large_launches() -> Iterator[Needed]:
             yield Needed(name, "a model's size", torch.bfloat16, launch)
 
 
-def compile_each_value(launches: Iterator[Needed]) -> Iterator[dict[str, Any]]:
-    """Compile what first shows an op, or a value of a kernel's parameter in one of its dtypes.
+def values_of(needed: Needed) -> set[Any]:
+    """The op, and the type or the value of each of the kernel's parameters.
 
-    A GPU compiles every combination of them, in the conformance tests.  Alignment is no value here:
-    it changes the width of accesses, not the program.
+    Alignment is none: it changes the width of accesses, not the program.
     """
-    seen: set[Any] = set()
-    for op, case, dtype, launch in launches:
+    variant = needed.launch.variant()
+    fixed = (("num_warps", variant.num_warps), ("num_stages", variant.num_stages))
+    values = (*variant.signature, *variant.constexprs, *fixed)
+    return {needed.op, *((variant.kernel, value) for value in values)}
+
+
+def covering(launches: Iterator[Needed]) -> Iterator[Needed]:
+    """Few launches that have every value of all of them: always one with the most new values."""
+    left = [(needed, values_of(needed)) for needed in launches]
+    while left:
+        chosen, seen = max(left, key=lambda pair: len(pair[1]))
+        yield chosen
+        left = [(needed, new) for needed, values in left if (new := values - seen)]
+
+
+def compile_each_value(launches: Iterator[Needed]) -> Iterator[dict[str, Any]]:
+    """Compile every op and every value of a kernel's parameter at least once.
+
+    A GPU compiles every combination of them, in the conformance tests.
+    """
+    for op, case, dtype, launch in covering(launches):
         variant = launch.variant()
-        fixed = (("num_warps", variant.num_warps), ("num_stages", variant.num_stages))
-        values: set[Any] = {op}
-        for value in (*variant.signature, *variant.constexprs, *fixed):
-            values.add((variant.kernel, dtype, value))
-        if values <= seen:
-            continue
-        seen |= values
         result: dict[str, Any] = {"op": op, "case": f"{case}, {dtype}", "kernel": variant.function}
         result["programmatic"] = variant.programmatic
         try:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import httpx
 TIMEOUT_S = 120
 KEY = "a key"
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-"""A request that takes seconds."""
+"""A request that takes about a second; see ``engine_stopped``."""
 
 
 class ServerProcess:
@@ -54,12 +55,30 @@ class ServerProcess:
         wait_for(is_ready)
         return self
 
+    def children(self, part: str = "") -> list[int]:
+        """The processes that the server has started, by a part of their command."""
+        pid = self.process.pid
+        found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        return [each for each in found if part in Path(f"/proc/{each}/cmdline").read_text()]
+
     @property
     def engine_pid(self) -> int:
-        """The process of the engine: the only child."""
-        pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        """The process of the only engine."""
+        (engine,) = self.children(".child")
+        return engine
+
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Meanwhile no request advances, so that none ends before it is looked at."""
+        engines = self.children(".child")
+        for pid in engines:
+            send(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in engines:
+                with suppress(ProcessLookupError):  # the body may have ended it
+                    send(pid, signal.SIGCONT)
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, **options)

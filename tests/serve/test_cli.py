@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
+import termios
+from array import array
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.cli import main
 from fusewright.serve.env import collect
 from fusewright.serve.flags import SAMPLING, takes_flags
+
+from .server_process import wait_for
 
 COMMANDS = ("run", "eval", "demo", "compile", "cache", "bench", "explain", "env")
 
@@ -253,23 +257,27 @@ def test_interrupt_exits_130_without_a_traceback() -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
+    assert process.stdout is not None and process.stdin is not None
     assert process.stdout.readline() == "up\n"
-    # It blocks on standard input, which stays open: only the signal can end it.
-    wait_until_blocked_on_stdin(process.pid)
+    # It reads standard input, which stays open: only the signal can end it.
+    process.stdin.write("1+1=\n")
+    process.stdin.flush()
+    wait_until_read(process.stdin.fileno())
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
 
 
-def wait_until_blocked_on_stdin(pid: int) -> None:
-    """Until the process sleeps in a read of file 0 (Linux)."""
-    for _ in range(600):
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S":
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"process {pid} never waited for its standard input")
+def wait_until_read(pipe: int) -> None:
+    """Until the other side has read all that is in a pipe (Linux)."""
+
+    def is_empty() -> bool:
+        left = array("i", [0])
+        fcntl.ioctl(pipe, termios.FIONREAD, left)
+        return left[0] == 0
+
+    wait_for(is_empty)
 
 
 SCRIPT = Path(sys.executable).with_name("fusewright")

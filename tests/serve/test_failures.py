@@ -123,13 +123,13 @@ def test_debug_is_a_prompt_where_a_prompt_is_expected(capsys: pytest.CaptureFixt
 # Compilers and their files
 
 
-def compiled(tmp_path: Path, more: str = "", **environment: str) -> str:
+def compiled(tmp_path: Path, **environment: str) -> str:
     """What a start that must compile for a CPU says."""
     places = {
         "FUSEWRIGHT_CACHE_DIR": str(tmp_path / "store"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
-    return line_of(shell(f"$fw compile -O2 {CPU} --no-verify {more}", **places | environment))
+    return line_of(shell(f"$fw compile -O2 {CPU} --no-verify", **places | environment))
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(tmp_path: Path) -> None:
@@ -164,8 +164,12 @@ def test_a_folder_that_inductor_cannot_write_is_named(tmp_path: Path) -> None:
     assert "TMPDIR" in line
 
 
-def test_a_dump_on_a_full_disk_names_the_file(tmp_path: Path) -> None:
+def test_a_dump_on_a_full_disk_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path / "store"))
     (tmp_path / "dump").mkdir()
     (tmp_path / "dump/00-traced.txt").symlink_to("/dev/full")
-    line = compiled(tmp_path, f"--dump {tmp_path}/dump")
+    argv = ["compile", "-O2", *CPU.split(), "--no-verify", "--dump", f"{tmp_path}/dump"]
+    line = line_of((main(argv), capsys.readouterr().err))
     assert f"dump={tmp_path}/dump: 00-traced.txt cannot be written: No space left" in line

@@ -380,7 +380,7 @@ def test_a_step_that_fails_is_said_in_one_line(
     def fail(*args: Any) -> None:
         raise RuntimeError("no memory left\nand a long trace")
 
-    monkeypatch.setattr("fusewright.engine.worker.model_runner.ModelRunner._run", fail)
+    monkeypatch.setattr("fusewright.engine.worker.model_runner.ModelRunner.launch", fail)
     assert main([*argv, *CPU]) == 2
     said = capsys.readouterr().err
     assert re.search(r"error: .*failed.*: RuntimeError: no memory left\n", said), said

@@ -49,9 +49,9 @@ def test_sigterm_lets_open_requests_finish_and_takes_no_more() -> None:
         engine = server.engine_pid
         assert health(server) == (200, "ok")
         with open_stream(server) as lines:
-            server.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: health(server) == (503, "draining"))
-            with server.client() as client:
+            with server.engine_stopped(), server.client() as client:
+                server.process.send_signal(signal.SIGTERM)
+                wait_for(lambda: health(server) == (503, "draining"))
                 assert client.post("/v1/completions", json={"prompt": "1"}).status_code == 503
                 assert client.get("/live").status_code == 200
             rest = list(lines)
@@ -65,7 +65,7 @@ def test_sigterm_lets_open_requests_finish_and_takes_no_more() -> None:
 @pytest.mark.parametrize("flags", [(), ("--shutdown-timeout", "0")], ids=["twice", "in no time"])
 def test_a_second_sigterm_or_the_end_of_time_answers_everyone(flags: tuple[str, ...]) -> None:
     with started(*flags) as server:
-        with open_stream(server) as lines:
+        with open_stream(server) as lines, server.engine_stopped():
             server.process.send_signal(signal.SIGTERM)
             if not flags:
                 wait_for(lambda: any("draining" in line for line in server.lines))

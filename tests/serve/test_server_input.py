@@ -111,9 +111,9 @@ def test_other_refusals_are_in_the_same_form(http: httpx.Client) -> None:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_too_many_waiting_requests_are_sent_away(http: httpx.Client) -> None:
+def test_too_many_waiting_requests_are_sent_away(server: ServerProcess, http: httpx.Client) -> None:
     many = {**LONG, "n": 16 + 64, "temperature": 1.0, "stream": True}
-    with http.stream("POST", "/v1/completions", json=many):
+    with http.stream("POST", "/v1/completions", json=many), server.engine_stopped():
         answer = http.post("/v1/completions", json={"prompt": "1"})
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"

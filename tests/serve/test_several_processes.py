@@ -23,21 +23,14 @@ def num_sockets(pid: int) -> int:
     return sum(str(link).startswith("socket:") for link in links)
 
 
-def children(server: ServerProcess, part: str) -> list[int]:
-    """The processes that the server has started, by a part of their command."""
-    pid = server.process.pid
-    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return [each for each in found if part in Path(f"/proc/{each}/cmdline").read_text()]
-
-
 @contextmanager
 def started(num_api: int, num_replicas: int) -> Iterator[ServerProcess]:
     counts = ("--api-server-count", str(num_api), "--data-parallel-size", str(num_replicas))
     server = ServerProcess(*counts).wait_ready()
-    all_pids = children(server, "")
+    all_pids = server.children()
     try:
-        assert len(children(server, ".child")) == num_replicas
-        assert len(children(server, ".helper")) == num_api - 1
+        assert len(server.children(".child")) == num_replicas
+        assert len(server.children(".helper")) == num_api - 1
         yield server
         wait_for(lambda: not any(map(is_running, all_pids)))
     finally:
@@ -46,16 +39,19 @@ def started(num_api: int, num_replicas: int) -> Iterator[ServerProcess]:
 
 @contextmanager
 def open_streams(server: ServerProcess, count: int) -> Iterator[list[Iterator[str]]]:
-    """The events of long completions that have begun, over a connection each."""
-    with ExitStack() as stack:
+    """The events of long completions that have begun, over a connection each; none ends meanwhile,
+    however slow the machine: the engines run only until the next one has begun."""
+    with ExitStack() as stack, ExitStack() as held:
         body = {**LONG, "stream": True}
         streams = []
         for _ in range(count):
             client = stack.enter_context(server.client())
+            held.close()
             response = stack.enter_context(client.stream("POST", "/v1/completions", json=body))
             assert response.status_code == 200
             lines = (line for line in response.iter_lines() if line)
             next(lines)
+            held.enter_context(server.engine_stopped())
             streams.append(lines)
         yield streams
 
@@ -68,7 +64,7 @@ def last_event(lines: Iterator[str]) -> Any:
 
 def test_two_api_processes_over_two_replicas_are_one_server() -> None:
     with started(2, 2) as server:
-        (helper,) = children(server, ".helper")
+        (helper,) = server.children(".helper")
         before = num_sockets(helper)
         with ExitStack() as stack:
             for number in range(MANY):  # open together: a port is not used twice
@@ -96,7 +92,7 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
                 assert codes == ["aborted"] * 8
             wait_for(lambda: is_idle(client))
         with open_streams(server, 8) as streams:
-            send(children(server, ".child")[1], signal.SIGKILL)
+            send(server.children(".child")[1], signal.SIGKILL)
             codes = [last_event(lines)["error"]["code"] for lines in streams]
         assert codes == ["engine_dead"] * 8
         assert server.process.wait(TIMEOUT_S) == 1
@@ -107,6 +103,8 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
 def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
     with started(2, 1) as server, open_streams(server, 8) as streams:
         server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: any("draining" in line for line in server.lines))
+        send(server.engine_pid, signal.SIGCONT)
         reasons = [last_event(lines)["choices"][0]["finish_reason"] for lines in streams]
         assert reasons == ["length"] * 8
         assert server.process.wait(TIMEOUT_S) == 0
@@ -114,7 +112,7 @@ def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
 
 def test_a_killed_api_process_ends_the_server() -> None:
     with started(2, 1) as server:
-        send(children(server, ".helper")[0], signal.SIGKILL)
+        send(server.children(".helper")[0], signal.SIGKILL)
         assert server.process.wait(TIMEOUT_S) == 1
         message = "error: API process 1 has ended (signal SIGKILL)"
         wait_for(lambda: server.lines[-1].startswith(message))
