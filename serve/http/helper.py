@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ...config import EngineOptions
+from ...config import EngineDeadError, EngineOptions, UserError
 from ...engine.process.wire import Seat
 from ...engine.ranks.lifetime import end_with, leave_signals_to_the_parent
 from .state import Settings
@@ -92,14 +92,16 @@ class Helper:
 
     async def _watch(self, on_exit: Callable[[str], None]) -> None:
         assert self._process.stdout is not None
+        told = {READY: self.ready, DRAINED: self.drained}
         while line := await self._process.stdout.readline():
-            told = self.ready if line == READY else self.drained
-            told.set_result(None)
+            told[line].set_result(None)
         code = await self._process.wait()
-        for told in (self.ready, self.drained):
-            if not told.done():
-                told.cancel()
-        on_exit(f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        on_exit(how)
+        for waited in told.values():
+            if not waited.done():
+                waited.set_exception(EngineDeadError(how))
+                waited.exception()  # nobody may wait
 
 
 async def _main() -> None:
@@ -123,9 +125,9 @@ async def _main() -> None:
         life.release()
 
     obeying = asyncio.ensure_future(obey())
-    with suppress(Exception):  # the first process tells why the engine has ended
+    with suppress(UserError):  # the first process tells what it is, and ends this one
         await life.run()
-    obeying.cancel()
+    await obeying
 
 
 if __name__ == "__main__":

@@ -110,15 +110,23 @@ def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
         assert server.process.wait(TIMEOUT_S) == 0
 
 
-def test_a_killed_api_process_ends_the_server() -> None:
-    with started(2, 1) as server:
-        send(server.children(".helper")[0], signal.SIGKILL)
-        assert server.process.wait(TIMEOUT_S) == 1
-        message = "error: API process 1 has ended (signal SIGKILL)"
-        wait_for(lambda: server.lines[-1].startswith(message))
+def test_a_start_that_fails_is_told_once_and_leaves_nobody() -> None:
+    server = ServerProcess("--api-server-count", "2", "--kv-cache-memory-bytes", "1")
+    assert server.process.wait(TIMEOUT_S) == 2
+    wait_for(lambda: server.lines)
+    assert [line for line in server.lines if "error" in line] == server.lines[-1:]
+    assert "kv_cache_memory_bytes leaves 1 bytes" in server.lines[-1]
 
 
-@pytest.mark.slow
-def test_a_killed_first_process_leaves_none_of_the_others() -> None:
-    with started(2, 2) as server:
-        server.kill()
+@pytest.mark.parametrize("first", [False, True], ids=["another", "the first"])
+def test_an_api_process_that_is_killed_ends_all_others(first: bool) -> None:
+    server = ServerProcess("--api-server-count", "2")
+    wait_for(lambda: server.children(".helper"))
+    pids = [server.process.pid, *server.children("")]
+    send(server.process.pid if first else server.children(".helper")[0], signal.SIGKILL)
+    code = server.process.wait(TIMEOUT_S)
+    wait_for(lambda: not any(map(is_running, pids)))
+    if not first:
+        wait_for(lambda: server.lines)
+        assert code == 1
+        assert server.lines[-1].startswith("error: API process 1 has ended (signal SIGKILL)")

@@ -101,12 +101,8 @@ def test_every_prompt_that_finishes_has_a_span(monkeypatch: pytest.MonkeyPatch) 
         assert before_ns <= span.start_time_unix_nano <= span.end_time_unix_nano <= after_ns
 
 
-@pytest.mark.parametrize("url", ["localhost:4318", "grpc://localhost:4317", "http://"])
-def test_an_address_that_is_no_collector_is_refused(url: str) -> None:
-    server = ServerProcess("--otlp-endpoint", url)
+def test_an_address_that_is_no_collector_is_refused() -> None:
+    server = ServerProcess("--otlp-endpoint", "localhost:4318")
     assert server.process.wait(TIMEOUT_S) == 2
-    wait_for(lambda: server.lines)
-    assert (
-        server.lines[-1]
-        == f"error: otlp_endpoint={url!r}: expected http://HOST:PORT of a collector"
-    )
+    message = "error: otlp_endpoint='localhost:4318': expected http://HOST:PORT of a collector"
+    wait_for(lambda: server.lines == [message])
