@@ -123,6 +123,7 @@ class ChatRequest(Generation):
 class ResponsesRequest(Generation):
     """``POST /v1/responses``."""
 
+    n: Literal[1] | None = None
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_PROMPTS)]
     instructions: str | None = None
     max_output_tokens: int | None = None

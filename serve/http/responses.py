@@ -30,6 +30,9 @@ async def responses(request: Request) -> Response:
     if body.previous_response_id is not None:
         message = "previous_response_id: answers are not stored; send the conversation"
         raise ApiError(400, message, param="previous_response_id")
+    for name, own in (("max_tokens", "max_output_tokens"), ("response_format", "text.format")):
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name} is a field of chats: use {own}", param=name)
     body = body.model_copy(update={"response_format": _format(body)})
     params = sampling_params(body, max_tokens=body.max_output_tokens)
     prompt = await render(state, _messages(body), True, body.chat_template_kwargs)
@@ -45,9 +48,15 @@ async def responses(request: Request) -> Response:
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any] | None:
-    """``text.format`` as ``response_format`` of chats has it."""
+    """``text.format`` as ``response_format`` of chats has it.
+
+    Raises:
+        ApiError: it is no object.
+    """
     form = (body.text or {}).get("format")
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
+    if form is not None and not isinstance(form, dict):
+        raise ApiError(400, "text.format: expected an object with its type", param="text")
+    if form is None or form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 

@@ -56,6 +56,21 @@ BAD: list[tuple[str, Any, str | None]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("n", 2),
+        ("max_tokens", 5),
+        ("response_format", {"type": "text"}),
+        ("text", {"format": "json"}),
+        ("previous_response_id", "resp_1"),
+    ],
+)
+def test_responses_refuse_what_they_would_ignore(http: httpx.Client, name: str, value: Any) -> None:
+    answer = http.post("/v1/responses", json={"input": "1+1=", name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
 @pytest.mark.parametrize("body, param", [each[1:] for each in BAD], ids=[each[0] for each in BAD])
 def test_bad_input_is_a_400_that_names_the_field(
     http: httpx.Client, body: Any, param: str | None
