@@ -162,7 +162,7 @@ def test_a_command_that_a_page_shows_can_be_typed(
     page: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if words[0] == "podman" and "fusewright" in words:
+    if words[0] in {"podman", "torchrun"} and "fusewright" in words:
         words = words[words.index("fusewright") :]
     (program, *arguments) = words
     if program == "fusewright":

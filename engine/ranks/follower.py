@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..messages.codec import decode
 from ..messages.step import Batch
@@ -127,27 +127,31 @@ def serve(link: Link, worker: Worker) -> None:
             return
 
 
-def main(argv: list[str]) -> int:
-    """Run a rank's process; returns its exit code."""
+def main(argv: list[str]) -> NoReturn:
+    """Run a rank's process."""
     link = Link(socket.socket(fileno=int(argv[0])))
     end_with(int(argv[1]))
     leave_signals_to_the_parent()
+    # Not sys.exit: torch would free its graphs, find a lost device, and abort.
+    os._exit(run(link))
+
+
+def run(link: Link) -> int:
+    """Start as rank 0 says, run its batches, and return the process's exit code."""
     try:
         worker = start_worker(link)
         link.send(Kind.READY)
         gc.freeze()
         serve(link, worker)
-        code = 0
+        return 0
     except (EOFError, BrokenPipeError, ConnectionResetError):  # rank 0 has ended
-        code = 1
+        return 1
     except Exception as error:
         failure = Failure.of(error)
         with suppress(OSError):
             link.send(Kind.FAILED, RankFailed(*failure))
-        code = failure.exit_code
-    # Not sys.exit: torch would free its graphs, find a lost device, and abort.
-    os._exit(code)
+        return failure.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -28,6 +28,7 @@ from ..messages.codec import decode, encode
 from ..worker.peers import RankGroup
 from ..worker.source import artifact_store
 from .link import ArtifactFolder, ArtifactKey, Kind, Link, RankFailed, Start
+from .torchrun import Joined, joined_ranks
 
 _LOOK_S = 0.5
 """Time between two looks at the states of the processes, in seconds."""
@@ -39,6 +40,7 @@ _CAUSE_S = 3.0
 """Longest wait for what ended a rank, behind an error of rank 0 that may come of it."""
 _END_S = 5.0
 """Longest time that ranks may take to end when they are told to."""
+_UNKNOWN = "torchrun says how"
 _alone = threading.Lock()
 """Held by the process's one leader: programs know their process group by a fixed name."""
 
@@ -51,6 +53,7 @@ class Leader:
 
     Args:
         options, hardware: of rank 0; the others get the same.
+        torchrun: the others are torchrun's processes, and are waited for.
 
     Raises:
         UserError: this process already has an engine with several ranks.
@@ -58,7 +61,9 @@ class Leader:
 
     rank = 0
 
-    def __init__(self, options: EngineOptions, hardware: Hardware) -> None:
+    def __init__(
+        self, options: EngineOptions, hardware: Hardware, *, torchrun: bool = False
+    ) -> None:
         self.world, self._hardware = options.tensor_parallel_size, hardware
         if not _alone.acquire(blocking=False):
             raise UserError(
@@ -79,7 +84,8 @@ class Leader:
         self._stopping, self._closed, self._stopped_at = False, False, 0.0
         self._group: RankGroup | None = None
         self._links: dict[int, Link] = {}
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | Joined] = {}
+        self._torchrun = torchrun
         self._start = Start(options, hardware, 0, str(self._store), torch.get_num_threads())
         self._stopped_looks: dict[int, int] = {}
         self._not_going_on: set[int] = set()
@@ -209,8 +215,8 @@ class Leader:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             try:
-                for rank in range(1, self.world):
-                    self._spawn(rank, selector)
+                for rank, process, link in self._others():
+                    self._take(rank, process, link, selector)
                 lost_at: float | None = None
                 while self._failure is None and not self._all_stopped:
                     for key, _ in selector.select(_LOOK_S if lost_at is None else _GATHER_S / 3):
@@ -232,16 +238,20 @@ class Leader:
     def _is_late(self) -> bool:
         return time.monotonic() - self._stopped_at > _END_S
 
-    def _spawn(self, rank: int, selector: selectors.BaseSelector) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-m", f"{__package__}.follower"]
-            process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        link = Link(ours)
+    def _others(self) -> Iterator[tuple[int, subprocess.Popen[bytes] | Joined, Link]]:
+        if self._torchrun:
+            yield from joined_ranks(self.world, Path(self._store).parent, lambda: self._stopping)
+            return
+        for rank in range(1, self.world):
+            yield rank, *_spawn()
+
+    def _take(
+        self,
+        rank: int,
+        process: subprocess.Popen[bytes] | Joined,
+        link: Link,
+        selector: selectors.BaseSelector,
+    ) -> None:
         self._processes[rank], self._links[rank] = process, link
         with suppress(OSError):  # a rank that has ended at once is noticed below
             link.send(Kind.START, replace(self._start, rank=rank))
@@ -256,9 +266,7 @@ class Leader:
         def end() -> None:
             selector.unregister(exited)
             os.close(exited)
-            code = process.wait()
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._ended[rank] = how
+            self._ended[rank] = _how(process.wait())
 
         selector.register(link, selectors.EVENT_READ, hear)
         selector.register(exited, selectors.EVENT_READ, end)
@@ -271,7 +279,7 @@ class Leader:
             self._changed.notify_all()
 
     def _look_for_stopped(self) -> None:
-        """Kill a process that somebody has stopped for seconds: the others wait for it.  Counted in
+        """End all when somebody has stopped a process for seconds: others wait for it.  Counted in
         looks and not in time, since a terminal may stop and continue all processes together."""
         for rank, process in self._processes.items():
             if rank in self._ended or rank in self._not_going_on:
@@ -282,18 +290,24 @@ class Leader:
                 self._stopped_looks[rank] = looks
                 if looks > _MOST_STOPPED:
                     self._not_going_on.add(rank)
-                    process.kill()
+                    self._fail(self._lost(rank))
 
     def _cause(self) -> UserError:
         """What ended first, as far as one can tell: a process that was killed takes the others'
         collectives down, and they say so."""
-        killed = [rank for rank, how in self._ended.items() if how.startswith("signal")]
+        killed = [
+            rank
+            for rank, how in self._ended.items()
+            if how.startswith("signal") or (how == _UNKNOWN and rank not in self._failed)
+        ]
         if self._failed and not killed:
             rank, failed = max(self._failed.items(), key=lambda item: item[1].exit_code)
             sys.stderr.write(failed.traceback)
             message = f"{self._name(rank)}: {failed.message}"
             return UserError(message) if failed.exit_code == 2 else EngineDeadError(message)
-        rank = (killed or list(self._ended))[0]
+        return self._lost((killed or list(self._ended))[0])
+
+    def _lost(self, rank: int) -> EngineDeadError:
         stopped = rank in self._not_going_on
         how = "it was stopped, and did not go on" if stopped else self._ended[rank]
         return EngineDeadError(f"{self._name(rank)} has ended ({how}); restart the engine")
@@ -306,6 +320,8 @@ class Leader:
         with self._changed:
             if self._failure is None and not self._stopping:
                 self._failure = failure
+                if self._torchrun:  # it ends this process too, perhaps before the error is told
+                    sys.stderr.write(f"error: {failure}\n")
             group = self._group
             self._changed.notify_all()
         for rank, process in self._processes.items():
@@ -320,3 +336,23 @@ class Leader:
                 process.kill()
             process.wait()
             self._links[rank].close()
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], Link]:
+    """Start the process of a rank, which the link tells what to be."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-P", "-m", f"{__package__}.follower"]
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+    return process, Link(ours)
+
+
+def _how(code: int | None) -> str:
+    """How a process has ended, from its exit code as ``Popen`` gives it."""
+    if code is None:
+        return _UNKNOWN
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -29,6 +29,7 @@ class Kind(IntEnum):
     CAPTURE = 9  # to a rank, without a body: capture one graph that no step has needed
     STOP = 10  # to a rank, without a body: end the process
     FAILED = 11  # from a rank: RankFailed; its process ends
+    HELLO = 12  # from a rank that torchrun has started: Hello
 
 
 class Start(Struct, frozen=True):
@@ -44,6 +45,12 @@ class Start(Struct, frozen=True):
     rank: int
     store: str
     num_threads: int
+
+
+class Hello(Struct, frozen=True):
+    """Who has come."""
+
+    rank: int
 
 
 class ArtifactKey(Struct, frozen=True):

@@ -11,6 +11,7 @@ from ..messages.step import Runner
 from ..worker.peers import Alone
 from .leader import Leader
 from .runner import RanksRunner
+from .torchrun import claim_ranks, join_torchrun
 
 
 class OneRank(Alone):
@@ -35,12 +36,15 @@ class OneRank(Alone):
 
 
 def start_ranks(options: EngineOptions, spec: ModelSpec, hardware: Hardware) -> OneRank | Leader:
-    """Start the processes of all ranks but 0, which is this one; returns at once.
+    """Start the processes of all ranks but 0, which is this one; returns at once.  Under torchrun,
+    which has started them, another rank does not return.
 
     Raises:
-        UserError: there are fewer GPUs than ranks, or this process has such an engine already.
+        UserError: torchrun has started another number of them, there are fewer GPUs than ranks, or
+            this process has such an engine already.
     """
     world = options.tensor_parallel_size
+    launch = join_torchrun(world)
     if world == 1:
         return OneRank()
     if hardware.device == "cuda" and world > hardware.num_devices:
@@ -49,7 +53,9 @@ def start_ranks(options: EngineOptions, spec: ModelSpec, hardware: Hardware) -> 
             f"tensor_parallel_size={world}: a rank needs a GPU of its own, and there are "
             f"{hardware.num_devices}; this model runs here with {sizes}"
         )
-    return Leader(options, hardware)
+    if launch is not None:
+        claim_ranks()
+    return Leader(options, hardware, torchrun=launch is not None)
 
 
 def on_all(ranks: OneRank | Leader, runner: Runner) -> Runner:

@@ -18,7 +18,7 @@ from fusewright.engine.core.scheduler import Scheduler
 from tests.model_executor.tiny_models import BY_NAME, MOE_MODELS, TINY_MODELS
 
 PROMPT_LENGTHS = (1, 5, 17, 40)
-NUM_TOKENS = 40
+NUM_TOKENS = 64
 CHUNKS = (1, 7, 16, 64)
 BLOCK_SIZES = (8, 16, 32)
 MAX_LEN = 128
@@ -107,13 +107,14 @@ def crowd(scheduler: Scheduler) -> None:
 
 NAMES = [tiny.name for tiny in TINY_MODELS]
 OF_EXPERTS = [tiny.name for tiny in MOE_MODELS]
-FEW = ("llama_gqa", "qwen2_window", OF_EXPERTS[0])
+FEW = ("llama_gqa", "qwen2_window")
 CASES = [
     *((name, 2, 16) for name in NAMES),
-    *((name, level, BLOCK_SIZES[level % 3]) for level in (0, 1, 3) for name in FEW),
-    *((name, 2, size) for size in BLOCK_SIZES if size != 16 for name in FEW[:2]),
+    *((name, level, BLOCK_SIZES[level % 3]) for level in (0, 1, 3) for name in (*FEW, *OF_EXPERTS)),
+    *((name, 2, size) for size in BLOCK_SIZES if size != 16 for name in FEW),
 ]
-"""Every model at the level that users get, and a few at the others and with every block size."""
+"""Every model at the level that users get, mixtures of experts and a few others at every level, and
+the few with every block size."""
 
 
 @pytest.mark.parametrize(("name", "level", "block_size"), CASES)
