@@ -177,7 +177,7 @@ class ExpertMeasure:
         launches: list[Launch] = []
         by_expert = None
         if ids.shape[0] > MOST_UNSORTED:
-            launches, by_expert = sort_by_expert(ids, self._experts.experts, None)
+            launches, by_expert = sort_by_expert(ids, self._experts.experts)
         for (x, x_scale), (weight, scale), activation in zip(
             inputs, self._layers, ("silu", None), strict=True
         ):

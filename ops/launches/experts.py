@@ -85,7 +85,7 @@ def invariant_tile(itemsize: int) -> Tile:
 
 
 def sort_by_expert(
-    topk_ids: Tensor, num_experts: int, first_expert: Tensor | None
+    topk_ids: Tensor, num_experts: int, first_expert: Tensor | None = None
 ) -> tuple[list[Launch], Sorted]:
     """One launch; nothing is read on the host.  With ``first_expert`` slots of experts that are not
     here have no place between the offsets."""
