@@ -9,10 +9,6 @@ namespace fusewright::attention {
 // product less the rounded one is to be 0.
 constexpr float kNoPeak = -0x1p100f;
 
-// The same number in all lanes, as the compiler then knows: what follows from it is computed once a
-// warp, above all where the MMAs' operands lie.
-__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(kAllLanes, x); }
-
 __device__ __forceinline__ Item uniform(const Item& item) {
   return {uniform(item.token),   uniform(item.queries), uniform(item.head), uniform(item.position),
           uniform(item.seq_len), uniform(item.begin),   uniform(item.end)};
@@ -307,27 +303,13 @@ struct Computer {
             const float* pair = rows.sums + 4 * (base + j) + 2 * r;
             x[j] = pack<Out>(pair[0] * factor, pair[1] * factor);
           }
-          exchange(x[0], x[1], x[2], x[3], quad);
+          transpose_quad(x[0], x[1], x[2], x[3], quad);
           if (live) {
             *reinterpret_cast<uint4*>(to + 8 * (base + quad)) = uint4{x[0], x[1], x[2], x[3]};
           }
         }
       }
     }
-  }
-
-  // Transposes four words of four threads.
-  static __device__ __forceinline__ void exchange(uint32_t& a, uint32_t& b, uint32_t& c,
-                                                  uint32_t& d, int quad) {
-    const bool odd = quad & 1, upper = quad & 2;
-    uint32_t s = __shfl_xor_sync(kAllLanes, odd ? a : b, 1);
-    (odd ? a : b) = s;
-    s = __shfl_xor_sync(kAllLanes, odd ? c : d, 1);
-    (odd ? c : d) = s;
-    s = __shfl_xor_sync(kAllLanes, upper ? a : c, 2);
-    (upper ? a : c) = s;
-    s = __shfl_xor_sync(kAllLanes, upper ? b : d, 2);
-    (upper ? b : d) = s;
   }
 
   __device__ __forceinline__ void run() {

@@ -3,8 +3,8 @@
 
 #include <cuda.h>
 
+#include "../common/wgmma.cuh"
 #include "prefill_items.cuh"
-#include "wgmma.cuh"
 
 namespace fusewright::attention {
 

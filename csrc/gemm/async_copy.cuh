@@ -15,13 +15,13 @@ namespace fusewright::gemm {
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 
-// A box of a described tensor, from (0, y, z) on.
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int y, int z,
+// A box of a described tensor, from (x, y, z) on.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int x, int y, int z,
                                          uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(&map), "r"(0), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
       : "memory");
 }
 

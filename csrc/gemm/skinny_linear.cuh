@@ -92,9 +92,9 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
     const uint32_t full = shared.full(stage), to = shared.weight(stage);
     const int line = (share.first + step) * kConsumerWarps;
     barrier_expect_bytes(full, bytes);
-    copy_box(to, weight_map, line, share.first_output, full, kEvictFirst);
+    copy_box(to, weight_map, 0, line, share.first_output, full, kEvictFirst);
     if (args.gated()) {
-      copy_box(to + T::kRows / 2 * kRowBytes, weight_map, line,
+      copy_box(to + T::kRows / 2 * kRowBytes, weight_map, 0, line,
                args.out_features + share.first_output, full, kEvictFirst);
     }
     if (kBlockScales) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   const auto copy_x = [&](int step, int stage) {
     const uint32_t full = shared.full(stage);
     const int line = (share.first + step) * kConsumerWarps;
-    copy_box(shared.x(stage), x_map, line, 0, full, kEvictNormal);
+    copy_box(shared.x(stage), x_map, 0, line, 0, full, kEvictNormal);
     if (kBlockScales) {
       copy_bytes(shared.x_scale(stage), args.x_scale + line * args.num_tokens, 16 * args.num_tokens,
                  full);

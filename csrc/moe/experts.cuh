@@ -93,9 +93,9 @@ __device__ __forceinline__ void copy_weight(const Ring<T>& ring, int stage, cons
   if (threadIdx.x % kWarpSize != 0) return;
   const uint32_t full = ring.full(stage), to = ring.weight(stage);
   barrier_expect_bytes(full, T::kRows * T::kRowBytes + num_x_rows * T::kXRowBytes);
-  gemm::copy_box(to, map, step * T::kLines, segment.low, full, gemm::kEvictFirst);
+  gemm::copy_box(to, map, 0, step * T::kLines, segment.low, full, gemm::kEvictFirst);
   if constexpr (T::kRows == 16) {
-    gemm::copy_box(to + 8 * T::kRowBytes, map, step * T::kLines, segment.high, full,
+    gemm::copy_box(to + 8 * T::kRowBytes, map, 0, step * T::kLines, segment.high, full,
                    gemm::kEvictFirst);
   }
 }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void copy_weight(const Ring<T>& ring, int stage, cons
 template <typename T>
 __device__ __forceinline__ void copy_x_row(const Ring<T>& ring, int stage, const CUtensorMap& map,
                                            int step, int row, int column) {
-  gemm::copy_box(ring.x(stage) + column * T::kXRowBytes, map, step * T::kXLines, row,
+  gemm::copy_box(ring.x(stage) + column * T::kXRowBytes, map, 0, step * T::kXLines, row,
                  ring.full(stage), gemm::kEvictNormal);
 }
 

@@ -1,40 +1,13 @@
 // Launches of the mixture-of-experts kernels: tensor maps, shared memory, the grid.
 #include <algorithm>
-#include <atomic>
 
+#include "../common/prepare.h"
 #include "../gemm/skinny_launch.cuh"
 #include "experts.cuh"
 #include "route.cuh"
 
 namespace fusewright::moe {
 namespace {
-
-// Once a device and kernel.
-template <typename Kernel, typename Prepare>
-cudaError_t prepare_once(const Prepare& prepare) {
-  static std::atomic<uint64_t> done{0};
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (done.load() & bit) return cudaSuccess;
-  const cudaError_t error = prepare();
-  if (error == cudaSuccess) done.fetch_or(bit);
-  return error;
-}
-
-template <auto kKernel>
-struct Identity {};
-
-template <auto kKernel>
-cudaError_t allow_shared_memory(int bytes) {
-  return prepare_once<Identity<kKernel>>([&] {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    return cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                cudaSharedmemCarveoutMaxShared);
-  });
-}
 
 template <bool kWide>
 cudaError_t run_route(const RouteArgs& args, int block_experts, int cluster, bool programmatic,

@@ -7,11 +7,15 @@
 
 #include <cstdint>
 
-namespace fusewright::attention {
+namespace fusewright {
 
 constexpr int kWarpgroupThreads = 128;
 // Eight rows of 128 bytes: what the swizzle permutes within.
 constexpr int kAtomBytes = 1024;
+
+// The same number in all lanes, as the compiler then knows: what follows from it is computed once a
+// warp, above all where the MMAs' operands lie.
+__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
 // A matrix in shared memory, in units of 16 bytes. `kStride`: bytes between atoms along the rows
 // that an atom has eight of; `leading`: between atoms along the bytes of a row, which only a
@@ -66,6 +70,13 @@ __device__ __forceinline__ void pin(uint32_t (&d)[kCount]) {
   FW_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
   "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
+#define FW_NAMES_128                                                                          \
+  FW_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, " \
+  "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "     \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "    \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "      \
+  "%125, %126, %127"
+
 // d = a b^T, + d unless `fresh`; a: 64 rows, b: 128 rows, of 16 elements each.
 #define FW_FROM_SHARED(TYPE)                                                                  \
   asm volatile(                                                                               \
@@ -97,6 +108,16 @@ __device__ __forceinline__ void multiply<__half>(float (&d)[64], uint64_t a, uin
   FW_FROM_SHARED("f16");
 }
 
+// The same with 256 rows of b.
+__device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool fresh) {
+  asm volatile(
+      "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %130, 0;\n\t"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"
+      " {" FW_NAMES_128 "}, %128, %129, add, 1, 1, 0, 0;\n\t}"
+      : FW_32(d, 0), FW_32(d, 32), FW_32(d, 64), FW_32(d, 96)
+      : "l"(a), "l"(b), "r"(fresh ? 0 : 1));
+}
+
 template <typename M>
 __device__ __forceinline__ void multiply_add(float (&d)[64], const uint32_t* a, uint64_t b);
 
@@ -112,11 +133,27 @@ __device__ __forceinline__ void multiply_add<__half>(float (&d)[64], const uint3
   FW_FROM_REGISTERS("f16");
 }
 
+// Transposes four words of the four threads of a quad: of what an MMA leaves each has two
+// neighbouring elements of every eight, then eight of every thirty-two.
+__device__ __forceinline__ void transpose_quad(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
+                                               int quad) {
+  const bool odd = quad & 1, upper = quad & 2;
+  uint32_t s = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1);
+  (odd ? a : b) = s;
+  s = __shfl_xor_sync(0xffffffffu, odd ? c : d, 1);
+  (odd ? c : d) = s;
+  s = __shfl_xor_sync(0xffffffffu, upper ? a : c, 2);
+  (upper ? a : c) = s;
+  s = __shfl_xor_sync(0xffffffffu, upper ? b : d, 2);
+  (upper ? b : d) = s;
+}
+
 #undef FW_FROM_SHARED
 #undef FW_FROM_REGISTERS
+#undef FW_NAMES_128
 #undef FW_NAMES_64
 #undef FW_NAMES_32
 #undef FW_32
 #undef FW_8
 
-}  // namespace fusewright::attention
+}  // namespace fusewright

@@ -1,0 +1,48 @@
+// The interface between the op fw_cuda::moe_grouped_linear and its kernels. It is plain C++, without
+// torch and without device code.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "moe.h"
+
+namespace fusewright::moe {
+
+constexpr int kMaxGroupedExperts = 1024;
+constexpr int kGroupedLine = 64;  // both features are multiples of it
+
+// Slots of an expert are order[offsets[e]] to order[offsets[e + 1] - 1]; a slot's place is where it
+// is in the order.
+struct GroupedArgs {
+  const __nv_bfloat16* x;       // [x_rows, in_features], rows x_row_stride elements apart
+  const __nv_bfloat16* weight;  // [num_experts, rows, in_features], contiguous
+  const int* order;             // [num_slots]
+  const int* offsets;           // [num_experts + 1]
+  __nv_bfloat16* y;             // [num_slots, out_features]
+  int num_slots, num_experts;
+  int in_features, out_features;  // with gates, half of the weight's rows
+  int x_rows, slots_a_row;        // a slot's row of x is slot / slots_a_row
+  int64_t x_row_stride;
+  bool gated;             // y is act(gate) * up, of weights with rows of gates, then of ups
+  Activation activation;  // of the gates
+  bool x_sorted;          // rows of x are places, not slots
+  bool y_sorted;          // rows of y are places, not slots
+};
+
+// The tile of a block: rows of slots by rows of the weight.
+enum class GroupedTiling { k128x256, k128x128, k64x256 };
+
+struct GroupedPlan {
+  GroupedTiling tiling;
+  int lead;         // steps by which the first of two warpgroups is ahead, less than the stages
+  int group_tiles;  // row tiles of an expert that are walked before the next column tile
+  bool wide_reads;  // L2 fetches 256 bytes of a weight's row at once, else 128
+  bool fenced;      // gathered rows are fenced from the MMAs that read them
+};
+
+cudaError_t launch_grouped(const GroupedArgs& args, const GroupedPlan& plan, bool programmatic,
+                           cudaStream_t stream);
+
+}  // namespace fusewright::moe
