@@ -9,6 +9,8 @@ namespace fusewright::attention {
 // product less the rounded one is to be 0.
 constexpr float kNoPeak = -0x1p100f;
 
+using fusewright::uniform;
+
 __device__ __forceinline__ Item uniform(const Item& item) {
   return {uniform(item.token),   uniform(item.queries), uniform(item.head), uniform(item.position),
           uniform(item.seq_len), uniform(item.begin),   uniform(item.end)};
