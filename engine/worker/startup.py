@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ... import ops
 from ...compiler.capture.source import WEIGHTS
@@ -337,12 +337,6 @@ def capture(graphs: Graphs, config: ResolvedConfig, progress: Progress) -> None:
         advance(graphs.num_captured)
         while not config.capture.lazy and graphs.capture_next():
             advance(1)
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers; shared ones count once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
 
 def driver_bytes(hardware: Hardware) -> int:

@@ -29,9 +29,9 @@ from .startup import (
     outside_bytes,
     step_buffers,
     warm_up,
-    weight_bytes,
 )
 from .startup_report import StartupReport
+from .weight_bytes import step_reads, weight_bytes
 
 
 class Worker:
@@ -87,6 +87,7 @@ class Worker:
         with startup.phase("capture"):
             capture(self.graphs, config, progress)
         self.groups = block_groups(spec.cache_groups)
+        self.reads = step_reads(self.weights.result(), spec, config)
         self.runner = ModelRunner(
             program,
             self.graphs,
