@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..config import UserError
@@ -22,8 +23,6 @@ from .profiling import drive
 from .serving import check_length, run, warm_up
 from .workloads import Work, equal
 
-COPY_TB_S = 4.28
-"""Copy rate of an H200, bytes read and written (docs/decisions): limits are computed with it."""
 _REPLAYS = 20
 
 
@@ -61,24 +60,9 @@ def pretend_computed(engine: Engine, works: Sequence[Work]) -> None:
 
 
 def bytes_to_read(engine: Engine, batch: int, context: int) -> int:
-    """Bytes that a decode step reads: the cached contexts, and all weights but the embedding table
-    where it is not tied to lm_head."""
-    spec, size = engine.spec, engine.config.cache.block_size
-    weights = engine.memory().weights
-    if not spec.tie_word_embeddings:
-        weights -= spec.vocab_size * spec.hidden_size * spec.dtype.itemsize
-    cached = sum(
-        min(context, group.spec.window or context)
-        * len(group.layers)
-        * group.spec.block_bytes(size)
-        for group in spec.cache_groups
-    )
-    return weights + batch * cached // size
-
-
-def has_limit(engine: Engine) -> bool:
-    """Whether ``COPY_TB_S`` says anything of this device: not of a CPU."""
-    return engine.config.hardware.device == "cuda"
+    """Bytes that a decode step of ``batch`` requests behind ``context`` tokens each has to read."""
+    ones = np.ones(batch, np.int32)
+    return int(engine.core.reads.count(ones * (context - 1), ones))
 
 
 def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dict[str, Any]:
@@ -100,8 +84,8 @@ def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dic
         "tpot_ms": round(tpot_ms, 4),
         "gigabytes": round(nbytes / 1e9, 3),
     }
-    if has_limit(engine):
-        limit_ms = nbytes / COPY_TB_S / 1e9
+    if engine.copy_ceiling:
+        limit_ms = nbytes / engine.copy_ceiling / 1e9
         row |= {"limit_ms": round(limit_ms, 4), "of_limit": round(limit_ms / tpot_ms, 3)}
     return row
 
@@ -150,7 +134,7 @@ def measure_growth(
     fill_caches(engine)
     warm_up(engine, equal(1, 8, 4, engine.inputs.vocab_size))
     found: dict[str, Any] = {"context": [], "requests": [], "skipped": []}
-    found["has_limit"] = has_limit(engine)
+    found["has_limit"] = engine.copy_ceiling > 0
     for batch in batches:
         for context in contexts:
             try:

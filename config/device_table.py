@@ -8,6 +8,7 @@ says.  A file that cannot serve is ignored, and its reason is in ``report()`` an
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -34,6 +35,7 @@ PORTABLE = {
     "algorithms": "no: bytes of one version of cuBLASLt, ranked on one GPU",
     "rows": "to GPUs of the same compute capability, whose kernels and caches are alike",
     "num_sms": "to GPUs of the same compute capability, while none is here",
+    "copy_tb_s": "no: the memory of one GPU",
 }
 _REMEDY = "write it anew with python -m fusewright.bench.ops.tune_linear"
 _HEAD = {"gpu": str, "sm": int, "num_sms": int, "cublaslt": int}
@@ -90,6 +92,7 @@ class DeviceTable:
         cublaslt: version of the library, as 130100.
         rows: one of ``ROWS`` -> (fewest columns of a weight, most rows), the first that fits holds.
         measured: where the figures come from.
+        copy_tb_s: rate of a device-to-device copy, bytes read and written; 0: not measured.
     """
 
     name: str
@@ -100,6 +103,7 @@ class DeviceTable:
     algorithms: tuple[Algorithm, ...] = ()
     rows: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     measured: Mapping[str, str] = field(default_factory=dict)
+    copy_tb_s: float = 0.0
 
     @property
     def file(self) -> str:
@@ -155,6 +159,8 @@ def parse_table(text: str | bytes, name: str) -> DeviceTable:
         for key, kind in _HEAD.items():
             if type(content[key]) is not kind:
                 raise ValueError(f"{key}={content[key]!r}, expected {kind.__name__}")
+        if not 0 <= content.get("copy_tb_s", 0.0) < math.inf:
+            raise ValueError(f"copy_tb_s={content['copy_tb_s']!r}, expected 0 or more")
         table = DeviceTable(name, algorithms=algorithms, rows=rows, **content)
     except UserError:
         raise
@@ -219,6 +225,12 @@ def nearest(gpu: str, sm: int, tables: Iterable[DeviceTable]) -> DeviceTable | N
     compute capability; for an unknown GPU (``sm`` 0) the first."""
     fits = [t for t in tables if t.rows and (t.sm == sm or not sm)]
     return next((t for t in fits if t.gpu == gpu), fits[0] if fits else None)
+
+
+def copy_ceiling(gpu: str, tables: Iterable[DeviceTable]) -> float:
+    """The measured copy rate of a GPU model's memory in TB/s, 0 if no table has it: the ceiling of
+    what only moves bytes."""
+    return next((t.copy_tb_s for t in tables if t.gpu == gpu and t.copy_tb_s), 0.0)
 
 
 def file_name(gpu: str, cublaslt: int) -> str:

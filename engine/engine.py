@@ -13,9 +13,11 @@ from threading import local
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 
 from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
+from ..config.device_table import copy_ceiling, shipped
 from ..graph_capture import MemoryReport
 from ..model_executor.expert_load import Load, describe_load, read_load
 from .core.grammar import Grammars
@@ -65,7 +67,9 @@ class Engine(EngineLoop):
         tokenizer_file = inputs.tokenizer_folder / "tokenizer.json"
         self.grammars = Grammars(tokenizer_file, spec.vocab_size, list(eos_token_ids))
         runner = on_all(ranks, worker.runner)
-        core = make_core(config, worker.num_blocks, worker.groups, runner, self.grammars)
+        core = make_core(
+            config, worker.num_blocks, worker.groups, runner, self.grammars, worker.reads
+        )
         super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
         self.spec, self.options, self.config, self.startup = spec, options, config, startup
         self.runner, self.graphs, self.dispatcher = worker.runner, worker.graphs, worker.dispatcher
@@ -118,6 +122,7 @@ class Engine(EngineLoop):
                 "outside": self.dispatcher.report_outside(),
             },
             "dispatch": self.dispatcher.report(),
+            "reads": {**to_builtins(self.core.reads), "copy_tb_s": self.copy_ceiling},
             "memory": {
                 **self.memory().to_json(),
                 "kv_groups": report_kv_groups(
@@ -130,6 +135,11 @@ class Engine(EngineLoop):
     def expert_load(self) -> Load:
         """Tokens of each expert since the start; empty without ``record_expert_load``."""
         return read_load(self.weights.result())
+
+    @property
+    def copy_ceiling(self) -> float:
+        """The measured copy rate of this device in TB/s; 0 if no device table has it."""
+        return copy_ceiling(self.config.hardware.name, shipped().tables)
 
     def memory(self) -> MemoryReport:
         """Account for the device memory, with the graphs that are captured by now."""

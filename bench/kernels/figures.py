@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ...config import UserError
+from ...config.device_table import copy_ceiling, shipped
 from ..compare import Change, largest_first
 
-COPY_TB_S = 4.28
-"""Device-to-device copy on an H200, bytes read and written (docs/decisions)."""
+COPY_TB_S = copy_ceiling("NVIDIA H200", shipped().tables)
+"""Device-to-device copy on an H200, bytes read and written."""
 BF16_TFLOP_S = 790.0
 """An 8192-cubed matmul by cuBLAS on an H200."""
 FP8_TFLOP_S = 2 * BF16_TFLOP_S

@@ -52,6 +52,22 @@ def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[A
     return [*kept, *found.algorithms], len(found.algorithms)
 
 
+def copy_tb_s() -> float:
+    """The rate of a device-to-device copy of 2 GiB in TB/s, bytes read and written: the best of
+    10."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times_ms: list[float] = []
+    for _ in range(10):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        target.copy_(source)
+        ended.record()
+        ended.synchronize()
+        times_ms.append(begun.elapsed_time(ended))
+    return round(2 * source.nbytes / min(times_ms) / 1e9, 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--output", type=Path, help="the table; default: that in use")
@@ -73,7 +89,9 @@ def main() -> None:
     near = portable()
     about = {name: str(env[name]) for name in ("torch", "commit", "command")}
     rows = (old or near or here).rows
-    table = replace(here, algorithms=tuple(algorithms), rows=rows, measured=about)
+    table = replace(
+        here, copy_tb_s=copy_tb_s(), algorithms=tuple(algorithms), rows=rows, measured=about
+    )
     path.write_text(table.text())
     print(f"{count} algorithms into {path}")
 

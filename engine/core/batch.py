@@ -31,6 +31,8 @@ class ScheduledStep(Struct):
 
     scheduled: list[ScheduledRequest]
     batch: Batch
+    launched_at: float = 0.0
+    """By ``time.perf_counter()``."""
 
 
 def make_batch(

@@ -15,6 +15,7 @@ from ...config import EngineDeadError, ResolvedConfig, UserError
 from ..messages.cache_group import CacheGroup
 from ..messages.requests import AbortRequests, AddRequest, CoreStats, StepOutputs
 from ..messages.step import PendingStep, Runner
+from ..messages.step_reads import StepReads
 from .batch import ScheduledStep
 from .grammar import Grammars, Matcher
 from .kv_blocks import BlockPool
@@ -22,6 +23,7 @@ from .request import Request
 from .scheduler import Scheduler
 from .step_clock import StepClock
 
+NO_READS = StepReads()
 _Failed: TypeAlias = tuple[ScheduledStep, BaseException]
 
 
@@ -31,6 +33,7 @@ class EngineCore:
     Args:
         async_scheduling: keep one step in flight; its tokens are seen one call later.
         grammars: for requests with structured output.
+        reads: the bytes that a step has to read.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class EngineCore:
         *,
         async_scheduling: bool = True,
         grammars: Grammars | None = None,
+        reads: StepReads = NO_READS,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -47,7 +51,8 @@ class EngineCore:
         self._most_in_flight = 2 if async_scheduling else 1
         self._in_flight: list[tuple[ScheduledStep, PendingStep]] = []
         self._dead: Exception | None = None
-        self._clock = StepClock()
+        self.reads = reads
+        self._clock = StepClock(reads)
 
     def check_size(self, request: AddRequest) -> None:
         """Raise ``UserError`` if the request can never run here; any thread may ask."""
@@ -76,6 +81,7 @@ class EngineCore:
         """End requests and free what they hold; unknown ids are ignored."""
         for request_id in request.request_ids:
             self.scheduler.abort(request_id)
+        self._note_in_flight()
 
     def step(self) -> StepOutputs:
         """Launch the next step, and apply the oldest in flight unless another may join it.
@@ -96,6 +102,7 @@ class EngineCore:
         failed: list[_Failed] = []
         if step is not None:
             clock.in_flight(len(self._in_flight) + 1)
+            clock.launching(step)
             try:
                 self._in_flight.append((step, self.runner.launch(step.batch)))
                 clock.lap("launch")
@@ -113,6 +120,7 @@ class EngineCore:
             try:
                 result = pending.result()
                 clock.lap("wait")
+                clock.ended(oldest, self._kind(oldest))
             except Exception as error:
                 del self._in_flight[0]
                 failed.insert(0, (oldest, error))
@@ -122,9 +130,15 @@ class EngineCore:
                 clock.lap("update")
         if failed:
             self._recover(failed)
-        # A step whose requests have all ended is not waited for.
-        clock.in_flight(len(self._in_flight) if self.num_unfinished else 0)
+        self._note_in_flight()
         return self.scheduler.take_outputs(tokens)
+
+    def _note_in_flight(self) -> None:
+        # A step whose requests have all ended is not waited for.
+        self._clock.in_flight(len(self._in_flight) if self.num_unfinished else 0)
+
+    def _kind(self, step: ScheduledStep) -> str:
+        return "decode" if step.batch.query_len == self.scheduler.tokens_per_step else "mixed"
 
     def stats(self) -> CoreStats:
         """Count what runs, waits and was found in the prefix cache."""
@@ -142,6 +156,8 @@ class EngineCore:
             num_prefix_hits=scheduler.num_prefix_hits,
             phase_s=dict(self._clock.phase_s),
             idle_s=self._clock.idle_s,
+            busy_s=dict(self._clock.busy_s),
+            read_bytes=dict(self._clock.read_bytes),
         )
 
     @property
@@ -204,6 +220,7 @@ def make_core(
     groups: Sequence[CacheGroup],
     runner: Runner,
     grammars: Grammars | None = None,
+    reads: StepReads = NO_READS,
 ) -> EngineCore:
     """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share."""
     scheduler = Scheduler(
@@ -221,4 +238,5 @@ def make_core(
         runner,
         async_scheduling=config.scheduler.async_scheduling,
         grammars=grammars,
+        reads=reads,
     )

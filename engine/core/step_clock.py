@@ -1,18 +1,35 @@
-"""``StepClock``: where the host's time goes in steps, and how long none was in flight."""
+"""``StepClock``: where the host's time goes in steps, how long none was in flight, and how many
+bytes the steps had to read in the time that they took."""
 
 from __future__ import annotations
 
 from time import perf_counter
 
+from ..messages.step_reads import StepReads
+from .batch import ScheduledStep
+
 PHASES = ("schedule", "launch", "wait", "update")
 """Choosing the work, preparing and launching it, waiting for its result, applying that.  A CPU
 computes within the launch; a GPU does meanwhile, and who waits for it is bound by it."""
+KINDS = ("decode", "mixed")
+"""Steps of decodes alone, and those that compute a part of a prompt."""
 
 
 class StepClock:
-    """Sums in seconds since the start."""
+    """Sums since the start, in seconds and bytes.
 
-    def __init__(self) -> None:
+    ``busy_s`` and ``read_bytes`` have the time of each kind of step and the least bytes that it had
+    to read.  The time of a step is from its launch, or the end of the step before if that comes
+    later, until its result is there.
+
+    Args:
+        reads: tells the bytes of a step.
+    """
+
+    def __init__(self, reads: StepReads) -> None:
+        self._reads = reads
+        self.busy_s, self.read_bytes = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+        self._busy_since = self._ended_at = 0.0
         self.phase_s = dict.fromkeys(PHASES, 0.0)
         self._at = self._idle_since = perf_counter()
         self._idle_s, self._num_in_flight = 0.0, 0
@@ -30,10 +47,24 @@ class StepClock:
     def in_flight(self, count: int) -> None:
         """``count`` steps are launched, or about to be, and have not been waited for."""
         if not self._num_in_flight and count:
-            self._idle_s += perf_counter() - self._idle_since
+            self._busy_since = perf_counter()
+            self._idle_s += self._busy_since - self._idle_since
         elif self._num_in_flight and not count:
             self._idle_since = perf_counter()
         self._num_in_flight = count
+
+    def launching(self, step: ScheduledStep) -> None:
+        """``step`` is about to be launched, and counted as in flight already."""
+        step.launched_at = perf_counter()
+
+    def ended(self, step: ScheduledStep, kind: str) -> None:
+        """The result of ``step`` is there, by the last lap."""
+        began, now = max(step.launched_at, self._ended_at), self._at
+        # A step that nobody waited for ended unseen, some time before those that came after it.
+        if step.launched_at >= self._busy_since:
+            self.busy_s[kind] += now - began
+            self.read_bytes[kind] += self._reads.count(step.batch.starts, step.batch.query_lens)
+        self._ended_at = now
 
     @property
     def idle_s(self) -> float:

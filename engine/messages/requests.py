@@ -141,7 +141,7 @@ class StepOutputs(Struct, frozen=True):
 class CoreStats(Struct, frozen=True):
     """The state of the scheduler and of its KV cache, and counts since the start.  ``num_held`` has
     the blocks of each group that requests hold, ``peak_held`` the most that they ever held.
-    ``phase_s`` and ``idle_s`` are of ``StepClock``."""
+    ``phase_s``, ``idle_s``, ``busy_s`` and ``read_bytes`` are of ``StepClock``."""
 
     num_running: int
     num_waiting: int
@@ -155,6 +155,8 @@ class CoreStats(Struct, frozen=True):
     num_prefix_hits: int
     phase_s: dict[str, float]
     idle_s: float
+    busy_s: dict[str, float]
+    read_bytes: dict[str, float]
 
 
 class Core(Protocol):

@@ -6,18 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...config import Hardware
 from ...graph_capture import Graphs, MemoryReport
 from ...model_executor.cache_spec import LayerGroup
 from ..messages.requests import CoreStats
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers; shared ones count once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
 
 def driver_bytes(hardware: Hardware) -> int:

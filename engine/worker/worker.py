@@ -13,7 +13,7 @@ from ...graph_capture import Dispatcher
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.spec import ModelSpec, stage_of
 from .graph_mode import graph_mode
-from .memory import account, outside_bytes, weight_bytes
+from .memory import account, outside_bytes
 from .model_runner import ModelRunner
 from .peers import Peers
 from .progress import Progress
@@ -30,6 +30,7 @@ from .startup import (
     warm_up,
 )
 from .startup_report import StartupReport
+from .weight_bytes import step_reads, weight_bytes
 
 
 class Worker:
@@ -86,6 +87,7 @@ class Worker:
             )
         with startup.phase("capture"):
             capture(self.graphs, config, progress)
+        self.reads = step_reads(self.weights.result(), spec, config)
         self.runner = ModelRunner(
             program,
             self.graphs,

@@ -23,7 +23,6 @@ from .app import make_app
 from .errors import ApiError
 from .helper import DRAINED, READY, Helper, Orders
 from .limits import LimitedProtocol
-from .metrics import matched_sites
 from .state import Phase, ServerState, Settings
 from .tool_calls import detect
 
@@ -184,7 +183,7 @@ class Life:
             reports = ready.result()
         except EngineDeadError:
             raise self._death() from None
-        self._state.metrics.matched_sites = matched_sites(reports[0])
+        self._state.metrics.reports = reports
         tokenizer = self._client.inputs.tokenizer
         if tokenizer is not None and self._state.tool_format is None:
             self._state.tool_format = detect(tokenizer.chat_template)

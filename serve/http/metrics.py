@@ -53,6 +53,9 @@ _counter, _gauge = CounterMetricFamily, GaugeMetricFamily
 _MORE_LABELS = {
     "fusewright:steps": ("step", "graph"),
     "fusewright:step_phase_seconds": ("phase",),
+    "fusewright:step_read_bytes": ("step",),
+    "fusewright:step_busy_seconds": ("step",),
+    "fusewright:copy_ceiling_unknown": ("why",),
 }
 
 
@@ -142,8 +145,8 @@ class Metrics(Collector):
         self._open: dict[str, _Open] = {}
         self.tally = Tally()
         self._shown = self.tally
-        self.matched_sites: dict[str, int] = {}
-        """Fused sites of each pass."""
+        self.reports: list[dict[str, Any]] = []
+        """What each engine has said of itself once it had started."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -248,6 +251,8 @@ class Metrics(Collector):
             ]
             if replica.counters is not None:
                 found += _of_counters(replica.counters)
+            if self.reports:
+                found += ceilings(self.reports[number])
             for make, name, text, value in found:
                 names = [*labels, *_MORE_LABELS.get(name, ())]
                 family = families.setdefault(name, make(name, text, labels=names))
@@ -267,8 +272,8 @@ class Metrics(Collector):
         sites = GaugeMetricFamily(
             "fusewright:fused_sites", "Matched sites of a pass.", labels=[*self._labels, "pass"]
         )
-        for name, count in self.matched_sites.items():
-            sites.add_metric([*self._labels.values(), name], count)
+        for each in self.reports[0]["passes"] if self.reports else ():
+            sites.add_metric([*self._labels.values(), each["name"]], each["matched"])
         yield sites
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
@@ -282,7 +287,10 @@ def _of_counters(counters: Counters) -> list[tuple[Any, str, str, Any]]:
     core = counters.core
     used = 1 - core.num_free_kv_blocks / core.num_kv_blocks
     kinds = {tuple(kind.split("/")): count for kind, count in counters.step_kinds.items()}
-    phases = {(phase,): seconds for phase, seconds in core.phase_s.items()}
+    phases, busy_s, read_bytes = (
+        {(label,): value for label, value in sums.items()}
+        for sums in (core.phase_s, core.busy_s, core.read_bytes)
+    )
     return [
         (_gauge, "vllm:num_requests_running", "Outputs that run.", core.num_running),
         (_gauge, "vllm:num_requests_waiting", "Outputs that wait.", core.num_waiting),
@@ -292,12 +300,30 @@ def _of_counters(counters: Counters) -> list[tuple[Any, str, str, Any]]:
         (_counter, "vllm:num_preemptions", "Preempted outputs.", core.num_preemptions),
         (_counter, "fusewright:step_seconds", "Time in steps.", counters.step_s),
         (_counter, "fusewright:step_phase_seconds", "Time in steps by phase.", phases),
+        (_counter, "fusewright:step_busy_seconds", "Time that steps took.", busy_s),
+        (_counter, "fusewright:step_read_bytes", "Bytes that steps had to read.", read_bytes),
         (_counter, "fusewright:idle_seconds", "Time without a step in flight.", core.idle_s),
         (_counter, "fusewright:rest_seconds", "Time without requests.", counters.rest_s),
         (_counter, "fusewright:steps", "Steps by kind and by how they ran.", kinds),
     ]
 
 
-def matched_sites(report: dict[str, Any]) -> dict[str, int]:
-    """Matches of each pass, from an engine's report."""
-    return {each["name"]: each["matched"] for each in report["passes"]}
+def ceilings(report: dict[str, Any]) -> list[tuple[Any, str, str, Any]]:
+    """The series of what an engine's device can copy, as of ``_of_counters``: its measured rate, or
+    why there is none."""
+    rate, hardware = report["reads"]["copy_tb_s"], report["hardware"]
+    why = f"no device table has the copy rate of {hardware}"
+    return [
+        (
+            _gauge,
+            "fusewright:copy_ceiling_bytes_per_second",
+            "Measured copy rate of the device.",
+            {(): rate * 1e12} if rate else {},
+        ),
+        (
+            _gauge,
+            "fusewright:copy_ceiling_unknown",
+            "1 where the rate is not measured.",
+            {} if rate else {(why,): 1},
+        ),
+    ]

@@ -13,6 +13,7 @@ from fusewright.config import UserError
 from fusewright.config.device_table import (
     Algorithm,
     DeviceTable,
+    copy_ceiling,
     nearest,
     parse_table,
     read_table,
@@ -104,6 +105,8 @@ def test_a_file_with_unknown_entries_is_ignored_with_the_reason(
         ({"sm": "90"}, "sm='90', expected int"),
         ({"rows": {"stream fp8 token": [[64, 8]]}}, "expected the last to begin at 0"),
         ({"rows": {"stream fp8 token": 8}}, "not iterable"),
+        ({"copy_tb_s": -1.0}, "copy_tb_s=-1.0, expected 0 or more"),
+        ({"copy_tb_s": "4"}, "not supported between"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(
@@ -129,3 +132,10 @@ def test_rows_come_from_the_nearest_gpu() -> None:
     assert nearest("d GPU", 90, tables) is TABLE, "of its capability"
     assert nearest("d GPU", 120, tables) is None, "of no other"
     assert nearest("", 0, tables) is older, "no GPU is here"
+
+
+def test_the_copy_ceiling_is_that_of_the_same_gpu_alone() -> None:
+    measured = replace(TABLE, copy_tb_s=2.5, cublaslt=2)
+    assert copy_ceiling("a GPU", (TABLE, measured)) == 2.5, "whichever version measured it"
+    assert copy_ceiling("a GPU", (TABLE,)) == copy_ceiling("b GPU", (measured,)) == 0
+    assert copy_ceiling("NVIDIA H200", shipped().tables) > 4

@@ -48,19 +48,18 @@ def others(llm: LLM) -> list[int]:
     ],
 )
 def test_a_rank_lost_in_a_step_ends_the_engine(number: signal.Signals, reason: str) -> None:
-    llm = LLM("abacus", **OPTIONS)
-    (pid,) = others(llm)
+    with LLM("abacus", **OPTIONS) as llm:
+        (pid,) = others(llm)
 
-    def lose(_: object) -> None:
-        os.kill(pid, number)
+        def lose(_: object) -> None:
+            os.kill(pid, number)
 
-    llm.engine.on_tokens = lose
-    with pytest.raises(EngineDeadError, match=reason):
-        llm.generate(["12+34="] * 3, LONG, use_tqdm=False)
-    with pytest.raises(EngineDeadError, match=reason):
-        llm.generate("1+1=", use_tqdm=False)
-    assert is_gone(pid)
-    llm.close()
+        llm.engine.on_tokens = lose
+        with pytest.raises(EngineDeadError, match=reason):
+            llm.generate(["12+34="] * 3, LONG, use_tqdm=False)
+        with pytest.raises(EngineDeadError, match=reason):
+            llm.generate("1+1=", use_tqdm=False)
+        wait_for(lambda: is_gone(pid))  # callers learn of it before the kernel has ended it
     if number == signal.SIGKILL:
         with LLM("abacus", **OPTIONS) as again:
             assert again.generate("37+58=", use_tqdm=False)[0].outputs[0].token_ids

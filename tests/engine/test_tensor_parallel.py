@@ -50,6 +50,9 @@ EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
     [
         ("llama_gqa", 2, {"optimization_level": 0}),
         ("llama_gqa", 2, {"optimization_level": 1}),
+        ("qwen3_qk_norm", 2, {"optimization_level": 2, **EVERY_PASS}),
+        ("llama_gqa", 2, {"optimization_level": 3}),
+        ("qwen2_moe", 2, {"optimization_level": 0}),
         # Of four ranks two share a KV head, and one adds the biases.
         ("llama_bias", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),
@@ -65,7 +68,7 @@ def test_ranks_give_the_tokens_and_logits_of_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All levels with 2 ranks and with 4, dense and with experts that are cut or whole."""
+    """Dense models at all levels, mixtures too, some with whole experts; 4 ranks at -O1, -O2."""
     with tiny(name, tmp_path, world, **options) as llm:
         recorder = LogitsRecorder(llm, monkeypatch)
         check(llm, recorder, references(name), f"{name}, {world} ranks")
@@ -169,3 +172,5 @@ def test_a_process_has_one_engine_of_several_ranks() -> None:
             LLM("abacus", **engine_options)
         with pytest.raises(UserError, match="compared on one rank"):
             recompile(llm.engine, PASSES, Progress())  # type: ignore[arg-type]
+    with LLM("abacus", **engine_options) as llm:
+        assert llm.generate("37+58=", EVERY[0], use_tqdm=False)[0].outputs[0].text == "95"

@@ -11,6 +11,7 @@ import pytest
 from fusewright.config import UserError
 from fusewright.engine.ranks.torchrun import join_torchrun
 from tests.engine.test_rank_faults import TIMEOUT_S, is_gone
+from tests.serve.server_process import wait_for
 
 TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
 RUN = "run abacus --tensor-parallel-size 2 --device cpu -O0 --max-num-seqs 4 --temperature 0"
@@ -51,8 +52,9 @@ def test_the_end_of_a_rank_is_the_end_of_all(tmp_path: Path) -> None:
     assert done.returncode != 0
     reason = "error: rank 1 of 2 has ended (it was stopped, and did not go on)"
     assert reason in done.stderr, done.stderr
-    for pid in map(int, done.stdout.split()):
-        assert is_gone(pid)
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 2
+    wait_for(lambda: all(is_gone(pid) for pid in pids))
 
 
 @pytest.mark.parametrize(

@@ -291,8 +291,9 @@ def test_metrics_count_what_was_asked(server: ServerProcess, http: httpx.Client)
     http.post("/v1/completions", json=stopped)
     after = http.get("/metrics").text
 
-    def value(text: str, name: str) -> float:
-        found = [line for line in text.splitlines() if line.startswith(name + "{")]
+    def value(text: str, name: str, labels: str = "") -> float:
+        lines = text.splitlines()
+        found = [line for line in lines if line.startswith(name + "{") and labels in line]
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
     for name, more in (
@@ -307,6 +308,11 @@ def test_metrics_count_what_was_asked(server: ServerProcess, http: httpx.Client)
     )
     assert more in (4, 5)  # one more may have been under way when the stop string was seen
     assert value(after, "fusewright:steps_total") > 0
+    for name in ("fusewright:step_read_bytes_total", "fusewright:step_busy_seconds_total"):
+        for kind in ("decode", "mixed"):
+            label = f'step="{kind}"'
+            assert value(after, name, label) > value(before, name, label)
+    assert value(after, "fusewright:copy_ceiling_unknown", "no device table has the copy rate") == 1
     assert 'finished_reason="stop"' in after
     assert 'path="/v1/completions"' in after
 
