@@ -19,8 +19,11 @@ from fusewright.engine.ranks.start import start_ranks
 from fusewright.engine.ranks.torchrun import join_torchrun
 from fusewright.engine.recompile import recompile
 from fusewright.engine.worker.progress import Progress
+from fusewright.engine.worker.source import artifact_key
+from fusewright.engine.worker.startup import read_model
 from fusewright.graph_capture import GraphKind
 from fusewright.model_executor.hf_config import model_folder, read_spec
+from fusewright.model_executor.spec import stage_of
 from tests.engine.test_parity import MAX_LEN, LogitsRecorder, check, crowd, references
 from tests.engine.test_rank_faults import LONG, is_gone
 from tests.model_executor.tiny_models import BY_NAME
@@ -100,6 +103,20 @@ def test_stages_give_the_tokens_and_logits_of_transformers_without_a_program(
         assert output.prompt_logprobs and len(output.outputs[0].logprobs or ()) == 3
         with pytest.raises(UserError, match=r"^pipeline_parallel_size=2: programs are compared on"):
             recompile(llm.engine, (), Progress())  # type: ignore[arg-type]
+
+
+def test_stages_of_the_middle_that_are_alike_share_an_artifact() -> None:
+    options = EngineOptions(model="abacus", pipeline_parallel_size=4)
+    _, spec, config = read_model(options, Hardware("cpu", "one"))
+    stages = [stage_of(spec, number) for number in range(4)]
+    assert [(stage.first_layer, stage.num_layers) for stage in stages] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 2),
+    ]
+    keys = [artifact_key(stage, config) for stage in stages]
+    assert keys[1] == keys[2] and len({key.digest for key in keys}) == 3
 
 
 def test_sizes_that_do_not_fit_are_named_before_anything_is_loaded(
