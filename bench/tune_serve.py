@@ -13,11 +13,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, inf
+from statistics import mean
 from typing import Any
 
 from ..config import MachineError, UserError
 from .http_load import arrivals, load
 from .http_server import serving
+from .profile_options import ProfileOptions
 from .workloads import Work
 
 KEPT_OF = 3
@@ -25,6 +27,8 @@ KEPT_OF = 3
 _RATES = (0.85, 0.7, 0.55, 0.4, 0.25, 0.1)
 """Rates that are offered, as shares of the throughput of requests that come all at once."""
 _WARM_UP = 64
+_DELAY = 4
+"""Steps before those that are profiled."""
 MEMORY_SHARES = (0.92, 0.94, 0.96, 0.98)
 
 Row = dict[str, Any]
@@ -72,6 +76,21 @@ def rounds(num_points: int, num_requests: int) -> list[tuple[int, int]]:
 def goodput(row: Row) -> float:
     """Requests a second that kept all limits; none of a point that failed."""
     return float(row.get("goodput_per_s", 0.0))
+
+
+def to_profile(best: Row, works: Sequence[Work]) -> list[ProfileOptions]:
+    """What shows where the steps of the best point spend their time: the prefill of a prompt, and
+    decodes of as many requests as were open on average (Little's law), all of mean length."""
+    mean_open = best["requests_per_s"] * best["e2e_ms"]["mean"] / 1e3
+    most = min(best["max_num_seqs"], len(works))
+    decode = ProfileOptions(
+        "decode",
+        min(most, max(1, round(mean_open))),
+        input_len=ceil(mean(len(work.prompt_token_ids) for work in works)),
+        output_len=max(ceil(mean(work.output_len for work in works)), 3 + _DELAY),
+        delay_iterations=_DELAY,
+    )
+    return [replace(decode, phase="prefill", batch_size=1), decode]
 
 
 class Found:

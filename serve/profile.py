@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +14,9 @@ from ..config import UserError
 from .flags import Model, engine_flags
 from .options import load, to_measure
 from .table import table
+
+if TYPE_CHECKING:
+    from ..bench.profile_options import ProfileOptions
 
 _ROWS_SHOWN = 24
 _NAME_WIDTH = 64
@@ -75,19 +80,51 @@ def profile(
     for wanted in to_profile:
         wanted.check()
     for folder in folders.values():
-        _make(folder)
+        make_folder(folder)
+    record_phases(options, {folders[wanted.phase]: wanted for wanted in to_profile}, output)
+
+
+def record_phases(
+    options: dict[str, Any],
+    to_profile: Mapping[Path, ProfileOptions],
+    output: Path,
+    *,
+    err: bool = False,
+) -> dict[str, Any]:
+    """Profile an engine of these options.
+
+    Args:
+        options: of the engine.
+        to_profile: a phase for each folder, which must be there.
+        output: the folder for what is said of the engine.
+        err: print the tables to stderr.
+
+    Returns:
+        What ``bench.profiling.write`` returns of each phase.
+
+    Raises:
+        UserError: an option is bad, or the device lets nothing be recorded.
+    """
     from ..bench.profiling import profile_phase, write
 
+    say = partial(typer.echo, err=err)
     llm = load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
-    for wanted in to_profile:
-        folder = folders[wanted.phase]
+    phases = {}
+    for folder, wanted in to_profile.items():
         found = write(profile_phase(llm, wanted, folder / "trace.json"), folder)
-        _show(wanted.phase, found)
+        _show(wanted.phase, found, say)
+        phases[wanted.phase] = found
     (output / "engine.json").write_text(json.dumps(llm.report(), indent=1) + "\n")
-    typer.echo(f"wrote {output}")
+    say(f"wrote {output}")
+    return phases
 
 
-def _make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
+    """Make a folder for a phase's files.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernels.csv").touch()
@@ -95,7 +132,7 @@ def _make(folder: Path) -> None:
         raise UserError(f"output={folder}: {error.strerror}; give a folder to write to") from error
 
 
-def _show(phase: str, found: dict[str, Any]) -> None:
+def _show(phase: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
     rows = found["rows"]
     cells = [["kernel", "calls/step", "calls/layer", "us each", "us/step", "CPU us", "share"]]
     for row in rows[:_ROWS_SHOWN]:
@@ -103,10 +140,10 @@ def _show(phase: str, found: dict[str, Any]) -> None:
         figures = [f"{row[key]:.2f}" for key in ("calls_a_step", "calls_a_layer")]
         figures += [f"{row[key]:.2f}" for key in ("us_each", "us_a_step", "cpu_us_a_step")]
         cells.append([name[:_NAME_WIDTH], *figures, f"{row['share']:.1%}"])
-    typer.echo(f"{phase}, {found['timeline']['num_steps']} steps")
-    typer.echo(table(cells))
+    say(f"{phase}, {found['timeline']['num_steps']} steps")
+    say(table(cells))
     if len(rows) > _ROWS_SHOWN:
-        typer.echo(f"and {len(rows) - _ROWS_SHOWN} more in kernels.csv")
+        say(f"and {len(rows) - _ROWS_SHOWN} more in kernels.csv")
     groups = found["groups"]
     cells = [["where", "calls/step", "us/step", "us/layer", "CPU us", "share"]]
     for title, name in (("in the layers", "in_layers"), ("once a step", "once_a_step")):
@@ -115,12 +152,12 @@ def _show(phase: str, found: dict[str, Any]) -> None:
         calls, us, cpu = (group[key] for key in ("calls_a_step", "us_a_step", "cpu_us_a_step"))
         share = f"{group['share']:.1%}"
         cells.append([title, f"{calls:.1f}", f"{us:.1f}", layer, f"{cpu:.1f}", share])
-    typer.echo("\n" + table(cells))
-    _show_experts(found["experts"])
-    _show_timeline(found["timeline"])
+    say("\n" + table(cells))
+    _show_experts(found["experts"], say)
+    _show_timeline(found["timeline"], say)
 
 
-def _show_experts(layers: list[dict[str, Any]]) -> None:
+def _show_experts(layers: list[dict[str, Any]], say: Callable[[str], None]) -> None:
     if not layers:
         return
     cells = [["experts of layer", "choices", "busiest", "its share", "over the mean", "idle"]]
@@ -130,20 +167,20 @@ def _show_experts(layers: list[dict[str, Any]]) -> None:
         figures = [str(counts.index(most)), f"{most / max(1, total):.1%}"]
         figures += [f"{layer['most_over_mean']:.2f}", str(layer["idle"])]
         cells.append([str(layer["layer"]), str(total), *figures])
-    typer.echo("\n" + table(cells))
+    say("\n" + table(cells))
 
 
-def _show_timeline(line: dict[str, Any]) -> None:
+def _show_timeline(line: dict[str, Any], say: Callable[[str], None]) -> None:
     parts = list(line["median"]["cpu_us"])
     cells = [["median step, us", "wall", *(f"CPU {part}" for part in parts)]]
     for title, times in (("recorded", line["median"]), ("undisturbed", line["undisturbed"])):
         figures = [times["wall_us"], *times["cpu_us"].values()]
         cells.append([title, *(f"{value:.1f}" for value in figures)])
-    typer.echo("\n" + table(cells))
+    say("\n" + table(cells))
     median = line["median"]
     between, inside = line["idle_between_share"], line["idle_inside_share"]
     told = f"busy {median['busy_us']:.1f} us a step, idle {line['idle_share']:.1%}: "
     told += f"{between:.1%} between steps, {inside:.1%} inside"
     if line["device"] == "GPU":  # the profiler slows operators down, kernels hardly
         told += f"; of an undisturbed step {line['undisturbed']['idle_share']:.1%}"
-    typer.echo(f"{line['device']} {told}")
+    say(f"{line['device']} {told}")

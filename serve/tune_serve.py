@@ -6,7 +6,7 @@ import itertools
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,7 @@ from .bench_engine import check_outputs
 from .bench_serve import show_times
 from .flags import Json, Model, engine_flags
 from .options import merge, to_measure, write_result
+from .profile import make_folder, record_phases
 from .table import table
 from .workload import (
     GOODPUT_HELP,
@@ -33,6 +34,7 @@ from .workload import (
 
 if TYPE_CHECKING:
     from ..bench.tune_serve import ServedPoints
+    from ..bench.workloads import Work
 
 _SEQS, _TOKENS = "32,64,128,256,512", "1024,2048,4096,8192,16384"
 
@@ -65,6 +67,12 @@ def serve(
     plot: Annotated[
         Path | None, typer.Option(help="Plot goodput over max_num_seqs to this PNG.")
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile/--no-profile", help="Profile the best point, in a folder beside FILE."
+        ),
+    ] = True,
 ) -> None:
     """Find the limits of the scheduler that give the most requests a second within --goodput.
 
@@ -82,6 +90,11 @@ def serve(
     seqs = _values("try_seqs", try_seqs, options.pop("max_num_seqs", None))
     tokens = _values("try_tokens", try_tokens, options.pop("max_num_batched_tokens", None))
     check_outputs(output, plot)
+    from ..bench.profile_options import PHASES
+
+    folder = output.with_suffix(".profile")
+    for phase in PHASES if profile else ():
+        make_folder(folder / phase)
     from ..bench.http_server import flags_of
     from ..bench.serving import parse_limits
     from ..bench.tune_serve import ServedPoints
@@ -95,12 +108,37 @@ def serve(
     record["command"] = shlex.join(["fusewright", "serve", model, *flags_of(given)])
     _keep(output, record)
     _show(record, err=json_output)
-    if json_output:
-        typer.echo(json.dumps(record))
     if plot is not None:
         from ..bench.plots import plot as draw
 
         draw({output.stem: record}, plot)
+    if profile:
+        record["profile"] = _profile(record["best"], options, works, folder, err=json_output)
+        _keep(output, record)
+    if json_output:
+        typer.echo(json.dumps(record))
+
+
+def _profile(
+    best: dict[str, Any], options: dict[str, Any], works: Sequence[Work], folder: Path, *, err: bool
+) -> dict[str, Any]:
+    """Profile the best point into ``folder``; returns the kernels and times of each phase."""
+    from ..bench.tune_serve import to_profile
+
+    typer.echo("\nprofile of the best point", err=err)
+    # Memory beyond what was asked for would leave the profiler none.
+    point = _point({**best, "gpu_memory_utilization": None})
+    wanted = to_profile(best, works)
+    folders = {folder / each.phase: each for each in wanted}
+    found = record_phases({**options, **point}, folders, folder, err=err)
+    return {
+        each.phase: {
+            "batch_size": each.batch_size,
+            "kernels": found[each.phase]["rows"],
+            "median": found[each.phase]["timeline"]["median"],
+        }
+        for each in wanted
+    }
 
 
 def _values(name: str, text: str, given: int | None) -> list[int]:

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from fusewright.bench.tune_serve import Found, Point, grid, raise_memory, rounds, search
+from fusewright.bench.tune_serve import (
+    Found,
+    Point,
+    grid,
+    raise_memory,
+    rounds,
+    search,
+    to_profile,
+)
+from fusewright.bench.workloads import Work
 from fusewright.config import MachineError
 from fusewright.serve.cli import main
 
@@ -115,6 +124,20 @@ def test_points_that_cannot_be_served_are_passed_over() -> None:
         search(POINTS[-3:], 500, found)
 
 
+def test_the_profile_is_of_as_many_requests_as_were_open() -> None:
+    works = [Work([1] * length, output) for length, output in ((10, 20), (31, 41))]
+    best = {"max_num_seqs": 8, "requests_per_s": 4.0, "e2e_ms": {"mean": 400.0}}
+    prefill, decode = to_profile(best, works)
+    assert (prefill.phase, prefill.batch_size) == ("prefill", 1)
+    assert (decode.phase, decode.batch_size, decode.input_len) == ("decode", 2, 21)
+    assert decode.output_len == 31
+    assert to_profile({**best, "requests_per_s": 0.1}, works)[1].batch_size == 1
+    (_, most) = to_profile({**best, "max_num_seqs": 16, "requests_per_s": 900.0}, works * 50)
+    assert most.batch_size == 16
+    for each in to_profile(best, [Work([1], 1)]):
+        each.check()
+
+
 def test_the_command_measures_servers_and_says_how_to_start_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,8 +154,17 @@ def test_the_command_measures_servers_and_says_how_to_start_the_best(
         "fusewright serve abacus --device cpu --optimization-level 0 "
         f"--max-num-seqs {record['best']['max_num_seqs']} --max-num-batched-tokens 64"
     )
+    assert set(record["profile"]) == {"prefill", "decode"}
+    for phase, found in record["profile"].items():
+        kernels = json.loads((tmp_path / "t.profile" / phase / "kernels.json").read_text())
+        assert kernels["rows"] == found["kernels"] and found["kernels"][0]["us_a_step"] > 0
+        assert kernels["options"]["input_len"] == 8
+    engine = json.loads((tmp_path / "t.profile" / "engine.json").read_text())
+    assert engine["num_layers"] > 0
+    argv.append("--no-profile")
     # Nothing is measured again, so that the same command ends with the same rows.
     assert main([*argv, "--goodput", "e2e:600000"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == record["rows"]
+    again = json.loads(capsys.readouterr().out)
+    assert again["rows"] == record["rows"] and "profile" not in again
     assert main([*argv, "--goodput", "e2e:5"]) == 2
     assert "was measured with other limits_ms; remove it" in capsys.readouterr().err
