@@ -23,7 +23,7 @@ from .protocol import ChatRequest
 from .state import Job, ServerState
 from .tool_calls import CallReader, Tools, tools_of, with_parsed_arguments
 
-_OWN_VARIABLES = ("messages", "add_generation_prompt")
+_OWN_VARIABLES = ("messages", "add_generation_prompt", "self")
 _SHORT_TEXT = 1000
 """Characters of a conversation that are rendered at once: a thread would take longer to wake up."""
 
@@ -93,7 +93,7 @@ async def render(
     for name in _OWN_VARIABLES:
         if name in given:
             raise ApiError(
-                400, f"chat_template_kwargs.{name} is a field of its own",
+                400, f"chat_template_kwargs.{name}: this name is taken; leave it out",
                 param="chat_template_kwargs",
             )  # fmt: skip
     make = partial(

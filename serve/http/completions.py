@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
     state.check_serving()
     _check(body)
     params = _sampling(body)
-    prompts = _prompts(state, body)
+    prompts = await _prompts(state, body)
     try:
         job = await state.submit("cmpl-", body, prompts, params, request.headers)
     except UserError as error:
@@ -100,20 +100,23 @@ def _sampling(body: CompletionRequest) -> SamplingParams:
     )
 
 
-def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
+async def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
     """The prompts of a body, each as the engine takes it."""
     prompt: Any = body.prompt
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts: list[Prompt] = list(prompt) if several else [prompt]
     if body.add_special_tokens is False:
-        tokenizer = state.client.inputs.require_tokenizer()
-        prompts = [
-            {"prompt": p, "prompt_token_ids": tokenizer.encode(p, add_special_tokens=False)}
-            if isinstance(p, str)
-            else p
-            for p in prompts
-        ]
+        prompts = [await _without_special(state, p) if isinstance(p, str) else p for p in prompts]
     return prompts
+
+
+async def _without_special(state: ServerState, text: str) -> Prompt:
+    """A text as token ids, without those that the model expects around a prompt."""
+    try:
+        ids = await state.client.encode(text, add_special_tokens=False)
+    except UserError as error:
+        raise api_error(error, "prompt") from error
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def _prompt_text(state: ServerState, job: Job, number: int) -> str:
