@@ -32,7 +32,7 @@ def compile_once(model: Path, layers: int, level: int, device: str) -> dict[str,
             device=device,
             compile_cache_dir=(f"{folder}/store",),
         )
-        result = aot_compile(options)
+        (result,) = aot_compile(options)
     report = result.compiled.report
     return {
         "layers": layers,

@@ -25,8 +25,10 @@ from .resolved import (
 )
 from .step_fields import (
     FEED,
+    HIDDEN,
     NO_SLOT,
     STEP,
+    TOKEN_IDS,
     Per,
     StepField,
     StepSchema,
@@ -37,11 +39,13 @@ from .step_fields import (
 
 __all__ = [
     "FEED",
+    "HIDDEN",
     "LEVELS",
     "NO_SLOT",
     "OPT_IN",
     "PASSES",
     "STEP",
+    "TOKEN_IDS",
     "CacheConfig",
     "CaptureConfig",
     "CompileConfig",

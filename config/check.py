@@ -13,6 +13,7 @@ from .resolved import ModelLimits
 _MAX_INT = 2**63 - 1
 _LARGEST = {
     "tensor_parallel_size": 1024,
+    "pipeline_parallel_size": 1024,
     "max_num_seqs": 2**20,
     "max_num_batched_tokens": 2**24,
     "compile_cache_limit_gb": 10**9,
@@ -104,6 +105,7 @@ def _check_ranges(options: EngineOptions) -> None:
         (8 <= size <= 256 and size & (size - 1) == 0, "block_size", "a power of two in 8..256"),
         (0 < o.gpu_memory_utilization <= 1, "gpu_memory_utilization", "a number in (0, 1]"),
         (o.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
+        (o.pipeline_parallel_size >= 1, "pipeline_parallel_size", "at least 1"),
         (o.max_num_seqs is None or o.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
         (o.max_model_len is None or o.max_model_len >= 1, "max_model_len", "at least 1"),
         (
@@ -142,6 +144,11 @@ def _check_ranges(options: EngineOptions) -> None:
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
         raise UserError(
             "num_gpu_blocks_override and kv_cache_memory_bytes both size the KV cache: give one"
+        )
+    if o.record_expert_load and o.pipeline_parallel_size > 1:
+        raise UserError(
+            f"record_expert_load with pipeline_parallel_size={o.pipeline_parallel_size}: the "
+            "counts of other stages would be missing; leave one of them out"
         )
 
 

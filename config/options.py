@@ -55,6 +55,9 @@ class EngineOptions:
     tensor_parallel_size: int = _option(
         1, "model", "ranks that hold the model together: GPUs, or processes with --device cpu"
     )
+    pipeline_parallel_size: int = _option(
+        1, "model", "stages of consecutive layers, each on ranks of its own: times the ranks above"
+    )
     enable_expert_parallel: bool = _option(
         False, "model", "each rank holds whole experts, in place of a part of each"
     )
@@ -162,6 +165,11 @@ class EngineOptions:
     )
     kv_cache_memory_bytes: int | None = _option(None, "cache", "bytes for the KV cache")
     num_gpu_blocks_override: int | None = _option(None, "cache", "number of KV blocks")
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of one engine: a process each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
         """Raises ``UserError`` for a value of the wrong type."""

@@ -11,7 +11,6 @@ from .errors import UserError
 from .options import EngineOptions
 
 _FIXED: dict[str, tuple[Any, str]] = {
-    "pipeline_parallel_size": (1, "layers are not spread over GPUs; use tensor_parallel_size"),
     "data_parallel_size": (
         1,
         "an engine is one replica; fusewright serve --data-parallel-size has several",

@@ -68,7 +68,11 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
             seed=options.seed,
         ),
         precision=precision,
-        parallel=ParallelConfig(options.tensor_parallel_size, options.enable_expert_parallel),
+        parallel=ParallelConfig(
+            options.tensor_parallel_size,
+            options.enable_expert_parallel,
+            options.pipeline_parallel_size,
+        ),
         compile=_compile(options, level_number, level, hardware, precision.weights),
         store=_store(options, level),
         capture=_capture(options, level, hardware, scheduler),

@@ -59,6 +59,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True)

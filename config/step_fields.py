@@ -92,6 +92,8 @@ class StepSchema:
 
 NO_SLOT = -1
 TOKEN_IDS = "input_ids"
+HIDDEN = "hidden_states"
+"""What a later pipeline stage reads in place of token ids: a row a token, which no host sends."""
 FEED = "feed_slots"
 """The slot whose newest sampled token, on the device alone, is the token's id; or ``NO_SLOT``."""
 

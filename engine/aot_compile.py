@@ -15,6 +15,7 @@ import torch
 from ..compiler.compiled import LOOKUPS, Compiled
 from ..compiler.record import Record
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
+from ..model_executor.spec import stage_of
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
 from .worker.source import artifact_label, configured_store, find_or_compile
@@ -24,23 +25,29 @@ from .worker.startup_report import StartupReport
 
 @dataclass(frozen=True)
 class AotResult:
-    """An artifact that is now in a store, and what is left to the first start."""
+    """An artifact that is now in a store, and what is left to the first start.  ``dump`` is the
+    folder in which each phase left what it made."""
 
     compiled: Compiled
     label: str
     startup: StartupReport
     left: tuple[str, ...]
+    dump: Path | None
 
 
 def aot_compile(
     options: EngineOptions, *, target_sm: int | None = None, dump: Path | None = None
-) -> AotResult:
-    """Compile the program that ``options`` would run, and keep it in the store.
+) -> list[AotResult]:
+    """Compile the programs that ``options`` would run, and keep them in the store.
 
     Args:
         options: as for a start; a model folder with ``config.json`` is enough.
         target_sm: compute capability to compile for, such as 90; that of the GPU here if None.
-        dump: write what each phase made into this folder.
+        dump: write what each phase made into this folder, or for several pipeline stages into
+            one in it for each.
+
+    Returns:
+        One for each pipeline stage.
 
     Raises:
         UserError: the options compile nothing, or not without the GPU; the artifact cannot be kept.
@@ -48,19 +55,25 @@ def aot_compile(
     startup = StartupReport()
     with startup.phase("config"):
         hardware = target_hardware(options, target_sm)
-        _, spec, config = read_model(options, hardware)
+        _, whole, config = read_model(options, hardware)
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
-    _check(config, absent, dump)
-    record = _record(dump)
-    store = configured_store(config.store)
-    with (
-        show_progress() as progress,
-        startup.phase("compile"),
-        progress.status("Compiling", quiet=LOOKUPS) as say,
-    ):
-        compiled = find_or_compile(spec, config, store, on_phase=say, record=record)
-    label = artifact_label(spec, config)
-    return AotResult(compiled, label, startup, _left(hardware, absent))
+    results: list[AotResult] = []
+    num_stages = whole.pipeline_parallel_size
+    for number in range(num_stages):
+        spec = stage_of(whole, number)
+        folder = dump / f"stage-{number}" if dump and num_stages > 1 else dump
+        _check(config, absent, folder)
+        store = configured_store(config.store)
+        with (
+            show_progress() as progress,
+            startup.phase("compile"),
+            progress.status("Compiling", quiet=LOOKUPS) as say,
+        ):
+            compiled = find_or_compile(spec, config, store, on_phase=say, record=_record(folder))
+        label, left = artifact_label(spec, config), _left(hardware, absent)
+        results.append(AotResult(compiled, label, startup, left, folder))
+        startup = StartupReport()
+    return results
 
 
 def target_hardware(options: EngineOptions, target_sm: int | None) -> Hardware:

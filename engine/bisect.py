@@ -26,6 +26,7 @@ from ..config import (
 )
 from ..model_executor.kv_cache import allocate_kv_caches
 from ..model_executor.loader import load_model
+from ..model_executor.parallel import check_one_rank
 from ..model_executor.spec import ModelSpec
 from .worker.hardware import detect_hardware
 from .worker.source import (
@@ -73,8 +74,7 @@ def bisect_model(
     Raises:
         UserError: the options are those of -O0, or of several ranks.
     """
-    if (world := options.tensor_parallel_size) > 1:
-        raise UserError(f"tensor_parallel_size={world}: bisect runs one rank; leave it out")
+    check_one_rank(options, "bisect runs one rank")
     from ..compiler.capture.trace import trace
     from ..compiler.capture.unroll import unroll
     from ..compiler.inspect.bisect import Culprit, RecordedRun, bisect_kernels, bisect_passes

@@ -27,8 +27,9 @@ from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
 from .ranks.start import on_all, start_ranks
 from .worker.hardware import detect_hardware
+from .worker.memory import report_kv_groups
 from .worker.progress import show_progress
-from .worker.startup import read_model, report_kv_groups
+from .worker.startup import read_model
 from .worker.startup_report import StartupReport
 from .worker.worker import Worker
 
@@ -89,7 +90,8 @@ class Engine(EngineLoop):
             "num_layers": self.spec.num_layers,
             "hardware": self.config.hardware.name,
             "ranks": {
-                "tensor_parallel_size": self.config.parallel.tensor_parallel_size,
+                "tensor_parallel_size": self.spec.tensor_parallel_size,
+                "pipeline_parallel_size": self.spec.pipeline_parallel_size,
                 "processes": self._ranks.report(),
             },
             "passes": built.get("passes", []),

@@ -6,7 +6,7 @@ decode step of the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .. import ops
@@ -16,6 +16,7 @@ from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.device_table import parse_table
 from ..config.expert_tables import file_name
 from ..config.resolve import why_off
+from ..model_executor.spec import stage_of
 from .aot_compile import target_hardware
 from .worker.hardware import detect_hardware
 from .worker.source import (
@@ -30,7 +31,7 @@ from .worker.startup import read_model
 if TYPE_CHECKING:
     from ..compiler.artifacts.artifact import Artifact
     from ..compiler.capture.trace import Traced
-    from ..compiler.inspect.explain import Explanation
+    from ..compiler.inspect.explain import Explanation, StageFacts
     from ..model_executor.spec import ModelSpec
 
 _UNMEASURED = (
@@ -54,7 +55,12 @@ class _Before(Record):
 
 
 def explain_model(
-    options: EngineOptions, *, target_sm: int | None = None, num_seqs: int = 1, context: int = 128
+    options: EngineOptions,
+    *,
+    target_sm: int | None = None,
+    num_seqs: int = 1,
+    context: int = 128,
+    stage: int = 0,
 ) -> tuple[str, Explanation]:
     """The model's label, and what a decode step of it does.
 
@@ -63,9 +69,10 @@ def explain_model(
         target_sm: compute capability to explain for; that of the GPU here if None.
         num_seqs: sequences of the step.
         context: KV positions of each.
+        stage: of a pipeline, the one whose program is explained.
 
     Raises:
-        UserError: the options compile nothing.
+        UserError: the options compile nothing, or there is no such stage.
     """
     from ..compiler.build import lower_model
     from ..compiler.inspect.explain import explain
@@ -74,7 +81,11 @@ def explain_model(
     from ..compiler.timer import Timer
 
     hardware = target_hardware(options, target_sm)
-    _, spec, config = read_model(options, hardware)
+    _, whole, config = read_model(options, hardware)
+    if not 0 <= stage < whole.pipeline_parallel_size:
+        last = whole.pipeline_parallel_size - 1
+        raise UserError(f"stage={stage}: expected {f'0 to {last}' if last else 0}")
+    spec = stage_of(whole, stage)
     if not config.compile.trace:
         raise UserError("explain: -O0 rewrites and compiles nothing; use -O1 or higher")
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
@@ -91,7 +102,7 @@ def explain_model(
         tuner=Tuner(known=artifact.manifest.report["tuned_us"]) if artifact else None,
     )
     assert before.traced is not None
-    where = Where(source.repeat)
+    where = Where(source.repeat, spec.first_layer)
     off = passes_off(options, config)
     sites = expected_sites(lowered.reports, before.traced, config.compile.passes, off, where)
     notes = [_UNMEASURED] if config.compile.tune and not artifact else []
@@ -114,8 +125,26 @@ def explain_model(
         context=context,
         world_size=spec.tensor_parallel_size,
         notes=notes,
+        stages=_stages(whole, num_seqs),
     )
     return artifact_label(spec, config), facts
+
+
+def _stages(spec: ModelSpec, num_seqs: int) -> Iterator[StageFacts]:
+    """The stages of a pipeline, and what a decode step of ``num_seqs`` sends between them."""
+    from ..compiler.inspect.explain import StageFacts
+
+    stages, size = spec.pipeline_parallel_size, spec.tensor_parallel_size
+    for number in range(stages if stages > 1 else 0):
+        stage = stage_of(spec, number)
+        columns = spec.vocab_size if stage.has_head else spec.hidden_size
+        sends = "logits to rank 0" if stage.has_head else f"hidden states to stage {number + 1}"
+        yield StageFacts(
+            (stage.first_layer, stage.first_layer + stage.num_layers - 1),
+            (number * size, (number + 1) * size - 1),
+            sends,
+            num_seqs * columns * spec.dtype.itemsize,
+        )
 
 
 def _tuned(spec: ModelSpec, config: ResolvedConfig) -> Artifact | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ..compiler.compiled import Compiled
 from ..config import UserError
 from ..graph_capture import Dispatcher
+from ..model_executor.parallel import check_one_rank
 from .engine import Engine
 from .worker.graph_mode import graph_mode
 from .worker.model_runner import ModelRunner
@@ -41,10 +42,7 @@ def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Reco
         UserError: the engine's level runs no passes, or it has several ranks.
     """
     hardware, level = engine.config.hardware, engine.config.compile
-    if (world := engine.config.parallel.tensor_parallel_size) > 1:
-        raise UserError(
-            f"tensor_parallel_size={world}: programs are compared on one rank; leave it out"
-        )
+    check_one_rank(engine.options, "programs are compared on one rank")
     if not level.trace:
         raise UserError(f"optimization_level={level.level}: it runs no passes; use -O1 or higher")
     options = replace(engine.options, passes=tuple(passes), disable_passes=(), require_fusion=())

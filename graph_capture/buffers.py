@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..config import STEP, Per, StepSchema
+from ..config import HIDDEN, STEP, Per, StepSchema
 from .backend import borrowed
 
 _ALIGNED = 32
@@ -76,7 +76,8 @@ class StepBuffers:
     """The static inputs on the device, and the ring of memories that the host fills.
 
     On the device, fields lie as rows of three int32 tensors: of tokens (without ``FEED``), of
-    sequences and boundaries, and tables [max_seqs, number of tables, max_blocks].
+    sequences and boundaries, and tables [max_seqs, number of tables, max_blocks].  ``hidden``
+    [max_tokens, hidden_size] is filled by the pipeline stage before, where there is one.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class StepBuffers:
         max_seqs: int,
         max_blocks: int,
         schema: StepSchema = STEP,
+        hidden: Tensor | None = None,
     ) -> None:
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
         self.schema = schema
@@ -105,6 +107,8 @@ class StepBuffers:
             self._views[field.name] = self._rows[number].view(getattr(torch, field.dtype))
         for number, field in enumerate(schema.tables):
             self._views[field.name] = self._tables[:, number]
+        self._carried = {} if hidden is None else {HIDDEN: hidden}
+        self._views |= self._carried
         self._host = HostRing(device, schema.packed_size(max_tokens, max_seqs, max_blocks))
 
     @property
@@ -156,7 +160,9 @@ class StepBuffers:
             Per.TABLE: num_seqs,
         }
         views = self._views
-        return {field.name: views[field.name][: sizes[field.per]] for field in self.schema.program}
+        fields = {field.name: sizes[field.per] for field in self.schema.program}
+        fields |= dict.fromkeys(self._carried, num_tokens)
+        return {name: views[name][:size] for name, size in fields.items()}
 
     def dummy(self, *, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
         """Views filled with a harmless step, for warm-up and capture: each sequence attends to
@@ -164,6 +170,8 @@ class StepBuffers:
         views = self.views(num_tokens=num_tokens, num_seqs=num_seqs)
         for field in self.schema.program:
             views[field.name].fill_(field.padding)
+        for name in self._carried:
+            views[name].zero_()
         starts = torch.arange(num_seqs + 1, dtype=torch.int32) * num_tokens // num_seqs
         views["query_start_loc"].copy_(starts)
         views["seq_lens"].copy_(starts.diff())

@@ -75,19 +75,35 @@ class LayerGroup:
 _MOST_GROUPS_OF_A_SPEC = 8
 
 
-def group_layers(specs: Sequence[KVCacheSpec]) -> tuple[LayerGroup, ...]:
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage, whose numbers differ by one at most."""
+    ends = [number * num_layers // num_stages for number in range(num_stages + 1)]
+    return list(map(range, ends, ends[1:]))
+
+
+def group_layers(specs: Sequence[KVCacheSpec], num_stages: int = 1) -> tuple[LayerGroup, ...]:
     """Divide a model's layers into groups, each of as many layers as the rarest spec has, or of
     fewer in the last of a spec, as in vLLM's hybrid KV cache manager.  Groups of equal size waste
     nothing of a block, whichever group takes it.  An eighth of the layers is the least, since a
-    step carries a block table for each group."""
-    by_spec: dict[KVCacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        by_spec.setdefault(spec, []).append(layer)
-    size = max(min(map(len, by_spec.values())), -(-len(specs) // _MOST_GROUPS_OF_A_SPEC))
+    step carries a block table for each group.
+
+    Args:
+        specs: of every layer.
+        num_stages: of the pipeline.  The ranks of a stage have KV caches of its layers alone, so
+            layers are counted by stage, and a group has layers of all stages that still have some
+            of its spec.
+    """
+    by_spec: dict[KVCacheSpec, list[list[int]]] = {}
+    stages = stage_layers(len(specs), num_stages)
+    for number, stage in enumerate(stages):
+        for layer in stage:
+            by_spec.setdefault(specs[layer], [[] for _ in stages])[number].append(layer)
+    most = {spec: max(map(len, found)) for spec, found in by_spec.items()}
+    size = max(min(most.values()), -(-max(map(len, stages)) // _MOST_GROUPS_OF_A_SPEC))
     return tuple(
-        LayerGroup(spec, tuple(layers[first : first + size]))
-        for spec, layers in by_spec.items()
-        for first in range(0, len(layers), size)
+        LayerGroup(spec, tuple(n for layers in found for n in layers[first : first + size]))
+        for spec, found in by_spec.items()
+        for first in range(0, most[spec], size)
     )
 
 

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .experts import ExpertLinear
 from .layers import Linear, RMSNorm, ShardRule, rules_of
+from .models.decoder import DecoderModel
 from .parallel import TensorParallelRank
 from .quant.quantize import DUMMY_INPUT_SCALE, quantize_into
 
 
-def fill_dummy(model: nn.Module, dtype: torch.dtype, seed: int, tp: TensorParallelRank) -> None:
+def fill_dummy(
+    model: DecoderModel,
+    dtype: torch.dtype,
+    seed: int,
+    tp: TensorParallelRank,
+    before: Sequence[DecoderModel] = (),
+) -> None:
     """Random weights, made on the parameters' device: normal with standard deviation 0.02, norms
     one.  The same for the same seed, model and kind of device, however many ranks hold it; FP8
-    layers quantize the weights that they would have in the model's ``dtype``."""
+    layers quantize the weights that they would have in the model's ``dtype``.
+
+    Args:
+        before: the stages before, whose weights are drawn and dropped.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for stage in (*before, model):
+        _fill(stage, dtype, generator, tp)
+    spec, head = model.spec, model.lm_head
+    if spec.tie_word_embeddings and not spec.has_embedding and head is not None:
+        # The embedding, which is drawn first, is in another stage.
+        weight = torch.empty(
+            _whole_shape(head.weight, head.rules["weight"]), dtype=dtype, device=device
+        )
+        weight.normal_(0.0, 0.02, generator=generator.manual_seed(seed))
+        with torch.no_grad():
+            head.weight.copy_(_slice(weight, head.rules["weight"], tp))
+
+
+def _fill(
+    model: DecoderModel, dtype: torch.dtype, generator: torch.Generator, tp: TensorParallelRank
+) -> None:
+    """Draw the weights of a model, and keep them unless it is on the meta device."""
     modules = list(model.modules())
     norms = {id(m.weight) for m in modules if isinstance(m, RMSNorm)}
     quantized = {
@@ -24,22 +56,22 @@ def fill_dummy(model: nn.Module, dtype: torch.dtype, seed: int, tp: TensorParall
         id(getattr(m, kind, None)): rule for m in modules for kind, rule in rules_of(m).items()
     }
     spread = {id(m.weight): m for m in modules if isinstance(m, ExpertLinear) and m.whole}
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
             if id(param) in norms:
                 param.fill_(1.0)
                 continue
             linear, rule = quantized.get(id(param)), rules[id(param)]
-            if linear is None and tp.world == 1:
+            if linear is None and tp.world == 1 and not param.is_meta:
                 param.normal_(0.0, 0.02, generator=generator)
                 continue
             shape, layer = _whole_shape(param, rule), spread.get(id(param))
             if layer is not None:
                 shape[0] *= tp.world
-            whole = torch.empty(shape, dtype=dtype, device=device)
+            whole = torch.empty(shape, dtype=dtype, device=generator.device)
             whole.normal_(0.0, 0.02, generator=generator)
+            if param.is_meta:
+                continue
             if layer is not None:
                 whole = whole[layer.first :][: layer.num_experts]
             weight = _slice(whole, rule, tp)

@@ -6,10 +6,9 @@ copied.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,24 +18,17 @@ from torch import Tensor, nn
 
 from ..config.errors import UserError
 from ..ops._float8 import E4M3
-from .checkpoint import F8_E4M3, FLOATS, TensorInfo, open_checkpoint_file, read_headers
+from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares
-from .layers import Embedding, Linear, Placement, ShardRule, rules_of
-from .models import ARCHITECTURES
+from .layers import Embedding, Linear, rules_of
 from .models.decoder import DecoderModel
 from .models.moe import Experts
-from .models.weight_names import FUSED_EXPERTS, ModulePart, checkpoint_names
 from .parallel import TensorParallelRank
 from .quant.quantize import Quantized, Staging, rescale
-from .quant.scales import find_scales, read_scales, scale_slots
-from .spec import ModelSpec
-
-# Old Llama checkpoints carry rope's tables, which are computed here; scales of an FP8 KV cache are
-# of no use to another one.
-_IGNORED = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|[kv]_scale)$")
-_NAMES_SHOWN = 3
-
+from .quant.scales import find_scales, read_scales
+from .slots import Read, all_slots, elsewhere, plan_reads
+from .spec import ModelSpec, stage_of
 
 ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 """(label, total) -> a context that gives what advances the bar by a number of units."""
@@ -46,30 +38,6 @@ ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[i
 def no_progress(label: str, total: int) -> Iterator[Callable[[int], Any]]:
     """Shows nothing."""
     yield lambda count: None
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one checkpoint tensor goes, and the shape and type (one of) that it must have."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    placement: Placement
-
-
-@dataclass(frozen=True)
-class Read:
-    """One copy to make."""
-
-    source: TensorInfo
-    slot: Slot
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read: the rank's slice."""
-        place = self.slot.placement
-        return self.source.nbytes * place.length // max(1, self.slot.shape[place.dim])
 
 
 def load_model(
@@ -94,14 +62,16 @@ def load_model(
             the weights at random from ``seed``: FP8 ones are those of the same model without
             ``quant``, quantized.
         progress: shows the bytes that are loaded, see ``ProgressBar``.
-        rank: of ``spec.tensor_parallel_size``, whose slices alone are read.
+        rank: of all that hold the model.  Ranks of the first stage come first, and a rank reads
+            only its slices of its stage's layers.
 
     Raises:
         UserError: a checkpoint file is missing or damaged, its tensors are not those of the model,
             or the device has no room for them.
     """
+    stage, tp_rank = divmod(rank, spec.tensor_parallel_size)
     try:
-        model = DecoderModel(spec)
+        model = DecoderModel(stage_of(spec, stage))
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -109,13 +79,19 @@ def load_model(
             f"no room for the cosines and sines of max_position_embeddings = "
             f"{spec.max_position_embeddings}; lower it in {Path(folder) / 'config.json'}"
         ) from error
-    tp = TensorParallelRank(rank, spec.tensor_parallel_size)
+    tp = TensorParallelRank(tp_rank, spec.tensor_parallel_size)
     place_experts(model, tp)
+    others = [
+        # Their parameters alone are of use, not the tables of cosines and sines.
+        DecoderModel(replace(stage_of(spec, number), max_position_embeddings=1))
+        for number in range(spec.pipeline_parallel_size)
+        if number != stage
+    ]
     if load_format == "dummy":
         materialize(model, spec.dtype, device)
-        fill_dummy(model, spec.dtype, seed, tp)
+        fill_dummy(model, spec.dtype, seed, tp, others[:stage])
     elif load_format in ("auto", "safetensors"):
-        load_weights(model, read_headers(Path(folder)), device, progress, tp)
+        load_weights(model, read_headers(Path(folder)), device, progress, tp, others)
     else:
         raise UserError(f"load_format={load_format!r}: expected auto, safetensors or dummy")
     set_rank(model, tp)
@@ -149,20 +125,27 @@ def load_weights(
     device: torch.device | str,
     progress: ProgressBar,
     tp: TensorParallelRank | None = None,
+    others: Sequence[DecoderModel] = (),
 ) -> None:
     """Check the checkpoint's tensors against the model, give it memory and fill it.
+
+    Args:
+        others: the other stages; their tensors are checked here, and read by their ranks.
 
     Raises:
         UserError: as ``load_model``.
     """
     tp = tp or TensorParallelRank()
     spec, modules = model.spec, dict(model.named_modules())
-    names = names_in(found, spec)
     online = spec.quant is not None and spec.quant.online
-    scales = find_scales(scale_slots(modules, names, tp.rank, tp.world, online=online), found)
+    needed, of_scales = all_slots(model, tp, found)
+    for other in others:
+        weights, more = all_slots(other, tp, found)
+        needed = {name: elsewhere(slot) for name, slot in weights.items()} | needed
+        of_scales += [replace(slot, elsewhere=True) for slot in more]
+    scales = find_scales(of_scales, found)
     used = {read.source.name for read in scales}
-    weights = {name: info for name, info in found.items() if name not in used}
-    reads = plan_reads(slots(model, tp, names), weights, spec)
+    reads = plan_reads(needed, {n: info for n, info in found.items() if n not in used}, spec)
     materialize(model, spec.dtype, device)
     scale_shares = dict(expert_shares(model, "weight_scale"))
     combined = read_scales(scales, {**dict(model.named_buffers()), **scale_shares})
@@ -183,15 +166,6 @@ def load_weights(
 
     with progress("Loading weights", sum(r.nbytes for r in reads)) as advance:
         stream(staging, reads, advance, filled)
-
-
-def names_in(
-    found: Mapping[str, TensorInfo], spec: ModelSpec
-) -> tuple[tuple[str, ModulePart], ...]:
-    """The names of a model's tensors, as a checkpoint spells them: experts apart, or all in one."""
-    fused = any(name.endswith(".experts.gate_up_proj") for name in found)
-    weights = FUSED_EXPERTS if fused else ARCHITECTURES[spec.architecture].weights
-    return tuple(checkpoint_names(weights, spec.num_layers, spec.num_experts))
 
 
 def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantized]]:
@@ -267,113 +241,6 @@ def _replace_tensors(
             setattr(module, name, made[id(param)])
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, new_buffer(buffer))
-
-
-def slots(
-    model: DecoderModel,
-    tp: TensorParallelRank,
-    names: Iterable[tuple[str, ModulePart]] | None = None,
-) -> dict[str, Slot]:
-    """Checkpoint tensor name -> slot, for every tensor that the model needs but scales.
-
-    Args:
-        names: of ``names_in``; those of checkpoints with experts apart unless given.
-    """
-    spec = model.spec
-    modules = dict(model.named_modules())
-    params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    params |= dict(expert_shares(model, "weight"))
-    quantized = spec.quant is not None and not spec.quant.online
-    found: dict[str, Slot] = {}
-    for name, target in names_in({}, spec) if names is None else names:
-        if name == "lm_head" and spec.tie_word_embeddings:
-            continue
-        # A name the spec has no module for, such as q_norm, is not needed.
-        module = modules.get(target.module)
-        if isinstance(module, ExpertLinear) and target.expert is None:
-            found[name] = _fused_slot(f"{target.module}.weight", module, spec, tp)
-            continue
-        share, elsewhere = target.share, False
-        if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
-            share, elsewhere = f"[{module.first}]", True
-        for kind, rule in rules_of(module).items():
-            parameter = f"{target.module}.{kind}{share}"
-            param = params.get(parameter)
-            if param is not None:
-                dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
-                slot = _slot(parameter, param, rule, dtypes, target, tp)
-                if elsewhere:  # it is checked here, and another rank reads it
-                    slot = replace(slot, placement=replace(slot.placement, length=0))
-                found[f"{name}.{kind}"] = slot
-    return found
-
-
-def _slot(
-    name: str,
-    param: Tensor,
-    rule: ShardRule,
-    dtypes: tuple[str, ...],
-    target: ModulePart,
-    tp: TensorParallelRank,
-) -> Slot:
-    shape = list(param.shape)
-    shape[rule.dim] = next(part.size for part in rule.parts if part.name == target.part)
-    return Slot(name, tuple(shape), dtypes, rule.place(target.part, tp.rank, tp.world))
-
-
-def _fused_slot(name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParallelRank) -> Slot:
-    """The slot of a tensor that holds all experts."""
-    if tp.world > 1 and not layer.whole:
-        raise UserError(
-            f"{name}: of a checkpoint with all experts in one tensor a rank reads whole experts; "
-            "use enable_expert_parallel, or save the model with one tensor an expert "
-            "(save_original_format=True)"
-        )
-    shape = (spec.num_experts, *layer.weight.shape[1:])
-    return Slot(name, shape, FLOATS, Placement(0, layer.first, 0, layer.num_experts))
-
-
-def plan_reads(
-    needed: Mapping[str, Slot], found: Mapping[str, TensorInfo], spec: ModelSpec
-) -> list[Read]:
-    """Pair every slot with its tensor, in file order, the parts of a parameter together.
-
-    Raises:
-        UserError: a weight is missing, has another shape or type, or has no place in the model.
-    """
-    missing = [name for name in needed if name not in found]
-    if missing:
-        raise UserError(
-            f"the checkpoint lacks {_some(missing)}, which config.json calls for; "
-            "download the model again, or use its own config.json"
-        )
-    for name, slot in needed.items():
-        if found[name].shape != slot.shape:
-            raise UserError(
-                f"tensor {name} in {found[name].file} has shape {list(found[name].shape)}, "
-                f"expected {list(slot.shape)}; config.json and weights must be of one model"
-            )
-        if found[name].dtype not in slot.dtypes:
-            raise UserError(
-                f"tensor {name} in {found[name].file} is of type {found[name].dtype}, expected "
-                f"{' or '.join(slot.dtypes)}; config.json must say what is quantized"
-            )
-    tied = {"lm_head.weight"} if spec.tie_word_embeddings else set()
-    extra = [n for n in found if n not in needed and n not in tied and not _IGNORED.search(n)]
-    if extra:
-        raise UserError(
-            f"the checkpoint has {_some(extra)}, unknown to {spec.architecture} with this "
-            "config.json; config.json and weights must be of one model"
-        )
-    reads = [Read(found[name], slot) for name, slot in needed.items() if slot.placement.length]
-    return sorted(reads, key=lambda read: (read.source.file, read.slot.parameter))
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    rest = f" and {more} more" if more > 0 else ""
-    weights = "weight" if len(names) == 1 else f"{len(names)} weights:"
-    return f"{weights} {', '.join(names[:_NAMES_SHOWN])}{rest}"
 
 
 def stream(

@@ -1,9 +1,11 @@
-"""Tensor parallelism: who this process is, and which numbers of ranks fit a model.
+"""Ranks that hold a model together: who this process is, and which numbers of them fit.
 
-Each rank holds its heads, its outputs of the first linear layer of a feed-forward and the matching
-inputs of the second, and its part of the vocabulary (Shoeybi et al., 2019, Megatron-LM).  With
-expert parallelism it holds whole experts instead (Lepikhin et al., 2020, GShard).  Nothing here
-imports torch, so that a start can be refused before that is imported.
+With tensor parallelism each rank holds its heads, its outputs of the first linear layer of a
+feed-forward and the matching inputs of the second, and its part of the vocabulary (Shoeybi et al.,
+2019, Megatron-LM).  With expert parallelism it holds whole experts instead (Lepikhin et al., 2020,
+GShard).  With pipeline parallelism the layers are cut into stages, and the ranks of each stage hold
+its layers as if they were the whole model (Huang et al., 2019, GPipe).  Nothing here imports torch,
+so that a start can be refused before that is imported.
 """
 
 from __future__ import annotations
@@ -15,31 +17,64 @@ from ..config.errors import UserError
 from .quant.scheme import BLOCK, FORMATS
 
 if TYPE_CHECKING:
+    from ..config import EngineOptions
     from .spec import ModelSpec
 
 GROUP = "tensor-parallel"
-"""The process group over which a model sums and gathers; the same name on every rank."""
+"""The process group over which a model sums and gathers: the ranks of one stage; the same name on
+every rank."""
+STAGES = "pipeline-parallel"
+"""The process group of the ranks that hold the same part of every stage."""
 _MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
 class TensorParallelRank:
-    """This process among the ranks that hold the model together."""
+    """This process among the ranks that hold the model, or one stage of it, together."""
 
     rank: int = 0
     world: int = 1
 
 
-def check_parallel(spec: ModelSpec, world: int, *, expert_parallel: bool = False) -> None:
-    """Refuse a number of ranks over which the model does not spread.
+def describe_ranks(tensor_parallel_size: int, pipeline_parallel_size: int) -> str:
+    """The options that say how many ranks there are, without what is left out as 1."""
+    if pipeline_parallel_size == 1:
+        return f"tensor_parallel_size={tensor_parallel_size}"
+    stages = f"pipeline_parallel_size={pipeline_parallel_size}"
+    if tensor_parallel_size == 1:
+        return stages
+    return f"tensor_parallel_size={tensor_parallel_size} with {stages}"
+
+
+def check_one_rank(options: EngineOptions, why: str) -> None:
+    """Refuse several ranks.
+
+    Raises:
+        UserError: says ``why`` there can only be one.
+    """
+    if options.num_ranks > 1:
+        sizes = describe_ranks(options.tensor_parallel_size, options.pipeline_parallel_size)
+        raise UserError(f"{sizes}: {why}; leave it out")
+
+
+def check_parallel(
+    spec: ModelSpec, world: int, *, expert_parallel: bool = False, num_stages: int = 1
+) -> None:
+    """Refuse a number of ranks, or of stages, over which the model does not spread.
 
     Args:
+        world: ranks of a stage.
         expert_parallel: each rank is to hold whole experts.
 
     Raises:
         UserError: names what does not divide, and the numbers that would work; or the model has
             no experts to spread, or one rank would hold them all.
     """
+    if num_stages > spec.num_layers:
+        raise UserError(
+            f"pipeline_parallel_size={num_stages}: a stage has a layer at least, and "
+            f"num_hidden_layers={spec.num_layers}; give 1 to {spec.num_layers}"
+        )
     if expert_parallel and spec.moe is None:
         raise UserError("enable_expert_parallel: the model has no experts; leave it out")
     if expert_parallel and world == 1:

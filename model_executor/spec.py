@@ -7,14 +7,21 @@ that a bad config is refused before torch is imported, which takes seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..config import UserError
+from ..config import UserError, outside_key
 from ..config.rope import RopeParameters
 from ..config.routing import Routing
-from .cache_spec import KV_PAIRS, KVCacheSpec, LayerGroup, group_layers, torch_dtype
+from .cache_spec import (
+    KV_PAIRS,
+    KVCacheSpec,
+    LayerGroup,
+    group_layers,
+    stage_layers,
+    torch_dtype,
+)
 from .quant.scheme import BLOCK, FORMATS, LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 if TYPE_CHECKING:
@@ -51,10 +58,14 @@ class ModelSpec:
     ``max_position_embeddings`` counts the positions that rope scaling reaches;
     ``sliding_windows`` has one entry a layer, tokens including the current one, 0 for none;
     ``dtype_name`` is the ``dtype`` of activations and of weights that ``quant`` leaves as they
-    are; ``group_of_layer`` has the cache group of each layer, if not as ``group_layers`` would;
+    are; ``layers_of_groups`` has the layers of each cache group, if not as ``group_layers`` would;
     ``moe`` describes experts, None for a dense model; ``tensor_parallel_size`` ranks hold it
     together, with ``expert_parallel`` each of them whole experts.  Sizes are those of the whole
     model; ``local_`` ones are a rank's.
+
+    A model of several pipeline stages is several smaller ones, see ``stage_of``: ``first_layer`` is
+    the model's number of a stage's layer 0; only the first stage ``has_embedding``, and only the
+    last ``has_head``, which are the last norm and ``lm_head``.
     """
 
     architecture: str
@@ -78,10 +89,16 @@ class ModelSpec:
     dtype_name: str
     quant: QuantScheme | None = None
     fp8_kv_cache: bool = False
-    group_of_layer: tuple[int, ...] = ()
+    layers_of_groups: tuple[tuple[int, ...], ...] = ()
     moe: MoESpec | None = None
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
+    first_layer: int = field(
+        default=0, metadata=outside_key("stages that differ in weights alone run the same code")
+    )
+    has_embedding: bool = True
+    has_head: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,18 +115,16 @@ class ModelSpec:
 
     @cached_property
     def cache_groups(self) -> tuple[LayerGroup, ...]:
-        """Layers by the KV cache that they share."""
+        """Layers by the KV cache that they share.  Every stage has the groups of the whole model,
+        since a step brings a block table for each; of some it may have no layer."""
         dtype_name = "float8_e4m3fn" if self.fp8_kv_cache else self.dtype_name
         specs = [
             KVCacheSpec(KV_PAIRS, self.local_kv_heads, (self.head_dim,), dtype_name, window)
             for window in self.sliding_windows
         ]
-        if not self.group_of_layer:
-            return group_layers(specs)
-        found: dict[int, list[int]] = {group: [] for group in sorted(set(self.group_of_layer))}
-        for layer, group in enumerate(self.group_of_layer):
-            found[group].append(layer)
-        return tuple(LayerGroup(specs[layers[0]], tuple(layers)) for layers in found.values())
+        if not self.layers_of_groups:
+            return group_layers(specs, self.pipeline_parallel_size)
+        return tuple(LayerGroup(specs[(*layers, 0)[0]], layers) for layers in self.layers_of_groups)
 
     def cache_group(self, layer: int) -> int:
         """Number of the group that a layer belongs to."""
@@ -164,6 +179,35 @@ class ModelSpec:
             sizes["mlp.shared.down"] = self.moe.shared_intermediate_size
         of_experts = linear == "mlp.experts.down"
         return sizes[linear] // (self.ranks_an_expert if of_experts else self.tensor_parallel_size)
+
+
+def stage_of(spec: ModelSpec, number: int) -> ModelSpec:
+    """One of the ``pipeline_parallel_size`` stages of a model, as a model of its layers alone.
+
+    It reads and gives hidden states where the whole model has other stages.  Its layers are counted
+    from 0, so that stages of the middle that are alike have one key, and share an artifact.
+    """
+    if spec.pipeline_parallel_size == 1:
+        return spec
+    layers = stage_layers(spec.num_layers, spec.pipeline_parallel_size)[number]
+    first, end = layers.start, layers.stop
+    moe, quant = spec.moe, spec.quant
+    if moe is not None:
+        moe = replace(moe, layers=moe.layers[first:end]) if any(moe.layers[first:end]) else None
+    return replace(
+        spec,
+        num_layers=len(layers),
+        first_layer=first,
+        sliding_windows=spec.sliding_windows[first:end],
+        layers_of_groups=tuple(
+            tuple(layer - first for layer in group.layers if layer in layers)
+            for group in spec.cache_groups
+        ),
+        quant=replace(quant, unquantized=quant.unquantized[first:end]) if quant else None,
+        moe=moe,
+        has_embedding=first == 0,
+        has_head=end == spec.num_layers,
+    )
 
 
 def quantize_online(spec: ModelSpec, kind: QuantKind) -> ModelSpec:

@@ -379,7 +379,6 @@ OP = SemanticOp(
             _cuda_supports,
             devices=("cuda",),
             launches=_launches,
-            opt_in=True,
             runs=_cuda_runs,
         ),
         Implementation(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .flags import Json, Model, engine_flags
 from .options import checked, merge
 from .report import checks_line, startup_table
+
+if TYPE_CHECKING:
+    from ..engine.aot_compile import AotResult
 
 
 @engine_flags
@@ -27,14 +30,21 @@ def compile(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Compile a model ahead of time, verify every rewrite, and keep the artifact."""
+    """Compile a model ahead of time, verify every rewrite, and keep the artifact.
+
+    Each stage of a pipeline has an artifact, and a line of its own with --json.
+    """
     options = merge(engine, model=model_argument)
     if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
         options.setdefault("verify", True)
     asked = checked(options)
     from ..engine.aot_compile import aot_compile
 
-    result = aot_compile(asked, target_sm=target_sm, dump=dump)
+    for result in aot_compile(asked, target_sm=target_sm, dump=dump):
+        _say(result, json_output)
+
+
+def _say(result: AotResult, json_output: bool) -> None:
     artifact = result.compiled.artifact
     assert artifact is not None
     if json_output:
@@ -56,5 +66,5 @@ def compile(
     typer.echo(checks_line(artifact.manifest.report["passes"]))
     for item in result.left:
         typer.echo(f"left to the first start: {item}")
-    if dump is not None:
-        typer.echo(f"read {dump / 'index.md'}")
+    if result.dump is not None:
+        typer.echo(f"read {result.dump / 'index.md'}")

@@ -30,6 +30,9 @@ def explain(
         int | None,
         typer.Option("--target-sm", help="Explain for this compute capability, such as 90."),
     ] = None,
+    stage: Annotated[
+        int, typer.Option("--stage", help="Pipeline stage whose program is explained.")
+    ] = 0,
     batch: Annotated[int, typer.Option("--batch", help="Sequences of the decode step.")] = 1,
     context: Annotated[int, typer.Option("--context", help="KV positions of each.")] = 128,
     require_all: Annotated[
@@ -65,7 +68,7 @@ def explain(
     from .explain_html import page
 
     told = [
-        explain_model(asked, target_sm=target_sm, num_seqs=batch, context=context)
+        explain_model(asked, target_sm=target_sm, num_seqs=batch, context=context, stage=stage)
         for asked in every
     ]
     label, facts = told[0]

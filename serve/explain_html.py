@@ -12,6 +12,7 @@ from .explain_text import (
     piece_rows,
     range_lines,
     site_rows,
+    stage_rows,
     step_line,
 )
 
@@ -42,6 +43,7 @@ def page(label: str, facts: Explanation, against: Differences | None = None) -> 
         label=label,
         facts=facts,
         summary=step_line(facts),
+        stages=stage_rows(facts) if facts.stages else [],
         sites=site_rows(facts),
         layers=layers,
         fusions=fusion_rows(facts),

@@ -17,7 +17,8 @@ def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:
     """All of it: sites, fusions, pieces, choices, layers, the whole step; with ``graphs`` also
     the graph of a layer of each kind, before and after."""
     checks = checks_table(facts.passes)
-    parts = [label, site_table(facts), *([checks] if checks else []), fusion_table(facts)]
+    stages = [table(stage_rows(facts))] if facts.stages else []
+    parts = [label, *stages, site_table(facts), *([checks] if checks else []), fusion_table(facts)]
     parts += [table(piece_rows(facts)), table(choice_rows(facts))]
     for layer in facts.layers:
         parts += [layer_table(layer), *range_lines(layer)]
@@ -41,6 +42,19 @@ def step_line(facts: Explanation) -> str:
         f"{count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
         f"{facts.flops / 1e12:.3f} TFLOP"
     )
+
+
+def stage_rows(facts: Explanation) -> list[list[str]]:
+    """The stages of a pipeline, and what each of their ranks sends in the decode step."""
+    rows = [["stage", "layers", "ranks", "a rank sends", "bytes"]]
+    for number, stage in enumerate(facts.stages):
+        spans = (_span(*stage.layers), _span(*stage.ranks))
+        rows.append([str(number), *spans, stage.sends, str(stage.bytes)])
+    return rows
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def piece_rows(facts: Explanation) -> list[list[str]]:

@@ -68,7 +68,7 @@ def serve(
     SIGTERM or Ctrl-C lets open requests finish; a second one ends them with an answer.
     """
     asked = checked(merge(engine, model=model_argument), weights=True)
-    join_torchrun(asked.tensor_parallel_size)
+    join_torchrun(asked.tensor_parallel_size, asked.pipeline_parallel_size)
     check_counts(0, 65535, port=port)
     check_counts(0, max_waiting_requests=max_waiting_requests)
     counts = {"api_server_count": api_server_count, "data_parallel_size": data_parallel_size}

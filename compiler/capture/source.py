@@ -28,11 +28,14 @@ class Repeat:
         layers: for each layer of the deeper model, the traced layer that it is a copy of.
         inputs: names of graph inputs that belong to one layer, as patterns of its number:
             ``weights/layers.{}.`` for all that starts so, ``kv_cache/{}`` for one.
+        carried: name of the graph input that the first layer reads as others read what the layer
+            before makes, where the model has nothing ahead of its layers.
     """
 
     module: str
     layers: tuple[int, ...]
     inputs: tuple[str, ...]
+    carried: str = ""
 
     def traced_layer(self, node: fx.Node) -> int | None:
         """The traced layer that a node was captured in, None outside of the list."""

@@ -30,14 +30,19 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
     Raises:
         TraceError: a layer passes on something else than one value.
     """
-    layers = _layers(traced.gm.graph, repeat)
+    placeholders = traced.gm.graph.find_nodes(op="placeholder")
+    given = {
+        node
+        for node, source in zip(placeholders, traced.inputs, strict=True)
+        if source != GraphInput(repeat.carried)
+    }
+    layers = _layers(traced.gm.graph, repeat, given)
     first, last = layers[min(layers)], layers[max(layers)]
     inside = {node for layer in layers.values() for node in layer.nodes}
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     inputs: list[GraphInput] = []
     owned: dict[int, list[tuple[fx.Node, GraphInput]]] = {number: [] for number in layers}
-    placeholders = traced.gm.graph.find_nodes(op="placeholder")
     for node, source in zip(placeholders, traced.inputs, strict=True):
         owner = _owner(source, repeat, layers)
         if owner is not None:
@@ -87,7 +92,7 @@ def _owner(source: GraphInput, repeat: Repeat, layers: dict[int, _Layer]) -> int
     return None
 
 
-def _layers(graph: fx.Graph, repeat: Repeat) -> dict[int, _Layer]:
+def _layers(graph: fx.Graph, repeat: Repeat, given: set[fx.Node]) -> dict[int, _Layer]:
     nodes: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         number = repeat.traced_layer(node) if node.op not in ("placeholder", "output") else None
@@ -98,12 +103,12 @@ def _layers(graph: fx.Graph, repeat: Repeat) -> dict[int, _Layer]:
             f"the trace has nodes of layers {sorted(nodes)} in {repeat.module!r}, expected "
             f"{sorted(set(repeat.layers))}"
         )
-    return {number: _layer(number, found) for number, found in nodes.items()}
+    return {number: _layer(number, found, given) for number, found in nodes.items()}
 
 
-def _layer(number: int, nodes: list[fx.Node]) -> _Layer:
+def _layer(number: int, nodes: list[fx.Node], given: set[fx.Node]) -> _Layer:
     inside = set(nodes)
-    carried_in = dict.fromkeys(_computed_outside(nodes, inside))
+    carried_in = dict.fromkeys(_carried_in(nodes, inside | given))
     carried_out = [n for n in nodes if any(user not in inside for user in n.users)]
     if len(carried_in) != 1 or len(carried_out) != 1:
         raise TraceError(
@@ -113,8 +118,7 @@ def _layer(number: int, nodes: list[fx.Node]) -> _Layer:
     return _Layer(tuple(nodes), next(iter(carried_in)), carried_out[0])
 
 
-def _computed_outside(nodes: list[fx.Node], inside: set[fx.Node]) -> Iterator[fx.Node]:
+def _carried_in(nodes: list[fx.Node], others: set[fx.Node]) -> Iterator[fx.Node]:
+    """What ``nodes`` read besides ``others``: themselves, and what every layer may read."""
     for node in nodes:
-        for arg in node.all_input_nodes:
-            if arg not in inside and arg.op != "placeholder":
-                yield arg
+        yield from (arg for arg in node.all_input_nodes if arg not in others)

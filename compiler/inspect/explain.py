@@ -88,6 +88,22 @@ class PieceFacts:
 
 
 @dataclass(frozen=True)
+class StageFacts:
+    """One pipeline stage.
+
+    Attributes:
+        layers, ranks: the first and the last of them.
+        sends: what one of its ranks sends in the step, and where.
+        bytes: of that.
+    """
+
+    layers: tuple[int, int]
+    ranks: tuple[int, int]
+    sends: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Describes what a decode step of ``num_seqs`` sequences does.
 
@@ -101,6 +117,7 @@ class Explanation:
         launches, bytes, flops: of the whole step, on one rank; launches are None if those of a call
             are.
         notes: what these figures do not include.
+        stages: of a pipeline, one of which the rest is about; none where there is no pipeline.
     """
 
     num_seqs: int
@@ -115,6 +132,7 @@ class Explanation:
     bytes: int
     flops: int
     notes: list[str]
+    stages: list[StageFacts]
 
     @property
     def missed(self) -> list[SiteFacts]:
@@ -138,6 +156,7 @@ def explain(
     context: int,
     world_size: int = 1,
     notes: Iterable[str] = (),
+    stages: Iterable[StageFacts] = (),
 ) -> Explanation:
     """Explain a decode step.
 
@@ -148,7 +167,7 @@ def explain(
         num_seqs: sequences, one token each.
         context: KV positions of each.
         world_size: ranks of the groups over which the model reduces.
-        notes: kept in the explanation.
+        notes, stages: kept in the explanation.
 
     Raises:
         UserError: the model reduces over ranks, and ``world_size`` is 1.
@@ -182,6 +201,7 @@ def explain(
         bytes=sum(call.bytes for call in step),
         flops=sum(call.flops for call in step),
         notes=list(notes),
+        stages=list(stages),
     )
 
 
@@ -240,7 +260,7 @@ def _layers(
         found.append(
             LayerFacts(
                 title,
-                layers,
+                tuple(where.first_layer + layer for layer in layers),
                 calls[one],
                 _ranges(new.get(one, []), after),
                 draw(old.get(one, []), before.dims),

@@ -44,14 +44,18 @@ class Where:
 
     Args:
         repeat: which traced layer each layer is a copy of; None for a model without layers.
+        first_layer: the number under which people know layer 0, where the model is a stage.
     """
 
-    def __init__(self, repeat: Repeat | None) -> None:
-        self._repeat = repeat
+    def __init__(self, repeat: Repeat | None, first_layer: int = 0) -> None:
+        self._repeat, self.first_layer = repeat, first_layer
         kinds: dict[int, list[int]] = {}
         for layer, kind in enumerate(repeat.layers if repeat else ()):
             kinds.setdefault(kind, []).append(layer)
-        self.kinds = [(title_of(layers), tuple(layers)) for layers in kinds.values()]
+        self.kinds = [
+            (title_of([first_layer + layer for layer in layers]), tuple(layers))
+            for layers in kinds.values()
+        ]
         self._titles = {layer: title for title, layers in self.kinds for layer in layers}
 
     def place(self, module: str) -> tuple[str, str]:

@@ -33,7 +33,10 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)
     check_parallel(
-        spec, options.tensor_parallel_size, expert_parallel=options.enable_expert_parallel
+        spec,
+        options.tensor_parallel_size,
+        expert_parallel=options.enable_expert_parallel,
+        num_stages=options.pipeline_parallel_size,
     )
     if options.tokenizer is not None:
         check_tokenizer(options)

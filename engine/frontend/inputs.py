@@ -18,6 +18,8 @@ from .chat_template import Message
 from .grammar import check_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
 
+_USUAL_TOKEN = 16
+"""Characters; few tokens are longer."""
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -127,8 +129,25 @@ class InputProcessor:
         tokenizer = self.require_tokenizer()
         text = tokenizer.render_chat(messages, **variables)
         # The template wrote the special tokens itself.
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = self.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            UserError: there is no tokenizer, or the text has more characters than the longest
+                prompt could have; to encode it would take long.
+        """
+        tokenizer = self.require_tokenizer()
+        if len(text) > _USUAL_TOKEN * self.max_model_len:  # else the vocabulary need not be read
+            most = max(_USUAL_TOKEN, tokenizer.most_characters) * self.max_model_len
+            if len(text) > most:
+                raise UserError(
+                    f"prompt of {len(text)} characters: max_model_len={self.max_model_len} leaves "
+                    f"room for {most} at most; shorten it or raise max_model_len"
+                )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -140,7 +159,7 @@ class InputProcessor:
 
     def _token_ids(self, prompt: Prompt) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
-            return (self.require_tokenizer().encode(prompt) if prompt else []), prompt
+            return (self.encode(prompt) if prompt else []), prompt
         if isinstance(prompt, Mapping):
             unknown = [str(key) for key in prompt if key not in _KEYS and prompt[key] is not None]
             ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")

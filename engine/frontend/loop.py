@@ -106,8 +106,9 @@ class EngineLoop:
             raise UserError(_not_params(params))
         if request_id is not None and not isinstance(request_id, str):
             raise UserError(f"request_id={request_id!r}: expected text")
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise UserError(f"priority={priority!r}: expected an integer")
+        is_int = isinstance(priority, int) and not isinstance(priority, bool)
+        if not is_int or not -(2**63) <= priority < 2**63:
+            raise UserError(f"priority={priority!r}: expected an integer of 64 bits")
         made_up = request_id is None
         while request_id is None or (made_up and request_id in self._outputs):
             request_id = f"request-{next(self._numbers)}"

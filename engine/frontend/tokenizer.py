@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import tokenizers
 from ...config import UserError
 from ...model_executor.hf_json import HfConfig, read_json_if_there
 from .chat_template import ChatTemplate, Message
+
+# A batch here has one text, for which the library would start a thread on each core.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -69,7 +74,14 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(f"prompt is not valid Unicode: {error}") from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch, without offsets: that is several times faster, and lets other threads run.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
+
+    @cached_property
+    def most_characters(self) -> int:
+        """Characters of the longest token, as the vocabulary spells it."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids beyond the vocabulary (padding rows of embeddings) have none."""

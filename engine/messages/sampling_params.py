@@ -107,10 +107,10 @@ class SamplingParams:
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
-            _require(_is_int(getattr(self, name)), self, name, "an integer")
+            _require(_is_int(getattr(self, name)), self, name, "an integer of 64 bits")
         for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or _is_int(value), self, name, "an integer or None")
+            _require(value is None or _is_int(value), self, name, "an integer of 64 bits, or None")
         for name in (
             "temperature",
             "top_p",
@@ -154,8 +154,8 @@ class SamplingParams:
         _require(penalty_ok, self, "repetition_penalty", "between 1e-20 and 1e20")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-2 <= getattr(self, name) <= 2, self, name, "in [-2, 2]")
-        seed_ok = self.seed is None or -1 <= self.seed < 2**63
-        _require(seed_ok, self, "seed", "in [0, 2**63), or None or -1 for none")
+        seed_ok = self.seed is None or self.seed >= -1
+        _require(seed_ok, self, "seed", "at least 0, or None or -1 for none")
         _require(self.max_tokens is None or self.max_tokens >= 1, self, "max_tokens", "at least 1")
         most = math.inf if self.max_tokens is None else self.max_tokens
         _require(0 <= self.min_tokens <= most, self, "min_tokens", f"in [0, max_tokens={most}]")
@@ -177,7 +177,8 @@ def _is_list(value: object) -> bool:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Whether it is an integer that a message can carry, of 64 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _is_number(value: object) -> bool:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from threading import Thread
 
@@ -46,6 +47,9 @@ _TAKEN_AT_ONCE = 32
 """Requests taken in between two steps, which takes about a millisecond."""
 _BEAT_S = 0.5
 """Longest time between two beats at rest, in seconds."""
+_QUIET_S = 0.05
+"""Time without a request after which work that can wait is begun, in seconds: a client that sends
+its next request when it has an answer is not made to wait for it."""
 _COUNTERS_S = 0.1
 """Least time between two messages of counters, in seconds."""
 
@@ -60,6 +64,8 @@ class CoreServer:
         replica: the number of this engine.
         heartbeat: is written at every step, and at rest twice a second.
         at_rest: does a piece of work that can wait; returns False if there is none.
+        quiet_s: time without a request after which it is called, in seconds; before the first
+            request it is called at once.
         report: what ``REPORT`` is answered with.
         step_kinds: as in ``Counters``.
     """
@@ -73,12 +79,14 @@ class CoreServer:
         *,
         replica: int = 0,
         at_rest: Callable[[], bool] = lambda: False,
+        quiet_s: float = _QUIET_S,
         report: Callable[[], dict[str, object]] = dict,
         step_kinds: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self._core, self._inbox, self._outboxes = core, inbox, outboxes
         self._replica, self._owners = replica, Owners(len(outboxes))
         self._heartbeat, self._at_rest = heartbeat, at_rest
+        self._quiet_s, self._quiet_from = quiet_s, 0.0
         self._report, self._step_kinds = report, step_kinds
         self._stopping = False
         self._num_steps, self._step_s, self._rest_s = 0, 0.0, 0.0
@@ -105,6 +113,7 @@ class CoreServer:
         outputs = self._core.step()
         now = time.monotonic()
         self._step_s += now - start
+        self._quiet_from = now + self._quiet_s
         if not outputs.is_empty:
             for frontend, part in self._owners.split(outputs):
                 self._send(frontend, Kind.STEP, part)
@@ -130,8 +139,10 @@ class CoreServer:
         """Do what can wait until a message comes, or sleep."""
         start = time.monotonic()
         self._heartbeat.beat(self._num_steps)
-        timeout_ms = 0 if self._at_rest() else int(_BEAT_S * 1e3)
-        self._inbox.poll(timeout_ms)
+        timeout_s = min(self._quiet_from - start, _BEAT_S)
+        if timeout_s <= 0 and not self._at_rest():
+            timeout_s = _BEAT_S
+        self._inbox.poll(max(0, ceil(timeout_s * 1e3)))
         self._rest_s += time.monotonic() - start
 
     def _take_in(self) -> None:

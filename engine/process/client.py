@@ -226,6 +226,15 @@ class EngineClient:
         """Run what would hold up the event loop."""
         return await self._event_loop.run_in_executor(self._pool, work)
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, in a thread if it is long.
+
+        Raises:
+            UserError: there is no tokenizer, or the text is too long.
+        """
+        encode = partial(self.inputs.encode, text, add_special_tokens=add_special_tokens)
+        return await self.in_thread(encode) if len(text) > _SHORT_TEXT else encode()
+
     async def check(
         self,
         prompt: Prompt,

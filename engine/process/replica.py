@@ -73,7 +73,7 @@ class Replica:
     def _spawn(self, folder: Path, options: EngineOptions) -> subprocess.Popen[bytes]:
         place = Place(self.number, self._seat.count)
         there = [] if options.device == "cpu" else visible_gpus()
-        world, count = options.tensor_parallel_size, self._seat.num_replicas
+        world, count = options.num_ranks, self._seat.num_replicas
         gpus = gpus_of_replica(self.number, count, world, there)
         return subprocess.Popen(
             [
@@ -147,7 +147,7 @@ def gpus_of_replica(replica: int, num_replicas: int, world: int, gpus: list[str]
         return None
     if len(gpus) < num_replicas * world:
         raise UserError(
-            f"data_parallel_size={num_replicas}: with tensor_parallel_size={world} it needs "
+            f"data_parallel_size={num_replicas}: with {world} ranks a replica it needs "
             f"{num_replicas * world} GPUs, and there are {len(gpus)}; give "
             f"{max(1, len(gpus) // world)} or less"
         )

@@ -1,4 +1,4 @@
-"""Tensor parallelism's processes: rank 0 serves, and starts and watches the others.
+"""The processes of several ranks: rank 0 serves, and starts and watches the others.
 
 ``Leader`` lives in the process of the engine.  It spawns one process for each other rank
 (``follower``), sends them what the core tells its own worker, and ends the engine when one of them

@@ -40,28 +40,40 @@ class Follower:
 
     def __init__(self, link: Link, start: Start) -> None:
         self.rank, self._link, self._start = start.rank, link, start
+        self._stage, self._tp_rank = divmod(start.rank, start.options.tensor_parallel_size)
 
     def check(self) -> None:
         """Rank 0 watches; this process ends with it."""
 
-    def agree(self, key: Callable[[], Key]) -> None:
+    def agree(self, key: Callable[[int], Key]) -> None:
         """Tell rank 0, which compares."""
-        factors = {name: str(value) for name, value in key().factors.items()}
+        factors = {name: str(value) for name, value in key(self._stage).factors.items()}
         self._link.send(Kind.KEY, ArtifactKey(factors))
 
     @contextmanager
     def store(self, config: StoreConfig) -> Iterator[Store]:
-        """The store in which rank 0's artifact is; waits until it is there."""
+        """This rank's own store if it is the first of its stage, else the one in which that rank's
+        artifact is; waits until it is there."""
         from ...compiler.artifacts.store import Store
+        from ..worker.source import artifact_store
 
+        if self._tp_rank == 0:
+            with artifact_store(config) as store:
+                yield store
+            return
         folder = decode(self._expect(Kind.ARTIFACT), ArtifactFolder).store
         yield Store(
             [Path(folder)], trusted_keys=[Path(name).expanduser() for name in config.trusted_keys]
         )
 
     def share(self, artifact: Artifact) -> None:
-        """Tell rank 0 that its artifact is read."""
+        """Tell rank 0 that the artifact is read, and where it is for the others of the stage, which
+        are waited for."""
+        if self._tp_rank == 0:
+            self._link.send(Kind.ARTIFACT, ArtifactFolder(str(artifact.path.parent.parent)))
         self._link.send(Kind.PROGRAM)
+        if self._tp_rank == 0:
+            self._expect(Kind.PROGRAM)
 
     def meet(self) -> RankGroup:
         """Say that the weights are loaded, and join the others."""
@@ -70,8 +82,9 @@ class Follower:
         self._link.send(Kind.WEIGHTS)
         self._expect(Kind.MEET)
         start = self._start
-        world = start.options.tensor_parallel_size
-        return RankGroup(Path(start.store), start.rank, world, start.hardware.device)
+        options, device = start.options, start.hardware.device
+        sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+        return RankGroup(Path(start.store), start.rank, *sizes, device)
 
     def _expect(self, expected: Kind) -> bytes:
         kind, body = self._link.receive()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ...compiler.artifacts.key import Key, differences
 from ...compiler.artifacts.scratch import scratch_folder
 from ...compiler.artifacts.store import Store
 from ...config import EngineDeadError, EngineOptions, Hardware, StoreConfig, UserError
+from ...model_executor.parallel import describe_ranks
 from ..messages.codec import decode, encode
 from ..worker.peers import RankGroup
 from ..worker.source import artifact_store
@@ -46,7 +47,7 @@ _alone = threading.Lock()
 
 
 class Leader:
-    """Starts ranks 1 to ``tensor_parallel_size - 1`` and stands for them in rank 0's process.
+    """Starts all ranks but 0 and stands for them in rank 0's process.
 
     It is the ``Peers`` of rank 0's worker.  Any thread may call ``stop``; the others are for the
     thread that drives the engine.
@@ -64,10 +65,11 @@ class Leader:
     def __init__(
         self, options: EngineOptions, hardware: Hardware, *, torchrun: bool = False
     ) -> None:
-        self.world, self._hardware = options.tensor_parallel_size, hardware
+        self.world, self._hardware = options.num_ranks, hardware
+        self._sizes = options.tensor_parallel_size, options.pipeline_parallel_size
         if not _alone.acquire(blocking=False):
             raise UserError(
-                f"tensor_parallel_size={self.world}: this process has an engine with several ranks "
+                f"{describe_ranks(*self._sizes)}: this process has an engine with several ranks "
                 "already, and can have one; close() that one first"
             )
         try:
@@ -101,14 +103,15 @@ class Leader:
         if self._failure is not None:
             raise self._failure
 
-    def agree(self, key: Callable[[], Key]) -> None:
-        """Compare the keys of the ranks' programs with rank 0's.
+    def agree(self, key: Callable[[int], Key]) -> None:
+        """Compare the keys of the ranks' programs with those that rank 0 would have in their stage.
 
         Raises:
             UserError: names the factors in which one differs.
         """
-        ours = {name: str(value) for name, value in key().factors.items()}
+        stages = [key(number).factors for number in range(self._sizes[1])]
         for rank, body in self._wait_for(Kind.KEY).items():
+            ours = {name: str(value) for name, value in stages[rank // self._sizes[0]].items()}
             found = differences(ours, decode(body, ArtifactKey).factors)
             if found:
                 raise UserError(
@@ -124,16 +127,23 @@ class Leader:
             yield store
 
     def share(self, artifact: Artifact) -> None:
-        """Have every rank load rank 0's artifact."""
-        self.send(Kind.ARTIFACT, ArtifactFolder(str(artifact.path.parent.parent)))
+        """Have every rank load the artifact of its stage's first rank, which for the first stage is
+        rank 0's."""
+        size = self._sizes[0]
+        folder = encode(ArtifactFolder(str(artifact.path.parent.parent)))
+        for first in range(0, self.world, size):
+            if first:
+                folder = self._wait_for(Kind.ARTIFACT, first)[first]
+            self.send(Kind.ARTIFACT, folder, to=range(first + 1, first + size))
         self._wait_for(Kind.PROGRAM)
+        self.send(Kind.PROGRAM, to=range(size, self.world, size))
 
     def meet(self) -> RankGroup:
         """Wait for the weights of all ranks, then join them."""
         self._wait_for(Kind.WEIGHTS)
         self.send(Kind.MEET)
         with self.guard():
-            group = RankGroup(self._store, 0, self.world, self._hardware.device)
+            group = RankGroup(self._store, 0, *self._sizes, self._hardware.device)
         with self._changed:
             self._group = group
         return group
@@ -152,17 +162,19 @@ class Leader:
         """The processes of the other ranks."""
         return [process.pid for process in self._processes.values()]
 
-    def send(self, kind: Kind, message: Struct | None = None) -> None:
-        """Tell all ranks.
+    def send(
+        self, kind: Kind, message: Struct | bytes = b"", to: Iterable[int] | None = None
+    ) -> None:
+        """Tell all ranks, or those of ``to``.
 
         Raises:
             UserError: what ended one of them.
         """
         self.check()
-        body = b"" if message is None else encode(message)
+        body = message if isinstance(message, bytes) else encode(message)
         with self.guard():
-            for link in self._links.values():
-                link.send(kind, body)
+            for rank in self._links if to is None else to:
+                self._links[rank].send(kind, body)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -199,11 +211,13 @@ class Leader:
         self._scratch.__exit__(None, None, None)
         _alone.release()
 
-    def _wait_for(self, kind: Kind) -> dict[int, bytes]:
-        """The messages of one kind of all ranks, once each has sent its own."""
+    def _wait_for(self, kind: Kind, *ranks: int) -> dict[int, bytes]:
+        """The messages of one kind, once all ``ranks`` have sent theirs: every other one unless
+        some are named."""
+        expected = {*(ranks or range(1, self.world))}
 
         def complete() -> bool:
-            return self._failure is not None or len(self._heard.get(kind, {})) == self.world - 1
+            return self._failure is not None or expected <= self._heard.get(kind, {}).keys()
 
         with self._changed:
             self._changed.wait_for(complete)
@@ -313,7 +327,9 @@ class Leader:
         return EngineDeadError(f"{self._name(rank)} has ended ({how}); restart the engine")
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} of {self.world}"
+        size, num_stages = self._sizes
+        stage = f" (stage {rank // size} of {num_stages})" if num_stages > 1 else ""
+        return f"rank {rank} of {self.world}{stage}"
 
     def _fail(self, failure: UserError) -> None:
         """Keep the first failure, and end what may still wait for the rank that is lost."""

@@ -20,8 +20,8 @@ class Kind(IntEnum):
 
     START = 1  # to a rank: Start
     KEY = 2  # from a rank: ArtifactKey
-    ARTIFACT = 3  # to a rank: ArtifactFolder
-    PROGRAM = 4  # from a rank, without a body: it has loaded the artifact
+    ARTIFACT = 3  # from the first rank of a stage, and to its others: ArtifactFolder
+    PROGRAM = 4  # from a rank, without a body: it has loaded the artifact; to one: all have
     WEIGHTS = 5  # from a rank, without a body: it has loaded its weights
     MEET = 6  # to a rank, without a body: join the process group
     READY = 7  # from a rank, without a body: it waits for steps
@@ -60,7 +60,7 @@ class ArtifactKey(Struct, frozen=True):
 
 
 class ArtifactFolder(Struct, frozen=True):
-    """Where rank 0's artifact lies: the folder of its store."""
+    """Where a stage's artifact lies: the folder of its store."""
 
     store: str
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from ...config import EngineOptions, Hardware, UserError
-from ...model_executor.parallel import fitting
+from ...model_executor.parallel import describe_ranks, fitting
 from ...model_executor.spec import ModelSpec
 from ..messages.step import Runner
 from ..worker.peers import Alone
@@ -43,15 +43,19 @@ def start_ranks(options: EngineOptions, spec: ModelSpec, hardware: Hardware) -> 
         UserError: torchrun has started another number of them, there are fewer GPUs than ranks, or
             this process has such an engine already.
     """
-    world = options.tensor_parallel_size
-    launch = join_torchrun(world)
-    if world == 1:
+    sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+    launch = join_torchrun(*sizes)
+    if options.num_ranks == 1:
         return OneRank()
-    if hardware.device == "cuda" and world > hardware.num_devices:
-        sizes = ", ".join(map(str, fitting(spec, hardware.num_devices)))
+    if hardware.device == "cuda" and options.num_ranks > hardware.num_devices:
+        products = [
+            f"{fits}" if sizes[1] == 1 else f"{fits} x {stages}"
+            for stages in range(1, sizes[1] + 1)
+            for fits in fitting(spec, hardware.num_devices // stages)
+        ]
         raise UserError(
-            f"tensor_parallel_size={world}: a rank needs a GPU of its own, and there are "
-            f"{hardware.num_devices}; this model runs here with {sizes}"
+            f"{describe_ranks(*sizes)}: a rank needs a GPU of its own, and there are "
+            f"{hardware.num_devices}; this model runs here with {', '.join(products)}"
         )
     if launch is not None:
         claim_ranks()

@@ -22,6 +22,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ...config import UserError
+from ...model_executor.parallel import describe_ranks
 from ..messages.codec import decode
 from .lifetime import leave_signals_to_the_parent
 from .link import Hello, Kind, Link
@@ -63,7 +64,7 @@ class Torchrun(NamedTuple):
         return cls(*map(int, given.values()))
 
 
-def join_torchrun(tensor_parallel_size: int) -> Torchrun | None:
+def join_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> Torchrun | None:
     """Take this process's place among torchrun's; None without torchrun.  Only rank 0 returns:
     another rank runs what rank 0 says, and its process ends with the engine.
 
@@ -75,11 +76,15 @@ def join_torchrun(tensor_parallel_size: int) -> Torchrun | None:
         return None
     if launch.rank > 0:
         _follow(launch.rank)
-    if launch.world != tensor_parallel_size:
+    num_ranks = tensor_parallel_size * pipeline_parallel_size
+    if launch.world != num_ranks:
+        other = f"tensor_parallel_size={launch.world}"
+        if pipeline_parallel_size > 1:
+            other = f"sizes whose product is {launch.world}"
         raise UserError(
-            f"tensor_parallel_size={tensor_parallel_size}: torchrun has started WORLD_SIZE="
-            f"{launch.world} processes, expected one a rank; give --nproc-per-node "
-            f"{tensor_parallel_size}, or tensor_parallel_size={launch.world}"
+            f"{describe_ranks(tensor_parallel_size, pipeline_parallel_size)}: torchrun has started "
+            f"WORLD_SIZE={launch.world} processes, expected one a rank; give --nproc-per-node "
+            f"{num_ranks}, or {other}"
         )
     if launch.local_world != launch.world:
         raise UserError(

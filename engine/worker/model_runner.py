@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.run.program import Program
-from ...config import FEED, slot_mapping_of
+from ...config import FEED, HIDDEN, slot_mapping_of
 from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from ..messages.cache_group import CacheGroup
 from ..messages.step import Batch, Ints, Logprobs, StepResult
@@ -98,8 +98,9 @@ class ModelRunner:
         table: implementations of the ops that run outside of the program.
         block_size: tokens a KV block.
         groups: the layers' groups, each of which has a block table.
-        ranks: the ranks that run the same batches.  Rank 0 alone samples; its tokens go to the
-            others on the device, where the next step of each reads them.
+        ranks: the ranks that run the same batches.  Hidden states go from stage to stage, and the
+            logits of the last to rank 0, which alone samples.  Its tokens go to the ranks that have
+            the embedding on the device, where the next step of each reads them.
     """
 
     def __init__(
@@ -140,12 +141,12 @@ class ModelRunner:
             for sequence in batch.new:
                 self.sampler.admit(sequence)
         self._write_inputs(batch, dispatch)
-        logits = self._run(dispatch, num_seqs)
+        logits = self._run_stage(dispatch, batch)
         sampled = Sampled(self.sampler.last_tokens, None)
         if samples:
             slots, seq_lens = (self._buffers.view(name, num_seqs) for name in ("slots", "seq_lens"))
             sampled = self.sampler.sample(logits, batch, slots, seq_lens)
-        if self._ranks is not None:
+        if self._ranks is not None and self._ranks.stage == 0:
             self._ranks.broadcast(self.sampler.last_tokens)
         return self._start_readback(sampled)
 
@@ -154,11 +155,31 @@ class ModelRunner:
         if self._on_gpu:
             torch.cuda.synchronize()
 
+    def _run_stage(self, dispatch: Dispatch, batch: Batch) -> Tensor:
+        """Run this rank's stage between what the one before gives and what the next one needs;
+        returns the logits, a row a sequence, on rank 0.  Nothing of this is within a graph, and
+        only the step's own rows are sent, so each stage may choose its graphs by itself."""
+        ranks, num_seqs = self._ranks, batch.num_seqs
+        if ranks is None:
+            return self._run(dispatch, num_seqs)[:num_seqs]
+        stage, last = ranks.stage, ranks.num_stages - 1
+        if stage > 0:
+            ranks.receive(self._buffers.view(HIDDEN, batch.num_tokens), stage - 1)
+        output = self._run(dispatch, num_seqs)
+        if stage < last:
+            ranks.send(output[: batch.num_tokens], stage + 1)
+            if ranks.rank == 0:
+                output = output.new_empty((num_seqs, self.sampler.vocab_size))
+                ranks.receive(output, last)
+        elif stage > 0 and ranks.tp_rank == 0:
+            ranks.send(output[:num_seqs], 0)
+        return output[:num_seqs]
+
     def _run(self, dispatch: Dispatch, num_seqs: int) -> Tensor:
-        """Run the step by its graph or without one; returns the logits, a row a sequence."""
+        """Run the program by its graph or without one; its result may have rows of padding."""
         padded = dispatch.num_tokens
         if dispatch.kind is GraphKind.FULL:
-            return self.graphs.replay_full(padded, dispatch.num_seqs)[:num_seqs]
+            return self.graphs.replay_full(padded, dispatch.num_seqs)
         views = self._buffers.views(num_tokens=padded, num_seqs=num_seqs)
         if dispatch.kind is GraphKind.PIECEWISE:
             return self.graphs.replay_piecewise(padded, views)

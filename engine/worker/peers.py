@@ -10,13 +10,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup
 
 from ...compiler.artifacts.artifact import Artifact
 from ...compiler.artifacts.key import Key
 from ...compiler.artifacts.store import Store
 from ...config import StoreConfig
-from ...model_executor.parallel import GROUP
+from ...model_executor.parallel import GROUP, STAGES
 from ...ops._process_group import process_group
 from .source import artifact_store
 
@@ -25,41 +25,67 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 class RankGroup:
-    """The process group of a model's ranks, and what workers exchange in it beside the program.
+    """The process groups of a model's ranks, and what workers exchange in them beside the program:
+    a group of the ranks of this one's stage, and one of the ranks that hold the same part of every
+    stage.  What is exchanged is enqueued on the current stream.
 
     Args:
         store: the file through which the ranks meet.
+        rank: of all; ranks of the first stage come first.
+        world: ranks of a stage.
+        num_stages: of the pipeline.
         device: of the tensors; "cuda" ones go over NCCL, others over gloo.
     """
 
-    def __init__(self, store: Path, rank: int, world: int, device: str) -> None:
-        self.rank, self._device, self._stack = rank, device, ExitStack()
-        self._group = self._stack.enter_context(
-            process_group(
-                GROUP,
-                FileStore(str(store), world),
-                rank,
-                world,
-                timeout=_TIMEOUT,
-                on_gpus=device == "cuda",
-            )
-        )
+    def __init__(self, store: Path, rank: int, world: int, num_stages: int, device: str) -> None:
+        self.rank, self.num_stages = rank, num_stages
+        self.stage, self.tp_rank = stage, tp_rank = divmod(rank, world)
+        self._device, self._stack = device, ExitStack()
+        self._groups: dict[str, ProcessGroup] = {}
+        meeting = FileStore(str(store), world * num_stages)
+        for name, which, number, size in (
+            (GROUP, stage, tp_rank, world),
+            (STAGES, tp_rank, stage, num_stages),
+        ):
+            if size > 1:
+                self._groups[name] = self._stack.enter_context(
+                    process_group(
+                        name,
+                        PrefixStore(f"{name}/{which}", meeting),
+                        number,
+                        size,
+                        timeout=_TIMEOUT,
+                        on_gpus=device == "cuda",
+                    )
+                )
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` by that of rank 0; enqueued on the current stream."""
-        torch.ops._c10d_functional.broadcast_(tensor, 0, GROUP)
-        torch.ops._c10d_functional.wait_tensor(tensor)
+        """Overwrite ``tensor`` by that of the stage's first rank."""
+        if GROUP in self._groups:
+            torch.ops._c10d_functional.broadcast_(tensor, 0, GROUP)
+            torch.ops._c10d_functional.wait_tensor(tensor)
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Send a contiguous tensor to the rank of ``stage`` that holds the same part of it."""
+        self._groups[STAGES].send([tensor], stage, 0).wait()
+
+    def receive(self, tensor: Tensor, stage: int) -> None:
+        """Fill a contiguous tensor by what that rank of ``stage`` sends."""
+        self._groups[STAGES].recv([tensor], stage, 0).wait()
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
-        torch.ops._c10d_functional.all_reduce_(tensor, "min", GROUP)
-        return int(torch.ops._c10d_functional.wait_tensor(tensor).item())
+        for name in self._groups:
+            torch.ops._c10d_functional.all_reduce_(tensor, "min", name)
+            torch.ops._c10d_functional.wait_tensor(tensor)
+        return int(tensor.item())
 
     def abort(self) -> None:
         """Make collectives that wait for a lost rank end.  Those of gloo do so by themselves."""
         if self._device == "cuda":
-            self._group.abort()
+            for group in self._groups.values():
+                group.abort()
 
     def close(self) -> None:
         """Leave the group."""
@@ -76,11 +102,12 @@ class Peers(Protocol):
     def check(self) -> None:
         """Raises if a rank has ended."""
 
-    def agree(self, key: Callable[[], Key]) -> None:
-        """Refuses ranks that would run another program than rank 0."""
+    def agree(self, key: Callable[[int], Key]) -> None:
+        """Refuses ranks that would run another program than rank 0 would in their stage, whose
+        number ``key`` takes."""
 
     def store(self, config: StoreConfig) -> AbstractContextManager[Store]:
-        """Where the program is looked for; ranks other than 0 wait until rank 0 has it."""
+        """Where the program is looked for; ranks of a stage wait until its first one has it."""
 
     def share(self, artifact: Artifact) -> None:
         """Called within the context of ``store`` when the program is loaded."""
@@ -97,7 +124,7 @@ class Alone:
     def check(self) -> None:
         """Nobody else can have ended."""
 
-    def agree(self, key: Callable[[], Key]) -> None:
+    def agree(self, key: Callable[[int], Key]) -> None:
         """Nobody else has a key."""
 
     @contextmanager

@@ -160,7 +160,7 @@ class Sampler:
     """
 
     def __init__(self, table: OpTable, config: ResolvedConfig, vocab_size: int) -> None:
-        self._ops, self._vocab_size = table, vocab_size
+        self._ops, self.vocab_size = table, vocab_size
         self._device = torch.device(config.hardware.device)
         self._max_num_seqs, self._seed = config.scheduler.max_num_seqs, config.model.seed
         self.last_tokens = torch.zeros(self._max_num_seqs, dtype=torch.int32, device=self._device)
@@ -177,7 +177,7 @@ class Sampler:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile the kernels of a greedy step, so that the first request does not wait for it."""
-        logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
+        logits = torch.zeros((1, self.vocab_size), dtype=dtype, device=self._device)
         slots = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._keep(self._ops("argmax", logits), slots)
 
@@ -187,7 +187,7 @@ class Sampler:
         params, slot = sequence.sampling_params, sequence.slot
         self._slots[slot] = (
             params.temperature,
-            min(params.top_k, self._vocab_size),
+            min(params.top_k, self.vocab_size),
             params.top_p,
             params.min_p,
             params.repetition_penalty,
@@ -209,10 +209,10 @@ class Sampler:
         if not params.has_penalties:
             return
         if self._counts is None or self._prompt_mask is None:
-            shape = (self._max_num_seqs, self._vocab_size)
+            shape = (self._max_num_seqs, self.vocab_size)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._prompt_mask = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        counts = np.bincount(sequence.output_token_ids, minlength=self._vocab_size)
+        counts = np.bincount(sequence.output_token_ids, minlength=self.vocab_size)
         self._counts[slot].copy_(self._send(counts, torch.int32))
         prompt = self._send(sequence.prompt_token_ids, torch.long)
         self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)

@@ -23,6 +23,8 @@ from ...compiler.capture.source import Example, Repeat, Source
 from ...compiler.compiled import Compiled, compile
 from ...compiler.record import Record
 from ...config import (
+    HIDDEN,
+    TOKEN_IDS,
     Per,
     ResolvedConfig,
     StoreConfig,
@@ -62,7 +64,13 @@ def module_arguments(values: Mapping[str, Any], spec: ModelSpec) -> tuple[Any, .
     )
     attention = AttentionInputs(groups, values["seq_lens"], values["query_start_loc"])
     kv_caches = [values[kv_cache_name(i)] for i in range(spec.num_layers)]
-    return values["input_ids"], values["positions"], attention, kv_caches
+    return values[first_input(spec)], values["positions"], attention, kv_caches
+
+
+def first_input(spec: ModelSpec) -> str:
+    """The step input of a row a token that the model begins with: token ids, or in a later stage
+    what the stage before gives."""
+    return TOKEN_IDS if spec.has_embedding else HIDDEN
 
 
 def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
@@ -153,11 +161,15 @@ def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
         dtypes += f", {precision.quantization} weights"
     if precision.kv_cache_dtype != precision.dtype:
         dtypes += f", {precision.kv_cache_dtype} KV cache"
-    ranks = config.parallel.tensor_parallel_size
-    return (
+    ranks, stages = spec.tensor_parallel_size, spec.pipeline_parallel_size
+    label = (
         f"{spec.architecture}, {spec.num_layers} layers, hidden {spec.hidden_size}, "
         f"{dtypes}, -O{config.compile.level}, {target}{f', {ranks} ranks' if ranks > 1 else ''}"
     )
+    if stages == 1:
+        return label
+    place = "first" if spec.has_embedding else "last" if spec.has_head else "middle"
+    return f"{label}, {place} of {stages} stages"
 
 
 def take_tables(config: ResolvedConfig) -> None:
@@ -182,7 +194,12 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     return Source(
         model,
         given,
-        Repeat("layers", layers, ("weights/layers.{}.", KV_CACHE)),
+        Repeat(
+            "layers",
+            layers,
+            ("weights/layers.{}.", KV_CACHE),
+            "" if spec.has_embedding else first_input(spec),
+        ),
         partial(outside_calls, spec),
     )
 
@@ -207,6 +224,8 @@ def example(
     }
     for field in step_schema(len(spec.cache_groups)).program:
         add(field.name, getattr(torch, field.dtype), sizes[field.per], *field.per.dims)
+    if not spec.has_embedding:
+        add(HIDDEN, spec.dtype, (num_tokens, spec.hidden_size), *Per.TOKEN.dims)
     for layer in range(spec.num_layers):
         cache = spec.cache_groups[spec.cache_group(layer)].spec
         shape = (num_blocks, *cache.block_shape(block_size))

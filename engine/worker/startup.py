@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ from ...config import (
 from ...graph_capture import (
     Dispatcher,
     Graphs,
-    MemoryReport,
     StepBuffers,
     make_backend,
     say_free,
@@ -45,15 +43,16 @@ from ...model_executor.loader import load_model, out_of_memory
 from ...model_executor.models.decoder import DecoderModel
 from ...model_executor.parallel import check_parallel
 from ...model_executor.quant.scheme import KINDS
-from ...model_executor.spec import ModelSpec, quantize_online
+from ...model_executor.spec import ModelSpec, quantize_online, stage_of
 from ..messages.cache_group import CacheGroup
-from ..messages.requests import CoreStats
+from .memory import outside_bytes
 from .missing_kernels import say_where_csrc_is_missing
 from .peers import Alone, Peers
 from .progress import Progress
 from .source import (
     artifact_key,
     find_or_compile,
+    first_input,
     kv_cache_name,
     module_arguments,
 )
@@ -75,7 +74,10 @@ def read_model(
     config = resolve(options, hardware, model_limits(spec))
     parallel = config.parallel
     check_parallel(
-        spec, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel
+        spec,
+        parallel.tensor_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+        num_stages=parallel.pipeline_parallel_size,
     )
     check_kernels(dict(config.compile.kernels))
     return folder, with_options(spec, config), config
@@ -90,6 +92,7 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
         fp8_kv_cache=precision.kv_cache_dtype == "fp8_e4m3",
         tensor_parallel_size=config.parallel.tensor_parallel_size,
         expert_parallel=config.parallel.enable_expert_parallel,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
     )
     if config.compile.record_expert_load:
         if spec.moe is None:
@@ -158,11 +161,15 @@ def compile_model(
     peers: Peers | None = None,
 ) -> Compiled:
     """Make the model a program with its weights bound.  The program is loaded or compiled while
-    the weights are read; at ``-O0`` it is the model as it is.  Of several ranks one compiles."""
+    the weights are read; at ``-O0`` it is the model as it is.  Of the ranks of a pipeline stage one
+    compiles."""
     peers = peers or Alone()
-    peers.agree(lambda: artifact_key(spec, config))
+    stage, tp_rank = divmod(peers.rank, spec.tensor_parallel_size)
+    peers.agree(lambda number: artifact_key(stage_of(spec, number), config))
+    spec = stage_of(spec, stage)
     if not config.compile.trace:
-        names = [field.name for field in step_schema(len(spec.cache_groups)).program]
+        fields = step_schema(len(spec.cache_groups)).program
+        names = list(dict.fromkeys([first_input(spec), *(field.name for field in fields)]))
         names += [kv_cache_name(i) for i in range(spec.num_layers)]
         return Compiled(
             eager_program(weights.result(), lambda given: module_arguments(given, spec), names)
@@ -185,7 +192,7 @@ def compile_model(
             spec,
             config,
             store,
-            require=config.store.require or peers.rank > 0,
+            require=config.store.require or tp_rank > 0,
             before_build=before_build,
             on_phase=on_phase,
         )
@@ -208,12 +215,18 @@ def block_groups(groups: Sequence[LayerGroup]) -> tuple[CacheGroup, ...]:
 
 def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
     """Allocate the static inputs for the largest step."""
+    device = torch.device(config.hardware.device)
+    max_tokens = config.scheduler.max_num_batched_tokens
+    hidden = None
+    if not spec.has_embedding:
+        hidden = torch.zeros((max_tokens, spec.hidden_size), dtype=spec.dtype, device=device)
     return StepBuffers(
-        torch.device(config.hardware.device),
-        max_tokens=config.scheduler.max_num_batched_tokens,
+        device,
+        max_tokens=max_tokens,
         max_seqs=dispatcher.max_seqs,
         max_blocks=-(-config.model.max_model_len // config.cache.block_size),
         schema=step_schema(len(spec.cache_groups)),
+        hidden=hidden,
     )
 
 
@@ -250,9 +263,14 @@ class Needs:
     graphs: int = 0
 
 
-def num_kv_blocks(spec: ModelSpec, config: ResolvedConfig, needs: Needs) -> int:
+def num_kv_blocks(
+    spec: ModelSpec, config: ResolvedConfig, needs: Needs, groups: Sequence[CacheGroup]
+) -> int:
     """The number of KV blocks: as the options say, else as many as fit beside ``needs`` and a full
     batch can use.
+
+    Args:
+        groups: of the whole model, of which ``spec`` may be a stage.
 
     Raises:
         UserError: not even one block fits.
@@ -277,7 +295,7 @@ def num_kv_blocks(spec: ModelSpec, config: ResolvedConfig, needs: Needs) -> int:
             f"tokens takes {per_block}; raise it, or use a smaller model or max_num_batched_tokens"
         )
     longest, chunk = config.model.max_model_len, config.scheduler.max_num_batched_tokens
-    each = sum(group.most_blocks(longest, chunk, size) for group in block_groups(spec.cache_groups))
+    each = sum(group.most_blocks(longest, chunk, size) for group in groups)
     return min(num_blocks, config.scheduler.max_num_seqs * each)
 
 
@@ -337,51 +355,3 @@ def capture(graphs: Graphs, config: ResolvedConfig, progress: Progress) -> None:
         advance(graphs.num_captured)
         while not config.capture.lazy and graphs.capture_next():
             advance(1)
-
-
-def driver_bytes(hardware: Hardware) -> int:
-    """Device memory in use as the driver counts it; 0 on a CPU."""
-    if hardware.device == "cpu":
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
-
-
-def outside_bytes(hardware: Hardware) -> int:
-    """``driver_bytes`` less what PyTorch's allocator holds: the CUDA context, loaded kernels and
-    library workspaces; 0 on a CPU."""
-    if hardware.device == "cpu":
-        return 0
-    return driver_bytes(hardware) - torch.cuda.memory_reserved()
-
-
-def report_kv_groups(
-    groups: Sequence[LayerGroup], stats: CoreStats, bytes_per_block: int
-) -> list[dict[str, Any]]:
-    """Plain data of each group of layers: what it keeps, the blocks that requests hold of it now,
-    their bytes, and the most blocks that they ever held."""
-    return [
-        {
-            "kind": group.spec.kind.name,
-            "window": group.spec.window,
-            "layers": list(group.layers),
-            "blocks": held,
-            "bytes": held * bytes_per_block,
-            "peak_blocks": peak,
-        }
-        for group, held, peak in zip(groups, stats.num_held, stats.peak_held, strict=True)
-    ]
-
-
-def account(
-    hardware: Hardware, graphs: Graphs, *, context: int, weights: int, kv_cache: int, predicted: int
-) -> MemoryReport:
-    """Say where the device memory is now; ``context`` is ``outside_bytes`` before the graphs."""
-    report = MemoryReport(
-        weights=weights, kv_cache=kv_cache, graphs=graphs.bytes, graphs_predicted=predicted
-    )
-    if hardware.device == "cuda":
-        reserved, pool = torch.cuda.memory_reserved(), graphs.pool_bytes
-        report.context, report.driver = context, driver_bytes(hardware)
-        report.activations = reserved - weights - kv_cache - pool
-    return report

@@ -26,7 +26,7 @@ def step_reads(model: DecoderModel, spec: ModelSpec, config: ResolvedConfig) -> 
     """What a step of ``model`` has to read on this rank.  Of the embedding and of the table of
     rotations a step gathers a few rows, so they count only where ``lm_head`` shares them."""
     gathered = [model.cos_sin_cache]
-    if not spec.tie_word_embeddings:
+    if model.embed is not None and not (spec.tie_word_embeddings and spec.has_head):
         gathered.append(model.embed.weight)
     routed = [module for module in model.modules() if isinstance(module, ExpertLinear)]
     experts = sum(map(weight_bytes, routed))

@@ -11,14 +11,14 @@ from pathlib import Path
 from ...config import ResolvedConfig
 from ...graph_capture import Dispatcher
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
-from ...model_executor.spec import ModelSpec
+from ...model_executor.spec import ModelSpec, stage_of
 from .graph_mode import graph_mode
+from .memory import account, outside_bytes
 from .model_runner import ModelRunner
 from .peers import Peers
 from .progress import Progress
 from .sampler import OpTable, Sampler
 from .startup import (
-    account,
     bind_kv_caches,
     block_groups,
     capture,
@@ -26,7 +26,6 @@ from .startup import (
     load_beside,
     make_graphs,
     num_kv_blocks,
-    outside_bytes,
     step_buffers,
     warm_up,
 )
@@ -35,7 +34,7 @@ from .weight_bytes import step_reads, weight_bytes
 
 
 class Worker:
-    """A model that is ready to run batches.
+    """A model that is ready to run batches, or the part of it that one rank holds.
 
     Args:
         folder, spec, config: of ``read_model``.
@@ -55,8 +54,10 @@ class Worker:
         peers: Peers,
     ) -> None:
         hardware = config.hardware
-        with load_beside(folder, spec, config, startup, progress, peers.rank) as self.weights:
-            self.compiled = compile_model(spec, config, self.weights, startup, progress, peers)
+        whole, spec = spec, stage_of(spec, peers.rank // spec.tensor_parallel_size)
+        self.groups = block_groups(whole.cache_groups)
+        with load_beside(folder, whole, config, startup, progress, peers.rank) as self.weights:
+            self.compiled = compile_model(whole, config, self.weights, startup, progress, peers)
         ranks = peers.meet()
         with startup.phase("warm-up"):
             program = self.compiled.program
@@ -69,7 +70,7 @@ class Worker:
             self.graphs = make_graphs(program, self.buffers, self.dispatcher, config)
             needs = warm_up(program, spec, config, self.buffers, self.graphs)
         with startup.phase("kv cache"):
-            blocks = num_kv_blocks(spec, config, needs)
+            blocks = num_kv_blocks(spec, config, needs, self.groups)
             self.num_blocks = blocks if ranks is None else ranks.least(blocks)
             self.bytes_per_block = kv_cache_bytes_per_block(
                 spec.cache_groups, config.cache.block_size
@@ -86,7 +87,6 @@ class Worker:
             )
         with startup.phase("capture"):
             capture(self.graphs, config, progress)
-        self.groups = block_groups(spec.cache_groups)
         self.reads = step_reads(self.weights.result(), spec, config)
         self.runner = ModelRunner(
             program,

@@ -138,6 +138,7 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
     groups differ, since they read other block tables."""
     unquantized = spec.quant.unquantized if spec.quant else ((),) * spec.num_layers
     numbers = [spec.cache_group(layer) for layer in range(spec.num_layers)]
+    num_groups = len(spec.cache_groups)
     experts = spec.moe.layers if spec.moe else (False,) * spec.num_layers
     layers = list(zip(spec.sliding_windows, unquantized, numbers, experts, strict=True))
     kinds = list(dict.fromkeys(layers))
@@ -146,7 +147,10 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
         spec,
         num_layers=len(kinds),
         sliding_windows=windows,
-        group_of_layer=groups,
+        layers_of_groups=tuple(
+            tuple(i for i, group in enumerate(groups) if group == number)
+            for number in range(num_groups)
+        ),
         quant=replace(spec.quant, unquantized=unquantized) if spec.quant else None,
         moe=replace(spec.moe, layers=experts) if spec.moe else None,
     )
@@ -154,7 +158,8 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
 
 
 class DecoderModel(nn.Module):
-    """A causal language model.  Made on the meta device: see ``loader.load_model``."""
+    """A causal language model, or one pipeline stage of it.  Made on the meta device: see
+    ``loader.load_model``."""
 
     cos_sin_cache: Tensor
 
@@ -162,18 +167,19 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.spec = spec
         world = spec.tensor_parallel_size
-        self.embed = Embedding(spec.vocab_size, spec.hidden_size, world)
+        vocab_size, hidden = spec.vocab_size, spec.hidden_size
+        self.embed = Embedding(vocab_size, hidden, world) if spec.has_embedding else None
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.norm = RMSNorm(hidden, spec.rms_norm_eps) if spec.has_head else None
         tied = self.embed if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, tied, world)
+        self.lm_head = LMHead(vocab_size, hidden, tied, world) if spec.has_head else None
         # Computed, not loaded; float32 whatever the model's dtype, as positions need the bits.
         cache = build_cos_sin_cache(spec.rope, spec.head_dim, spec.max_position_embeddings)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def forward(
         self,
-        input_ids: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         attention: AttentionInputs,
         kv_caches: list[Tensor],
@@ -181,16 +187,21 @@ class DecoderModel(nn.Module):
         """One step over a ragged batch.
 
         Args:
-            input_ids, positions: [num_tokens] int32.
+            inputs: token ids, [num_tokens] int32; where another stage has the embedding, what the
+                stage before gives.
+            positions: [num_tokens] int32.
             attention: lengths and blocks of every sequence.
             kv_caches: one a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim]; written.
 
         Returns:
-            Logits of each sequence's last token, [num_seqs, vocab_size] in the model's dtype.
+            Logits of each sequence's last token, [num_seqs, vocab_size] in the model's dtype; where
+            another stage has the head, the residual stream, [num_tokens, hidden_size].
         """
-        residual = self.embed(input_ids)
+        residual = inputs if self.embed is None else self.embed(inputs)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             residual = layer(residual, positions, attention, kv_cache, self.cos_sin_cache)
+        if self.norm is None or self.lm_head is None:
+            return residual
         hidden = self.norm(residual)
         last = ops.gather_last_token(hidden, attention.query_start_loc)
         return self.lm_head(last)  # type: ignore[no-any-return]

@@ -76,14 +76,15 @@ for all experts, whose name has no last component."""
 
 
 def checkpoint_names(
-    weights: Mapping[str, ModulePart], num_layers: int, num_experts: int = 0
+    weights: Mapping[str, ModulePart], num_layers: int, num_experts: int = 0, first_layer: int = 0
 ) -> Iterator[tuple[str, ModulePart]]:
-    """Every name with its target, numbers of layers and experts filled in."""
+    """Every name with its target, numbers of layers and experts filled in.  Checkpoints count the
+    layers from ``first_layer`` on."""
     for name, target in weights.items():
         for layer in range(num_layers if "{}" in name else 1):
-            module = target.module.format(layer)
+            module, number = target.module.format(layer), first_layer + layer
             if name.count("{}") < 2:
-                yield name.format(layer), ModulePart(module, target.part)
+                yield name.format(number), ModulePart(module, target.part)
                 continue
             for expert in range(num_experts):
-                yield name.format(layer, expert), ModulePart(module, target.part, expert)
+                yield name.format(number, expert), ModulePart(module, target.part, expert)

@@ -14,7 +14,7 @@ from ...engine.frontend.outputs import RequestOutput
 from ...engine.messages.sampling_params import SamplingParams
 from .body import read
 from .errors import ApiError, api_error, json_response
-from .events import Delta, EventStream, UsageCount, deltas, event, usage, whole
+from .events import Delta, EventStream, chunks, usage, whole
 from .form import grammar_of
 from .logprobs import (
     completion_logprobs,
@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
     state.check_serving()
     _check(body)
     params = _sampling(body)
-    prompts = _prompts(state, body)
+    prompts = await _prompts(state, body)
     try:
         job = await state.submit("cmpl-", body, prompts, params, request.headers)
     except UserError as error:
@@ -100,20 +100,23 @@ def _sampling(body: CompletionRequest) -> SamplingParams:
     )
 
 
-def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
+async def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
     """The prompts of a body, each as the engine takes it."""
     prompt: Any = body.prompt
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts: list[Prompt] = list(prompt) if several else [prompt]
     if body.add_special_tokens is False:
-        tokenizer = state.client.inputs.require_tokenizer()
-        prompts = [
-            {"prompt": p, "prompt_token_ids": tokenizer.encode(p, add_special_tokens=False)}
-            if isinstance(p, str)
-            else p
-            for p in prompts
-        ]
+        prompts = [await _without_special(state, p) if isinstance(p, str) else p for p in prompts]
     return prompts
+
+
+async def _without_special(state: ServerState, text: str) -> Prompt:
+    """A text as token ids, without those that the model expects around a prompt."""
+    try:
+        ids = await state.client.encode(text, add_special_tokens=False)
+    except UserError as error:
+        raise api_error(error, "prompt") from error
+    return {"prompt": text, "prompt_token_ids": ids}
 
 
 def _prompt_text(state: ServerState, job: Job, number: int) -> str:
@@ -176,37 +179,25 @@ def _head(job: Job) -> dict[str, Any]:
     }
 
 
-async def _stream(
-    state: ServerState, job: Job, body: CompletionRequest
-) -> AsyncGenerator[bytes, None]:
-    head, count = _head(job), UsageCount(job, body)
+def _stream(state: ServerState, job: Job, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
     offsets: dict[int, int] = {}
-    async for gained in deltas(job):
-        pieces = []
-        for delta in gained:
-            text, choice, is_first = delta.text, _choice(delta), delta.index not in offsets
-            echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
-            choice["text"] = echoed + text
-            offset = offsets.setdefault(delta.index, len(echoed))
-            if delta.logprobs is not None:
-                found = completion_logprobs(delta.logprobs, offset)
-                offsets[delta.index] = offset + sum(map(len, found["tokens"]))
-                if echoed:
-                    found = joined(_echo_logprobs(state, delta.request, echoed), found)
-                choice["logprobs"] = found
-            if body.return_token_ids:
-                choice["token_ids"] = delta.token_ids
-            pieces.append(event(count.add({**head, "choices": [choice]}, delta)))
-        yield b"".join(pieces)
-    if count.at_end:
-        yield event({**head, "choices": [], "usage": count.total()})
 
+    def choice(delta: Delta) -> dict[str, Any]:
+        is_first = delta.index not in offsets
+        echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
+        offset = offsets.setdefault(delta.index, len(echoed))
+        found = None
+        if delta.logprobs is not None:
+            found = completion_logprobs(delta.logprobs, offset)
+            offsets[delta.index] = offset + sum(map(len, found["tokens"]))
+            if echoed:
+                found = joined(_echo_logprobs(state, delta.request, echoed), found)
+        return {
+            "index": delta.index,
+            "text": echoed + delta.text,
+            "logprobs": found,
+            "finish_reason": delta.output.finish_reason,
+            "stop_reason": delta.output.stop_reason,
+        }
 
-def _choice(delta: Delta) -> dict[str, Any]:
-    return {
-        "index": delta.index,
-        "text": "",
-        "logprobs": None,
-        "finish_reason": delta.output.finish_reason,
-        "stop_reason": delta.output.stop_reason,
-    }
+    return chunks(job, body, _head(job), choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Any
 
 import msgspec
@@ -24,8 +25,12 @@ _KINDS = {
     503: "service_unavailable",
 }
 _FIELDS = re.compile(r"^(\w+)=")
+_MOST_MESSAGE = 2000
+"""Characters of a message: some repeat what is wrong, which may be all of the body."""
 _MOST_SHOWN = 100
 """Characters of a wrong value that an error repeats."""
+_SHORT = Repr()
+_SHORT.maxstring = _MOST_SHOWN
 
 
 class ApiError(Exception):
@@ -46,6 +51,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > _MOST_MESSAGE:
+            message = message[:_MOST_MESSAGE] + "…"
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
@@ -108,7 +115,7 @@ def invalid(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"{path}: the field is missing", param=field)
     words = dict.fromkeys(each["msg"] for each in errors if each["loc"][0] == field)
-    shown = repr(first["input"])
+    shown = _SHORT.repr(first["input"])
     if len(shown) > _MOST_SHOWN:
         shown = shown[:_MOST_SHOWN] + "…"
     return ApiError(400, f"{path}={shown}: {', or: '.join(words)}", param=field)

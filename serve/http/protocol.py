@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ...engine.messages.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS
+from ...engine.messages.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
 MOST_PROMPTS = 4096
 MOST_TOOLS = 512
 
-Ids = list[Annotated[int, Field(ge=0)]]
+# Lists end at their first bad item: an error for each of millions would take gigabytes.
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+_Object = dict[str, Any]
+_Messages = Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_PROMPTS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+
+
+def _few_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"expected {MAX_BIASES} token ids at most")
+    return value
 
 
 class _Body(BaseModel):
@@ -48,7 +57,7 @@ class StructuredOutputs(_Body):
 
     json_schema: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -59,7 +68,8 @@ class Generation(_Unread):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    request_id: Annotated[str, Field(max_length=256, pattern="^[!-~]+$")] | None = None
+    """Visible ASCII, since a header of the answer has it."""
 
     n: int | None = None
     temperature: float | None = None
@@ -72,14 +82,14 @@ class Generation(_Unread):
     frequency_penalty: float | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     stop_token_ids: Annotated[Ids, Field(max_length=MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
-    logit_bias: dict[str, float] | None = None
-    bad_words: Annotated[list[_Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
+    bad_words: Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
 
@@ -96,8 +106,8 @@ class CompletionRequest(Generation):
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(max_length=MOST_PROMPTS)]
-        | Annotated[list[Ids], Field(max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+        | Annotated[list[Ids], Field(fail_fast=True, max_length=MOST_PROMPTS)]
     )
     echo: bool | None = None
     logprobs: int | None = None
@@ -108,14 +118,14 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -124,7 +134,7 @@ class ResponsesRequest(Generation):
     """``POST /v1/responses``."""
 
     n: Literal[1] | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_PROMPTS)]
+    input: str | _Messages
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
@@ -139,7 +149,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -156,4 +166,6 @@ class DetokenizeRequest(_Body):
 class AbortRequest(_Body):
     """``POST /abort_requests``: the ids that answers carry."""
 
-    request_ids: Annotated[list[str], Field(max_length=MOST_PROMPTS)] | Literal["all"]
+    request_ids: (
+        Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS)] | Literal["all"]
+    )

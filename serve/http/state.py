@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _RETRY_AFTER_S = "1"
 _MOST_OUTPUTS = 16384
 """Most outputs of one call, over all its prompts."""
+_MOST_CARRIED = 2**26
+"""Most characters and token ids that all outputs of a call together bring to the engine: each has
+the whole prompt, and what is asked of it, in a message of its own."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +178,12 @@ class ServerState:
         """
         model = self.check_model(body.model)
         self.check_room(len(prompts) * params.n)
+        _check_size(prompts, params)
         name = prefix + (body.request_id or self.metrics.new_name())
         checked = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
+            if number > 0:
+                await asyncio.sleep(0)  # streams go on while many prompts are encoded
             if body.cache_salt is not None:
                 salted: dict[str, Any] = {"cache_salt": body.cache_salt}
                 if isinstance(prompt, str):
@@ -225,3 +232,20 @@ class ServerState:
         """End a job; whoever waits for it gets ``error``."""
         self.close(job)
         job.stream.fail(error)
+
+
+def _check_size(prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    """Raise the answer to a call whose many outputs would each carry much."""
+    given = (
+        prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts
+    )
+    texts = (*params.stop_strings, *params.bad_texts, params.grammar or "")
+    beside = len(params.logit_bias or ()) + sum(map(len, texts))
+    carried = params.n * (sum(map(len, given)) + len(prompts) * beside)
+    if carried > _MOST_CARRIED:
+        raise ApiError(
+            400,
+            f"n={params.n}: the outputs carry {carried} tokens and characters of prompts, stops, "
+            f"bad_words and grammars together, expected {_MOST_CARRIED} at most; lower n",
+            param="n",
+        )

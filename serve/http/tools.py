@@ -11,16 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
+from ...config import UserError
 from .body import read
 from .chat import render
-from .errors import ApiError, json_response
+from .errors import ApiError, api_error, json_response
 from .metrics import PEERS_S
 from .protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from .state import ABORT, ALL, Phase, ServerState
 
 _T = TypeVar("_T")
-_SHORT_TEXT = 1000
-"""Characters of a text that are encoded at once: a thread would take longer to wake up."""
 
 
 async def models(request: Request) -> Response:
@@ -58,7 +57,6 @@ async def tokenize(request: Request) -> Response:
     state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "expected either prompt or messages", param="prompt")
-    tokenizer = state.client.inputs.require_tokenizer()
     ids: list[int]
     if body.messages is not None:
         prompt: Any = await render(
@@ -66,13 +64,11 @@ async def tokenize(request: Request) -> Response:
         )
         ids = prompt["prompt_token_ids"]
     else:
-        text, special = body.prompt or "", body.add_special_tokens is not False
-        if len(text) > _SHORT_TEXT:
-            ids = await state.client.in_thread(
-                lambda: tokenizer.encode(text, add_special_tokens=special)
-            )
-        else:
-            ids = tokenizer.encode(text, add_special_tokens=special)
+        special = body.add_special_tokens is not False
+        try:
+            ids = await state.client.encode(body.prompt or "", add_special_tokens=special)
+        except UserError as error:
+            raise api_error(error, "prompt") from error
     answer = {
         "count": len(ids),
         "max_model_len": state.client.inputs.max_model_len,
@@ -80,7 +76,8 @@ async def tokenize(request: Request) -> Response:
         "token_strs": None,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [tokenizer.token_text(each) for each in ids]
+        text_of = state.client.inputs.require_tokenizer().token_text
+        answer["token_strs"] = await state.client.in_thread(lambda: [text_of(each) for each in ids])
     return json_response(answer)
 
 

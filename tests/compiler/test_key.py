@@ -133,6 +133,7 @@ INSIDE_OPTIONS = {
     "quantization": "fp8",
     "kv_cache_dtype": "fp8",
     "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
 }
 
 

@@ -15,7 +15,6 @@ from fusewright.config import EngineOptions, UserError, engine_options
 def test_options_that_mean_nothing_here_are_accepted() -> None:
     given = {
         "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
         "trust_remote_code": False,
         "swap_space": 0,
         "cpu_offload_gb": 0.0,

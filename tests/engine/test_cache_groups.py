@@ -61,6 +61,19 @@ def test_layers_of_equal_spec_form_groups_of_the_rarest_specs_size() -> None:
     assert groups_of(0, 8, 8, 8, 0) == [(0, (0, 4)), (8, (1, 2)), (8, (3,))]
 
 
+def test_a_group_has_layers_of_every_stage() -> None:
+    """So that where stages are alike, each has a use for every block."""
+
+    def of_stages(num_stages: int, *windows: int) -> list[tuple[int, ...]]:
+        specs = [KVCacheSpec(KV_PAIRS, 2, (16,), "bfloat16", window) for window in windows]
+        return [group.layers for group in group_layers(specs, num_stages)]
+
+    assert of_stages(2, 0, 0, 0) == [(0, 1, 2)]
+    assert of_stages(2, *[8, 8, 0] * 2) == [(0, 3), (1, 4), (2, 5)]
+    assert of_stages(2, *[8, 8, 0] * 4) == [(0, 1, 6, 7), (3, 4, 9, 10), (2, 5, 8, 11)]
+    assert of_stages(2, 0, 8, 8) == [(0,), (1,), (2,)], "of stages that are not, a block may be"
+
+
 def test_blocks_behind_a_window_go_back_at_the_next_step() -> None:
     """Not within the step, whose own queries may see them; the table keeps its entries."""
     scheduler = WINDOWED.scheduler()

@@ -9,15 +9,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from math import inf
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 import pytest
+import zmq
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineDeadError, EngineOptions, UserError
 from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.engine.messages.requests import CoreStats, StepOutputs
+from fusewright.engine.process.child import CoreServer
 from fusewright.engine.process.client import EngineClient, OutputStream
+from fusewright.engine.process.heartbeat import Heartbeat
+from fusewright.engine.process.wire import Kind, frame, make_socket, unframed
 from tests.serve.server_process import is_running, wait_for
 
 _T = TypeVar("_T")
@@ -39,6 +46,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, stop=["7", "99"], ignore_eos=True),
 ]
 TIMEOUT_S = 120
+STATS = CoreStats(0, 0, 0, 0, [], [], 0, False, 0, 0, {}, 0.0, {}, {})
 
 
 class Engine:
@@ -219,3 +227,55 @@ def test_an_engine_ends_with_its_killed_parent(tmp_path: Path) -> None:
 def test_the_frontend_of_the_other_process_imports_no_torch() -> None:
     code = "import sys, fusewright.engine.process.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("quiet_s", "begun"), [(0.0, True), (inf, False)])
+def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
+    quiet_s: float, begun: bool, tmp_path: Path
+) -> None:
+    """Else a client that asks again at once would wait for it."""
+
+    class OneStep:
+        num_unfinished = 1
+
+        def step(self) -> StepOutputs:
+            self.num_unfinished = 0
+            return StepOutputs(None, [], [])
+
+        def stats(self) -> CoreStats:
+            return STATS
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox, outbox = make_socket(context, zmq.PULL), make_socket(context, zmq.PUSH)
+    requests, outputs = make_socket(context, zmq.PUSH), make_socket(context, zmq.PULL)
+    inbox.bind("inproc://requests")
+    requests.connect("inproc://requests")
+    outputs.bind("inproc://outputs")
+    outbox.connect("inproc://outputs")
+    calls: list[None] = []
+
+    def work() -> bool:
+        calls.append(None)
+        return False
+
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    server = CoreServer(
+        OneStep(),  # type: ignore[arg-type]
+        inbox,
+        [outbox],
+        heartbeat,
+        at_rest=work,
+        quiet_s=quiet_s,
+    )
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        for _ in range(3):  # behind each answer it rests before it can give the next
+            requests.send(frame(Kind.REPORT, 0))
+            while unframed(outputs.recv())[0] is not Kind.REPORT:
+                pass
+    finally:
+        requests.send(frame(Kind.STOP, 0))
+        thread.join()
+        context.destroy()
+    assert bool(calls) is begun

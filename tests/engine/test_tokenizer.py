@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,34 @@ def test_without_tokenizer_only_token_ids_work() -> None:
         without.prepare([5], SamplingParams(stop="a"))
     with pytest.raises(UserError, match=r"/models/x/tokenizer\.json"):
         without.chat_prompt([USER])
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    count, is_done = 0, threading.Event()
+
+    def run() -> None:
+        nonlocal count
+        while not is_done.is_set():
+            count += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    before = count
+    TOKENIZER.encode("1+1=" * 200_000)
+    after = count
+    is_done.set()
+    thread.join()
+    assert after > before
+
+
+def test_a_text_that_no_prompt_could_have_is_refused_before_it_is_encoded() -> None:
+    made = inputs(max_model_len=32)
+    longest = max(16, TOKENIZER.most_characters) * 32
+    with pytest.raises(UserError, match=f"prompt of {longest + 1} tokens: max_model_len=32"):
+        made.prepare("1" * longest, DEFAULT)
+    words = (
+        f"prompt of {longest + 1} characters: max_model_len=32 leaves room for {longest} at most"
+    )
+    for form in ("1" * (longest + 1), {"prompt": "1" * (longest + 1)}):
+        with pytest.raises(UserError, match=words):
+            made.prepare(form, DEFAULT)

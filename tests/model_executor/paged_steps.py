@@ -11,20 +11,30 @@ from torch import Tensor
 from fusewright.model_executor.attention import AttentionInputs, CacheInputs
 from fusewright.model_executor.kv_cache import allocate_kv_caches
 from fusewright.model_executor.models.decoder import DecoderModel
+from fusewright.model_executor.spec import ModelSpec
 
 
 class PagedSteps:
     """Sequences of token ids that advance step by step; blocks are handed out in random order."""
 
     def __init__(
-        self, model: DecoderModel, tokens: list[list[int]], *, block_size: int = 16
+        self,
+        model: DecoderModel | Callable[..., Tensor],
+        tokens: list[list[int]],
+        *,
+        block_size: int = 16,
+        spec: ModelSpec | None = None,
     ) -> None:
-        self.forward: Callable[..., Tensor] = model
+        """``spec``: of a ``model`` on the CPU that does not have it."""
+        self.forward = model
         self.tokens, self.block_size = tokens, block_size
-        self.device = model.embed.weight.device
+        self.device = torch.device("cpu")
+        if isinstance(model, DecoderModel):
+            self.device, spec = model.cos_sin_cache.device, model.spec
+        assert spec is not None
         self.done = [0] * len(tokens)
         blocks_each = [-(-len(t) // block_size) for t in tokens]
-        groups = model.spec.cache_groups
+        groups = spec.cache_groups
         free = list(range(len(groups) * sum(blocks_each) + 3))
         self.kv_caches = allocate_kv_caches(groups, len(free), block_size, self.device)
         random.Random(0).shuffle(free)

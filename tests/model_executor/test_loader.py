@@ -19,14 +19,10 @@ from fusewright.config.errors import UserError
 from fusewright.model_executor.checkpoint import read_headers
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
-from fusewright.model_executor.loader import (
-    load_model,
-    plan_reads,
-    slots,
-    stream,
-)
+from fusewright.model_executor.loader import load_model, stream
 from fusewright.model_executor.models.decoder import DecoderModel
 from fusewright.model_executor.parallel import TensorParallelRank
+from fusewright.model_executor.slots import plan_reads, slots
 from tests.model_executor.tiny_models import BY_NAME, TINY_MODELS, TinyModel
 
 Tensors = dict[str, Tensor]
@@ -232,14 +228,10 @@ from pathlib import Path
 import torch
 from fusewright.model_executor.checkpoint import read_headers
 from fusewright.model_executor.hf_config import read_spec
-from fusewright.model_executor.loader import (
-    materialize,
-    plan_reads,
-    slots,
-    stream,
-)
+from fusewright.model_executor.loader import materialize, stream
 from fusewright.model_executor.models.decoder import DecoderModel
 from fusewright.model_executor.parallel import TensorParallelRank
+from fusewright.model_executor.slots import plan_reads, slots
 
 def anonymous_bytes():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

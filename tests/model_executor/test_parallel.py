@@ -169,6 +169,61 @@ def test_ranks_read_the_scales_of_their_experts(static: bool, tmp_path: Path) ->
             check_parallel(spec, 4)
 
 
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+@pytest.mark.parametrize("name", ["llama_mha_tied", "qwen2_window", "qwen2_moe"])
+def test_stages_hold_the_model_together(name: str, load_format: str, tmp_path: Path) -> None:
+    """Each rank of a stage holds of its layers what the rank of one stage does."""
+    BY_NAME[name].save(tmp_path)
+    spec = replace(read_spec(tmp_path), tensor_parallel_size=2)
+    stages = spec.num_layers
+    cut = replace(spec, pipeline_parallel_size=stages)
+    for tp_rank in (0, 1):
+        whole = load_model(spec, tmp_path, "cpu", load_format=load_format, rank=tp_rank)
+        expected = dict(whole.named_parameters(remove_duplicate=False))
+        found: set[str] = set()
+        for stage in range(stages):
+            rank = 2 * stage + tp_rank
+            model = load_model(cut, tmp_path, "cpu", load_format=load_format, rank=rank)
+            for local, param in model.named_parameters(remove_duplicate=False):
+                name = local.replace("layers.0", f"layers.{stage}")
+                assert torch.equal(param, expected[name]), f"{name} of rank {rank}"
+                found.add(name)
+        assert found == expected.keys()
+
+
+@pytest.mark.parametrize("dialect", ["fp8 block", "compressed channel"])
+def test_a_stage_checks_the_tensors_that_another_one_reads(dialect: str, tmp_path: Path) -> None:
+    save(DIALECTS[dialect], tmp_path, tiny=WIDE)
+    spec = replace(read_spec(tmp_path), pipeline_parallel_size=2)
+    read: list[int] = []
+
+    @contextmanager
+    def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+        read.append(total)
+        yield lambda count: None
+
+    ranks = [load_model(spec, tmp_path, "cpu", progress=bar, rank=rank) for rank in range(2)]
+    weights = [sum(p.nbytes for p in rank.parameters()) for rank in ranks]
+    assert read[0] < sum(read) and [rank.spec.num_layers for rank in ranks] == [1, 1]
+    assert sum(weights) == sum(
+        p.nbytes
+        for p in load_model(replace(spec, pipeline_parallel_size=1), tmp_path, "cpu").parameters()
+    )
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    (scale,) = (other for other in tensors if other.startswith(f"{name}_scale"))
+    for damaged, message in (
+        ({n: t for n, t in tensors.items() if n != name}, f"lacks weight {name}"),
+        ({n: t for n, t in tensors.items() if n != scale}, f"has no scale for {name}"),
+        ({**tensors, name: tensors[name][:-1]}, f"tensor {name} .* has shape"),
+        ({**tensors, "model.layers.2.x": torch.zeros(1)}, r"has weight model\.layers\.2\.x"),
+    ):
+        save_file({n: t.contiguous() for n, t in damaged.items()}, file)
+        with pytest.raises(UserError, match=message):
+            load_model(spec, tmp_path, "cpu", rank=0)
+
+
 def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
     BY_NAME["llama_gqa"].save(tmp_path)
     spec = read_spec(tmp_path)

@@ -60,6 +60,26 @@ def test_chunks_mixed_with_decodes_match_transformers(
         check(logits, torch.stack([expected[i][steps.done[i] - 1] for i in advance]))
 
 
+@pytest.mark.parametrize("name", ["llama_mha_tied", "qwen2_window", "qwen2_moe"])
+def test_stages_one_after_the_other_match_transformers(name: str, tmp_path: Path) -> None:
+    """A layer a stage: the first, those between, the last."""
+    BY_NAME[name].save(tmp_path)
+    spec = read_spec(tmp_path)
+    spec = replace(spec, pipeline_parallel_size=spec.num_layers)
+    stages = [load_model(spec, tmp_path, "cpu", rank=rank) for rank in range(spec.num_layers)]
+
+    def forward(x: Tensor, positions: Tensor, inputs: Any, kv_caches: list[Tensor]) -> Tensor:
+        for stage, kv_cache in zip(stages, kv_caches, strict=True):
+            x = stage(x, positions, inputs, [kv_cache])
+        return x
+
+    tokens = random_tokens(1, 17, 40)
+    steps = PagedSteps(forward, tokens, spec=spec)
+    logits = steps.step({i: len(t) - 1 for i, t in enumerate(tokens) if i})
+    logits = steps.step(dict.fromkeys(range(3), 1))
+    check(logits, torch.stack([expected_logits(BY_NAME[name], t)[-1] for t in tokens]))
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_padding_changes_no_logits(tmp_path: Path, device: torch.device, block_size: int) -> None:
     model = load(BY_NAME["mistral_window"], tmp_path, device)

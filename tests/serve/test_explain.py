@@ -42,6 +42,23 @@ def test_every_sum_over_ranks_is_a_site_that_matches_or_says_why(capsys: Capture
     assert wire[0] != wire[1], "bytes on the wire depend on the number of ranks"
 
 
+def test_the_stages_of_a_pipeline_are_told(capsys: Capture) -> None:
+    """Layers, ranks and bytes of all, and the program of one, whose layers keep their numbers."""
+    ranks = (*SM_90, "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--batch", "3")
+    told = facts(capsys, *ranks, "--stage", "1")
+    assert "3 layers" in told["label"] and told["label"].endswith(", 2 ranks, last of 2 stages")
+    assert [tuple(stage.values()) for stage in told["stages"]] == [
+        ([0, 1], [0, 1], "hidden states to stage 1", 3 * 256 * 2),
+        ([2, 4], [2, 3], "logits to rank 0", 3 * 272 * 2),
+    ]
+    assert [layers["title"] for layers in told["layers"]] == ["layers 2 to 4", "outside of layers"]
+    assert facts(capsys, *SM_90)["stages"] == []
+    assert main([*ranks]) == 0
+    assert re.search(r"0 +0 to 1 +0 to 1 +hidden states to stage 1 +1536", capsys.readouterr().out)
+    assert main([*ranks, "--stage", "2"]) == 2
+    assert "stage=2: expected 0 to 1" in capsys.readouterr().err
+
+
 def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
     told = facts(capsys, *SM_90)
     assert told["label"].endswith("bfloat16, -O2, sm_90")

@@ -9,6 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
+
+from fusewright.serve.http.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+)
 
 from .server_process import LONG, ServerProcess, is_idle, wait_for
 
@@ -52,6 +61,18 @@ BAD: list[tuple[str, Any, str | None]] = [
     ("no choice", {"prompt": "1", "structured_outputs": {"choice": []}}, FORM),
     ("a bias of text", {"prompt": "1", "logit_bias": {"a": 1}}, "logit_bias"),
     ("a bias too far", {"prompt": "1", "logit_bias": {"1": 101}}, "logit_bias"),
+    ("a long bias", {"prompt": "1", "logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+    ("huge top_k", {"prompt": "1", "top_k": 2**64}, "top_k"),
+    ("huge max_tokens", {"prompt": "1", "max_tokens": 10**30}, "max_tokens"),
+    ("huge min_tokens", {"prompt": "1", "min_tokens": 10**30, "max_tokens": 5}, "min_tokens"),
+    ("huge priority", {"prompt": "1", "priority": -(10**30)}, "priority"),
+    ("a huge stop id", {"prompt": "1", "stop_token_ids": [2**64]}, "stop_token_ids"),
+    ("an id that is no header", {"prompt": "1", "request_id": "\U000786ac"}, "request_id"),
+    ("an id that ends a header", {"prompt": "1", "request_id": "a\r\nx-more: 1"}, "request_id"),
+    ("such an id of a stream", {"prompt": "1", "request_id": "é€", "stream": True}, "request_id"),
+    ("a text for many prompts", {"prompt": "1" * 9000}, "prompt"),
+    ("the same by itself", {"prompt": "1" * 9000, "add_special_tokens": False}, "prompt"),
+    ("much for each of many", {"prompt": "1", "n": 16000, "bad_words": ["a" * 1000] * 5}, "n"),
     ("an option of streams", {"prompt": "1", "stream_options": {"all": True}}, "stream_options"),
 ]
 
@@ -91,6 +112,9 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
     ("no role", [{"content": "1"}], "messages"),
     ("a strange role", [{"role": "king", "content": "1"}], "messages"),
     ("no content", [{"role": "user"}], "messages"),
+    ("a long role", [{"role": "king" * 20_000, "content": "1"}], "messages"),
+    ("a long message", [{"content": "1" * 100_000}], "messages"),
+    ("many messages", [{"role": "user", "content": "1"}] * 5000, "messages"),
     ("a picture", [{"role": "user", "content": [{"type": "image_url"}]}], "messages"),
 ]
 
@@ -101,6 +125,42 @@ BAD_CHATS: list[tuple[str, Any, str]] = [
 def test_bad_messages_are_a_400(http: httpx.Client, messages: Any, param: str) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": messages})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert len(answer.content) < 3000
+
+
+@pytest.mark.parametrize(
+    "kind, body",
+    [
+        (CompletionRequest, b'{"prompt": [' + b"1.5, " * 1000 + b"1]}"),
+        (CompletionRequest, b'{"prompt": [' + b"[], " * 1000 + b'"a"]}'),
+        (CompletionRequest, b'{"prompt": "1", "stop": [' + b"1, " * 60 + b"1]}"),
+        (CompletionRequest, b'{"prompt": "1", "bad_words": [' + b"1, " * 1000 + b"1]}"),
+        (CompletionRequest, b'{"prompt": "1", "stop_token_ids": [' + b"-1, " * 60 + b"1]}"),
+        (ChatRequest, b'{"messages": [' + b"1, " * 1000 + b"1]}"),
+        (ChatRequest, b'{"messages": [{}], "tools": [' + b"1, " * 500 + b"1]}"),
+        (ResponsesRequest, b'{"input": [' + b"1, " * 1000 + b"1]}"),
+        (DetokenizeRequest, b'{"tokens": [' + b"-1, " * 1000 + b"1]}"),
+        (AbortRequest, b'{"request_ids": [' + b"1, " * 1000 + b"1]}"),
+    ],
+)
+def test_a_list_of_bad_items_makes_no_more_than_an_error_a_form(
+    kind: type[BaseModel], body: bytes
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate_json(body)
+    assert refused.value.error_count() <= 5
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
+def test_variables_of_the_template_that_are_ours_are_refused(
+    http: httpx.Client, path: str, name: str
+) -> None:
+    messages = [{"role": "user", "content": "1+1="}]
+    body = {"messages": messages, "chat_template_kwargs": {name: 1}}
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
 
 
 def test_a_template_in_a_message_is_text(http: httpx.Client) -> None:

@@ -1,0 +1,186 @@
+"""The tensors of a checkpoint that a model reads, and where they go.
+
+Every name, type and shape is checked before anything is read: of what other ranks read too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ..config.errors import UserError
+from ..ops._float8 import E4M3
+from .checkpoint import F8_E4M3, FLOATS, TensorInfo
+from .experts import ExpertLinear, expert_shares
+from .layers import Placement, ShardRule, rules_of
+from .models import ARCHITECTURES
+from .models.decoder import DecoderModel
+from .models.weight_names import FUSED_EXPERTS, ModulePart, checkpoint_names
+from .parallel import TensorParallelRank
+from .quant.scales import ScaleSlot, scale_slots
+from .spec import ModelSpec
+
+# Old Llama checkpoints carry rope's tables, which are computed here; scales of an FP8 KV cache are
+# of no use to another one.
+_IGNORED = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|[kv]_scale)$")
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one checkpoint tensor goes, and the shape and type (one of) that it must have."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Read:
+    """One copy to make."""
+
+    source: TensorInfo
+    slot: Slot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read: the rank's slice."""
+        place = self.slot.placement
+        return self.source.nbytes * place.length // max(1, self.slot.shape[place.dim])
+
+
+def all_slots(
+    model: DecoderModel, tp: TensorParallelRank, found: Mapping[str, TensorInfo]
+) -> tuple[dict[str, Slot], list[ScaleSlot]]:
+    """The slots of a model's weights and scales."""
+    spec, modules, names = model.spec, dict(model.named_modules()), names_in(found, model.spec)
+    online = spec.quant is not None and spec.quant.online
+    scales = scale_slots(modules, names, tp.rank, tp.world, online=online)
+    return slots(model, tp, names), list(scales)
+
+
+def elsewhere(slot: Slot) -> Slot:
+    """A slot that is checked here, and that another rank reads."""
+    return replace(slot, placement=replace(slot.placement, length=0))
+
+
+def names_in(
+    found: Mapping[str, TensorInfo], spec: ModelSpec
+) -> tuple[tuple[str, ModulePart], ...]:
+    """The names of a model's tensors, as a checkpoint spells them: experts apart, or all in one.  A
+    tied embedding is that of the first stage and the ``lm_head`` of the last."""
+    fused = any(name.endswith(".experts.gate_up_proj") for name in found)
+    weights = dict(FUSED_EXPERTS if fused else ARCHITECTURES[spec.architecture].weights)
+    if spec.tie_word_embeddings:
+        modules = {part.module: name for name, part in weights.items()}
+        head = weights.pop(modules["lm_head"])
+        if not spec.has_embedding:
+            weights[modules["embed"]] = head
+    return tuple(checkpoint_names(weights, spec.num_layers, spec.num_experts, spec.first_layer))
+
+
+def slots(
+    model: DecoderModel,
+    tp: TensorParallelRank,
+    names: Iterable[tuple[str, ModulePart]] | None = None,
+) -> dict[str, Slot]:
+    """Checkpoint tensor name -> slot, for every tensor that the model needs but scales.
+
+    Args:
+        names: of ``names_in``; those of checkpoints with experts apart unless given.
+    """
+    spec = model.spec
+    modules = dict(model.named_modules())
+    params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    params |= dict(expert_shares(model, "weight"))
+    quantized = spec.quant is not None and not spec.quant.online
+    found: dict[str, Slot] = {}
+    for name, target in names_in({}, spec) if names is None else names:
+        # A name the spec has no module for, such as q_norm, is not needed.
+        module = modules.get(target.module)
+        if isinstance(module, ExpertLinear) and target.expert is None:
+            found[name] = _fused_slot(f"{target.module}.weight", module, spec, tp)
+            continue
+        share, is_elsewhere = target.share, False
+        if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
+            share, is_elsewhere = f"[{module.first}]", True
+        for kind, rule in rules_of(module).items():
+            parameter = f"{target.module}.{kind}{share}"
+            param = params.get(parameter)
+            if param is not None:
+                dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
+                slot = _slot(parameter, param, rule, dtypes, target, tp)
+                found[f"{name}.{kind}"] = elsewhere(slot) if is_elsewhere else slot
+    return found
+
+
+def _slot(
+    name: str,
+    param: Tensor,
+    rule: ShardRule,
+    dtypes: tuple[str, ...],
+    target: ModulePart,
+    tp: TensorParallelRank,
+) -> Slot:
+    shape = list(param.shape)
+    shape[rule.dim] = next(part.size for part in rule.parts if part.name == target.part)
+    return Slot(name, tuple(shape), dtypes, rule.place(target.part, tp.rank, tp.world))
+
+
+def _fused_slot(name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParallelRank) -> Slot:
+    """The slot of a tensor that holds all experts."""
+    if tp.world > 1 and not layer.whole:
+        raise UserError(
+            f"{name}: of a checkpoint with all experts in one tensor a rank reads whole experts; "
+            "use enable_expert_parallel, or save the model with one tensor an expert "
+            "(save_original_format=True)"
+        )
+    shape = (spec.num_experts, *layer.weight.shape[1:])
+    return Slot(name, shape, FLOATS, Placement(0, layer.first, 0, layer.num_experts))
+
+
+def plan_reads(
+    needed: Mapping[str, Slot], found: Mapping[str, TensorInfo], spec: ModelSpec
+) -> list[Read]:
+    """Pair every slot with its tensor, in file order, the parts of a parameter together.
+
+    Raises:
+        UserError: a weight is missing, has another shape or type, or has no place in the model.
+    """
+    missing = [name for name in needed if name not in found]
+    if missing:
+        raise UserError(
+            f"the checkpoint lacks {_some(missing)}, which config.json calls for; "
+            "download the model again, or use its own config.json"
+        )
+    for name, slot in needed.items():
+        if found[name].shape != slot.shape:
+            raise UserError(
+                f"tensor {name} in {found[name].file} has shape {list(found[name].shape)}, "
+                f"expected {list(slot.shape)}; config.json and weights must be of one model"
+            )
+        if found[name].dtype not in slot.dtypes:
+            raise UserError(
+                f"tensor {name} in {found[name].file} is of type {found[name].dtype}, expected "
+                f"{' or '.join(slot.dtypes)}; config.json must say what is quantized"
+            )
+    tied = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    extra = [n for n in found if n not in needed and n not in tied and not _IGNORED.search(n)]
+    if extra:
+        raise UserError(
+            f"the checkpoint has {_some(extra)}, unknown to {spec.architecture} with this "
+            "config.json; config.json and weights must be of one model"
+        )
+    reads = [Read(found[name], slot) for name, slot in needed.items() if slot.placement.length]
+    return sorted(reads, key=lambda read: (read.source.file, read.slot.parameter))
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    rest = f" and {more} more" if more > 0 else ""
+    weights = "weight" if len(names) == 1 else f"{len(names)} weights:"
+    return f"{weights} {', '.join(names[:_NAMES_SHOWN])}{rest}"
