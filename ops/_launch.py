@@ -188,14 +188,19 @@ def representative_sizes() -> list[tuple[int, int]]:
     return sorted({*by_tokens, *by_seqs})
 
 
+def run_all(launches: Iterable[Launch]) -> None:
+    """Launch them in turn."""
+    for launch in launches:
+        launch.run()
+
+
 def run_launches(launches: Callable[..., tuple[list[Launch], Any]]) -> Callable[..., Any]:
     """Make the function of a Triton implementation, which runs what ``launches(*args)`` describes
     and returns its result."""
 
     def run(*args: Any) -> Any:
         planned, result = launches(*args)
-        for launch in planned:
-            launch.run()
+        run_all(planned)
         return result
 
     return run

@@ -132,21 +132,35 @@ def plan_quantized(x: Tensor, scheme: Any) -> tuple[list[Launch], tuple[Tensor, 
     return plan_quantize(x, scheme)
 
 
+class Routed(NamedTuple):
+    """What is launched for the choice of experts and, with many tokens, for the sort of slots."""
+
+    launches: list[Launch]
+    topk_weights: Tensor
+    ids: Tensor
+    by_expert: plans.Sorted | None
+
+
 class Planned(NamedTuple):
-    """What is launched behind the router's layer up to the sum, and what the sum is of."""
+    """What is still to launch behind the router's layer up to the sum, and what the sum is of."""
 
     launches: list[Launch]
     y: Tensor
     topk_weights: Tensor
 
 
-def _plan_layers(call: Call, logits: Tensor) -> Planned:
-    """Choice, sort for many tokens, and both layers of the experts."""
+def plan_routing(call: Call, logits: Tensor) -> Routed:
     launches, (topk_weights, ids) = route_plans.route(logits, call.correction_bias, call.routing)
     by_expert = None
     if call.x.shape[0] > kernels.MOST_UNSORTED:
         more, by_expert = plans.sort_by_expert(ids, call.num_experts, call.first_expert)
         launches += more
+    return Routed(launches, topk_weights, ids, by_expert)
+
+
+def plan_layers(call: Call, logits: Tensor) -> Planned:
+    """Choice, sort for many tokens, and both layers of the experts."""
+    launches, topk_weights, ids, by_expert = plan_routing(call, logits)
     more, first = plan_quantized(call.x, call.scheme(call.gate_up_input_scale))
     launches += more
     more, h = kernels.plan_gemm(by_expert, *call.first(first, ids))
@@ -157,18 +171,16 @@ def _plan_layers(call: Call, logits: Tensor) -> Planned:
     return Planned([*launches, *more], y, topk_weights)
 
 
-def plan_experts(call: Call, logits: Tensor) -> tuple[list[Launch], Tensor]:
-    """The launches behind the router's layer, and the experts' sum."""
-    made = _plan_layers(call, logits)
+def plan_sum(call: Call, made: Planned) -> tuple[list[Launch], Tensor]:
+    """The launches up to the experts' sum, and that sum."""
     more, out = plans.combine(made.y, made.topk_weights, call.shared, call.shared_gate, None)
     return [*made.launches, *more], out
 
 
-def plan_experts_and_norm(
-    call: Call, logits: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+def plan_sum_and_norm(
+    call: Call, made: Planned, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     """The same, and (the norm of the sum with a residual, that sum), by the kernel that adds."""
-    made = _plan_layers(call, logits)
     beside = (call.shared, call.shared_gate, residual)
     more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm_weight, eps)
     return [*made.launches, *more], results

@@ -1,11 +1,14 @@
-"""The kernels of csrc for mixtures of experts of few tokens: router, gate and up, down.
+"""The kernels of csrc for mixtures of experts, of few tokens and of many.
 
-They stream the weights of the chosen experts alone.  The router's applies the scale of a norm to
-its sums, as do gate and up; down adds a residual, and makes what the next norm's reader takes.
+With few tokens router, gate and up, and down stream the weights of the chosen experts alone.  The
+router's applies the scale of a norm to its sums, as do gate and up; down adds a residual, and makes
+what the next norm's reader takes.  With many, a grouped GEMM computes both layers behind Triton's
+choice and sort; Triton adds the results.  In between all kernels are Triton's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -13,29 +16,47 @@ import torch
 from torch import Tensor
 
 from ._cuda import load_cuda_library
+from ._launch import run_all
 from ._linear_kernels import Target, here
-from ._moe import Call
+from ._moe import Call, Planned, plan_routing
 from ._op import TensorDesc
+from .launches.experts import MOST_EXPERTS
 
 MOST_TOKENS = 8
+LEAST_GROUPED_TOKENS = 512
+"""Fewest tokens of the grouped GEMM.  Beside Triton's kernels a block of Qwen3-30B-A3B takes 15 %
+less time with 1024 tokens, 31 % with 4096, and 4 % less with 256 (docs/decisions/experts.md)."""
 _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32
 _MOST_FEATURES = 16384
 # Elements of bfloat16 in a line of memory, which copies take, and rows that a tile has at least.
 _LINE, _ROWS = 64, 8
 
 
-def why_not_streamed(call: Call, rows: int, target: Target) -> str:
-    """Why csrc does not serve a mixture for so many tokens, or nothing; reads no data."""
+def _why_not_csrc(call: Call, target: Target) -> str:
+    """Why no kernel of csrc serves a mixture, or nothing."""
     if target.device.type not in ("cuda", "meta"):
         return f"on {target.device.type}, not CUDA"
     if target.sm != 90:
         return f"built for SM 9.0, not {target.sm / 10 if target.sm else 'an unknown one'}"
     if call.x.dtype != torch.bfloat16 or call.gate_up.dtype != torch.bfloat16:
         return f"dtypes {call.x.dtype} and {call.gate_up.dtype}, not bfloat16"
+    return "" if call.first_expert is None else "the experts are spread over ranks"
+
+
+def _why_not_built(target: Target, op: str) -> str:
+    if not (load_cuda_library() if target.csrc is None else target.csrc):
+        return "csrc is not built into this installation"
+    if target.csrc is None and not hasattr(torch.ops.fw_cuda, op):
+        return "csrc was built without the kernels of experts: build it again"
+    return ""
+
+
+def why_not_streamed(call: Call, rows: int, target: Target) -> str:
+    """Why the kernels for few tokens do not serve so many, or nothing; reads no data."""
+    if reason := _why_not_csrc(call, target):
+        return reason
     if call.shared_gate is not None:
         return "a shared expert has a gate"
-    if call.first_expert is not None:
-        return "the experts are spread over ranks"
     experts, both, hidden = call.gate_up.shape
     inner = both // 2
     if hidden % _LINE or inner % _LINE or max(hidden, inner) > _MOST_FEATURES:
@@ -49,11 +70,21 @@ def why_not_streamed(call: Call, rows: int, target: Target) -> str:
         )
     if not 0 < rows <= MOST_TOKENS:
         return f"{rows} tokens: fastest from 1 to {MOST_TOKENS}"
-    if target.csrc is None and not load_cuda_library():
-        return "csrc is not built into this installation"
-    if target.csrc is None and not hasattr(torch.ops.fw_cuda, "moe_route"):
-        return "csrc was built without the kernels of experts: build it again"
-    return "" if target.csrc is not False else "csrc is not built into this installation"
+    return _why_not_built(target, "moe_route")
+
+
+def why_not_grouped(call: Call, rows: int, target: Target) -> str:
+    """Why the grouped GEMM does not serve so many tokens, or nothing; reads no data."""
+    if reason := _why_not_csrc(call, target):
+        return reason
+    experts, both, hidden = call.gate_up.shape
+    if hidden % _LINE or both % (2 * _LINE):
+        return f"{hidden} and {both // 2} features: not multiples of {_LINE}"
+    if experts > MOST_EXPERTS:
+        return f"{experts} experts: at most {MOST_EXPERTS}"
+    if rows < LEAST_GROUPED_TOKENS:
+        return f"{rows} tokens: faster from {LEAST_GROUPED_TOKENS}"
+    return _why_not_built(target, GROUPED)
 
 
 def _is_read_in_lines(tensor: Tensor) -> bool:
@@ -62,25 +93,50 @@ def _is_read_in_lines(tensor: Tensor) -> bool:
 
 @lru_cache(4096)
 def _refusal(
-    shapes: tuple[Any, ...], attributes: tuple[Any, ...], rows: int, device: torch.device
+    why_not: Callable[[Call, int, Target], str],
+    shapes: tuple[Any, ...],
+    attributes: tuple[Any, ...],
+    rows: int,
+    device: torch.device,
 ) -> str:
     held: list[Any] = [None if s is None else TensorDesc(*s) for s in shapes]
     call = Call(*[*held[:9], attributes[0], *held[9:], *attributes[1:]])
-    return why_not_streamed(call, rows, here(device))
+    return why_not(call, rows, here(device))
 
 
-def streams(call: Call) -> bool:
-    """Whether csrc serves a call of real tensors, or of those of a plan."""
+def _serves(
+    why_not: Callable[[Call, int, Target], str], call: Call, weights: tuple[Tensor, ...]
+) -> bool:
+    """Whether kernels that read these weights serve a call of real tensors, or those of a plan."""
     if call.first_expert is not None:
         return False
     tensors = (*call[:9], *call[10:12])
     shapes = tuple([None if t is None else (t.dtype, t.shape) for t in tensors])
     attributes = (call.group_size, *call[12:19])
-    if _refusal(shapes, attributes, call.x.shape[0], call.x.device):
+    if _refusal(why_not, shapes, attributes, call.x.shape[0], call.x.device):
         return False
-    if call.x.device.type == "meta":
-        return True
-    return all(map(_is_read_in_lines, (call.router_weight, call.gate_up, call.down)))
+    return call.x.device.type == "meta" or all(map(_is_read_in_lines, weights))
+
+
+def streams(call: Call) -> bool:
+    """Whether the kernels for few tokens serve a call."""
+    return _serves(why_not_streamed, call, (call.router_weight, call.gate_up, call.down))
+
+
+def groups(call: Call) -> bool:
+    """Whether the grouped GEMM serves a call."""
+    return _serves(why_not_grouped, call, (call.gate_up, call.down))
+
+
+def grouped_layers(call: Call, logits: Tensor) -> Planned:
+    """``plan_layers``, of which all has been launched.  x has to be contiguous."""
+    launches, topk_weights, _, by_expert = plan_routing(call, logits)
+    assert by_expert is not None
+    run_all(launches)
+    # Rows of h are in the order of the sort: only the first layer gathers, the second scatters.
+    multiply = torch.ops.fw_cuda.moe_grouped_linear.default
+    h = multiply(call.x, call.gate_up, *by_expert, call.top_k, call.activation, False, True)
+    return Planned([], multiply(h, call.down, *by_expert, 1, "", True, False), topk_weights)
 
 
 def route_and_gate_up(
@@ -126,5 +182,11 @@ def down_add_norm(
     return total, weighted, squares
 
 
+GROUPED = "moe_grouped_linear"
 STREAMED = ("moe_route", "moe_gate_up", "moe_down")
 """What is launched, as ``explain`` names it."""
+
+
+def grouped_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The kernels of a call that the grouped GEMM serves, of those that Triton would launch."""
+    return tuple(GROUPED if name == "_expert_linear_kernel" else name for name in names)

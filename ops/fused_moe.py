@@ -7,17 +7,28 @@ many, slots are sorted by expert once, and that index serves both layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._float8 import E4M3
-from ._launch import Launch
+from ._launch import Launch, run_all
 from ._linear_kernels import Target
-from ._moe import Call, check, cost_of_call, kernel_names, plan_experts
-from ._moe_cuda import STREAMED, down, route_and_gate_up, streams, why_not_streamed
+from ._moe import Call, Planned, check, cost_of_call, kernel_names, plan_layers, plan_sum
+from ._moe_cuda import (
+    LEAST_GROUPED_TOKENS,
+    STREAMED,
+    down,
+    grouped_layers,
+    grouped_names,
+    groups,
+    route_and_gate_up,
+    streams,
+    why_not_grouped,
+    why_not_streamed,
+)
 from ._op import (
     Case,
     Cost,
@@ -107,29 +118,35 @@ def _fake(*args: Any) -> Tensor:
 
 
 def _cuda(*args: Any) -> Tensor:
-    """Three kernels of csrc for few tokens, else Triton's."""
+    """Three kernels of csrc for few tokens, its GEMMs for many, else Triton's."""
     call = Call(*args)
-    if not streams(call):
+    is_streamed = streams(call)
+    if not is_streamed and not groups(call):
         return _triton(*args)
     x = call.x if call.x.is_contiguous() and call.x.data_ptr() % 16 == 0 else call.x.clone()
     shared = None if call.shared is None else call.shared.contiguous()
     call = call._replace(x=x.contiguous(), shared=shared)
-    return down(call, route_and_gate_up(call))
+    return down(call, route_and_gate_up(call)) if is_streamed else _in_turn(call, grouped_layers)
 
 
 def _triton(*args: Any) -> Tensor:
-    call = Call(*args)
-    launches, out = plan_experts(call, torch.nn.functional.linear(call.x, call.router_weight))
-    for launch in launches:
-        launch.run()
+    return _in_turn(Call(*args), plan_layers)
+
+
+def _in_turn(call: Call, layers: Callable[[Call, Tensor], Planned]) -> Tensor:
+    made = layers(call, torch.nn.functional.linear(call.x, call.router_weight))
+    launches, out = plan_sum(call, made)
+    run_all(launches)
     return out
 
 
 def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
-    """The launches that must be compiled: all but the router's GEMM."""
+    """The launches that must be compiled: all but the router's GEMM.  They are those of Triton's
+    layers too where csrc has kernels, which do not read weights at every address."""
     call = Call(*args)
     check(call)
-    return plan_experts(call, call.x.new_empty((call.x.shape[0], call.num_routed)))
+    logits = call.x.new_empty((call.x.shape[0], call.num_routed))
+    return plan_sum(call, plan_layers(call, logits))
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
@@ -138,12 +155,19 @@ def _runs(*args: Any) -> tuple[str, ...]:
 
 
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
-    return STREAMED if streams(Call(*args)) else _runs(*args)
+    call = Call(*args)
+    if streams(call):
+        return STREAMED
+    return grouped_names(_runs(*args)) if groups(call) else _runs(*args)
 
 
 def _cuda_supports(desc: OpDesc) -> str:
-    call = Call(*(value for _, value in desc.args))
-    return supports(desc) or why_not_streamed(call, 1, Target.of(desc))
+    call, target = Call(*(value for _, value in desc.args)), Target.of(desc)
+    if reason := supports(desc):
+        return reason
+    if not why_not_grouped(call, LEAST_GROUPED_TOKENS, target):
+        return ""
+    return why_not_streamed(call, 1, target)
 
 
 def supports(desc: OpDesc) -> str:
@@ -242,7 +266,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("FP8 tensor", 2, 4, 2, 64, 32, fp8="tensor")
     yield call("FP8 block", 9, 3, 2, 128, 128, fp8="block")
     if device.type == "cuda":  # too large to interpret
-        for tokens in (1, 8, 64, 600):
+        for tokens in (1, 8, 64, 600, 2048):
             yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 1024, 384)
 
 

@@ -9,27 +9,20 @@ normalizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._launch import Launch
+from . import _moe_cuda as csrc
+from ._launch import Launch, run_all
 from ._linear_desc import LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here
 from ._moe import Call as Experts
+from ._moe import Planned, cost_of_call, kernel_names, plan_layers, plan_sum, plan_sum_and_norm
 from ._moe import check as check_experts
-from ._moe import cost_of_call, kernel_names, plan_experts, plan_experts_and_norm
-from ._moe_cuda import (
-    STREAMED,
-    down,
-    down_add_norm,
-    route_and_gate_up,
-    streams,
-    why_not_streamed,
-)
 from ._op import (
     Case,
     Cost,
@@ -47,6 +40,8 @@ from .linear import OP as LINEAR
 from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]
+# What computes both layers of the experts from the router's logits.
+Layers = Callable[[Experts, Tensor], Planned]
 
 
 @dispatched
@@ -188,7 +183,12 @@ def _streams(call: Call) -> bool:
     rows, target = call.x.shape[0], here(call.x.device)
     if any(STREAM.refuses(desc, rows, target) for desc in _layers(call)):
         return False
-    return streams(call.experts(call.residual))
+    return csrc.streams(call.experts(call.residual))
+
+
+def _groups(call: Call) -> bool:
+    """Whether csrc's GEMMs serve the experts of a call."""
+    return csrc.groups(call.experts(call.residual))
 
 
 def _layers(call: Call) -> list[LinearDesc]:
@@ -201,18 +201,19 @@ def _layers(call: Call) -> list[LinearDesc]:
 
 
 def _cuda(*args: Any) -> Results:
-    """Five kernels for few tokens, each of which streams weights; else Triton's between them."""
+    """Five kernels for few tokens, each of which streams weights; for many the ops in turn, the
+    experts' layers by csrc's GEMMs."""
     call = Call(*args)
     if not _streams(call):
-        return _triton(*args)
+        return _in_turn(call, csrc.grouped_layers if _groups(call) else plan_layers)
     weighted, total, squares = torch.ops.fw_cuda.skinny_linear_add.default(
         call.x, call.weight, call.bias, call.residual, call.norm_weight
     )
     experts = call.experts(weighted)
-    made = route_and_gate_up(experts, squares, float(call.eps))
+    made = csrc.route_and_gate_up(experts, squares, float(call.eps))
     if call.is_last:
-        return down(experts, made), total
-    total, weighted, squares = down_add_norm(experts, made, total, call.next_norm_weight)
+        return csrc.down(experts, made), total
+    total, weighted, squares = csrc.down_add_norm(experts, made, total, call.next_norm_weight)
     y = torch.ops.fw_cuda.skinny_norm_linear.default(
         weighted, squares, float(call.next_eps), call.next_weight, call.next_bias
     )
@@ -222,8 +223,8 @@ def _cuda(*args: Any) -> Results:
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
     call = Call(*args)
     if not _streams(call):
-        return _runs(*args)
-    names = (f"{STREAM.name}, add", *STREAMED)
+        return csrc.grouped_names(_runs(*args)) if _groups(call) else _runs(*args)
+    names = (f"{STREAM.name}, add", *csrc.STREAMED)
     return names if call.is_last else (*names[:-1], f"{names[-1]}, add", f"norm, {STREAM.name}")
 
 
@@ -231,43 +232,41 @@ def _cuda_supports(desc: OpDesc) -> str:
     if reason := _supports(desc):
         return reason
     call, target = Call(*(value for _, value in desc.args)), Target.of(desc)
+    experts = call.experts(call.residual)
+    if not csrc.why_not_grouped(experts, csrc.LEAST_GROUPED_TOKENS, target):
+        return ""
     reasons = [STREAM.refuses(layer, 1, target) for layer in _layers(call)]
-    return next(filter(None, reasons), "") or why_not_streamed(
-        call.experts(call.residual), 1, target
-    )
-
-
-def _run(launches: list[Launch]) -> None:
-    for launch in launches:
-        launch.run()
+    return next(filter(None, reasons), "") or csrc.why_not_streamed(experts, 1, target)
 
 
 def _triton(*args: Any) -> Results:
+    return _in_turn(Call(*args), plan_layers)
+
+
+def _in_turn(call: Call, layers: Layers) -> Results:
     """The ops in turn, of which the last sum of the experts takes in the norm that follows."""
-    call = Call(*args)
     y = _linear(call.x, call.weight, call.bias)
     launches, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
-    _run(launches)
+    run_all(launches)
     logits = _linear(normed, call.router_weight, None)
-    launches, results = _plan_experts(call, normed, total, logits)
-    _run(launches)
+    launches, results = _plan_experts(call, normed, total, logits, layers)
+    run_all(launches)
     if call.is_last:
         return results[0], total
     return _linear(results[0], call.next_weight, call.next_bias), results[1]
 
 
 def _plan_experts(
-    call: Call, normed: Tensor, total: Tensor, logits: Tensor
+    call: Call, normed: Tensor, total: Tensor, logits: Tensor, layers: Layers
 ) -> tuple[list[Launch], tuple[Tensor, ...]]:
     """The launches behind the router's layer, and what the last layer reads: the experts' sum; or
     the norm, and the sum that it is of."""
     experts = call.experts(normed)
+    made = layers(experts, logits)
     if call.is_last:
-        launches, y = plan_experts(experts, logits)
+        launches, y = plan_sum(experts, made)
         return launches, (y,)
-    return plan_experts_and_norm(
-        experts, logits, total, call.next_norm_weight, float(call.next_eps)
-    )
+    return plan_sum_and_norm(experts, made, total, call.next_norm_weight, float(call.next_eps))
 
 
 def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
@@ -275,7 +274,7 @@ def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
     y = LINEAR.fake(call.x, call.weight, call.bias)
     first, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
     logits = LINEAR.fake(normed, call.router_weight, None)
-    then, results = _plan_experts(call, normed, total, logits)
+    then, results = _plan_experts(call, normed, total, logits, plan_layers)
     if call.is_last:
         return first, then, (results[0], total)
     return first, then, (LINEAR.fake(results[0], call.next_weight, call.next_bias), results[1])
@@ -346,9 +345,10 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("sorted", 10, 4, 2, 96, 32, 64, 48)
     yield call("no tokens", 0, 4, 2, 32, 16, 32, 16)
     if device.type == "cuda":  # too large to interpret
-        for tokens in (1, 7, 64):
+        for tokens in (1, 7, 64, 600, 2048):
             yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 2048, 384, 4096, 2560)
-        yield call("3 tokens, last", 3, 64, 8, 2048, 384, 4096, 0)
+        for tokens in (3, 600):
+            yield call(f"{tokens} tokens, last", tokens, 64, 8, 2048, 384, 4096, 0)
 
 
 def _cost(desc: OpDesc) -> Cost:

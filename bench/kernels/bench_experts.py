@@ -16,6 +16,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
+from ...ops import BY_NAME
 from .harness import TOKENS, KernelWork, cases, measure, randn
 
 
@@ -35,6 +36,10 @@ MIXTURES = (
     Mixture("Mixtral-8x7B", 4096, 14336, 8, 2),
     Mixture("DeepSeek-V3, 1 of 8", 7168, 256, 256, 8),
 )
+MANY_TOKENS = (*TOKENS, 8192, 16384)
+"""A prefill's numbers of tokens too, which the grouped GEMM is for."""
+CSRC = BY_NAME["fused_moe"].implementation("cuda").fn
+"""Opt-in, so ``-O2`` does not choose it."""
 _SKEW = 4.0
 """Bias of the first expert in units of a mean score; the bias of the others falls as 1 / rank."""
 
@@ -76,14 +81,15 @@ def grouped_mm(x: Tensor, weight: Tensor, topk_ids: Tensor, *_: Any) -> Tensor:
 
 def works() -> Iterator[KernelWork]:
     for mixture in MIXTURES:
-        for tokens in TOKENS:
+        for tokens in MANY_TOKENS:
             for skewed, kind in ((False, "balanced"), (True, "skewed")):
                 label = f"{mixture.name}, {tokens} tokens, {kind}"
-                yield KernelWork("fused_moe", label, partial(make, mixture, skewed, tokens))
+                made = partial(make, mixture, skewed, tokens)
+                yield KernelWork("fused_moe", label, made, {}, {"csrc": CSRC})
             label = f"{mixture.name} gate_up, {tokens} tokens"
             rivals = {"grouped_mm": grouped_mm}
-            made = partial(make_layer, mixture, tokens)
-            yield KernelWork("expert_linear", label, made, {}, rivals)
+            layer = partial(make_layer, mixture, tokens)
+            yield KernelWork("expert_linear", label, layer, {}, rivals)
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -27,19 +27,19 @@ namespace fusewright::moe {
 
 constexpr int kGroupedThreads = 3 * kWarpgroupThreads;
 constexpr int kComputingWarps = 8;
-constexpr int kLineBytes = 128;        // of in_features a step
-constexpr int kWarpgroupRows = 64;     // of an MMA
-constexpr int kLeadBarrier = 1;        // named barrier
+constexpr int kLineBytes = 128;     // of in_features a step
+constexpr int kWarpgroupRows = 64;  // of an MMA
+constexpr int kLeadBarrier = 1;     // named barrier
+constexpr int kLead = 2;            // steps by which the first computing warpgroup is ahead
+constexpr int kGroupTiles = 16;     // row tiles of an expert walked before the next column tile
 
-// kGathered: x has rows to gather, else places. kActivated: outputs are of gate and up.
-template <int kTileRows_, int kWeightRows_, int kStages_, bool kIsGathered, bool kIsGated>
+// The tile of a block: rows of slots, which the two warpgroups share, by rows of the weight.
+// kGathered: x has rows to gather, else places. kGated: outputs are of gate and up.
+template <bool kIsGathered, bool kIsGated>
 struct GroupedTile {
-  static constexpr int kRows = kTileRows_, kWeightRows = kWeightRows_, kStages = kStages_;
+  static constexpr int kRows = 2 * kWarpgroupRows, kWeightRows = 256, kStages = 4;
   static constexpr bool kGathered = kIsGathered, kGated = kIsGated;
-  // The warpgroups share the tile by rows, or, of 64 rows, by columns.
-  static constexpr bool kByRows = kRows == 2 * kWarpgroupRows;
-  static constexpr int kColumns = kByRows ? kWeightRows : kWeightRows / 2;  // of an MMA
-  static constexpr int kBoxRows = kGated ? kColumns / 2 : kColumns;         // of a weight's copy
+  static constexpr int kBoxRows = kGated ? kWeightRows / 2 : kWeightRows;  // of a weight's copy
   static constexpr int kOutputs = kGated ? kWeightRows / 2 : kWeightRows;
   static constexpr int kXBytes = kRows * kLineBytes, kWeightBytes = kWeightRows * kLineBytes;
   static constexpr int kStageBytes = kXBytes + kWeightBytes;
@@ -114,8 +114,8 @@ struct GroupedFiller {
     to += T::kXBytes;
 #pragma unroll
     for (int box = 0; box < T::kWeightRows / T::kBoxRows; ++box) {
-      const int row = T::kGated ? box / 2 * T::kBoxRows + box % 2 * args.out_features
-                                : box * T::kBoxRows;
+      const int row =
+          T::kGated ? box / 2 * T::kBoxRows + box % 2 * args.out_features : box * T::kBoxRows;
       gemm::copy_box(to + box * T::kBoxRows * kLineBytes, weight_map, k, item.column + row,
                      item.expert, full, gemm::kEvictNormal);
     }
@@ -151,15 +151,14 @@ struct GroupedComputer {
   const GroupedArgs& args;
   GroupedShared<T>& shared;
   uint32_t ring;
-  int group, lead;  // of the two
-  bool fenced;
+  int group;  // of the two
   RingCursor<T::kStages> at;
-  float sums[T::kColumns / 2];
+  float sums[T::kWeightRows / 2];
 
   __device__ __forceinline__ void wait() const {
     barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
     // Gathered rows were not written by the copy engine, and MMAs read through its eyes.
-    if (T::kGathered && fenced) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if constexpr (T::kGathered) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 
   __device__ __forceinline__ void release(int stage) const {
@@ -169,20 +168,15 @@ struct GroupedComputer {
 
   __device__ __forceinline__ void start_step(bool first) {
     const int to = ring + at.stage * T::kStageBytes;
-    const int rows = T::kByRows ? group * kWarpgroupRows * kLineBytes : 0;
-    const int columns = T::kXBytes + (T::kByRows ? 0 : group * T::kColumns * kLineBytes);
+    const int rows = group * kWarpgroupRows * kLineBytes;
     const uint32_t word = uniform(static_cast<int>(low_word(to, 0)));
     pin(sums);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kLineBytes; k += 32) {
       const uint64_t a = operand<kAtomBytes>(word + (rows >> 4), k);
-      const uint64_t b = operand<kAtomBytes>(word + (columns >> 4), k);
-      if constexpr (T::kColumns == 256) {
-        multiply(sums, a, b, first && k == 0);
-      } else {
-        multiply<__nv_bfloat16>(sums, a, b, first && k == 0);
-      }
+      const uint64_t b = operand<kAtomBytes>(word + (T::kXBytes >> 4), k);
+      multiply(sums, a, b, first && k == 0);
     }
     wgmma_commit_group();
   }
@@ -198,7 +192,7 @@ struct GroupedComputer {
 
   // `first_tile`: the other warpgroup waits for the first steps of this one.
   __device__ __forceinline__ void compute(int steps, bool first_tile) {
-    const int lead_at = min(lead, steps) - 1;
+    const int lead_at = min(kLead, steps) - 1;
     int previous = 0;
     for (int step = 0; step < steps; ++step) {
       wait();
@@ -234,8 +228,8 @@ struct GroupedComputer {
   __device__ __forceinline__ uint32_t outputs(int index) const {
     float low = sums[index], high = sums[index + 1];
     if constexpr (T::kGated) {
-      low = activated<kActivation>(low, sums[index + T::kColumns / 4]);
-      high = activated<kActivation>(high, sums[index + 1 + T::kColumns / 4]);
+      low = activated<kActivation>(low, sums[index + T::kWeightRows / 4]);
+      high = activated<kActivation>(high, sums[index + 1 + T::kWeightRows / 4]);
     }
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
@@ -245,9 +239,8 @@ struct GroupedComputer {
   // that each has eight.
   template <Activation kActivation>
   __device__ __forceinline__ void store(const int (&y_row)[2], int column) const {
-    constexpr int kEights = T::kOutputs / (T::kByRows ? 1 : 2) / 8;
+    constexpr int kEights = T::kOutputs / 8;
     const int quad = threadIdx.x % 4;
-    if constexpr (!T::kByRows) column += group * kEights * 8;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       __nv_bfloat16* to = args.y + static_cast<int64_t>(y_row[r]) * args.out_features + column;
@@ -267,8 +260,7 @@ struct GroupedComputer {
 
   // The rows of y that this thread's sums belong to, or -1.
   __device__ __forceinline__ void find_rows(const GroupedItem& item, int (&y_row)[2]) const {
-    const int row = (T::kByRows ? group * kWarpgroupRows : 0) + threadIdx.x / 32 % 4 * 16 +
-                    threadIdx.x % 32 / 4;
+    const int row = group * kWarpgroupRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int place = item.first + row + 8 * r;
@@ -280,18 +272,18 @@ struct GroupedComputer {
   __device__ __forceinline__ void run(Walk& walk) {
     const int steps = args.in_features / kGroupedLine, tiles = walk.num_tiles();
     const int first_tile = blockIdx.x;
-    if (group == 1 && lead > 0 && first_tile < tiles) {
+    if (group == 1 && first_tile < tiles) {
       asm volatile("bar.sync %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads) : "memory");
     }
     for (int tile = first_tile; tile < tiles; tile += gridDim.x) {
       const GroupedItem item = walk.find(tile);
-      if (T::kByRows && group * kWarpgroupRows >= item.rows) {
+      if (group * kWarpgroupRows >= item.rows) {
         pass(steps);
         continue;
       }
       int y_row[2];
       find_rows(item, y_row);
-      compute(steps, group == 0 && lead > 0 && tile == first_tile);
+      compute(steps, group == 0 && tile == first_tile);
       if (!T::kGated || args.activation == Activation::kSiluMul) {
         store<Activation::kSiluMul>(y_row, item.column);
       } else {
@@ -305,8 +297,7 @@ template <typename T>
 __global__ void __launch_bounds__(kGroupedThreads, 1)
     grouped_kernel(const __grid_constant__ CUtensorMap weight_map,
                    const __grid_constant__ CUtensorMap x_map,
-                   const __grid_constant__ GroupedArgs args,
-                   const __grid_constant__ GroupedPlan plan) {
+                   const __grid_constant__ GroupedArgs args) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ GroupedShared<T> shared;
   const uint32_t ring = (shared_address(memory) + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
@@ -322,8 +313,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   make_schedule(shared.schedule, args, T::kRows);
   start_next();
   const int column_tiles = (args.out_features + T::kOutputs - 1) / T::kOutputs;
-  Walk walk{shared.schedule, args.num_experts, column_tiles,
-            T::kRows,        T::kOutputs,      plan.group_tiles};
+  Walk walk{shared.schedule, args.num_experts, column_tiles, T::kRows, T::kOutputs, kGroupTiles};
   // Registers move from those who fill to those who compute.
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
@@ -331,7 +321,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
     filler.run(walk);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-    GroupedComputer<T> computer{args, shared, ring, group - 1, plan.lead, plan.fenced};
+    GroupedComputer<T> computer{args, shared, ring, group - 1};
     computer.run(walk);
   }
 }

@@ -1,5 +1,5 @@
-// The interface between the op fw_cuda::moe_grouped_linear and its kernels. It is plain C++, without
-// torch and without device code.
+// The interface between the op fw_cuda::moe_grouped_linear and its kernels. It is plain C++,
+// without torch and without device code.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -31,18 +31,6 @@ struct GroupedArgs {
   bool y_sorted;          // rows of y are places, not slots
 };
 
-// The tile of a block: rows of slots by rows of the weight.
-enum class GroupedTiling { k128x256, k128x128, k64x256 };
-
-struct GroupedPlan {
-  GroupedTiling tiling;
-  int lead;         // steps by which the first of two warpgroups is ahead, less than the stages
-  int group_tiles;  // row tiles of an expert that are walked before the next column tile
-  bool wide_reads;  // L2 fetches 256 bytes of a weight's row at once, else 128
-  bool fenced;      // gathered rows are fenced from the MMAs that read them
-};
-
-cudaError_t launch_grouped(const GroupedArgs& args, const GroupedPlan& plan, bool programmatic,
-                           cudaStream_t stream);
+cudaError_t launch_grouped(const GroupedArgs& args, bool programmatic, cudaStream_t stream);
 
 }  // namespace fusewright::moe

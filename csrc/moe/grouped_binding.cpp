@@ -1,9 +1,7 @@
 // fw_cuda::moe_grouped_linear: argument checks and the output.
-#include "../common/binding.h"
-
-#include <sstream>
 #include <string>
 
+#include "../common/binding.h"
 #include "grouped.h"
 
 namespace fusewright::moe {
@@ -38,29 +36,9 @@ void check_weight(const Tensor& weight, const Tensor& x, int64_t halves) {
   }
 }
 
-// Tiles by the slots of an expert, if all have as many.
-GroupedPlan default_plan(const GroupedArgs& args) {
-  const int64_t of_expert = args.num_slots / args.num_experts;
-  return {of_expert > 64 ? GroupedTiling::k128x256 : GroupedTiling::k64x256, 2, 16, true, true};
-}
-
-// "tiling,lead,group_tiles,wide_reads,fenced", for measurements.
-GroupedPlan parse_plan(const std::string& text) {
-  std::istringstream stream(text);
-  int values[5] = {};
-  char comma = 0;
-  for (int& value : values) {
-    if (!(stream >> value)) fail(kOp, "plan is '", text, "', expected five numbers and commas");
-    stream >> comma;
-  }
-  return {static_cast<GroupedTiling>(values[0]), values[1], values[2], values[3] != 0,
-          values[4] != 0};
-}
-
 Tensor moe_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& order,
-                          const Tensor& offsets, int64_t slots_a_row,
-                          const std::string& activation, bool x_sorted, bool y_sorted,
-                          const std::string& plan) {
+                          const Tensor& offsets, int64_t slots_a_row, const std::string& activation,
+                          bool x_sorted, bool y_sorted) {
   if (!x.is_cuda()) fail(kOp, "x is not on a CUDA device");
   check_matrix(kOp, x, "x", ScalarType::BFloat16);
   if (activation != "" && activation != "silu" && activation != "gelu_tanh") {
@@ -68,8 +46,7 @@ Tensor moe_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& o
   }
   GroupedArgs args = {};
   args.gated = activation != "";
-  args.activation =
-      activation == "gelu_tanh" ? Activation::kGeluTanhMul : Activation::kSiluMul;
+  args.activation = activation == "gelu_tanh" ? Activation::kGeluTanhMul : Activation::kSiluMul;
   check_weight(weight, x, args.gated ? 2 : 1);
   const int64_t num_slots = order.dim() == 1 ? order.size(0) : -1;
   if (slots_a_row < 1 || x.size(0) * slots_a_row != num_slots || num_slots >= int64_t{1} << 30 ||
@@ -94,9 +71,8 @@ Tensor moe_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& o
   const Tensor y = empty({num_slots, args.out_features}, dtype_of(x), x);
   args.y = static_cast<__nv_bfloat16*>(y.data_ptr());
   if (num_slots == 0) return y;
-  const GroupedPlan chosen = plan.empty() ? default_plan(args) : parse_plan(plan);
   const cudaStream_t stream = current_stream(x.get_device_index());
-  const cudaError_t error = launch_grouped(args, chosen, is_capturing(kOp, stream), stream);
+  const cudaError_t error = launch_grouped(args, is_capturing(kOp, stream), stream);
   if (error != cudaSuccess) {
     fail(kOp, "launch on ", shape_of(x), " failed: ", cudaGetErrorString(error));
   }
@@ -109,8 +85,8 @@ Tensor moe_grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& o
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "moe_grouped_linear(Tensor x, Tensor weight, Tensor order, Tensor offsets, "
-      "int slots_a_row=1, str activation=\"\", bool x_sorted=False, bool y_sorted=False, "
-      "str plan=\"\") -> Tensor");
+      "int slots_a_row=1, str activation=\"\", bool x_sorted=False, bool y_sorted=False) "
+      "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {

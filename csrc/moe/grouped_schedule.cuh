@@ -63,8 +63,7 @@ struct Walk {
     constexpr unsigned kAll = 0xffffffffu;
     for (;;) {
       const int e = expert + static_cast<int>(threadIdx.x % 32);
-      const bool behind =
-          e < num_experts && schedule.tiles_before[e + 1] * column_tiles <= tile;
+      const bool behind = e < num_experts && schedule.tiles_before[e + 1] * column_tiles <= tile;
       const int passed = __popc(__ballot_sync(kAll, behind));
       expert += passed;
       if (passed < 32) break;

@@ -1,0 +1,225 @@
+"""csrc's grouped GEMM against float32: routings that fill no tile, or one expert alone; sizes
+around those of tiles; the layouts that the two layers of a mixture need.
+
+An index that left a row out would go unseen if memory had the right values from a call before, so
+what the allocator hands out for a result is full of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusewright.ops import BY_NAME, load_cuda_library
+from fusewright.ops.fused_moe import moe_args
+
+# Rows of x are of tokens or of places, rows of y of places or of slots.
+LAYOUTS = {"up": (False, True), "down": (True, False), "as expert_linear": (False, False)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    experts: int
+    in_features: int
+    out_features: int
+    top_k: int
+    tokens: int
+
+
+SMALL = Sizes(8, 1024, 1024, 2, 700)
+ODD = Sizes(5, 192, 320, 2, 333)
+
+
+@pytest.fixture
+def grouped() -> Any:
+    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
+        pytest.skip("needs csrc and SM 9.0")
+    torch.manual_seed(0)
+    return torch.ops.fw_cuda.moe_grouped_linear
+
+
+def draw_edges(experts: int, slots: int) -> Tensor:
+    """Numbers of slots around those of a tile's rows, and none; the last expert has the rest."""
+    counts = [128, 0, 129, 64, 65, 1, 127, 0, 63]
+    sizes = torch.tensor([counts[e % len(counts)] for e in range(experts)], device="cuda")
+    ids = torch.arange(experts, device="cuda").repeat_interleave(sizes)[:slots]
+    ids = F.pad(ids, (0, slots - ids.numel()), value=experts - 1)
+    return ids[torch.randperm(slots, device="cuda")]
+
+
+def draw_power(experts: int, slots: int) -> Tensor:
+    return torch.multinomial(1.0 / torch.arange(1, experts + 1, device="cuda"), slots, True)
+
+
+def draw_even(experts: int, slots: int) -> Tensor:
+    return torch.randint(experts, (slots,), device="cuda") // 2 * 2
+
+
+ROUTINGS: dict[str, Callable[[int, int], Tensor]] = {
+    "uniform": lambda experts, slots: torch.randint(experts, (slots,), device="cuda"),
+    "first": lambda experts, slots: torch.zeros(slots, dtype=torch.long, device="cuda"),
+    "last": lambda experts, slots: torch.full((slots,), experts - 1, device="cuda"),
+    "even": draw_even,
+    "edges": draw_edges,
+    "power": draw_power,
+}
+
+
+@dataclass
+class Drawn:
+    """The arguments of a call, and its result in float32."""
+
+    args: tuple[Any, ...]
+    expected: Tensor
+
+
+def draw(sizes: Sizes, routing: str, layout: str, activation: str, padding: int = 0) -> Drawn:
+    slots, x_sorted, y_sorted = sizes.tokens * sizes.top_k, *LAYOUTS[layout]
+    ids = ROUTINGS[routing](sizes.experts, slots)
+    order = ids.argsort(stable=True)
+    ends = torch.bincount(ids, minlength=sizes.experts).cumsum(0)
+    offsets = F.pad(ends, (1, 0)).to(torch.int32)
+    a_row = 1 if x_sorted else sizes.top_k
+    k, rows = sizes.in_features, sizes.out_features * (2 if activation else 1)
+    x = torch.randn(slots // a_row, k + padding, device="cuda").bfloat16()[:, :k]
+    weight = torch.randn(sizes.experts, rows, k, device="cuda").mul_(k**-0.5).bfloat16()
+    places = x if x_sorted else x[order // a_row]
+    by_place = multiply_in_float32(places.float(), weight, offsets.tolist(), activation)
+    expected = by_place if y_sorted else torch.empty_like(by_place).index_copy_(0, order, by_place)
+    given = (a_row, activation, x_sorted, y_sorted)
+    return Drawn((x, weight, order.to(torch.int32), offsets, *given), expected)
+
+
+def multiply_in_float32(x: Tensor, weight: Tensor, ends: list[int], activation: str) -> Tensor:
+    parts = []
+    for expert in range(len(weight)):
+        y = x[ends[expert] : ends[expert + 1]] @ weight[expert].float().T
+        if activation:
+            gate, up = y.bfloat16().float().chunk(2, -1)
+            y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        parts.append(y)
+    return torch.cat(parts)
+
+
+def check_call(grouped: Any, drawn: Drawn) -> None:
+    torch.full_like(drawn.expected, float("nan"), dtype=torch.bfloat16)
+    y = grouped(*drawn.args)
+    distance = (y.float() - drawn.expected).norm() / drawn.expected.norm()
+    assert distance < 6e-3
+    torch.testing.assert_close(y.float(), drawn.expected, atol=6e-2, rtol=6e-2)
+    for _ in range(4):
+        torch.full_like(drawn.expected, float("nan"), dtype=torch.bfloat16)
+        assert torch.equal(y, grouped(*drawn.args))
+
+
+@pytest.fixture(autouse=True)
+def exact_references() -> Any:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("layout", "activation"), [("up", "silu"), ("down", ""), ("as expert_linear", "gelu_tanh")]
+)
+def test_any_routing(grouped: Any, routing: str, layout: str, activation: str) -> None:
+    check_call(grouped, draw(SMALL, routing, layout, activation))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(1, 64, 64, 1, 1),
+        Sizes(1, 64, 64, 1, 300),
+        ODD,
+        Sizes(1024, 128, 192, 4, 700),
+        Sizes(128, 2048, 768, 8, 600),
+        Sizes(8, 4096, 1024, 2, 600),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("layout", "activation"), [("up", "silu"), ("down", "")])
+def test_any_sizes(grouped: Any, sizes: Sizes, layout: str, activation: str) -> None:
+    check_call(grouped, draw(sizes, "uniform", layout, activation))
+
+
+@pytest.mark.gpu
+def test_rows_of_x_may_lie_apart(grouped: Any) -> None:
+    check_call(grouped, draw(ODD, "uniform", "as expert_linear", "", padding=64))
+    check_call(grouped, draw(ODD, "uniform", "down", "", padding=8))
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_any_routing(grouped: Any) -> None:
+    first, other = (draw(SMALL, routing, "up", "silu") for routing in ("edges", "last"))
+    held = [t.clone() if isinstance(t, Tensor) else t for t in first.args]
+    grouped(*held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = grouped(*held)
+    for drawn in (other, first):
+        for to, value in zip(held, drawn.args, strict=True):
+            if isinstance(to, Tensor):
+                to.copy_(value)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, grouped(*drawn.args))
+        torch.testing.assert_close(y.float(), drawn.expected, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.gpu
+def test_no_slots(grouped: Any) -> None:
+    args = draw(ODD, "uniform", "up", "silu").args
+    assert grouped(args[0][:0], args[1], args[2][:0], args[3] * 0, *args[4:]).shape == (0, 320)
+
+
+REFUSED: dict[str, tuple[int, Callable[[Any], Any], str]] = {
+    "float32 rows": (0, Tensor.float, "x has shape"),
+    "too few columns": (0, lambda x: x[:, :128], "in_features"),
+    "rows on the host": (0, Tensor.cpu, "x is not on a CUDA device"),
+    "one expert": (1, lambda weight: weight[0], "weight has shape"),
+    "float16 weights": (1, Tensor.half, "weight has shape"),
+    "half a line of outputs": (1, lambda w: w[:, :192].contiguous(), "multiples of 64"),
+    "int64 order": (2, Tensor.long, "order has shape"),
+    "a slot too few": (2, lambda order: order[:-1], "slots a row"),
+    "an offset too few": (3, lambda offsets: offsets[:-1], "offsets has shape"),
+    "a slot a row too many": (4, lambda _: 3, "3 slots a row"),
+    "an unknown activation": (5, lambda _: "relu", "activation is 'relu'"),
+    "places of many slots": (6, lambda _: True, "with x_sorted"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_argument(grouped: Any, name: str) -> None:
+    index, change, expected = REFUSED[name]
+    args = [*draw(ODD, "uniform", "up", "silu").args]
+    args[index] = change(args[index])
+    with pytest.raises((RuntimeError, NotImplementedError), match=expected):
+        grouped(*args)
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(511, 0), (512, 2), (1024, 2)])
+def test_mixtures_of_many_tokens_run_it(tokens: int, times: int) -> None:
+    args = moe_args(torch.bfloat16, torch.device("cpu"), torch.Generator(), 16, 8, 2, 128, 64)
+    on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
+    on_meta[0] = torch.empty(tokens, 128, dtype=torch.bfloat16, device="meta")
+    runs = BY_NAME["fused_moe"].implementation("cuda").runs
+    assert runs is not None
+    names = runs(*on_meta)
+    assert names.count("moe_grouped_linear") == times
+    assert names.count("_expert_linear_kernel") == 2 - times
+    on_meta[3] = on_meta[3][:, :-32]
+    on_meta[4] = on_meta[4][:, :, :-16]
+    assert "moe_grouped_linear" not in runs(*on_meta), "48 features are no whole lines"
