@@ -18,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test client-test coverage check docs gpu-test gpu-evidence bench
+.PHONY: install demo test client-test coverage check types style docs gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -77,16 +77,22 @@ coverage: install
 	@$(PY) -m coverage combine -q
 	@$(PY) -m coverage report | tail -n 1
 
+# Types take as long as all the rest, so both run at once.
 check: install
-	$(PY) -m ruff format --check .
-	$(PY) -m ruff check .
+	@$(MAKE) --no-print-directory -j 2 -O types style
+	@$(PY) tools/gpu_stamp.py check
+
+types:
 	$(PKGROOT); MYPYPATH="$$PKGROOT" $(PY) -m mypy --strict \
 	  $(patsubst %/__init__.py,-p fusewright.%,$(wildcard $(FOLDERS:=/__init__.py))) \
 	  | sed 's|^build/pkgroot/fusewright/||'
+
+style:
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
 	PATH="$(dir $(PY)):$$PATH" clang-format --dry-run -Werror $(CSRC)
 	$(PKGROOT); $(PY) -m pytest -q tests/test_layout.py -m 'not slow'
 	@PATH="$(dir $(PY)):$$PATH" PYTHONPATH=tools $(PY) tools/check_bindings.py
-	@$(PY) tools/gpu_stamp.py check
 
 ifndef PYTHON
 docs: .venv/.docs

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..config.routing import Routing
 from . import _expert_kernels as kernels
 from ._expert_kernels import describe_experts
 from ._float8 import E4M3
@@ -20,7 +21,6 @@ from .launches import experts as plans
 from .launches import route as route_plans
 from .launches.quant import quantize as plan_quantize
 from .route import check as check_route
-from .route import routing
 
 
 class Call(NamedTuple):
@@ -63,6 +63,11 @@ class Call(NamedTuple):
             return None
         return self.group_size if input_scale is None else input_scale
 
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen."""
+        return Routing(*self[12:18])
+
     def routed(self, logits: Any) -> tuple[Any, ...]:
         """The arguments of ``route``."""
         return logits, self.correction_bias, *self[12:18]
@@ -95,7 +100,7 @@ def check(call: Call) -> None:
             f"expected [num_tokens, hidden] and [{experts}, hidden]"
         )
     logits = TensorDesc(x.dtype, (x.shape[0], experts))
-    check_route(logits, call.correction_bias, routing(call.routed(logits)))
+    check_route(logits, call.correction_bias, call.routing)
     ids = TensorDesc(torch.int32, (x.shape[0], call.top_k))
     slots = x.shape[0] * call.top_k
     h = TensorDesc(x.dtype, (slots, call.gate_up.shape[1] // 2))
@@ -137,16 +142,7 @@ class Planned(NamedTuple):
 
 def _plan_layers(call: Call, logits: Tensor) -> Planned:
     """Choice, sort for many tokens, and both layers of the experts."""
-    launches, (topk_weights, ids) = route_plans.route(
-        logits,
-        call.correction_bias,
-        top_k=call.top_k,
-        scoring=call.scoring,
-        renormalize=call.renormalize,
-        num_groups=call.num_groups,
-        topk_groups=call.topk_groups,
-        scaling=call.scaling,
-    )
+    launches, (topk_weights, ids) = route_plans.route(logits, call.correction_bias, call.routing)
     by_expert = None
     if call.x.shape[0] > kernels.MOST_UNSORTED:
         more, by_expert = plans.sort_by_expert(ids, call.num_experts, call.first_expert)

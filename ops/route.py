@@ -113,16 +113,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 def _launches(*args: Any) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
     logits, bias, how = args[0], args[1], routing(args)
     check(logits, bias, how)
-    return plans.route(
-        logits,
-        bias,
-        top_k=how.top_k,
-        scoring=how.scoring,
-        renormalize=how.renormalize,
-        num_groups=how.num_groups,
-        topk_groups=how.topk_groups,
-        scaling=how.scaling,
-    )
+    return plans.route(logits, bias, how)
 
 
 def _supports(desc: OpDesc) -> str:

@@ -21,12 +21,10 @@ _MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM, _MOST_EXPERTS = 10_000, 2**16, 2**13,
 
 def llama(config: HfConfig, architecture: str) -> ModelSpec:
     """Llama 2 and 3.x: one ``attention_bias`` flag for all four projections."""
-    bias = config.flag("attention_bias", False)
     return _dense(
         config,
         architecture,
-        qkv_bias=bias,
-        o_bias=bias,
+        **_attention_bias(config),
         mlp_bias=config.flag("mlp_bias", False),
         sliding_windows=_no_windows(config),
     )
@@ -47,12 +45,10 @@ def qwen2(config: HfConfig, architecture: str) -> ModelSpec:
 
 def qwen3(config: HfConfig, architecture: str) -> ModelSpec:
     """Qwen3 dense: query and key are normalized by head; heads of 128 unless stated."""
-    bias = config.flag("attention_bias", False)
     return _dense(
         config,
         architecture,
-        qkv_bias=bias,
-        o_bias=bias,
+        **_attention_bias(config),
         qk_norm=True,
         head_dim=config.integer("head_dim", 128, most=_MOST_HEAD_DIM),
         sliding_windows=_qwen_windows(config),
@@ -94,13 +90,11 @@ def qwen2_moe(config: HfConfig, architecture: str) -> ModelSpec:
 
 def qwen3_moe(config: HfConfig, architecture: str) -> ModelSpec:
     """Qwen3-MoE: query and key are normalized by head, and no expert is shared."""
-    bias = config.flag("attention_bias", False)
     layers = _num_layers(config)
     spec = _dense(
         config,
         architecture,
-        qkv_bias=bias,
-        o_bias=bias,
+        **_attention_bias(config),
         qk_norm=True,
         sliding_windows=(_window(config),) * layers,
     )
@@ -139,6 +133,12 @@ def _with_experts(config: HfConfig, spec: ModelSpec, moe: MoESpec) -> ModelSpec:
             "num_experts_per_tok", moe.routing.top_k, f"a router that can choose ({reason})"
         )
     return replace(spec, moe=moe)
+
+
+def _attention_bias(config: HfConfig) -> dict[str, bool]:
+    """Of configs that have one flag for all four projections of attention."""
+    bias = config.flag("attention_bias", False)
+    return {"qkv_bias": bias, "o_bias": bias}
 
 
 def _dense(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...config.routing import Routing
 from .._launch import Launch
 from .tiles import next_power_of_2
 
@@ -21,20 +22,15 @@ def too_many(num_experts: int) -> str:
 def route(
     logits: Tensor,
     bias: Tensor | None,
-    *,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    num_groups: int,
-    topk_groups: int,
-    scaling: float,
+    how: Routing,
 ) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+    """The launch that chooses, for checked arguments of ``ops.route``, and its results."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 or num_experts == 1 else logits.contiguous()
-    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
-    size = num_experts // num_groups
-    tile = next_power_of_2(num_groups) * next_power_of_2(size)
+    weights = torch.empty((num_tokens, how.top_k), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((num_tokens, how.top_k), dtype=torch.int32, device=logits.device)
+    size = num_experts // how.num_groups
+    tile = next_power_of_2(how.num_groups) * next_power_of_2(size)
     launch = Launch(
         kernel="route:_route_kernel",
         grid=(num_tokens,),
@@ -44,17 +40,17 @@ def route(
             "weights_ptr": weights,
             "ids_ptr": ids,
             "row_stride": logits.stride(0),
-            "scaling": float(scaling),
+            "scaling": float(how.scaling),
         },
         constexprs={
-            "TOP_K": top_k,
-            "TOP_K_BLOCK": next_power_of_2(top_k),
-            "SCORING": scoring,
-            "RENORMALIZE": renormalize,
-            "NUM_GROUPS": num_groups,
-            "TOPK_GROUPS": topk_groups,
+            "TOP_K": how.top_k,
+            "TOP_K_BLOCK": next_power_of_2(how.top_k),
+            "SCORING": how.scoring,
+            "RENORMALIZE": how.renormalize,
+            "NUM_GROUPS": how.num_groups,
+            "TOPK_GROUPS": how.topk_groups,
             "GROUP_SIZE": size,
-            "GROUPS_BLOCK": next_power_of_2(num_groups),
+            "GROUPS_BLOCK": next_power_of_2(how.num_groups),
             "SIZE_BLOCK": next_power_of_2(size),
         },
         num_warps=max(tile // 256, 1),

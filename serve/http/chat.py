@@ -16,7 +16,7 @@ from ...engine.frontend.outputs import RequestOutput
 from .body import read
 from .completions import sampling_params
 from .errors import ApiError, api_error, json_response
-from .events import Delta, EventStream, UsageCount, deltas, event, usage, whole
+from .events import Delta, EventStream, chunks, usage, whole
 from .form import grammar_of
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
@@ -153,41 +153,32 @@ def _answer(
     return answer
 
 
-async def _stream(
-    job: Job, body: ChatRequest, num_top: int, tools: Tools
-) -> AsyncGenerator[bytes, None]:
-    head, count = _head(job, "chat.completion.chunk"), UsageCount(job, body)
+def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGenerator[bytes, None]:
     started: set[int] = set()
     readers: dict[int, CallReader | None] = {}
-    async for gained in deltas(job):
-        pieces = []
-        for delta in gained:
-            message: dict[str, Any] = {"content": delta.text}
-            finish_reason = delta.output.finish_reason
-            if delta.index not in readers:
-                readers[delta.index] = tools.reader()
-            if (reader := readers[delta.index]) is not None:
-                message = _read(reader, delta)
-                if reader.num_calls and finish_reason is not None:
-                    finish_reason = "tool_calls"
-            if delta.index not in started:
-                started.add(delta.index)
-                message = {"role": "assistant", **message}
-            choice: dict[str, Any] = {
-                "index": delta.index,
-                "delta": message,
-                "logprobs": None,
-                "finish_reason": finish_reason,
-                "stop_reason": delta.output.stop_reason,
-            }
-            if delta.logprobs is not None:
-                choice["logprobs"] = chat_logprobs(delta.logprobs, num_top)
-            if body.return_token_ids:
-                choice["token_ids"] = delta.token_ids
-            pieces.append(event(count.add({**head, "choices": [choice]}, delta)))
-        yield b"".join(pieces)
-    if count.at_end:
-        yield event({**head, "choices": [], "usage": count.total()})
+
+    def choice(delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"content": delta.text}
+        finish_reason = delta.output.finish_reason
+        if delta.index not in readers:
+            readers[delta.index] = tools.reader()
+        if (reader := readers[delta.index]) is not None:
+            message = _read(reader, delta)
+            if reader.num_calls and finish_reason is not None:
+                finish_reason = "tool_calls"
+        if delta.index not in started:
+            started.add(delta.index)
+            message = {"role": "assistant", **message}
+        logprobs = None if delta.logprobs is None else chat_logprobs(delta.logprobs, num_top)
+        return {
+            "index": delta.index,
+            "delta": message,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": delta.output.stop_reason,
+        }
+
+    return chunks(job, body, _head(job, "chat.completion.chunk"), choice)
 
 
 def _read(reader: CallReader, delta: Delta) -> dict[str, Any]:

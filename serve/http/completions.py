@@ -14,7 +14,7 @@ from ...engine.frontend.outputs import RequestOutput
 from ...engine.messages.sampling_params import SamplingParams
 from .body import read
 from .errors import ApiError, api_error, json_response
-from .events import Delta, EventStream, UsageCount, deltas, event, usage, whole
+from .events import Delta, EventStream, chunks, usage, whole
 from .form import grammar_of
 from .logprobs import (
     completion_logprobs,
@@ -179,37 +179,25 @@ def _head(job: Job) -> dict[str, Any]:
     }
 
 
-async def _stream(
-    state: ServerState, job: Job, body: CompletionRequest
-) -> AsyncGenerator[bytes, None]:
-    head, count = _head(job), UsageCount(job, body)
+def _stream(state: ServerState, job: Job, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
     offsets: dict[int, int] = {}
-    async for gained in deltas(job):
-        pieces = []
-        for delta in gained:
-            text, choice, is_first = delta.text, _choice(delta), delta.index not in offsets
-            echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
-            choice["text"] = echoed + text
-            offset = offsets.setdefault(delta.index, len(echoed))
-            if delta.logprobs is not None:
-                found = completion_logprobs(delta.logprobs, offset)
-                offsets[delta.index] = offset + sum(map(len, found["tokens"]))
-                if echoed:
-                    found = joined(_echo_logprobs(state, delta.request, echoed), found)
-                choice["logprobs"] = found
-            if body.return_token_ids:
-                choice["token_ids"] = delta.token_ids
-            pieces.append(event(count.add({**head, "choices": [choice]}, delta)))
-        yield b"".join(pieces)
-    if count.at_end:
-        yield event({**head, "choices": [], "usage": count.total()})
 
+    def choice(delta: Delta) -> dict[str, Any]:
+        is_first = delta.index not in offsets
+        echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
+        offset = offsets.setdefault(delta.index, len(echoed))
+        found = None
+        if delta.logprobs is not None:
+            found = completion_logprobs(delta.logprobs, offset)
+            offsets[delta.index] = offset + sum(map(len, found["tokens"]))
+            if echoed:
+                found = joined(_echo_logprobs(state, delta.request, echoed), found)
+        return {
+            "index": delta.index,
+            "text": echoed + delta.text,
+            "logprobs": found,
+            "finish_reason": delta.output.finish_reason,
+            "stop_reason": delta.output.stop_reason,
+        }
 
-def _choice(delta: Delta) -> dict[str, Any]:
-    return {
-        "index": delta.index,
-        "text": "",
-        "logprobs": None,
-        "finish_reason": delta.output.finish_reason,
-        "stop_reason": delta.output.stop_reason,
-    }
+    return chunks(job, body, _head(job), choice)

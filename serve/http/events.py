@@ -6,7 +6,7 @@ A client that goes away ends its job at once: somebody always listens for that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -194,3 +194,21 @@ class UsageCount:
 
     def total(self) -> dict[str, Any]:
         return usage(self._num_prompt, self._num_output, sum(self._num_cached.values()))
+
+
+async def chunks(
+    job: Job, body: Any, head: dict[str, Any], choice: Callable[[Delta], dict[str, Any]]
+) -> AsyncGenerator[bytes, None]:
+    """The events of a completion: one for each delta with its ``choice``, then the usage if the
+    client wants it.  ``head`` is what all of them share."""
+    count = UsageCount(job, body)
+    async for gained in deltas(job):
+        pieces = []
+        for delta in gained:
+            made = choice(delta)
+            if body.return_token_ids:
+                made["token_ids"] = delta.token_ids
+            pieces.append(event(count.add({**head, "choices": [made]}, delta)))
+        yield b"".join(pieces)
+    if count.at_end:
+        yield event({**head, "choices": [], "usage": count.total()})

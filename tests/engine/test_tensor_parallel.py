@@ -56,7 +56,7 @@ EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
         # Of four ranks two share a KV head, and one adds the biases.
         ("llama_bias", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),
-        ("qwen3_moe", 4, {"optimization_level": 1, "enable_expert_parallel": True}),
+        ("qwen3_moe", 2, {"optimization_level": 1, "enable_expert_parallel": True}),
         ("qwen2_moe", 2, {"optimization_level": 3, "enable_expert_parallel": True, **EVERY_PASS}),
     ],
     ids=lambda value: value if isinstance(value, str | int) else f"O{value['optimization_level']}",
@@ -68,7 +68,7 @@ def test_ranks_give_the_tokens_and_logits_of_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Dense models at all levels, mixtures too, some with whole experts; 4 ranks at -O1, -O2."""
+    """Dense models at all levels, mixtures too, some with whole experts; 4 ranks at -O2."""
     with tiny(name, tmp_path, world, **options) as llm:
         recorder = LogitsRecorder(llm, monkeypatch)
         check(llm, recorder, references(name), f"{name}, {world} ranks")
