@@ -4,6 +4,7 @@
 #   make demo                               solved problems, fusions, times, with the bundled model
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
+#   make client-test                        a server, asked by lm-eval and guidellm; installs them
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -17,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test coverage check types style docs gpu-test gpu-evidence bench
+.PHONY: install demo test client-test coverage check types style docs gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -60,6 +61,17 @@ test: install
 	@rm -rf build/coverage
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) \
 	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage)
+
+# Not in CI: to install them takes minutes, and to run them another.
+client-test: install build/clients/.installed
+	@$(PKGROOT); $(PY) tools/client_test.py build/clients/bin
+
+build/clients/.installed:
+	test -x build/clients/bin/python || $(BOOTSTRAP_PYTHON) -m venv build/clients
+	build/clients/bin/python -m pip install -q \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0 \
+	  'lm-eval[api]==0.4.13' guidellm==0.8.1
+	touch $@
 
 coverage: install
 	@$(PY) -m coverage combine -q

@@ -30,9 +30,11 @@ _FOLDERS = (
 """Folders of tests that are counted, but for those marked slow and these:"""
 _LEFT_OUT = frozenset(
     {
+        "compiler/test_compile.py",
         "compiler/test_dynamo_backend_models.py",
         "compiler/test_dynamo_backend_rotary.py",
         "compiler/test_key.py",
+        "compiler/test_runtime.py",
         "compiler/test_spellings.py",
         "compiler/test_unroll.py",
         "engine/test_abacus.py",
@@ -43,6 +45,7 @@ _LEFT_OUT = frozenset(
         "engine/test_fp8.py",
         "engine/test_parity.py",
         "engine/test_prompt_logprobs.py",
+        "engine/test_tensor_parallel.py",
         "engine/test_threads.py",
         "model_executor/test_parity.py",
         "ops/test_all_reduce.py",
@@ -55,7 +58,6 @@ _LEFT_OUT = frozenset(
         "ops/test_rope_kv_store.py",
         "ops/test_sampling.py",
         "passes/test_canonicalize_rope.py",
-        "passes/test_fuse_act.py",
         "passes/test_fuse_all_reduce_norm.py",
         "passes/test_fuse_norm_linear.py",
         "passes/test_fuse_norm_moe.py",
