@@ -39,7 +39,7 @@ COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 # Tests that share the GPU run side by side: most of their time is the compiling of kernels.
 ROUNDS = (
     ("gpu and whole_gpu", []),
-    ("gpu and not whole_gpu", ["-n", "16", "--dist", "loadgroup"]),
+    ("gpu and not whole_gpu", ["-n", "12", "--dist", "worksteal"]),
 )
 
 NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/tools/", "tests/test_layout.py")

@@ -30,8 +30,7 @@ from tests.engine.start_process import (
 )
 from tests.model_executor.tiny_models import BY_NAME
 
-# One worker makes what all of these tests start from.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("warm start")]
+pytestmark = pytest.mark.slow
 
 GREEDY = {"temperature": 0.0, "max_tokens": 9, "ignore_eos": True, "logprobs": 5}
 SAMPLED: dict[str, Any] = {"temperature": 1.3, "max_tokens": 5, "ignore_eos": True, "logprobs": 5}
