@@ -50,7 +50,7 @@ class KernelTable:
         on_done: Callable[[Variant], None] | None = None,
         jobs: int | None = None,
     ) -> None:
-        """Compile the missing variants, in threads: Triton's compiler releases the GIL.
+        """Compile the missing variants, in threads: the passes of Triton release the GIL.
 
         Args:
             sm: compute capability to compile for, such as 90; no GPU is needed.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -25,6 +26,26 @@ _TOO_EARLY = re.compile(
     r"\b(?:(?:ld|st|atom|red|cp|prefetch(?!\.global\.L2)|multimem|ldu)\b(?!\.(?:param|shared))[.\w:]*|bra|ret|exit)\b"
 )
 
+_FRONT_END = threading.RLock()
+
+
+class _Source(ASTSource):  # type: ignore[misc]  # Triton has no types
+    """A kernel's source, which Triton reads in one thread at a time.
+
+    Triton's front end parses the kernel and all that it calls by ``ast.parse``.  Python 3.11
+    counts how deep that function is for all threads together, so when two take turns inside it,
+    one raises SystemError: "AST constructor recursion depth mismatch".  The front end holds the GIL
+    in any case; the passes that follow release it and stay parallel.
+    """
+
+    def hash(self) -> str:
+        with _FRONT_END:
+            return str(super().hash())
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        with _FRONT_END:
+            return super().make_ir(*args, **kwargs)
+
 
 @functools.cache
 def jit_function(kernel: str) -> Any:
@@ -34,9 +55,10 @@ def jit_function(kernel: str) -> Any:
 
 
 @functools.cache
-def _parameters(function: Any) -> dict[str, tuple[type[Any] | None, list[str]]]:
+def _parameters(kernel: str) -> dict[str, tuple[type[Any] | None, list[str]]]:
     """The parameters of a kernel: the group (``triton_kernels/groups.py``) that one is, if it is,
     and the names under which a launch has what it holds."""
+    function = jit_function(kernel)
     hints = get_type_hints(function.fn)
     found: dict[str, tuple[type[Any] | None, list[str]]] = {}
     for name in function.arg_names:
@@ -46,22 +68,22 @@ def _parameters(function: Any) -> dict[str, tuple[type[Any] | None, list[str]]]:
     return found
 
 
-def _grouped(function: Any, values: Mapping[str, Any], default: Any = None) -> dict[str, Any]:
+def _grouped(kernel: str, values: Mapping[str, Any], default: Any = None) -> dict[str, Any]:
     """``values`` by a launch's names, by parameter."""
     return {
         name: group(*(values.get(n, default) for n in flat)) if group else values.get(name, default)
-        for name, (group, flat) in _parameters(function).items()
+        for name, (group, flat) in _parameters(kernel).items()
     }
 
 
 def interpret(kernel: str, grid: tuple[int, ...], args: Mapping[str, Any], **options: int) -> None:
     """Run a kernel by Triton's interpreter, with ``args`` by a launch's names."""
     function = jit_function(kernel)
-    wanted = {name for _, flat in _parameters(function).values() for name in flat}
+    wanted = {name for _, flat in _parameters(kernel).values() for name in flat}
     given = {**args, **({"PROGRAMMATIC": False} if "PROGRAMMATIC" in wanted else {})}
     if given.keys() != wanted:
         raise ValueError(f"{kernel} has parameters {sorted(wanted)}, expected {sorted(given)}")
-    function[grid](**_grouped(function, given), **options)
+    function[grid](**_grouped(kernel, given), **options)
 
 
 def compile_variant(variant: Variant, sm: int) -> Binary:
@@ -77,7 +99,7 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
         raise RuntimeError(f"TRITON_INTERPRET is set: {variant.name} cannot be compiled here")
     function = jit_function(variant.kernel)
     types, constexprs = dict(variant.signature), dict(variant.constexprs)
-    parameters = _parameters(function)
+    parameters = _parameters(variant.kernel)
     # Where each name of a launch stands: (parameter,) or (parameter, field).
     paths = {
         name: (index, field) if group else (index,)
@@ -93,10 +115,10 @@ def compile_variant(variant: Variant, sm: int) -> Binary:
             f"{variant.kernel} has parameters {names}, expected {[*types]} in this order and, "
             f"fixed, {[*constexprs]}: the launch must name them as the kernel does"
         )
-    signature = _grouped(function, types, "constexpr")
+    signature = _grouped(variant.kernel, types, "constexpr")
     fixed = {paths[name]: value for name, value in constexprs.items()}
     attributes = {paths[name]: [["tt.divisibility", DIVISOR]] for name in variant.divisible}
-    source = ASTSource(function, signature, fixed, attributes)
+    source = _Source(function, signature, fixed, attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     if variant.max_registers:
         options["maxnreg"] = variant.max_registers

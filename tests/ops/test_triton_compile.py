@@ -73,3 +73,60 @@ def test_a_table_compiles_ahead_in_threads_and_the_rest_when_asked(
     assert len(table["late"]) == 1 and table["late"][0] not in table["ahead"]
     assert table["machine_code"] and all(table["threads"])
     assert table["entries"] == ["_gated_activation_kernel"]
+
+
+_WATCHED = """
+import ast, importlib.util, sys, threading, time
+
+spec = importlib.util.spec_from_file_location("fusewright.ops.triton_kernels.few", sys.argv[1])
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+from fusewright.ops import KernelTable, Variant
+
+parse, inside, calls, overlaps = ast.parse, threading.Lock(), [], []
+
+def watched(*args, **kwargs):
+    calls.append(threading.get_ident())
+    if not inside.acquire(blocking=False):
+        overlaps.append(calls[-1])
+        return parse(*args, **kwargs)
+    try:
+        time.sleep(0.01)  # another thread takes its turn here, if nothing keeps it out
+        return parse(*args, **kwargs)
+    finally:
+        inside.release()
+
+ast.parse = watched
+variants = [
+    Variant(f"few:kernel_{i}", (("x_ptr", "*fp32"),), (), (), num_warps=1, num_stages=1)
+    for i in range(6)
+]
+table = KernelTable()
+table.precompile(variants, 90, jobs=3)
+assert table.binaries().keys() == {*variants}
+print(len({*calls}), len(overlaps))
+"""
+
+
+def test_one_thread_at_a_time_is_in_tritons_front_end(tmp_path: Path) -> None:
+    """Kernels compile in threads, but ``ast.parse`` of Python 3.11 fails when two take turns in
+    it."""
+    kernels = "import triton\nimport triton.language as tl\n" + "".join(
+        f"\n\n@triton.jit\ndef kernel_{i}(x_ptr):\n    tl.store(x_ptr, {i}.0)\n" for i in range(6)
+    )
+    (tmp_path / "few.py").write_text(kernels)
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", _WATCHED, str(tmp_path / "few.py")],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    threads, overlaps = map(int, done.stdout.split())
+    assert threads > 1 and overlaps == 0
