@@ -29,6 +29,9 @@ ROWS = (
     "tiled fp8 tensor",
     "tiled fp8 token",
     "tiled fp8 block",
+    "push 2 ranks",
+    "push 4 ranks",
+    "push 8 ranks",
 )
 """The kernels whose most rows a table gives."""
 PORTABLE = {

@@ -18,20 +18,28 @@ from msgspec import to_builtins
 from .. import ops
 from ..config import EngineDeadError, EngineOptions, Hardware
 from ..config.device_table import copy_ceiling, shipped
-from ..graph_capture import MemoryReport
+from ..graph_capture import Graphs, MemoryReport
 from ..model_executor.expert_load import Load, describe_load, read_load
 from .core.grammar import Grammars
 from .core.loop import EngineCore, make_core
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
-from .ranks.start import on_all, start_ranks
+from .ranks.leader import Leader
+from .ranks.start import OneRank, on_all, start_ranks
 from .worker.hardware import detect_hardware
 from .worker.memory import report_kv_groups
 from .worker.progress import show_progress
 from .worker.startup import read_model
 from .worker.startup_report import StartupReport
 from .worker.worker import Worker
+
+
+def _end_ranks(ranks: OneRank | Leader, graphs: Graphs) -> None:
+    """End the other ranks.  Graphs go first: NCCL does not end while one holds its kernels."""
+    if isinstance(ranks, Leader):
+        graphs.release()
+    ranks.stop()
 
 
 class Engine(EngineLoop):
@@ -63,7 +71,8 @@ class Engine(EngineLoop):
                 worker = Worker(folder, spec, config, startup, progress, ranks)
                 ranks.ready()
             on_failure.pop_all()
-        self._ranks, self._end_ranks = ranks, weakref.finalize(self, ranks.stop)
+        self._ranks = ranks
+        self._end_ranks = weakref.finalize(self, _end_ranks, ranks, worker.graphs)
         tokenizer_file = inputs.tokenizer_folder / "tokenizer.json"
         self.grammars = Grammars(tokenizer_file, spec.vocab_size, list(eos_token_ids))
         runner = on_all(ranks, worker.runner)

@@ -163,6 +163,11 @@ class Graphs:
             pieces = _capture_piecewise(program, inputs, self._backend)
             self._piecewise[size.num_tokens] = pieces
 
+    def release(self) -> None:
+        """Drop all graphs, none of which can be replayed any more."""
+        self._full.clear()
+        self._piecewise.clear()
+
     def replay_full(self, num_tokens: int, num_seqs: int) -> Tensor:
         """Replay a whole step of captured sizes.  Its output is valid until the next replay."""
         graph = self._full[GraphSize(GraphKind.FULL, num_tokens, num_seqs)]

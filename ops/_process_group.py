@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 
 import torch
 from torch._C._distributed_c10d import (
@@ -17,6 +18,9 @@ from torch._C._distributed_c10d import (
     _register_process_group,
     _unregister_process_group,
 )
+
+_LEAVE_S = 3.0
+"""Longest time that leaving a group over NCCL may take, in seconds."""
 
 
 @contextmanager
@@ -52,6 +56,11 @@ def process_group(
         yield group
     finally:
         _unregister_process_group(name)  # type: ignore[arg-type]
+        if on_gpus:
+            # NCCL may wait for a rank that is lost; then its memory goes with the process.
+            leaving = Thread(target=group.shutdown, name=f"leaving {name}", daemon=True)
+            leaving.start()
+            leaving.join(_LEAVE_S)
 
 
 def _add_nccl(group: ProcessGroup, store: Store, rank: int, world: int, timeout: timedelta) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from . import _peer_memory
 from ._op import EXACT, TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp
 from .all_reduce import CASES_GROUP, resolve_group
+
+LIBRARY = "torch.distributed's gather"
 
 
 def all_gather(x: Tensor, world_size: int, group_name: str) -> Tensor:
@@ -45,6 +48,23 @@ def gather_over_ranks(x: Tensor, world_size: int, group_name: str) -> Tensor:
     gathered = torch.ops._c10d_functional.wait_tensor.default(gathered)
     by_rank: Tensor = gathered.view(world_size, rows, columns)
     return by_rank.transpose(0, 1).contiguous().view(rows, world_size * columns)
+
+
+def _push(x: Tensor, world_size: int, group_name: str) -> Tensor:
+    """By csrc's kernel over peer memory, or torch.distributed's for what is too large for it."""
+    check(x, group_name)
+    if world_size != _peer_memory.world_of(group_name) or not _serves(x, group_name):
+        return gather_over_ranks(x, world_size, group_name)
+    x = x.contiguous()
+    return torch.ops.fw_cuda.peer_all_gather.default(x, group_name)  # type: ignore[no-any-return]
+
+
+def _serves(x: Tensor, group_name: str) -> bool:
+    return x.shape[1] % _peer_memory.PACKET == 0 and _peer_memory.pushes(x, group_name)
+
+
+def _runs(x: Tensor, world_size: int, group_name: str) -> tuple[str, ...]:
+    return ("push",) if _serves(x, group_name) else (LIBRARY,)
 
 
 def check(x: Tensor, group_name: str) -> None:
@@ -86,9 +106,8 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "native", gather_over_ranks, runs=lambda *args: ("torch.distributed's gather",)
-        ),
+        Implementation("cuda", _push, _peer_memory.refuses, devices=("cuda",), runs=_runs),
+        Implementation("native", gather_over_ranks, runs=lambda *args: (LIBRARY,)),
     ),
     tolerances=EXACT,
 )

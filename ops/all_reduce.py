@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from . import _peer_memory
 from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc
 
+PUSHED, LIBRARY = "push", "torch.distributed's sum"
+"""What sums over the ranks, as ``explain`` names it."""
 CASES_GROUP = "fusewright-cases"
 """The process group of the cases; whoever runs them makes it."""
 
@@ -38,6 +41,19 @@ def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
     resolve_group("all_reduce", group_name)
     total = torch.ops._c10d_functional.all_reduce.default(x, "sum", group_name)
     return torch.ops._c10d_functional.wait_tensor.default(total)  # type: ignore[no-any-return]
+
+
+def _push(x: Tensor, group_name: str) -> Tensor:
+    """By csrc's kernel over peer memory, or torch.distributed's for what is too large for it."""
+    check(x, group_name)
+    if not _peer_memory.pushes(x, group_name):
+        return sum_over_ranks(x, group_name)
+    x = x.contiguous()
+    return torch.ops.fw_cuda.peer_all_reduce.default(x, group_name)  # type: ignore[no-any-return]
+
+
+def _runs(x: Tensor, group_name: str) -> tuple[str, ...]:
+    return (PUSHED,) if _peer_memory.pushes(x, group_name) else (LIBRARY,)
 
 
 def resolve_group(op: str, group_name: str) -> int:
@@ -123,6 +139,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("native", sum_over_ranks, runs=lambda *args: ("torch.distributed's sum",)),
+        Implementation("cuda", _push, _peer_memory.refuses, devices=("cuda",), runs=_runs),
+        Implementation("native", sum_over_ranks, runs=lambda *args: (LIBRARY,)),
     ),
 )

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._launch import Launch
+from . import _peer_memory
+from ._launch import Launch, run_launches
 from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, triton
-from .all_reduce import CASES_GROUP, sum_flops, sum_over_ranks, wire_bytes
+from .all_reduce import CASES_GROUP, LIBRARY, PUSHED, sum_flops, sum_over_ranks, wire_bytes
 from .all_reduce import check as check_sum
 from .launches import norm as plans
 from .launches.quant import empty_results, norm_quantize
@@ -133,6 +134,63 @@ def _launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
     return planned, alone_or_all(results)
 
 
+def _push(axes: Norm, x: Tensor, *rest: Any) -> Any:
+    """A norm behind a sum over ranks: one kernel of csrc over peer memory; or the sum of
+    torch.distributed, for what is too large for it, and the norm's kernel."""
+    *rest, group_name = rest
+    check_sum(x, group_name)
+    if not _peer_memory.pushes(x, group_name):
+        total = sum_over_ranks(x, group_name)
+        made = _run_alone(replace(axes, reduce=False), total, *rest)
+        return made if axes.add else alone_or_all((*_each(made), total))
+    residual, (weight, eps, how) = (rest[0], rest[1:]) if axes.add else (None, rest)
+    plans.check(x, residual, weight)
+    shape = x.shape
+    if residual is not None:
+        residual = residual.reshape(-1, shape[-1]).contiguous()
+    static = isinstance(how, Tensor)
+    y, scales, total = torch.ops.fw_cuda.peer_all_reduce_norm.default(
+        _peer_memory.aligned_rows(x),
+        residual,
+        weight,
+        eps,
+        None if axes.quant else how,
+        how if static else None,
+        how if axes.quant and not static else -1,
+        group_name,
+    )
+    values = (y.view(shape), scales.t()) if axes.quant == "dynamic" else (y.view(shape),)
+    return alone_or_all((*values, total.view(shape)))
+
+
+def _each(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+_run_alone = run_launches(_launches)
+
+
+def _push_launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
+    """The launches that must be compiled: those of the norm behind torch.distributed's sum."""
+    planned, made = _launches(replace(axes, reduce=False), x, *rest[:-1])
+    return planned, made if axes.add else alone_or_all((*_each(made), torch.empty_like(x)))
+
+
+def _push_runs(axes: Norm, x: Tensor, *rest: Any) -> tuple[str, ...]:
+    if _peer_memory.pushes(x, rest[-1]):
+        return (f"{PUSHED}, {replace(axes, reduce=False).name}",)
+    planned, _ = _push_launches(axes, x, *rest)
+    return LIBRARY, *(launch.kernel.partition(":")[2] for launch in planned)
+
+
+def _push_supports(axes: Norm, desc: OpDesc) -> str:
+    if reason := _supports(axes, desc) or _peer_memory.refuses(desc):
+        return reason
+    if desc["weight"].dtype != desc["x"].dtype:
+        return f"x is {desc['x'].dtype} and the weight {desc['weight'].dtype}"
+    return _peer_memory.refuses_rows(desc)
+
+
 def _cases(
     axes: Norm, dtype: torch.dtype, device: torch.device, gen: torch.Generator
 ) -> Iterator[Case]:
@@ -189,8 +247,8 @@ def _supports(axes: Norm, desc: OpDesc) -> str:
 
 
 def _op(axes: Norm) -> SemanticOp:
-    """The op of one point.  One that sums over ranks has no kernel yet, and Inductor sees one op
-    where it runs several; its arguments have no defaults, since the group comes last."""
+    """The op of one point.  The arguments of one that sums over ranks have no defaults, since the
+    group comes last."""
     offset = parameter("weight_offset", float | None, None)
     if axes.reduce:
         offset = offset.replace(default=offset.empty)
@@ -217,13 +275,21 @@ def _op(axes: Norm) -> SemanticOp:
         return refuses_device(desc) if axes.quant else ""
 
     native = Implementation("native", reference, native_supports, inline=not axes.reduce)
+    pushed = Implementation(
+        "cuda",
+        lambda *args: _push(axes, *args),
+        lambda desc: _push_supports(axes, desc),
+        devices=("cuda",),
+        launches=lambda *args: _push_launches(axes, *args),
+        runs=lambda *args: _push_runs(axes, *args),
+    )
     return SemanticOp(
         name=axes.name,
         reference=signed(reference, parameters, results),
         fake=lambda *args: _fake(axes, *args),
         cases=lambda *given: _cases(axes, *given),
         cost=lambda desc: _cost(axes, desc),
-        implementations=(native,) if axes.reduce else (triton(launches, supports), native),
+        implementations=(pushed if axes.reduce else triton(launches, supports), native),
         tolerances=ONE_STEP if axes.quant else TOLERANCES,
     )
 

@@ -143,7 +143,7 @@ class Leader:
         self._wait_for(Kind.WEIGHTS)
         self.send(Kind.MEET)
         with self.guard():
-            group = RankGroup(self._store, 0, *self._sizes, self._hardware.device)
+            group = RankGroup(self._store, 0, *self._sizes, self._hardware.device, self.check)
         with self._changed:
             self._group = group
         return group

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Event, Thread
 from typing import Protocol
 
 import torch
@@ -17,11 +18,16 @@ from ...compiler.artifacts.key import Key
 from ...compiler.artifacts.store import Store
 from ...config import StoreConfig
 from ...model_executor.parallel import GROUP, STAGES
+from ...ops import _peer_memory
 from ...ops._process_group import process_group
 from .source import artifact_store
 
 _TIMEOUT = timedelta(seconds=120)
 """Longest time that a rank waits for the others in a collective; they are watched besides."""
+
+
+_LOOK_S = 0.1
+"""Time between two looks at the other ranks while one waits for them, in seconds."""
 
 
 class RankGroup:
@@ -34,14 +40,34 @@ class RankGroup:
         rank: of all; ranks of the first stage come first.
         world: ranks of a stage.
         num_stages: of the pipeline.
-        device: of the tensors; "cuda" ones go over NCCL, others over gloo.
+        device: of the tensors; "cuda" ones go over NCCL and peer memory, others over gloo.
+        check: raises if a rank has ended; called while the others are waited for.
     """
 
-    def __init__(self, store: Path, rank: int, world: int, num_stages: int, device: str) -> None:
+    def __init__(
+        self,
+        store: Path,
+        rank: int,
+        world: int,
+        num_stages: int,
+        device: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rank, self.num_stages = rank, num_stages
-        self.stage, self.tp_rank = stage, tp_rank = divmod(rank, world)
+        self.stage, self.tp_rank = divmod(rank, world)
         self._device, self._stack = device, ExitStack()
         self._groups: dict[str, ProcessGroup] = {}
+        self.why_no_peer_memory = "" if device == "cuda" else f"on {device}, not CUDA"
+        try:
+            wait_watched(lambda: self._meet(store, world), check)
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, store: Path, world: int) -> None:
+        """Make the groups, and run a first collective in each: NCCL connects no sooner, and cannot
+        be aborted until then."""
+        stage, tp_rank, num_stages = self.stage, self.tp_rank, self.num_stages
         meeting = FileStore(str(store), world * num_stages)
         for name, which, number, size in (
             (GROUP, stage, tp_rank, world),
@@ -55,9 +81,20 @@ class RankGroup:
                         number,
                         size,
                         timeout=_TIMEOUT,
-                        on_gpus=device == "cuda",
+                        on_gpus=self._device == "cuda",
                     )
                 )
+        self.least(0)
+        if self._device == "cuda" and world > 1:
+            first = stage * world
+            devices = [*range(first, first + world)]
+            reason = _peer_memory.why_no_peers(devices)
+            # Ranks that differ in this would wait for each other.
+            if reason or self._least_of(GROUP, value=int(not reason)) == 0:
+                self.why_no_peer_memory = reason or "another rank of the stage has none"
+                return
+            memory = PrefixStore(f"{GROUP}/{stage}/memory", meeting)
+            self._stack.enter_context(_peer_memory.peer_memory(GROUP, memory, tp_rank, devices))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` by that of the stage's first rank."""
@@ -75,8 +112,11 @@ class RankGroup:
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
+        return self._least_of(*self._groups, value=value)
+
+    def _least_of(self, *names: str, value: int) -> int:
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
-        for name in self._groups:
+        for name in names:
             torch.ops._c10d_functional.all_reduce_(tensor, "min", name)
             torch.ops._c10d_functional.wait_tensor(tensor)
         return int(tensor.item())
@@ -84,12 +124,36 @@ class RankGroup:
     def abort(self) -> None:
         """Make collectives that wait for a lost rank end.  Those of gloo do so by themselves."""
         if self._device == "cuda":
+            _peer_memory.abort(GROUP)
             for group in self._groups.values():
                 group.abort()
 
     def close(self) -> None:
         """Leave the group."""
         self._stack.close()
+
+
+def wait_watched(work: Callable[[], None], check: Callable[[], None]) -> None:
+    """Run ``work``, which may wait for a rank that has ended, in a thread of its own.  Returns when
+    it is done, or raises what ``check`` does; a thread that still waits is left behind."""
+    done, failed = Event(), list[BaseException]()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            work()
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    Thread(target=run, name="meeting", daemon=True).start()
+    while not done.wait(_LOOK_S):
+        check()
+    if failed:
+        raise failed[0]
 
 
 class Peers(Protocol):

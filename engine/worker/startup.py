@@ -137,14 +137,21 @@ def load_beside(
             return load_model(
                 spec,
                 folder,
-                config.hardware.device,
+                device,
                 load_format=config.model.load_format,
                 seed=config.model.seed,
                 progress=bar,
                 rank=rank,
             )
 
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+    device = config.hardware.device
+    current = torch.cuda.current_device() if device == "cuda" else 0
+
+    def on_own_gpu() -> None:
+        if device == "cuda":  # a thread begins on GPU 0, whatever its maker's is
+            torch.cuda.set_device(current)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=on_own_gpu) as pool:
         try:
             yield pool.submit(load)
         except BaseException:

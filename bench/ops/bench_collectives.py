@@ -1,0 +1,113 @@
+"""Times the sum over ranks with add and norm: one kernel over peer memory, and NCCL with a kernel.
+
+Run as ``python -m fusewright.bench.ops.bench_collectives --ranks 2 --json FILE``: a process a GPU.
+A graph holds the op many times over rotating inputs, and medians of its replays count, over all
+ranks the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from ... import ops
+from ...engine.worker.peers import RankGroup
+from ...model_executor.parallel import GROUP
+from ...ops import _peer_memory
+from ...ops.all_reduce import sum_over_ranks
+from ..environment import environment
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_CALLS, _REPLAYS = 40, 15
+
+
+def _time_us(run: Callable[[int], Any]) -> float:
+    """Median time of one call inside a graph."""
+    for i in range(3):
+        run(i)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(_CALLS):
+            run(i)
+    times = []
+    for _ in range(_REPLAYS + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1000 * start.elapsed_time(end) / _CALLS)
+    return statistics.median(times[3:])
+
+
+def _measure(group: RankGroup, hidden: int) -> list[dict[str, Any]]:
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+    fused = ops.BY_NAME["all_reduce_add_rms_norm"].implementation("cuda").fn
+    norm = ops.BY_NAME["add_rms_norm"].implementation("triton").fn
+    bare = ops.BY_NAME["all_reduce"].implementation("cuda").fn
+    rows = []
+    for tokens in TOKENS:
+        xs = [torch.randn((tokens, hidden), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        residual = torch.randn_like(xs[0])
+
+        def unfused(x: Tensor, residual: Tensor = residual) -> Any:
+            return norm(sum_over_ranks(x, GROUP), residual, weight, 1e-5)
+
+        def joined(x: Tensor, residual: Tensor = residual) -> Any:
+            return fused(x, residual, weight, 1e-5, None, GROUP)
+
+        row = {"tokens": tokens, "hidden": hidden, "pushed": _peer_memory.pushes(xs[0], GROUP)}
+        for name, call in {
+            "push, add, norm": joined,
+            "NCCL, then add, norm": unfused,
+            "push": lambda x: bare(x, GROUP),
+            "NCCL": lambda x: sum_over_ranks(x, GROUP),
+        }.items():
+            us = _time_us(lambda i, call=call, xs=xs: call(xs[i % len(xs)]))  # type: ignore[misc]
+            row[name] = round(us, 2)
+        rows.append(row)
+    return rows
+
+
+def _rank(rank: int, world: int, store: Path, hidden: int, to: Path) -> None:
+    torch.cuda.set_device(rank)
+    with torch.inference_mode():
+        group = RankGroup(store, rank, world, 1, "cuda")
+        rows = _measure(group, hidden)
+    to.with_suffix(f".{rank}").write_text(json.dumps(rows))
+
+
+def main() -> None:
+    """Measure, print a table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        to = Path(folder, "times")
+        mp.spawn(_rank, (args.ranks, Path(folder, "store"), args.hidden, to), nprocs=args.ranks)
+        of_ranks = [
+            json.loads(to.with_suffix(f".{rank}").read_text()) for rank in range(args.ranks)
+        ]
+    rows = []
+    for same in zip(*of_ranks, strict=True):
+        timed = {name for name in same[0] if name not in ("tokens", "hidden", "pushed")}
+        rows.append({**same[0], **{name: max(row[name] for row in same) for name in timed}})
+        print(rows[-1], flush=True)
+    if args.json:
+        result = {"environment": environment(), "ranks": args.ranks, "us": rows}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+// Launches of the collectives over peer memory.
+#include <algorithm>
+
+#include "../gemm/skinny_launch.cuh"
+#include "sum.cuh"
+
+namespace fusewright::collective {
+namespace {
+
+constexpr int kBlocks = 2 * gemm::kMultiprocessors;
+constexpr int kGatherThreads = 512, kGatherPackets = 4;
+
+template <typename T, int kWorld, bool kNorm>
+cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  const int rounded = (args.row_packets + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const bool twice = rounded > kMaxThreads;
+  const int threads = twice ? kMaxThreads : rounded;
+  const gemm::LaunchConfig config(std::min(args.rows, kBlocks), threads, 0, 1, programmatic,
+                                  stream);
+  const auto kernel = twice ? sum_kernel<T, kWorld, 2, kNorm> : sum_kernel<T, kWorld, 1, kNorm>;
+  return cudaLaunchKernelEx(&config.config, kernel, args);
+}
+
+template <int kWorld>
+cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  const bool norm = args.weight != nullptr;
+  if (args.element == Element::kHalf) {
+    return norm ? run_sum<__half, kWorld, true>(args, programmatic, stream)
+                : run_sum<__half, kWorld, false>(args, programmatic, stream);
+  }
+  return norm ? run_sum<__nv_bfloat16, kWorld, true>(args, programmatic, stream)
+              : run_sum<__nv_bfloat16, kWorld, false>(args, programmatic, stream);
+}
+
+template <int kWorld>
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_kernel(const __grid_constant__ GatherArgs a) {
+  start_next();
+  wait_for_previous();
+  const Exchange<kWorld> exchange(a.peers);
+  constexpr int kChunk = kGatherThreads * kGatherPackets;
+  for (int64_t first = int64_t{blockIdx.x} * kChunk; first < a.num_packets;
+       first += int64_t{gridDim.x} * kChunk) {
+    uint4 own[kGatherPackets];
+#pragma unroll
+    for (int i = 0; i < kGatherPackets; ++i) {
+      const int64_t packet = first + threadIdx.x + i * kGatherThreads;
+      if (packet >= a.num_packets) break;
+      own[i] = sendable(a.x[packet]);
+      exchange.push(packet, own[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kGatherPackets; ++i) {
+      const int64_t packet = first + threadIdx.x + i * kGatherThreads;
+      if (packet >= a.num_packets) break;
+      uint4 found[kWorld];
+      exchange.pull(packet, own[i], found);
+      const int64_t row = packet / a.row_packets, column = packet % a.row_packets;
+#pragma unroll
+      for (int source = 0; source < kWorld; ++source) {
+        a.y[(row * kWorld + source) * a.row_packets + column] = found[source];
+      }
+    }
+  }
+  exchange.count_block();
+}
+
+template <int kWorld>
+cudaError_t run_gather(const GatherArgs& args, bool programmatic, cudaStream_t stream) {
+  constexpr int kChunk = kGatherThreads * kGatherPackets;
+  const int64_t chunks = (args.num_packets + kChunk - 1) / kChunk;
+  const int blocks = static_cast<int>(std::min<int64_t>(chunks, kBlocks));
+  const gemm::LaunchConfig config(blocks, kGatherThreads, 0, 1, programmatic, stream);
+  return cudaLaunchKernelEx(&config.config, gather_kernel<kWorld>, args);
+}
+
+__global__ void clear_kernel(uint4* inbox, int64_t packets) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < packets; i += stride) {
+    inbox[i] = unwritten();
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  switch (args.peers.world) {
+    case 2:
+      return run_sum<2>(args, programmatic, stream);
+    case 4:
+      return run_sum<4>(args, programmatic, stream);
+    case 8:
+      return run_sum<8>(args, programmatic, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t launch_gather(const GatherArgs& args, bool programmatic, cudaStream_t stream) {
+  switch (args.peers.world) {
+    case 2:
+      return run_gather<2>(args, programmatic, stream);
+    case 4:
+      return run_gather<4>(args, programmatic, stream);
+    case 8:
+      return run_gather<8>(args, programmatic, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t launch_clear(uint4* inbox, int64_t packets, cudaStream_t stream) {
+  clear_kernel<<<gemm::kMultiprocessors, 256, 0, stream>>>(inbox, packets);
+  return cudaGetLastError();
+}
+
+}  // namespace fusewright::collective

@@ -1,0 +1,128 @@
+"""Groups of ranks whose GPUs write into each other's memory, as csrc's collectives do.
+
+Each rank of a group owns an inbox, to which the others store what they send (csrc/collective).  A
+group is connected once, when its ranks meet; the ops that reduce over it ask ``world_of`` here
+whether it is, and torch.distributed serves where it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from ._cuda import load_cuda_library, why_no_csrc
+from ._device_table import most_rows
+from ._op import OpDesc
+
+WORLDS = (2, 4, 8)
+"""Numbers of ranks that the kernels are compiled for."""
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_COLUMNS = 16384
+PACKET = 8
+"""Elements of a packet, the unit of what is sent."""
+_INBOX_BYTES = 256 << 20
+_HANDLE_BYTES = 64
+_worlds: dict[str, int] = {}
+
+
+def part_bytes(world: int) -> int:
+    """The most bytes that a rank sends at a time."""
+    return _INBOX_BYTES // (2 * world)
+
+
+def world_of(group_name: str) -> int:
+    """Ranks of a group that is connected over peer memory; 0 for any other."""
+    return _worlds.get(group_name, 0)
+
+
+def pushes(x: Tensor, group_name: str) -> bool:
+    """Whether the kernels serve a tensor of these rows over this group.
+
+    Tensors without memory stand for a plan, whose group will be connected.
+    """
+    world = WORLDS[0] if x.device.type == "meta" else world_of(group_name)
+    if not world or x.numel() % PACKET or x.nbytes > part_bytes(world):
+        return False
+    columns = x.shape[-1]
+    return x.numel() <= columns * most_rows(f"push {world} ranks", columns)
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """x as a matrix of rows that the kernels can read, copied if it must be."""
+    rows = x.reshape(-1, x.shape[-1])
+    aligned = rows.stride(1) == 1 and rows.stride(0) % PACKET == 0 and rows.data_ptr() % 16 == 0
+    return rows if aligned else rows.contiguous()
+
+
+def refuses(desc: OpDesc) -> str:
+    """Why the kernels do not serve a call of any number of rows, or nothing."""
+    x = desc["x"]
+    if desc.device != "cuda":
+        return f"on {desc.device}, not CUDA"
+    if desc.sm != 90:
+        return f"built for SM 9.0, not {desc.sm / 10 if desc.sm else 'an unknown one'}"
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}: the kernels take bfloat16 and float16"
+    if reason := why_no_csrc(desc):
+        return reason
+    if desc.csrc is None and not hasattr(torch.ops.fw_cuda, "peer_all_reduce"):
+        return "csrc was built without the collectives: build it again"
+    return ""
+
+
+def refuses_rows(desc: OpDesc) -> str:
+    """Why the kernels do not take rows of this width, or nothing."""
+    columns = desc["x"].shape[-1]
+    if isinstance(columns, int) and columns % PACKET == 0 and columns <= MOST_COLUMNS:
+        return ""
+    return f"{columns} columns: not a multiple of {PACKET} up to {MOST_COLUMNS}"
+
+
+def why_no_peers(devices: Sequence[int]) -> str:
+    """Why ranks on these GPUs of one host cannot write to each other's memory, or nothing.  The
+    same GPU may stand for several ranks."""
+    if len(devices) not in WORLDS:
+        return f"{len(devices)} ranks: the kernels serve {', '.join(map(str, WORLDS))}"
+    if not load_cuda_library() or not hasattr(torch.ops.fw_cuda, "peer_all_reduce"):
+        return "csrc is not built into this installation"
+    if any(torch.cuda.get_device_capability(device) != (9, 0) for device in devices):
+        return "csrc is built for SM 9.0"
+    for device in devices:
+        for peer in devices:
+            if device != peer and not torch.cuda.can_device_access_peer(device, peer):
+                return f"GPU {device} has no access to the memory of GPU {peer}"
+    return ""
+
+
+@contextmanager
+def peer_memory(group_name: str, store: Store, rank: int, devices: Sequence[int]) -> Iterator[None]:
+    """Connect a group while the block runs; waits for its other ranks.
+
+    Args:
+        store: where the ranks of this group alone meet.
+        devices: the GPU of each rank, of which ``devices[rank]`` is this process's.
+    """
+    world = len(devices)
+    ops = torch.ops.fw_cuda
+    handle = torch.empty((1, _HANDLE_BYTES), dtype=torch.uint8)
+    ops.peer_open(handle, group_name, devices[rank], rank, world, part_bytes(world))
+    try:
+        store.set(f"handle {rank}", handle.numpy().tobytes())
+        handles = b"".join(store.get(f"handle {peer}") for peer in range(world))
+        table = torch.frombuffer(bytearray(handles), dtype=torch.uint8)
+        ops.peer_connect(table.view(world, _HANDLE_BYTES), group_name)
+        _worlds[group_name] = world
+        yield
+    finally:
+        _worlds.pop(group_name, None)
+        ops.peer_close(group_name)
+
+
+def abort(group_name: str) -> None:
+    """Have the group's kernels end that wait for a rank which is lost; any thread may call it."""
+    if world_of(group_name):
+        torch.ops.fw_cuda.peer_abort(group_name)

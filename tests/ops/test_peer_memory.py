@@ -1,0 +1,169 @@
+"""csrc's collectives over peer memory, between processes; where GPUs are few, ranks share one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusewright import ops
+from fusewright.ops import _peer_memory
+from fusewright.ops.all_reduce import CASES_GROUP
+from fusewright.ops.conformance import check_case
+from tests.ranks import in_ranks, name_world
+
+pytestmark = pytest.mark.gpu
+
+REDUCING = [op for op in ops.ALL_OPS if op.collective and op.name != "all_gather"]
+SHAPES = [(1, 4096), (3, 8), (7, 2048), (33, 4096), (5, 16384), (260, 1024), (64, 4096)]
+
+
+@contextmanager
+def connected(rank: int, world: int) -> Iterator[torch.device]:
+    """This rank's GPU, connected with the others' under the name of the cases' group."""
+    name_world(CASES_GROUP)
+    devices = [each % torch.cuda.device_count() for each in range(world)]
+    torch.cuda.set_device(devices[rank])
+    assert not _peer_memory.why_no_peers(devices)
+    store = dist.PrefixStore("memory", dist.distributed_c10d._get_default_store())
+    with _peer_memory.peer_memory(CASES_GROUP, store, rank, devices):
+        yield torch.device("cuda", devices[rank])
+        torch.cuda.synchronize()
+        dist.barrier()
+
+
+def of_rank(rank: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """What a rank sends, the same wherever it is made: with negative zeros."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randn(shape, generator=generator)
+    x[x.abs() < 0.1] = -0.0
+    return x.to(dtype)
+
+
+def total_of(world: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """The sum in float32, in the order of the ranks, rounded once."""
+    total = of_rank(0, shape, seed, dtype).float()
+    for rank in range(1, world):
+        total += of_rank(rank, shape, seed, dtype).float()
+    return total.to(dtype)
+
+
+def conformance(rank: int, world: int) -> dict[str, int]:
+    """Every case of every op that sums, against the reference over gloo, which gathers no tensors
+    of a GPU."""
+    checked: dict[str, int] = {}
+    with connected(rank, world) as device:
+        for op in REDUCING:
+            for dtype in _peer_memory.DTYPES:
+                generator = torch.Generator(device).manual_seed(100 * rank + 7)
+                for case in op.cases(dtype, device, generator):
+                    described = op.describe(case.args, sm=90, csrc=True)
+                    if op.implementation("cuda").supports(described):
+                        continue
+                    check_case(op, op.overload("cuda"), case, op.tolerances[dtype])
+                    served = _peer_memory.pushes(case.args[0], CASES_GROUP)
+                    checked[op.name] = checked.get(op.name, 0) + served
+    return checked
+
+
+def sums(rank: int, world: int) -> list[bool]:
+    """Sums and gathers of several sizes have the bits that the order of the ranks gives."""
+    right = []
+    with connected(rank, world) as device:
+        for seed, shape in enumerate(SHAPES):
+            for dtype in _peer_memory.DTYPES:
+                x = of_rank(rank, shape, seed, dtype).to(device)
+                summed = torch.ops.fw_cuda.peer_all_reduce.default(x, CASES_GROUP)
+                right.append(torch.equal(summed.cpu(), total_of(world, shape, seed, dtype)))
+                gathered = torch.ops.fw_cuda.peer_all_gather.default(x, CASES_GROUP)
+                parts = [of_rank(each, shape, seed, dtype) for each in range(world)]
+                right.append(torch.equal(gathered.cpu(), torch.cat(parts, dim=1)))
+    return right
+
+
+def replays(rank: int, world: int) -> int:
+    """Graphs of several sizes, replayed an odd number of times each and interleaved with eager
+    calls; returns how many results differed from the first."""
+    differing = 0
+    with connected(rank, world) as device:
+        weight = torch.ones(4096, dtype=torch.bfloat16, device=device)
+
+        def norm(x: Tensor) -> Any:
+            return torch.ops.fw_cuda.peer_all_reduce_norm.default(
+                x, x, weight, 1e-5, None, None, -1, CASES_GROUP
+            )
+
+        captured = []
+        for rows in (1, 3, 64, 17):
+            x = of_rank(rank, (rows, 4096), rows, torch.bfloat16).to(device)
+            first = norm(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = norm(x)
+            captured.append((graph, results, [t.clone() for t in first], x))
+        for turn in range(15 if world > torch.cuda.device_count() else 600):
+            graph, results, first, x = captured[turn * 7 % len(captured)]
+            for _ in range(1 + turn % 3):
+                graph.replay()
+            made = norm(x) if turn % 5 == 0 else results
+            pairs = zip((made[0], made[2]), (first[0], first[2]), strict=True)
+            differing += sum(not torch.equal(a, b) for a, b in pairs)
+    return differing
+
+
+def abandoned(rank: int, world: int) -> float:
+    """Rank 0 waits for a rank that does not come; returns how long it waited after the abort."""
+    waited = 0.0
+    with connected(rank, world) as device:
+        if rank == 0:
+            x = torch.ones((4, 4096), dtype=torch.bfloat16, device=device)
+            torch.ops.fw_cuda.peer_all_reduce.default(x, CASES_GROUP)
+            started = time.monotonic()
+            _peer_memory.abort(CASES_GROUP)
+            torch.cuda.synchronize()
+            waited = time.monotonic() - started
+    return waited
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_kernels_conform_in_every_rank(world: int, tmp_path: Path) -> None:
+    counts = in_ranks(conformance, world, tmp_path)
+    assert counts == [counts[0]] * world
+    assert {name for name, served in counts[0].items() if served} == {op.name for op in REDUCING}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_have_the_bits_of_the_order_of_the_ranks(world: int, tmp_path: Path) -> None:
+    results = in_ranks(sums, world, tmp_path)
+    assert len(results[0]) == 4 * len(SHAPES)
+    assert all(map(all, results)), results
+
+
+@pytest.mark.parametrize("function", [replays, abandoned], ids=lambda function: function.__name__)
+def test_replays_are_equal_and_waits_can_be_ended(
+    function: Callable[[int, int], Any], tmp_path: Path
+) -> None:
+    """Replayed and interleaved graphs give equal bits; an abort ends a kernel that waits."""
+    results = in_ranks(function, 2, tmp_path)
+    if function is replays:
+        assert results == [0, 0]
+    else:
+        assert len(results) == 2  # it has ended: no rank waits any more
+
+
+def test_what_cannot_be_sent_is_refused(tmp_path: Path) -> None:
+    x = torch.ones((2, 64), dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(RuntimeError, match="no group 'nobody' is open in this process"):
+        torch.ops.fw_cuda.peer_all_reduce.default(x, "nobody")
+    with pytest.raises(RuntimeError, match="expected a multiple of 8 elements"):
+        torch.ops.fw_cuda.peer_all_reduce.default(x[:1, :12].contiguous(), "nobody")
+    with pytest.raises(RuntimeError, match="expected bfloat16 or float16"):
+        torch.ops.fw_cuda.peer_all_reduce.default(x.float(), "nobody")
+    assert _peer_memory.why_no_peers([0, 0, 0]).startswith("3 ranks: the kernels serve 2, 4, 8")
