@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import OPT_IN, PASSES, UserError
+from ..config import PASSES, UserError
 from ..config.gates import Measured, verdict
 from . import plots
 from .environment import ENGINE, ROOT, changed_since
@@ -364,11 +364,10 @@ def _passes(results: Sequence[Result]) -> str:
             f"{m.on_ms[w]:.3f} / {m.off_ms[w]:.3f} ({ratio - 1:+.1%} ± {m.noise[w]:.1%})"
             for w, ratio in m.ratios.items()
         ]
-        opt_in = m.name in OPT_IN
-        on = "off" if verdict(m, opt_in=opt_in) else "on"
+        on = "off" if verdict(m) else "on"
         if m.name not in PASSES:
             on = "no longer a pass"
-        rows.append([m.name + "*" * opt_in, *cells, on])
+        rows.append([m.name, *cells, on])
     return _markdown(rows)
 
 

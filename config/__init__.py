@@ -6,7 +6,7 @@
 
 from .errors import EngineDeadError, MachineError, UserError, VerificationError
 from .key_factors import key_factors, outside_fields, outside_key
-from .levels import LEVELS, OPT_IN, PASSES, CudagraphMode, Level
+from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
 from .ports import engine_options
 from .resolve import capture_sizes, resolve
@@ -42,7 +42,6 @@ __all__ = [
     "HIDDEN",
     "LEVELS",
     "NO_SLOT",
-    "OPT_IN",
     "PASSES",
     "STEP",
     "TOKEN_IDS",

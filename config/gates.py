@@ -19,10 +19,7 @@ GATES = Path(__file__).with_name("gates.json")
 LEAST_NOISE = 0.005
 """A smaller difference decides nothing, however well it is measured: machines differ by more."""
 MOST_NOISE = 0.01
-"""A larger loss counts, however badly it is measured, and a smaller gain of a pass of ``OPT_IN``
-never does."""
-WORKS = ("decode 1", "decode 64", "decode 256", "prefill 2048")
-"""The steps that must be measured before a pass of ``OPT_IN`` is on."""
+"""A larger loss counts, however badly it is measured."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,6 @@ class Measured:
         return {work: self.on_ms[work] / self.off_ms[work] for work in self.on_ms}
 
     @property
-    def gains(self) -> list[str]:
-        """The steps that are faster by at least ``MOST_NOISE``, or by the noise if it is larger."""
-        least = {work: max(MOST_NOISE, self._noise(work)) for work in self.on_ms}
-        return [work for work, ratio in self.ratios.items() if ratio <= 1 - least[work]]
-
-    @property
     def losses(self) -> list[str]:
         """The steps that are slower by more than the noise, or by more than ``MOST_NOISE`` whatever
         the noise."""
@@ -94,25 +85,16 @@ def find(name: str, sm: int, dtype: str, path: Path = GATES) -> Measured | None:
     return next(known, None)
 
 
-def why_off(name: str, sm: int, dtype: str, *, opt_in: bool, path: Path = GATES) -> str:
-    """Why a level leaves a pass out, or an empty string; ``opt_in``: one of ``OPT_IN``."""
+def why_off(name: str, sm: int, dtype: str, path: Path = GATES) -> str:
+    """Why a level leaves a pass out, or an empty string."""
     found = find(name, sm, dtype, path)
-    if found is None:
-        return f"opt-in, not measured on sm_{sm} with {dtype}" if opt_in else ""
-    return verdict(found, opt_in=opt_in)
+    return verdict(found) if found else ""
 
 
-def verdict(found: Measured, *, opt_in: bool) -> str:
-    """Why a pass with these figures is off, or an empty string.  A pass is off if it loses
-    somewhere by more than the noise.  An opt-in pass is also off if it gains nowhere, or if a kind
-    of step has not been measured."""
-    if found.losses:
-        return f"it loses: {found}"
-    if opt_in and not found.gains:
-        return f"it gains nothing: {found}"
-    if opt_in and (missing := [work for work in WORKS if work not in found.ratios]):
-        return f"opt-in, not measured at {', '.join(missing)}; {found}"
-    return ""
+def verdict(found: Measured) -> str:
+    """Why a pass with these figures is off, or an empty string: it loses somewhere by more than the
+    noise."""
+    return f"it loses: {found}" if found.losses else ""
 
 
 def update(new: Iterable[Measured], path: Path = GATES) -> None:

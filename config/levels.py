@@ -47,11 +47,6 @@ PASSES: tuple[str, ...] = (
 )
 """Every pass, in the order in which they run."""
 
-OPT_IN = ("fuse_all_reduce_norm",)
-"""Passes that a level runs where the gates say that they gain, and ``--passes`` anywhere.  What
-``fuse_all_reduce_norm`` makes runs the all-reduce of torch.distributed and then the norm's
-reference, slower than the norm's kernel, until one kernel does both."""
-
 BATCH_INVARIANT: dict[str, dict[str, str]] = {
     "cuda": dict.fromkeys(("linear", "expert_linear", "paged_attention"), "invariant"),
     "cpu": dict.fromkeys(
@@ -67,8 +62,6 @@ LINEAR_FUSIONS = ("fuse_gated_linear", "fuse_moe", "fuse_norm_moe", "fuse_norm_l
 ``batch_invariant`` leaves them out."""
 
 BATCH_INVARIANT_LEVEL = 2
-
-_PROVEN = tuple(name for name in PASSES if name not in OPT_IN)
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ class Level:
 _O2 = Level(
     summary="all proven fusion passes; hand kernels where they win",
     trace=True,
-    passes=_PROVEN,
+    passes=PASSES,
     hand_kernels=True,
     tune=False,
     cudagraph_mode=CudagraphMode.FULL_AND_PIECEWISE,

@@ -12,7 +12,6 @@ from .levels import (
     BATCH_INVARIANT,
     LEVELS,
     LINEAR_FUSIONS,
-    OPT_IN,
     PASSES,
     CudagraphMode,
     Level,
@@ -112,11 +111,9 @@ def why_off(name: str, number: int, sm: int, weights: str) -> str:
     Args:
         weights: their dtype, or how they are quantized.
     """
-    level = LEVELS[number]
-    named = name in level.passes
-    if not named and (name not in OPT_IN or not level.hand_kernels):
+    if name not in LEVELS[number].passes:
         return f"-O{number} does not run it"
-    return gates.why_off(name, sm, weights, opt_in=not named)
+    return gates.why_off(name, sm, weights)
 
 
 def _expert_tables(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench.result_file import read_result
-from ..config import OPT_IN, UserError, gates
+from ..config import UserError, gates
 from ..config.numbers import MOST_REQUESTS, check_counts
 from .flags import Json, Model, Output, engine_flags
 from .options import no_result, to_measure, writable, write_result
@@ -117,6 +117,6 @@ def passes_table(measured: Sequence[gates.Measured]) -> str:
             f"{m.on_ms[w]:.3f}, {m.off_ms[w]:.3f} ({r - 1:+.2%} ± {m.noise[w]:.2%})"
             for w, r in m.ratios.items()
         ]
-        verdict = "off" if gates.verdict(m, opt_in=m.name in OPT_IN) else "on"
+        verdict = "off" if gates.verdict(m) else "on"
         rows.append([m.name, *cells, verdict if m.sm else "no verdict: a CPU"])
     return table(rows)

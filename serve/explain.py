@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import LEVELS, OPT_IN, PASSES, Level, UserError
+from ..config import LEVELS, PASSES, Level, UserError
 from ..config.numbers import check_counts
 from .explain_text import difference_text, explanation
 from .flags import Json, Model, engine_flags
@@ -132,18 +132,9 @@ def levels_table() -> str:
     for name, value in switches.items():
         rows.append([name, *map(value, LEVELS.values())])
     for name in PASSES:
-        on = [
-            _opt_in(level) if name in OPT_IN else _yes(name in level.passes)
-            for level in LEVELS.values()
-        ]
-        rows.append([name, *on])
+        rows.append([name, *(_yes(name in level.passes) for level in LEVELS.values())])
     return f"{table(summaries, heading=False)}\n\n{table(rows)}"
 
 
 def _yes(on: bool) -> str:
     return "yes" if on else "-"
-
-
-def _opt_in(level: Level) -> str:
-    """What the table says of a pass that a level runs only where it is measured to gain."""
-    return "where it gains" if level.hand_kernels else "-"

@@ -11,7 +11,6 @@ import pytest
 
 from fusewright.config import (
     LEVELS,
-    OPT_IN,
     PASSES,
     EngineOptions,
     Hardware,
@@ -23,19 +22,19 @@ from fusewright.config.gates import GATES, Measured
 
 GPU = Hardware(device="cuda", name="NVIDIA H200", sm=90, graphs="cuda")
 LIMITS = ModelLimits(1024, "bfloat16")
+WORKS = ("decode 1", "decode 64", "decode 256", "prefill 2048")
 
 
 def measured(
     name: str,
     on: float,
     off: float = 10.0,
-    works: tuple[str, ...] = gates.WORKS,
     **facts: Any,
 ) -> Measured:
     """Figures that are equal but at 64 rows, ``on`` against ``off``."""
     known: dict[str, Any] = {"sm": 90, "dtype": "bfloat16", "gpu": "G", "model": "M"}
     known |= {"commit": "C", "source": "S"}
-    times = dict.fromkeys(works, 5.0) | {"decode 64": off}
+    times = dict.fromkeys(WORKS, 5.0) | {"decode 64": off}
     noise = dict.fromkeys(times, 0.0) | {"decode 64": 0.01}
     on_ms = times | {"decode 64": on}
     return Measured(name=name, **(known | facts), on_ms=on_ms, off_ms=times, noise=noise)
@@ -49,77 +48,51 @@ def table(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("on", "opt_in", "why"),
+    ("on", "why"),
     [
-        (9.0, False, ""),
-        (10.05, False, ""),  # noise
-        (
-            10.2,
-            False,
-            "it loses: on against off: decode 1 5.000 against 5.000 ms (+0.0% ± 0.0%), d",
-        ),
-        (9.0, True, ""),
-        (9.95, True, "it gains nothing: on against off:"),
-        (10.2, True, "it loses:"),
+        (9.0, ""),
+        (10.05, ""),  # noise
+        (10.2, "it loses: on against off: decode 1 5.000 against 5.000 ms (+0.0% ± 0.0%), d"),
     ],
 )
-def test_a_pass_is_off_where_it_loses(on: float, opt_in: bool, why: str, table: Path) -> None:
+def test_a_pass_is_off_where_it_loses(on: float, why: str, table: Path) -> None:
     gates.update([measured("p", on), measured("q", 20.0)], table)
-    said = gates.why_off("p", 90, "bfloat16", opt_in=opt_in, path=table)
+    said = gates.why_off("p", 90, "bfloat16", path=table)
     assert said.startswith(why) and bool(said) == bool(why)
 
 
-def test_a_small_difference_decides_nothing_however_sure_it_is() -> None:
-    for change, gains, losses in (
-        (0.98, 1, 0),
-        (0.992, 0, 0),
-        (0.997, 0, 0),
-        (1.003, 0, 0),
-        (1.007, 0, 1),
-    ):
-        found = measured("p", 10.0 * change)
-        found = replace(found, noise=dict.fromkeys(found.on_ms, 0.0))
-        assert (len(found.gains), len(found.losses)) == (gains, losses)
-
-
-def test_noise_hides_no_large_loss_and_shows_no_gain() -> None:
-    for change, gains, losses in ((0.97, 0, 0), (1.008, 0, 0), (1.012, 0, 1)):
-        found = measured("p", 10.0 * change)
-        found = replace(found, noise=dict.fromkeys(found.on_ms, 0.05))
-        assert (len(found.gains), len(found.losses)) == (gains, losses)
+@pytest.mark.parametrize(
+    ("noise", "change", "losses"),
+    [(0.0, 0.98, 0), (0.0, 1.003, 0), (0.0, 1.007, 1), (0.05, 1.008, 0), (0.05, 1.012, 1)],
+)
+def test_a_small_difference_decides_nothing_and_noise_hides_no_large_loss(
+    noise: float, change: float, losses: int
+) -> None:
+    found = measured("p", 10.0 * change)
+    found = replace(found, noise=dict.fromkeys(found.on_ms, noise))
+    assert len(found.losses) == losses
 
 
 def test_nothing_is_concluded_for_another_gpu_or_dtype(table: Path) -> None:
     gates.update([measured("p", 20.0)], table)
     for sm, dtype in ((80, "bfloat16"), (90, "fp8")):
-        assert gates.why_off("p", sm, dtype, opt_in=False, path=table) == ""
-        said = gates.why_off("p", sm, dtype, opt_in=True, path=table)
-        assert said == f"opt-in, not measured on sm_{sm} with {dtype}"
-
-
-def test_what_is_opt_in_stays_off_until_every_kind_of_step_is_measured(table: Path) -> None:
-    gates.update([measured("p", 9.0, works=("decode 1",))], table)
-    said = gates.why_off("p", 90, "bfloat16", opt_in=True, path=table)
-    assert said.startswith("opt-in, not measured at decode 256, prefill 2048; on against off:")
-    assert gates.why_off("p", 90, "bfloat16", opt_in=False, path=table) == ""
+        assert gates.why_off("p", sm, dtype, path=table) == ""
 
 
 def test_new_figures_take_the_place_of_the_old(table: Path) -> None:
     gates.update([measured("p", 20.0), measured("q", 20.0)], table)
     gates.update([measured("p", 9.0), measured("p", 9.0, dtype="fp8")], table)
     assert len(json.loads(table.read_text())["measured"]) == 3
-    assert gates.why_off("p", 90, "bfloat16", opt_in=False, path=table) == ""
-    assert gates.why_off("q", 90, "bfloat16", opt_in=False, path=table) != ""
+    assert gates.why_off("p", 90, "bfloat16", path=table) == ""
+    assert gates.why_off("q", 90, "bfloat16", path=table) != ""
 
 
 def test_the_tables_own_figures_decide_what_levels_run() -> None:
     for level in (2, 3):
         ran = resolve(EngineOptions(optimization_level=level), GPU, LIMITS).compile.passes
         for name in PASSES:
-            named = name in LEVELS[level].passes
-            known = named or name in OPT_IN
-            off = gates.why_off(name, 90, "bfloat16", opt_in=not named)
-            assert (name in ran) == (known and not off), name
+            off = gates.why_off(name, 90, "bfloat16")
+            assert (name in ran) == (name in LEVELS[level].passes and not off), name
     first = resolve(EngineOptions(optimization_level=1), GPU, LIMITS)
     assert first.compile.passes == LEVELS[1].passes
 

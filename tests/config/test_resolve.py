@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from fusewright.config import (
     LEVELS,
-    OPT_IN,
     PASSES,
     CudagraphMode,
     EngineOptions,
@@ -57,8 +56,7 @@ def test_levels_are_the_table_of_the_design() -> None:
         "FULL_AND_PIECEWISE",
     ]
     assert [LEVELS[n].trace for n in range(4)] == [False, True, True, True]
-    proven = tuple(name for name in PASSES if name not in OPT_IN)
-    assert [LEVELS[n].passes for n in range(4)] == [(), ("cleanup",), proven, proven]
+    assert [LEVELS[n].passes for n in range(4)] == [(), ("cleanup",), PASSES, PASSES]
 
 
 def test_the_default_level_is_2() -> None:

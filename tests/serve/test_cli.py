@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from fusewright import __version__
-from fusewright.config import LEVELS, OPT_IN, PASSES, EngineOptions, option_specs
+from fusewright.config import LEVELS, PASSES, EngineOptions, option_specs
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.cli import main
 from fusewright.serve.env import collect
@@ -317,7 +317,6 @@ def test_explain_levels_prints_the_table(capsys: pytest.CaptureFixture[str]) -> 
     for name in PASSES:
         for cell, level in zip(cells[name], LEVELS.values(), strict=True):
             assert (cell == "yes") == (name in level.passes)
-            assert (cell == "where it gains") == (name in OPT_IN and level.hand_kernels)
 
 
 def test_env_reports_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
