@@ -143,6 +143,11 @@ def large_launches() -> Iterator[Needed]:
         ("silu_mul_quant_dynamic", (empty(2, 2 * 14336), 0)),
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 0)),
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 128)),
+        (
+            "expert_linear",
+            (empty(4096, 2048), empty(128, 1536, 2048), empty(4096, 8, dtype=torch.int32))
+            + (None, None, None, "silu", None),
+        ),
     ]
     for scheme in ("token", "block"):
         calls += [
