@@ -143,12 +143,10 @@ def large_launches() -> Iterator[Needed]:
         ("silu_mul_quant_dynamic", (empty(2, 2 * 14336), 0)),
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 0)),
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 128)),
-        (
-            "expert_linear",
-            (empty(4096, 2048), empty(128, 1536, 2048), empty(4096, 8, dtype=torch.int32))
-            + (None, None, None, "silu", None),
-        ),
     ]
+    ids = empty(4096, 8, dtype=torch.int32)
+    experts = (empty(4096, 2048), empty(128, 1536, 2048), ids, None, None, None, "silu", None)
+    calls.append(("expert_linear", experts))
     for scheme in ("token", "block"):
         calls += [
             ("linear", linears(scheme, *shape)) for shape in ((64, 28672, 4096), (128, 4096, 14336))
