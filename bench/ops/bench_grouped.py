@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -217,9 +218,12 @@ def run_each(options: argparse.Namespace) -> list[Row]:
         given = [*command, "--one", library, *(() if place else ("--beside",))]
         with subprocess.Popen(given, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
+            end = Timer(options.seconds, process.kill)  # a kernel that never ends
+            end.start()
             for line in process.stdout:
                 print(line, end="", flush=True)
                 rows.append(json.loads(line))
+            end.cancel()
         if process.returncode:
             print(f"{library}: ended with exit code {process.returncode}", flush=True)
     return rows
@@ -231,6 +235,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--routing", choices=("uniform", "power"), default="uniform")
+    parser.add_argument("--seconds", type=float, default=75.0, help="most for a library")
     parser.add_argument("--output", type=Path, help="JSON lines")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--beside", action="store_true", help=argparse.SUPPRESS)

@@ -27,7 +27,6 @@ from ...compiler.lowering.tune_experts import (
     rule_tile,
     tune,
 )
-from ...config.expert_tables import file_name, installed_triton
 from ..environment import environment
 
 MODELS = {"qwen3-30b-a3b": (128, 768, 2048, 8), "mixtral-8x7b": (8, 14336, 4096, 2)}
@@ -74,8 +73,6 @@ def tune_shape(shape: str, measure: Measure, tokens: tuple[int, ...], end: float
     found: dict[str, Any] = {"shape": shape, "experts": experts.experts}
     found |= {"intermediate": experts.intermediate, "tune_s": round(seconds, 1)}
     found |= {"rows": rows, "skipped": tuned.skipped}
-    if tuned.tiles:
-        found["table"] = tuned.table(experts).text(installed_triton())
     return found
 
 
@@ -84,7 +81,6 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing after these")
     parser.add_argument("--output", type=Path, help="JSON, written after each shape")
-    parser.add_argument("--tables", type=Path, help="folder for files as `tune moe` writes them")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     done: list[dict[str, Any]] = []
@@ -93,12 +89,6 @@ def main() -> None:
             measure = ExpertMeasure(experts_of(shape))
             found = tune_shape(shape, measure, TOKENS if not done else FEW_TOKENS, end)
         del measure
-        table = found.pop("table", None)
-        if options.tables and table is not None:
-            experts = experts_of(shape)
-            key = (experts.experts, experts.intermediate, experts.kind)
-            name = file_name(key, torch.cuda.get_device_name())
-            (options.tables / name).write_text(table)
         done.append(found)
         if options.output:
             text = json.dumps({"environment": environment(), "shapes": done}, indent=1)
