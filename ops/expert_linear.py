@@ -180,6 +180,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     everyone = torch.full((40, 1), 2, dtype=torch.int32, device=device)
     yield call("all tokens to one expert", 40, 1, 4, 24, 32, chosen=everyone + randn(1).int() * 0)
     yield call("few of many experts", 10, 1, 64, 24, 32)
+    yield call("counted, then sorted", 1030, 1, 4, 16, 32)
     yield call("few tokens, another rank has half", 4, 3, 3, 24, 32, rank=1)
     yield call("sorted, SiLU, another rank has half", 13, 3, 5, 2 * 24, 32, "silu", rank=0)
     yield call("sorted, another rank has half", 12, 2, 4, 24, 32, a_row_a_choice=True, rank=1)

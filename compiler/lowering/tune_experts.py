@@ -162,7 +162,8 @@ class ExpertMeasure:
                 return False
             return True
 
-        return [compiles(set().union(*variants)) or compiles(these) for these in variants]
+        all_compile = compiles(set().union(*variants))
+        return [all_compile or compiles(these) for these in variants]
 
     def _time(self, launches: list[Launch]) -> float:
         def run() -> None:

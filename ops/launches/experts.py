@@ -15,6 +15,8 @@ from .tiles import cdiv, next_power_of_2
 MOST_EXPERTS = 1024
 _GROUP_M = 8
 _SORT_BLOCK = 2048
+_CHUNKS_A_PROGRAM = 4
+"""Chunks of _SORT_BLOCK slots in which a program places the slots of one expert."""
 # Above so many tokens tiles are the same: no other variants are compiled (representative_sizes).
 _MOST_TOKENS = 2048
 # Fewer rows are the second operand of a matrix instruction, whose first has 64.
@@ -87,17 +89,22 @@ def invariant_tile(itemsize: int) -> Tile:
 def sort_by_expert(
     topk_ids: Tensor, num_experts: int, first_expert: Tensor | None = None
 ) -> tuple[list[Launch], Sorted]:
-    """One launch; nothing is read on the host.  With ``first_expert`` slots of experts that are not
-    here have no place between the offsets."""
+    """One launch; above 1024 tokens two, so that no program reads all ids.  Nothing is read on the
+    host.  With ``first_expert``, slots of experts that are not here have no place between the
+    offsets, and one launch serves any number of tokens."""
     num_slots = topk_ids.numel()
-    order = torch.empty(num_slots, dtype=torch.int32, device=topk_ids.device)
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    ids = topk_ids.contiguous()
+    order = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+    by_expert = Sorted(order, offsets)
+    if first_expert is None and counted_tokens(topk_ids.shape[0]) == _MOST_TOKENS:
+        return _sort_by_counts(ids, num_experts, by_expert), by_expert
     block = min(max(next_power_of_2(num_slots), 128), _SORT_BLOCK)
     launch = Launch(
         kernel="experts:_sort_by_expert_kernel",
         grid=(num_experts,),
         args={
-            "ids_ptr": topk_ids.contiguous(),
+            "ids_ptr": ids,
             "first_ptr": first_expert,
             "order_ptr": order,
             "offsets_ptr": offsets,
@@ -107,7 +114,45 @@ def sort_by_expert(
         num_warps=4,
         dynamic=("num_slots",),
     )
-    return [launch], Sorted(order, offsets)
+    return [launch], by_expert
+
+
+def _sort_by_counts(ids: Tensor, num_experts: int, by_expert: Sorted) -> list[Launch]:
+    """Counts the slots of each expert in each chunk, then places them chunk by chunk."""
+    num_slots = ids.numel()
+    num_chunks = cdiv(num_slots, _SORT_BLOCK)
+    experts_block = max(next_power_of_2(num_experts), 32)  # tl.histogram wants a bin a lane
+    counts = torch.empty((num_chunks, experts_block), dtype=torch.int32, device=ids.device)
+    count = Launch(
+        kernel="experts:_count_by_expert_kernel",
+        grid=(num_chunks,),
+        args={"ids_ptr": ids, "counts_ptr": counts, "num_slots": num_slots},
+        constexprs={"EXPERTS_BLOCK": experts_block, "BLOCK": _SORT_BLOCK},
+        num_warps=4,
+        dynamic=("num_slots",),
+    )
+    place = Launch(
+        kernel="experts:_place_by_expert_kernel",
+        grid=(num_experts * cdiv(num_chunks, _CHUNKS_A_PROGRAM),),
+        args={
+            "ids_ptr": ids,
+            "counts_ptr": counts,
+            "order_ptr": by_expert.order,
+            "offsets_ptr": by_expert.offsets,
+            "num_slots": num_slots,
+            "num_chunks": num_chunks,
+        },
+        constexprs={
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_BLOCK": experts_block,
+            "COUNTS_BLOCK": max(1, _SORT_BLOCK // experts_block),
+            "CHUNKS": _CHUNKS_A_PROGRAM,
+            "BLOCK": _SORT_BLOCK,
+        },
+        num_warps=4,
+        dynamic=("num_slots", "num_chunks"),
+    )
+    return [count, place]
 
 
 def expert_linear(

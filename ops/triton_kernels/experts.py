@@ -57,6 +57,74 @@ def _sort_by_expert_kernel(
 
 
 @triton.jit
+def _count_by_expert_kernel(
+    ids_ptr,
+    counts_ptr,
+    num_slots,
+    EXPERTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """``counts[chunk, expert]``: how many of a chunk's BLOCK slots chose an expert.  One program a
+    chunk."""
+    start_next_and_wait(PROGRAMMATIC)
+    chunk = tl.program_id(0)
+    slots = chunk * BLOCK + tl.arange(0, BLOCK)
+    there = slots < num_slots
+    ids = tl.load(ids_ptr + slots, mask=there, other=0)
+    counts = tl.histogram(ids, EXPERTS_BLOCK, mask=there)
+    tl.store(counts_ptr + chunk * EXPERTS_BLOCK + tl.arange(0, EXPERTS_BLOCK), counts)
+
+
+@triton.jit
+def _place_by_expert_kernel(
+    ids_ptr,
+    counts_ptr,
+    order_ptr,
+    offsets_ptr,
+    num_slots,
+    num_chunks,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    COUNTS_BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
+):
+    """The order and offsets that ``_sort_by_expert_kernel`` makes, from ``counts``.  A program
+    places the slots of one expert in CHUNKS chunks.  It adds up the counts before them, of
+    COUNTS_BLOCK chunks at a time, to know where they begin."""
+    start_next_and_wait(PROGRAMMATIC)
+    expert = tl.program_id(0) % NUM_EXPERTS
+    first_chunk = tl.program_id(0) // NUM_EXPERTS * CHUNKS
+    experts = tl.arange(0, EXPERTS_BLOCK)
+    before = tl.zeros((EXPERTS_BLOCK,), dtype=tl.int32)
+    for start in range(0, num_chunks, COUNTS_BLOCK):
+        chunks = start + tl.arange(0, COUNTS_BLOCK)
+        counts = tl.load(
+            counts_ptr + chunks[:, None] * EXPERTS_BLOCK + experts[None, :],
+            mask=(chunks < num_chunks)[:, None],
+            other=0,
+        )
+        # Lower experts' slots of any chunk come first, then this expert's of earlier chunks.
+        end = expert + (chunks < first_chunk).to(tl.int32)
+        before += tl.sum(tl.where(experts[None, :] < end[:, None], counts, 0), axis=0)
+    first = tl.sum(before, axis=0)
+    if first_chunk == 0:
+        tl.store(offsets_ptr + expert, first)
+        if expert == NUM_EXPERTS - 1:
+            tl.store(offsets_ptr + NUM_EXPERTS, num_slots)
+    lanes = tl.arange(0, BLOCK)
+    for chunk in range(first_chunk, tl.minimum(first_chunk + CHUNKS, num_chunks)):
+        slots = chunk * BLOCK + lanes
+        found = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1)
+        mine = (found == expert).to(tl.int32)
+        places = first + tl.cumsum(mine, axis=0) - 1
+        tl.store(order_ptr + places, slots, mask=mine > 0)
+        first += tl.sum(mine, axis=0)
+
+
+@triton.jit
 def _mma(x, w, total, SWAPPED: tl.constexpr):
     """``total`` plus x @ w.T; both transposed if SWAPPED."""
     if _INTERPRETED and x.dtype == tl.bfloat16:  # it holds bfloat16 as integers

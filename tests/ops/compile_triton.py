@@ -144,6 +144,9 @@ def large_launches() -> Iterator[Needed]:
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 0)),
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 128)),
     ]
+    ids = empty(4096, 8, dtype=torch.int32)
+    experts = (empty(4096, 2048), empty(128, 1536, 2048), ids, None, None, None, "silu", None)
+    calls.append(("expert_linear", experts))
     for scheme in ("token", "block"):
         calls += [
             ("linear", linears(scheme, *shape)) for shape in ((64, 28672, 4096), (128, 4096, 14336))

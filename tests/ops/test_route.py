@@ -1,4 +1,5 @@
-"""The choice of experts is that of the routers of transformers, and always one that exists."""
+"""The choice of experts is that of the routers of transformers, and always one that exists; slots
+are sorted by it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from fusewright import ops
 from fusewright.ops import BY_NAME, Implementation
+from fusewright.ops.launches.experts import Sorted, sort_by_expert
 
 OP = BY_NAME["route"]
 HIDDEN = 48
@@ -104,3 +106,58 @@ def test_ids_are_in_range_and_distinct_whatever_the_logits(
 def test_attributes_out_of_range_are_refused(attributes: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ops.route(torch.randn(2, 12), None, *attributes)
+
+
+def sort(ids: Tensor, num_experts: int, *first_expert: Tensor) -> tuple[Sorted, int]:
+    """Sorted slots, in memory that was full of -1, and the number of launches."""
+    launches, by_expert = sort_by_expert(ids, num_experts, *first_expert)
+    for tensor in by_expert:
+        tensor.fill_(-1)
+    for launch in launches:
+        launch.run()
+    return by_expert, len(launches)
+
+
+def draw_skewed(experts: int, slots: int) -> Tensor:
+    generator = torch.Generator().manual_seed(11)
+    return torch.multinomial(1.0 / torch.arange(1, experts + 1), slots, True, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "draw"),
+    [
+        (1025, 1, 3, draw_skewed),
+        (1025, 8, 128, draw_skewed),
+        (2048, 8, 8, lambda experts, slots: torch.arange(slots) % experts),
+        (4099, 3, 40, lambda experts, slots: torch.arange(slots) // 7 % 2 * (experts - 1)),
+        (2051, 4, 5, lambda experts, slots: torch.full((slots,), 0)),
+        (2051, 4, 5, lambda experts, slots: torch.full((slots,), experts - 1)),
+        (1100, 2, 1, lambda experts, slots: torch.full((slots,), 0)),
+        (1025, 9, 260, draw_skewed),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+def test_the_sort_of_many_tokens_is_stable_and_that_of_few(
+    tokens: int, top_k: int, experts: int, draw: Any, device: torch.device
+) -> None:
+    """Two launches make the bits that one makes; experts without slots are between the others."""
+    ids = draw(experts, tokens * top_k).to(torch.int32).view(tokens, top_k)
+    (order, offsets), launches = sort(ids.to(device), experts)
+    assert launches == 2
+    flat = ids.flatten().long()
+    assert torch.equal(order.cpu().long(), flat.argsort(stable=True))
+    ends = torch.bincount(flat, minlength=experts).cumsum(0)
+    assert offsets.tolist() == [0, *ends.tolist()]
+    # With the first expert's id, one launch serves any number of tokens.
+    first = torch.zeros(1, dtype=torch.int32, device=device)
+    same, launches = sort(ids.to(device), experts, first)
+    assert launches == 1
+    assert torch.equal(order, same.order) and torch.equal(offsets, same.offsets)
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(9, 1), (1024, 1), (1025, 2), (16384, 2)])
+def test_more_than_1024_tokens_are_counted_before_they_are_placed(
+    tokens: int, launches: int
+) -> None:
+    ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
+    assert len(sort_by_expert(ids, 128)[0]) == launches

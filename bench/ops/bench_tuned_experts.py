@@ -1,0 +1,102 @@
+"""Times of the experts' GEMMs by tuned tiles and by the rule, for the shipped shapes of models.
+
+``python -m fusewright.bench.ops.bench_tuned_experts [--shapes MODEL:TP ...] [--output FILE]``.
+Each shape is tuned as ``fusewright tune moe`` does it: the first at every number of tokens, and how
+long that took is in the file; the others at few.  The tiles that were chosen are then timed again
+beside the rule's, in turn and with another routing, so that no figure is the best of many.  These
+are Triton's kernels, which csrc's replace for bfloat16 up to 8 tokens and from 512 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...compiler.lowering.tune_experts import (
+    TOKENS,
+    ExpertMeasure,
+    Experts,
+    Measure,
+    Tuned,
+    rule_tile,
+    tune,
+)
+from ..environment import environment
+
+MODELS = {"qwen3-30b-a3b": (128, 768, 2048, 8), "mixtral-8x7b": (8, 14336, 4096, 2)}
+"""Experts, their intermediate size, hidden size, and choices of a token."""
+SHAPES = (
+    *(f"qwen3-30b-a3b:{tp}" for tp in (1, 2, 4)),
+    *(f"mixtral-8x7b:{tp}" for tp in (1, 2, 4, 8)),
+)
+FEW_TOKENS = (1, 16, 64, 256, 1024, 4096)
+_REPEATS = 5
+
+
+def experts_of(shape: str) -> Experts:
+    """A rank's share of a model's experts."""
+    model, _, tp = shape.partition(":")
+    experts, intermediate, hidden, top_k = MODELS[model]
+    return Experts(experts, intermediate // int(tp), hidden, top_k, "bfloat16")
+
+
+def compare(experts: Experts, tuned: Tuned, measure: Measure) -> list[dict[str, Any]]:
+    """One row a number of tokens: medians of both tiles in turn, and the tuned one."""
+    rows = []
+    for tokens, tile in tuned.tiles.items():
+        rule = rule_tile(experts, tokens)
+        times = measure(tokens, [rule, tile] * _REPEATS)
+        by_rule, by_tile = statistics.median(times[::2]), statistics.median(times[1::2])
+        row: dict[str, Any] = {"tokens": tokens, "rule_us": round(by_rule, 2)}
+        row |= {"tuned_us": round(by_tile, 2), "gain": round(by_rule / by_tile, 3)}
+        rows.append(row | {"is_rule": tile == rule, "tile": tile.to_json()})
+    return rows
+
+
+def tune_shape(shape: str, measure: Measure, tokens: tuple[int, ...], end: float) -> dict[str, Any]:
+    """The row of a shape, tuned until the time ``end`` at the latest."""
+    experts = experts_of(shape)
+    start = time.monotonic()
+    tuned = tune(experts, measure, tokens=tokens, seconds=end - start)
+    seconds = time.monotonic() - start
+    rows = compare(experts, tuned, measure)
+    print(f"{shape}: tuned in {seconds:.0f} s, no time for {tuned.skipped} tokens")
+    for row in rows:
+        us = f"{row['rule_us']:9.1f} -> {row['tuned_us']:9.1f} us, {row['gain']:.2f}x"
+        print(f"  {row['tokens']:5} tokens: {us}", flush=True)
+    found: dict[str, Any] = {"shape": shape, "experts": experts.experts}
+    found |= {"intermediate": experts.intermediate, "tune_s": round(seconds, 1)}
+    found |= {"rows": rows, "skipped": tuned.skipped}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing after these")
+    parser.add_argument("--output", type=Path, help="JSON, written after each shape")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    done: list[dict[str, Any]] = []
+    for shape in options.shapes:
+        with torch.inference_mode():
+            measure = ExpertMeasure(experts_of(shape))
+            found = tune_shape(shape, measure, TOKENS if not done else FEW_TOKENS, end)
+        del measure
+        done.append(found)
+        if options.output:
+            text = json.dumps({"environment": environment(), "shapes": done}, indent=1)
+            options.output.write_text(text + "\n")
+        if time.monotonic() >= end:
+            print(f"no time left behind {shape}")
+            break
+
+
+if __name__ == "__main__":
+    main()
