@@ -102,6 +102,7 @@ class Engine(EngineLoop):
                 "tensor_parallel_size": self.spec.tensor_parallel_size,
                 "pipeline_parallel_size": self.spec.pipeline_parallel_size,
                 "processes": self._ranks.report(),
+                "peer_memory": self._ranks.peer_memory(),
             },
             "passes": built.get("passes", []),
             "choices": built.get("choices", {}),

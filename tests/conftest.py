@@ -10,12 +10,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.interpreter import interpret_faster
 from tests.line_counter import LineCounter
+
+# Workers spread over the GPUs; alone, pytest sees all.  CUDA reads this when it is first asked.
+gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and gpus > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % gpus)
 
 # Triton reads this once, at import: it must be set before any test module is collected.
 if not torch.cuda.is_available():
@@ -30,7 +36,14 @@ collect_ignore = [] if find_spec("openai") else ["serve"]
 if not find_spec("zmq"):
     collect_ignore += [
         f"engine/test_{name}.py"
-        for name in ("pipeline_parallel", "process", "rank_faults", "replicas", "torchrun")
+        for name in (
+            "gpu_ranks",
+            "pipeline_parallel",
+            "process",
+            "rank_faults",
+            "replicas",
+            "torchrun",
+        )
     ]
 
 # Artifacts of one run are shared by its tests and by its worker processes, and by nothing else.

@@ -37,10 +37,8 @@ COVERED_FOLDERS = (
 )
 COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 # Tests that share the GPU run side by side: most of their time is the compiling of kernels.
-ROUNDS = (
-    ("gpu and whole_gpu", []),
-    ("gpu and not whole_gpu", ["-n", "12", "--dist", "worksteal"]),
-)
+WORKERS_A_GPU = 12
+ROUNDS = ("gpu and whole_gpu", "gpu and not whole_gpu")
 
 NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/tools/", "tests/test_layout.py")
 
@@ -130,16 +128,19 @@ def library_built_here(library: Path = LIBRARY, built: Path = BUILT) -> dict[str
 
 def run(pytest_arguments: list[str]) -> int:
     """Run the GPU tests, write the stamp, return the larger of pytest's exit codes."""
+    import torch
+
     versions = machine()
     built = library_built_here()
     digests = source_digests()
     with tempfile.TemporaryDirectory() as folder:
         counts: Counter[str] = Counter()
         codes = []
-        for number, (marks, workers) in enumerate(ROUNDS):
+        workers = ["-n", str(WORKERS_A_GPU * torch.cuda.device_count()), "--dist", "worksteal"]
+        for number, marks in enumerate(ROUNDS):
             report = Path(folder) / f"report-{number}.xml"
             command = [sys.executable, "-m", "pytest", "-m", marks, f"--junit-xml={report}"]
-            command += [*workers, *pytest_arguments]
+            command += [*(workers if number else []), *pytest_arguments]
             codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
             if not report.is_file():
                 return codes[-1]

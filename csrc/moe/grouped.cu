@@ -39,12 +39,11 @@ cudaError_t run(const GroupedArgs& args, bool programmatic, cudaStream_t stream)
   error = allow_shared_memory<grouped_kernel<T>>(T::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int64_t row_tiles =
-      std::min<int64_t>(args.num_slots, args.num_slots / T::kClusterRows + args.num_experts);
+      std::min<int64_t>(args.num_slots, args.num_slots / T::kRows + args.num_experts);
   const int64_t tiles = row_tiles * ((args.out_features + T::kOutputs - 1) / T::kOutputs);
-  const int clusters =
-      static_cast<int>(std::min<int64_t>(tiles, gemm::kMultiprocessors / kClusterBlocks));
-  const gemm::LaunchConfig config(clusters * kClusterBlocks, kGroupedThreads, T::kSharedBytes,
-                                  kClusterBlocks, programmatic, stream);
+  const int blocks = static_cast<int>(std::min<int64_t>(tiles, gemm::kMultiprocessors));
+  const gemm::LaunchConfig config(blocks, kGroupedThreads, T::kSharedBytes, 1, programmatic,
+                                  stream);
   return cudaLaunchKernelEx(&config.config, grouped_kernel<T>, weight_map, x_map, args);
 }
 

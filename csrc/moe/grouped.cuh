@@ -6,8 +6,6 @@
 // takes to stay near that:
 // - A block a multiprocessor takes tile after tile. A warpgroup fills a ring of shared-memory
 //   stages of 64 of in_features, as far ahead as it goes; two compute.
-// - Two blocks of a cluster have neighbouring rows of one expert. Each copies half of the weight's
-//   tile to both, so that a step reads 32 KB of L2 a block, not 48: without that L2 is the limit.
 // - Weights come by the copy engine, the expert being a coordinate: rows beyond an expert's are
 //   zeros, not the next expert's. Rows of x that have to be gathered come by copies of 16 bytes, to
 //   where a swizzled copy would have left them; rows in the order of slots by the copy engine.
@@ -21,7 +19,6 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
-#include "../common/cluster.cuh"
 #include "../common/wgmma.cuh"
 #include "../gemm/async_copy.cuh"
 #include "grouped_schedule.cuh"
@@ -34,21 +31,20 @@ constexpr int kLineBytes = 128;     // of in_features a step
 constexpr int kWarpgroupRows = 64;  // of an MMA
 constexpr int kLeadBarrier = 1;     // named barrier
 constexpr int kLead = 2;            // steps by which the first computing warpgroup is ahead
-constexpr int kGroupTiles = 8;      // row tiles of an expert walked before the next column tile
+constexpr int kGroupTiles = 16;     // row tiles of an expert walked before the next column tile
 
-// The tile of a block: rows of slots, which the two warpgroups share, by rows of the weight, which
-// the cluster shares. A row tile of the schedule is a cluster's.
+// The tile of a block: rows of slots, which the two warpgroups share, by rows of the weight.
 // kGathered: x has rows to gather, else places. kGated: outputs are of gate and up.
 template <bool kIsGathered, bool kIsGated>
 struct GroupedTile {
   static constexpr int kRows = 2 * kWarpgroupRows, kWeightRows = 256, kStages = 4;
-  static constexpr int kClusterRows = kClusterBlocks * kRows;
   static constexpr bool kGathered = kIsGathered, kGated = kIsGated;
-  static constexpr int kBoxRows = kWeightRows / kClusterBlocks;  // of a weight's copy
+  static constexpr int kBoxRows = kGated ? kWeightRows / 2 : kWeightRows;  // of a weight's copy
   static constexpr int kOutputs = kGated ? kWeightRows / 2 : kWeightRows;
   static constexpr int kXBytes = kRows * kLineBytes, kWeightBytes = kWeightRows * kLineBytes;
   static constexpr int kStageBytes = kXBytes + kWeightBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes + kAtomBytes;
+  static constexpr int kCopiedBytes = kWeightBytes + (kGathered ? 0 : kXBytes);
 };
 
 template <typename T>
@@ -56,30 +52,6 @@ struct GroupedShared {
   uint64_t full[T::kStages], empty[T::kStages];
   Schedule schedule;
 };
-
-// A box of a described tensor to the same place in all blocks of the cluster, each of whose barrier
-// there counts the bytes.
-__device__ __forceinline__ void copy_box_to_cluster(uint32_t to, const CUtensorMap& map, int x,
-                                                    int y, int z, uint32_t barrier) {
-  constexpr uint16_t kBlocks = (1 << kClusterBlocks) - 1;
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(kBlocks)
-      : "memory");
-}
-
-// At the barrier in that block of the cluster which is at this address here.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n\t"
-      ".reg .b32 there;\n\t"
-      "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
 
 template <int kStages>
 struct RingCursor {
@@ -101,13 +73,11 @@ struct GroupedFiller {
   const CUtensorMap &weight_map, &x_map;
   GroupedShared<T>& shared;
   uint32_t ring;
-  int rank;  // of the block in its cluster
   RingCursor<T::kStages> at;
   // This thread copies 16 bytes of every sixteenth row: where those begin, in units of 16 bytes.
   uint32_t begins[T::kRows / 16];
 
   __device__ __forceinline__ void find_rows(const GroupedItem& item) {
-    if (item.rows == 0) return;
 #pragma unroll
     for (int i = 0; i < T::kRows / 16; ++i) {
       const int row = min(static_cast<int>(threadIdx.x) / 8 + 16 * i, item.rows - 1);
@@ -129,28 +99,33 @@ struct GroupedFiller {
     }
   }
 
-  // By one thread: rows of x, and this block's half of the weight's rows, which are gates in one
-  // and ups in the other if there are gates.
+  // By one thread: the weight's rows, gates and ups in turn, and rows of x.
   __device__ __forceinline__ void copy(const GroupedItem& item, uint32_t to, uint32_t full,
                                        int step) const {
+    barrier_expect_bytes(full, T::kCopiedBytes);
     const int k = step * kGroupedLine;
-    const int x_boxes = T::kGathered ? 0 : (item.rows + kWarpgroupRows - 1) / kWarpgroupRows;
-    barrier_expect_bytes(full, T::kWeightBytes + x_boxes * kWarpgroupRows * kLineBytes);
-    for (int box = 0; box < x_boxes; ++box) {
-      const int row = box * kWarpgroupRows;
-      gemm::copy_box(to + row * kLineBytes, x_map, k, item.first + row, 0, full,
-                     gemm::kEvictNormal);
+    if constexpr (!T::kGathered) {
+#pragma unroll
+      for (int row = 0; row < T::kRows; row += kWarpgroupRows) {
+        gemm::copy_box(to + row * kLineBytes, x_map, k, item.first + row, 0, full,
+                       gemm::kEvictNormal);
+      }
     }
-    to += T::kXBytes + rank * T::kBoxRows * kLineBytes;
-    const int row = item.column + rank * (T::kGated ? args.out_features : T::kBoxRows);
-    copy_box_to_cluster(to, weight_map, k, row, item.expert, full);
+    to += T::kXBytes;
+#pragma unroll
+    for (int box = 0; box < T::kWeightRows / T::kBoxRows; ++box) {
+      const int row =
+          T::kGated ? box / 2 * T::kBoxRows + box % 2 * args.out_features : box * T::kBoxRows;
+      gemm::copy_box(to + box * T::kBoxRows * kLineBytes, weight_map, k, item.column + row,
+                     item.expert, full, gemm::kEvictNormal);
+    }
   }
 
   __device__ __forceinline__ void run(Walk& walk) {
     if (!T::kGathered && threadIdx.x >= 32) return;
-    const int steps = args.in_features / kGroupedLine;
-    for (int tile = walk.first(); tile < walk.num_tiles(); tile = walk.next()) {
-      const GroupedItem item = walk.find(tile).share(rank);
+    const int steps = args.in_features / kGroupedLine, tiles = walk.num_tiles();
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const GroupedItem item = walk.find(tile);
       if constexpr (T::kGathered) find_rows(item);
       for (int step = 0; step < steps; ++step) {
         const uint32_t full = shared_address(&shared.full[at.stage]);
@@ -176,7 +151,6 @@ struct GroupedComputer {
   const GroupedArgs& args;
   GroupedShared<T>& shared;
   uint32_t ring;
-  int rank;   // of the block in its cluster
   int group;  // of the two
   RingCursor<T::kStages> at;
   float sums[T::kWeightRows / 2];
@@ -187,16 +161,9 @@ struct GroupedComputer {
     if constexpr (T::kGathered) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 
-  // To both blocks, since both copy to this one's stage.
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();
-    const int to = threadIdx.x % 32;
-    if (to < kClusterBlocks) barrier_arrive_at(shared_address(&shared.empty[stage]), to);
-  }
-
-  // Lets the second warpgroup begin, once.
-  __device__ __forceinline__ void lead() const {
-    asm volatile("bar.arrive %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads) : "memory");
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
   }
 
   __device__ __forceinline__ void start_step(bool first) {
@@ -230,7 +197,10 @@ struct GroupedComputer {
     for (int step = 0; step < steps; ++step) {
       wait();
       start_step(step == 0);
-      if (first_tile && step == lead_at) lead();
+      if (first_tile && step == lead_at) {
+        asm volatile("bar.arrive %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads)
+                     : "memory");
+      }
       wgmma_wait_group<1>();
       if (step > 0) release(previous);
       previous = at.stage;
@@ -300,21 +270,20 @@ struct GroupedComputer {
   }
 
   __device__ __forceinline__ void run(Walk& walk) {
-    const int steps = args.in_features / kGroupedLine, first_tile = walk.first();
-    if (group == 1 && first_tile < walk.num_tiles()) {
+    const int steps = args.in_features / kGroupedLine, tiles = walk.num_tiles();
+    const int first_tile = blockIdx.x;
+    if (group == 1 && first_tile < tiles) {
       asm volatile("bar.sync %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads) : "memory");
     }
-    for (int tile = first_tile; tile < walk.num_tiles(); tile = walk.next()) {
-      const GroupedItem item = walk.find(tile).share(rank);
-      const bool leads = group == 0 && tile == first_tile;
+    for (int tile = first_tile; tile < tiles; tile += gridDim.x) {
+      const GroupedItem item = walk.find(tile);
       if (group * kWarpgroupRows >= item.rows) {
-        if (leads) lead();
         pass(steps);
         continue;
       }
       int y_row[2];
       find_rows(item, y_row);
-      compute(steps, leads);
+      compute(steps, group == 0 && tile == first_tile);
       if (!T::kGated || args.activation == Activation::kSiluMul) {
         store<Activation::kSiluMul>(y_row, item.column);
       } else {
@@ -336,36 +305,25 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1 + (T::kGathered ? kWarpgroupThreads : 0));
-      barrier_init(shared_address(&shared.empty[i]), kClusterBlocks * kComputingWarps);
+      barrier_init(shared_address(&shared.empty[i]), kComputingWarps);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   wait_for_previous();
-  make_schedule(shared.schedule, args, T::kClusterRows);
-  gemm::cluster_sync();  // the other block's barriers are initialized
+  make_schedule(shared.schedule, args, T::kRows);
   start_next();
   const int column_tiles = (args.out_features + T::kOutputs - 1) / T::kOutputs;
-  const int rank = block_rank();
-  Walk walk{shared.schedule,
-            args.num_experts,
-            column_tiles,
-            T::kClusterRows,
-            T::kOutputs,
-            kGroupTiles,
-            static_cast<int>(blockIdx.x) / kClusterBlocks,
-            static_cast<int>(gridDim.x) / kClusterBlocks};
+  Walk walk{shared.schedule, args.num_experts, column_tiles, T::kRows, T::kOutputs, kGroupTiles};
   // Registers move from those who fill to those who compute.
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
-    GroupedFiller<T> filler{args, weight_map, x_map, shared, ring, rank};
+    GroupedFiller<T> filler{args, weight_map, x_map, shared, ring};
     filler.run(walk);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-    GroupedComputer<T> computer{args, shared, ring, rank, group - 1};
+    GroupedComputer<T> computer{args, shared, ring, group - 1};
     computer.run(walk);
   }
-  __syncwarp();
-  gemm::cluster_sync();  // the other block may still copy to this one, and arrive at its barriers
 }
 
 }  // namespace fusewright::moe

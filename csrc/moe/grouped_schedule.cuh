@@ -6,9 +6,6 @@
 
 namespace fusewright::moe {
 
-constexpr int kClusterBlocks = 2;
-constexpr int kShareRows = 64;  // a block's share of a tile has a multiple of so many rows
-
 // Of all experts, in shared memory: where their slots begin, and their row tiles.
 struct Schedule {
   int offsets[kMaxGroupedExperts + 1];
@@ -48,31 +45,13 @@ __device__ __forceinline__ void make_schedule(Schedule& schedule, const GroupedA
 // A tile: `rows` places from `first` on, and the outputs from `column` on.
 struct GroupedItem {
   int expert, first, rows, column;
-
-  // What a block of the cluster takes: half of the rows, or none.
-  __device__ __forceinline__ GroupedItem share(int rank) const {
-    constexpr int kEach = kClusterBlocks * kShareRows;
-    const int half = (rows + kEach - 1) / kEach * kShareRows;
-    const int before = rank * half;
-    return {expert, first + before, max(min(rows - before, half), 0), column};
-  }
 };
 
-// Finds a cluster's tiles, which ascend; called by whole warps.
+// Finds a block's tiles, which ascend; called by whole warps.
 struct Walk {
   const Schedule& schedule;
   int num_experts, column_tiles, tile_rows, tile_outputs, group_tiles;
-  int place, num_clusters;  // of the cluster in the round
-  int round = 0, expert = 0;
-
-  __device__ __forceinline__ int first() const { return place; }
-
-  // Places move by one a round: an expert's last row tile, which is often a small one, is not
-  // always the same cluster's.
-  __device__ __forceinline__ int next() {
-    if (++place == num_clusters) place = 0;
-    return ++round * num_clusters + place;
-  }
+  int expert = 0;
 
   __device__ __forceinline__ int num_tiles() const {
     return schedule.tiles_before[num_experts] * column_tiles;

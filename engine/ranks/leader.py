@@ -3,6 +3,7 @@ what to run, and watches them, so that the end of one is the end of all."""
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
@@ -31,6 +32,7 @@ from ..worker.source import artifact_store
 from .link import ArtifactFolder, ArtifactKey, Kind, Link, RankFailed, Start
 from .torchrun import Joined, joined_ranks
 
+_logger = logging.getLogger("fusewright")
 _LOOK_S = 0.5
 """Time between two looks at the states of the processes, in seconds."""
 _MOST_STOPPED = 8
@@ -146,6 +148,12 @@ class Leader:
             group = RankGroup(self._store, 0, *self._sizes, self._hardware.device, self.check)
         with self._changed:
             self._group = group
+        if self._hardware.device == "cuda" and self._sizes[0] > 1 and group.why_no_peer_memory:
+            _logger.warning(
+                "NCCL alone sums over the ranks, which takes three times as long or more for few "
+                "tokens: %s",
+                group.why_no_peer_memory,
+            )
         return group
 
     # What the engine calls
@@ -161,6 +169,10 @@ class Leader:
     def report(self) -> list[int]:
         """The processes of the other ranks."""
         return [process.pid for process in self._processes.values()]
+
+    def peer_memory(self) -> str:
+        """Whether ranks of a stage write into each other's memory: "connected", or why not."""
+        return (self._group and self._group.why_no_peer_memory) or "connected"
 
     def send(
         self, kind: Kind, message: Struct | bytes = b"", to: Iterable[int] | None = None

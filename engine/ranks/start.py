@@ -31,6 +31,10 @@ class OneRank(Alone):
         """No other process."""
         return []
 
+    def peer_memory(self) -> str:
+        """Nobody to write to."""
+        return "one rank"
+
     def stop(self) -> None:
         """Nobody is there to end."""
 

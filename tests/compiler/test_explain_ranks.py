@@ -21,6 +21,8 @@ from tests.compiler.test_compile import config
 GROUP = "nobody makes it: nothing runs"
 HIDDEN, ROWS = 256, 7
 FUSE = "fuse_all_reduce_norm"
+FUSED = LEVELS[2].passes
+UNFUSED = tuple(name for name in FUSED if name != FUSE)
 
 
 class Block(nn.Module):
@@ -74,21 +76,21 @@ def explained(passes: tuple[str, ...], world_size: int) -> tuple[Lowered, Explan
 def test_bytes_follow_the_number_of_ranks() -> None:
     row = 2 * HIDDEN * ROWS
     for fused in (False, True):
-        passes = (*LEVELS[2].passes, FUSE) if fused else LEVELS[2].passes
+        passes = FUSED if fused else UNFUSED
         two, four = (explained(passes, ranks)[1] for ranks in (2, 4))
         # A rank sends each part of x that is not its own twice: 2 x 1/2, 2 x 3/4.
         assert (four.bytes - two.bytes) / row == pytest.approx(2 * 3 / 4 - 2 * 1 / 2)
-    unfused = explained(LEVELS[2].passes, 2)[1]
-    assert unfused.bytes - explained((*LEVELS[2].passes, FUSE), 2)[1].bytes == 2 * row
+    unfused = explained(UNFUSED, 2)[1]
+    assert unfused.bytes - explained(FUSED, 2)[1].bytes == 2 * row
 
 
 def test_sites_and_launches_are_told() -> None:
-    facts = explained(LEVELS[2].passes, 2)[1]
+    facts = explained(UNFUSED, 2)[1]
     launches = {call.op: call.launches for layer in facts.layers for call in layer.calls}
     assert launches["fw_native::all_reduce"] == 1
     (off,) = (site for site in facts.sites if site.name == FUSE)
     assert (off.outcome, off.reason, off.count) == ("off", "by this test", 1)
-    facts = explained((*LEVELS[2].passes, FUSE), 2)[1]
+    facts = explained(FUSED, 2)[1]
     launches = {call.op: call.launches for layer in facts.layers for call in layer.calls}
     assert launches["fw_native::all_reduce_add_rms_norm"] is facts.launches is None
     (on,) = (site for site in facts.sites if site.name == FUSE)
@@ -101,4 +103,4 @@ def test_sites_and_launches_are_told() -> None:
 
 def test_without_a_number_of_ranks_it_is_refused() -> None:
     with pytest.raises(UserError, match="all_reduce reduces over ranks, and world_size=1; give"):
-        explained(LEVELS[2].passes, 1)
+        explained(UNFUSED, 1)

@@ -71,6 +71,7 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         "fuse_norm_moe": (0, 0),
         "fuse_norm_linear": (9, 9),
         "fuse_norm_quant": (0, 0),
+        "fuse_all_reduce_norm": (0, 0),
         "fuse_act_quant": (0, 0),
         "fuse_attn_quant": (0, 0),
         "fuse_rope_store": (5, 5),
