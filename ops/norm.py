@@ -178,7 +178,7 @@ def _push_launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any
 
 def _push_runs(axes: Norm, x: Tensor, *rest: Any) -> tuple[str, ...]:
     if _peer_memory.pushes(x, rest[-1]):
-        return (f"{PUSHED}, {replace(axes, reduce=False).name}",)
+        return (f"{PUSHED} + {replace(axes, reduce=False).name}",)
     planned, _ = _push_launches(axes, x, *rest)
     return LIBRARY, *(launch.kernel.partition(":")[2] for launch in planned)
 

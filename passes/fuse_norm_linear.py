@@ -23,7 +23,8 @@ from .rule import EXACT, Context, is_call, written_between
 class FuseNormLinear:
     """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear``.  The first
     norm of a model is none, since it adds nothing, nor is the last, which goes to the gather of
-    last tokens.  FP8 layers are none either: x is quantized between the norm and the layer.
+    last tokens.  FP8 layers are none either: x is quantized between the norm and the layer.  A norm
+    behind a sum over ranks is a site of ``fuse_all_reduce_norm``, whose kernel normalizes.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies the norm's scale to the sums.
@@ -41,6 +42,8 @@ class FuseNormLinear:
                 continue
             norm: Any = normed.args[0]
             if not is_call(norm, torch.ops.fw.add_rms_norm.default):
+                continue
+            if any(is_call(x, torch.ops.fw.all_reduce.default) for x in norm.args[:2]):
                 continue
             name, (first, residual) = second.name, _operands(norm)
             reason = _why_not(first, norm, normed, second)
@@ -80,8 +83,6 @@ def _what(node: Any) -> str:
 
 def _why_not(first: Any, norm: fx.Node, normed: fx.Node, second: fx.Node) -> str:
     made = linear_args(first)
-    if is_call(first, torch.ops.fw.all_reduce.default):
-        return "the ranks' results of the first layer are summed before the norm"
     if made is None or has_epilogue(made):
         return f"what it adds comes from {_what(first)}, not from a linear layer"
     if made["x_scale"] is not None:
