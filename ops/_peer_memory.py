@@ -111,7 +111,7 @@ def peer_memory(group_name: str, store: Store, rank: int, devices: Sequence[int]
     handle = torch.empty((1, _HANDLE_BYTES), dtype=torch.uint8)
     ops.peer_open(handle, group_name, devices[rank], rank, world, part_bytes(world))
     try:
-        store.set(f"handle {rank}", handle.numpy().tobytes())
+        store.set(f"handle {rank}", handle.numpy().tobytes())  # type: ignore[arg-type]
         handles = b"".join(store.get(f"handle {peer}") for peer in range(world))
         table = torch.frombuffer(bytearray(handles), dtype=torch.uint8)
         ops.peer_connect(table.view(world, _HANDLE_BYTES), group_name)

@@ -134,16 +134,38 @@ def _launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
     return planned, alone_or_all(results)
 
 
+def _in_turn(axes: Norm, x: Tensor, *rest: Any) -> Any:
+    """The sum of torch.distributed, then the norm's kernel."""
+    *args, group_name = rest
+    total = sum_over_ranks(x, group_name)
+    made = _run_alone(replace(axes, reduce=False), total, *args)
+    return made if axes.add else alone_or_all((*_each(made), total))
+
+
+def _each(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+_run_alone = run_launches(_launches)
+
+
+def _in_turn_launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
+    planned, made = _launches(replace(axes, reduce=False), x, *rest[:-1])
+    return planned, made if axes.add else alone_or_all((*_each(made), torch.empty_like(x)))
+
+
+def _in_turn_runs(axes: Norm, x: Tensor, *rest: Any) -> tuple[str, ...]:
+    planned, _ = _in_turn_launches(axes, x, *rest)
+    return LIBRARY, *(launch.kernel.partition(":")[2] for launch in planned)
+
+
 def _push(axes: Norm, x: Tensor, *rest: Any) -> Any:
-    """A norm behind a sum over ranks: one kernel of csrc over peer memory; or the sum of
-    torch.distributed, for what is too large for it, and the norm's kernel."""
-    *rest, group_name = rest
+    """One kernel of csrc over peer memory, or both in turn for what is too large for it."""
+    *args, group_name = rest
     check_sum(x, group_name)
     if not _peer_memory.pushes(x, group_name):
-        total = sum_over_ranks(x, group_name)
-        made = _run_alone(replace(axes, reduce=False), total, *rest)
-        return made if axes.add else alone_or_all((*_each(made), total))
-    residual, (weight, eps, how) = (rest[0], rest[1:]) if axes.add else (None, rest)
+        return _in_turn(axes, x, *rest)
+    residual, (weight, eps, how) = (args[0], args[1:]) if axes.add else (None, args)
     plans.check(x, residual, weight)
     shape = x.shape
     if residual is not None:
@@ -163,24 +185,10 @@ def _push(axes: Norm, x: Tensor, *rest: Any) -> Any:
     return alone_or_all((*values, total.view(shape)))
 
 
-def _each(made: Any) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
-
-
-_run_alone = run_launches(_launches)
-
-
-def _push_launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
-    """The launches that must be compiled: those of the norm behind torch.distributed's sum."""
-    planned, made = _launches(replace(axes, reduce=False), x, *rest[:-1])
-    return planned, made if axes.add else alone_or_all((*_each(made), torch.empty_like(x)))
-
-
 def _push_runs(axes: Norm, x: Tensor, *rest: Any) -> tuple[str, ...]:
     if _peer_memory.pushes(x, rest[-1]):
         return (f"{PUSHED} + {replace(axes, reduce=False).name}",)
-    planned, _ = _push_launches(axes, x, *rest)
-    return LIBRARY, *(launch.kernel.partition(":")[2] for launch in planned)
+    return _in_turn_runs(axes, x, *rest)
 
 
 def _push_supports(axes: Norm, desc: OpDesc) -> str:
@@ -275,13 +283,23 @@ def _op(axes: Norm) -> SemanticOp:
         return refuses_device(desc) if axes.quant else ""
 
     native = Implementation("native", reference, native_supports, inline=not axes.reduce)
-    pushed = Implementation(
-        "cuda",
-        lambda *args: _push(axes, *args),
-        lambda desc: _push_supports(axes, desc),
-        devices=("cuda",),
-        launches=lambda *args: _push_launches(axes, *args),
-        runs=lambda *args: _push_runs(axes, *args),
+    summed = (
+        Implementation(
+            "cuda",
+            lambda *args: _push(axes, *args),
+            lambda desc: _push_supports(axes, desc),
+            devices=("cuda",),
+            launches=lambda *args: _in_turn_launches(axes, *args),
+            runs=lambda *args: _push_runs(axes, *args),
+        ),
+        Implementation(
+            "triton",
+            lambda *args: _in_turn(axes, *args),
+            supports,
+            devices=("cuda",),
+            launches=lambda *args: _in_turn_launches(axes, *args),
+            runs=lambda *args: _in_turn_runs(axes, *args),
+        ),
     )
     return SemanticOp(
         name=axes.name,
@@ -289,7 +307,7 @@ def _op(axes: Norm) -> SemanticOp:
         fake=lambda *args: _fake(axes, *args),
         cases=lambda *given: _cases(axes, *given),
         cost=lambda desc: _cost(axes, desc),
-        implementations=(pushed if axes.reduce else triton(launches, supports), native),
+        implementations=(*(summed if axes.reduce else (triton(launches, supports),)), native),
         tolerances=ONE_STEP if axes.quant else TOLERANCES,
     )
 

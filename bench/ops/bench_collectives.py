@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from ... import ops
@@ -38,7 +37,7 @@ def _time_us(run: Callable[[int], Any]) -> float:
     with torch.cuda.graph(graph):
         for i in range(_CALLS):
             run(i)
-    times = []
+    times: list[float] = []
     for _ in range(_REPLAYS + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -65,7 +64,11 @@ def _measure(group: RankGroup, hidden: int) -> list[dict[str, Any]]:
         def joined(x: Tensor, residual: Tensor = residual) -> Any:
             return fused(x, residual, weight, 1e-5, None, GROUP)
 
-        row = {"tokens": tokens, "hidden": hidden, "pushed": _peer_memory.pushes(xs[0], GROUP)}
+        row: dict[str, Any] = {
+            "tokens": tokens,
+            "hidden": hidden,
+            "pushed": _peer_memory.pushes(xs[0], GROUP),
+        }
         for name, call in {
             "push, add, norm": joined,
             "NCCL, then add, norm": unfused,
@@ -95,7 +98,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         to = Path(folder, "times")
-        mp.spawn(_rank, (args.ranks, Path(folder, "store"), args.hidden, to), nprocs=args.ranks)
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined,no-untyped-call]
+            _rank, (args.ranks, Path(folder, "store"), args.hidden, to), nprocs=args.ranks
+        )
         of_ranks = [
             json.loads(to.with_suffix(f".{rank}").read_text()) for rank in range(args.ranks)
         ]

@@ -16,6 +16,7 @@ from fusewright import ops
 from fusewright.ops.all_reduce import CASES_GROUP
 from fusewright.ops.conformance import check_case
 from fusewright.ops.norm import NORMS as ALL_NORMS
+from tests.ops.test_conformance import tolerance_of
 from tests.ranks import in_ranks, name_world
 
 NORMS = [op for axes, op in ALL_NORMS.items() if not axes.reduce]
@@ -23,24 +24,27 @@ COLLECTIVES = [op for op in ops.ALL_OPS if op.collective]
 CPU = torch.device("cpu")
 
 
-def on_cpu(op: ops.SemanticOp) -> list[ops.Implementation]:
-    return [impl for impl in op.implementations if "cpu" in impl.devices]
+def without_csrc(op: ops.SemanticOp) -> list[ops.Implementation]:
+    return [impl for impl in op.implementations if impl.name != "cuda"]
 
 
 def conformance(rank: int, world: int) -> dict[str, int]:
-    """Every implementation for CPUs on every case, each rank with data of its own; returns how many
-    of each op."""
+    """Every implementation but csrc's on every case, each rank with data of its own; returns how
+    many of each op."""
     name_world(CASES_GROUP)
     checked: dict[str, int] = {}
     for op in COLLECTIVES:
         for dtype in op.dtypes:
             generator = torch.Generator().manual_seed(100 * rank + 7)
-            for case in op.cases(dtype, CPU, generator):
-                for impl in on_cpu(op):
-                    check_case(op, op.overload(impl.name), case, op.tolerances[dtype])
+            for index, case in enumerate(op.cases(dtype, CPU, generator)):
+                for impl in without_csrc(op):
+                    if impl.launches is not None and index % 5:  # interpreting takes seconds
+                        continue
+                    tolerance = tolerance_of(op, impl, case, dtype, CPU)
+                    check_case(op, op.overload(impl.name), case, tolerance)
                     checked[op.name] = checked.get(op.name, 0) + 1
     case = next(OP.cases(torch.float32, CPU, torch.Generator()))
-    for impl in on_cpu(OP):
+    for impl in without_csrc(OP):
         torch.library.opcheck(OP.overload(impl.name), case.args)
     return checked
 
@@ -163,9 +167,10 @@ def test_it_runs_on_the_gpus_on_which_its_norm_does(norm: ops.SemanticOp) -> Non
     fused = ops.BY_NAME[f"all_reduce_{norm.name}"]
     found = fused.describe(next(fused.cases(torch.bfloat16, CPU, torch.Generator())).args)
     for sm in (80, 89, 90):
-        desc = ops.OpDesc(found.op, found.args, "cuda", sm)
+        desc = ops.OpDesc(found.op, found.args, "cuda", sm, csrc=True)
         if sm == 80 and "quant" in fused.name:
             with pytest.raises(ValueError, match=f"{fused.name}: FP8 came with SM 8.9"):
                 ops.choose(fused, desc, inline_first=False)
         else:
-            assert ops.choose(fused, desc, inline_first=False).implementation == "native"
+            expected = "cuda" if sm == 90 else "triton"
+            assert ops.choose(fused, desc, inline_first=False).implementation == expected
