@@ -144,6 +144,12 @@ class EngineOptions:
     long_prefill_token_threshold: int = _option(
         0, "scheduler", "most tokens of one prompt a step, so that others share it; 0: all that fit"
     )
+    max_num_mixed_tokens: int | None = _option(
+        None,
+        "scheduler",
+        "most tokens of a step of decodes and prompts, so that tokens come evenly; more while much "
+        "waits; 0: no limit; 256 on a GPU and 0 on a CPU if unset",
+    )
     scheduling_policy: str = _option(
         "fcfs", "scheduler", "who runs first: by arrival, or by priority", ("fcfs", "priority")
     )
