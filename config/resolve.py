@@ -33,7 +33,6 @@ from .resolved import (
 )
 
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
-_DEFAULT_MIXED_TOKENS = {"cuda": 256, "cpu": 0}
 _DEFAULT_NUM_SEQS, _NUM_SEQS_LARGE_GPU, _LARGE_GPU_BYTES = 256, 512, 70 * 10**9
 _FP8_SM = 89
 
@@ -217,15 +216,12 @@ def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -
         tokens = max(_DEFAULT_BATCHED_TOKENS[hardware.device], seqs)
         if not options.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
-    mixed = options.max_num_mixed_tokens
-    if mixed is None:
-        mixed = _DEFAULT_MIXED_TOKENS[hardware.device] if options.enable_chunked_prefill else 0
     return SchedulerConfig(
         max_num_seqs=seqs,
         max_num_batched_tokens=min(tokens, seqs * max_model_len),
         enable_chunked_prefill=options.enable_chunked_prefill,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
-        max_num_mixed_tokens=mixed,
+        max_num_mixed_tokens=options.max_num_mixed_tokens or 0,
         policy=options.scheduling_policy,
         prefix_caching=options.enable_prefix_caching,
         async_scheduling=options.async_scheduling,

@@ -4,7 +4,8 @@ A step that computes a part of a prompt is a longer gap between two tokens for e
 decodes in it.  A step of few tokens takes the time in which the device reads the weights; from
 some number of tokens on, its time grows with them.  So a step with as many tokens as take twice
 the time of the weights, or with twice as many tokens as decodes, lasts about twice as long as its
-decodes alone.  While much waits, chunks grow with it, since small ones would cost throughput.
+decodes alone.  While much waits, chunks grow with it, since small ones would cost throughput, and
+what fills a step has all of it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Chunks:
     tokens_per_step: int = 1
 
     def room(self, running: Iterable[Request], num_queued_tokens: int) -> int:
-        """Most prompt tokens of the next step.  Without decodes, these are all that a step holds.
+        """Most prompt tokens of the next step: all that it holds if nothing decodes in it, or if
+        so many wait.
 
         Args:
             running: requests that have been started.
@@ -50,7 +52,7 @@ class Chunks:
                 num_waiting += left
             elif num_tokens < request.max_total_tokens:  # else its last token is in flight
                 num_decodes += left
-        if num_decodes == 0:
+        if num_decodes == 0 or num_waiting >= self.max_num_batched_tokens:
             return self.max_num_batched_tokens
         # The room for twice the decodes is as large as they are.
         limit = max(self.max_num_mixed_tokens - num_decodes, num_decodes)

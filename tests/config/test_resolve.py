@@ -157,10 +157,12 @@ def test_tokens_a_step_cover_the_longest_prompt_without_chunked_prefill() -> Non
     assert resolved(CPU, enable_chunked_prefill=False).scheduler.max_num_batched_tokens == 4096
 
 
-def test_steps_with_decodes_are_limited_on_a_gpu_where_prompts_may_be_split() -> None:
-    found = [({}, 256), ({"max_num_mixed_tokens": 7}, 7), ({"enable_chunked_prefill": False}, 0)]
-    assert all(resolved(GPU, **o).scheduler.max_num_mixed_tokens == n for o, n in found)
-    assert resolved(CPU).scheduler.max_num_mixed_tokens == 0
+def test_steps_with_decodes_are_limited_in_a_server_that_may_split_prompts() -> None:
+    found = [({}, 256), ({"max_num_mixed_tokens": 0}, 0), ({"enable_chunked_prefill": False}, 0)]
+    for options, expected in found:
+        server = resolve(EngineOptions(**options).for_server(), GPU, LIMITS)
+        assert server.scheduler.max_num_mixed_tokens == expected
+    assert resolved(GPU).scheduler.max_num_mixed_tokens == 0
 
 
 # Capture sizes

@@ -66,10 +66,20 @@ def test_chunks_grow_with_what_waits() -> None:
     scheduler = SETUP.scheduler()
     scheduler.add(request("a", 3))
     run(scheduler, scheduler.schedule())
-    scheduler.add(request("b", 800))
-    scheduler.add(request("c", 800))
-    assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 0, 200)], "an eighth of 1600"
-    assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 200, 175)], "an eighth of 1400"
+    scheduler.add(request("b", 160))
+    scheduler.add(request("c", 160))
+    assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 0, 40)], "an eighth of 320"
+    assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 40, 35)], "an eighth of 280"
+
+
+def test_what_fills_a_step_has_all_of_it() -> None:
+    scheduler = SETUP.scheduler()
+    scheduler.add(request("a", 3))
+    run(scheduler, scheduler.schedule())
+    for name in "bc":
+        scheduler.add(request(name, 300))
+    assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 0, 300), ("c", 0, 99)]
+    assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 300, 1), ("c", 99, 25)]
 
 
 def test_an_aborted_prompt_waits_no_more() -> None:
@@ -77,9 +87,9 @@ def test_an_aborted_prompt_waits_no_more() -> None:
     scheduler.add(request("a", 3))
     run(scheduler, scheduler.schedule())
     for name in "bc":
-        scheduler.add(request(name, 800))
+        scheduler.add(request(name, 240))
     scheduler.abort("b")
-    assert shape(scheduler.schedule()) == [("a", 3, 1), ("c", 0, 100)]
+    assert shape(scheduler.schedule()) == [("a", 3, 1), ("c", 0, 30)]
     scheduler.abort("c")
     scheduler.add(request("d", 40))
     assert shape(scheduler.schedule()) == [("a", 4, 1), ("d", 0, 15)]
