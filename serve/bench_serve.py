@@ -83,9 +83,7 @@ def serve(
         tuple(request_rate or ()),
         burstiness,
     )
-    # Graphs that are captured beside requests are no part of what a server takes once it is warm.
-    ready = {} if base_url else {"lazy_capture": False}
-    options = to_measure({**workload.implied, **ready, **engine}, model_argument)
+    options = to_measure({**workload.implied, **_warm(base_url), **engine}, model_argument)
     check_counts(1, repeats=repeats)
     if offline and (base_url or request_rate):
         raise UserError("offline compares a server of its own, with all requests at once")
@@ -111,9 +109,7 @@ def serve(
             rows.append({**about, **row})
             _show(rows[-1], err=json_output)
         if offline:
-            from ..bench.first_token import over_http
-
-            found.update(_beside(found["offline"], rows[0], over_http(target, single)))
+            found.update(_beside(found["offline"], rows[0], target, single))
             _show_beside(found, err=json_output)
 
     urls: list[str | None] = [*base_url] if base_url else [None]
@@ -196,9 +192,18 @@ def _best(
     return row
 
 
+def _warm(base_url: list[str] | None) -> dict[str, bool]:
+    """Options of a server that is started: what it captures beside requests is no part of what it
+    takes once it is warm."""
+    return {} if base_url else {"lazy_capture": False}
+
+
 def _beside(
-    offline: dict[str, float], row: dict[str, Any], alone: dict[str, float]
+    offline: dict[str, float], row: dict[str, Any], target: HttpTarget, single: Work
 ) -> dict[str, Any]:
+    from ..bench.first_token import over_http
+
+    alone = over_http(target, single)
     return {
         "of_offline": round(offline["seconds"] / row["seconds"], 4),
         "alone": alone,

@@ -158,11 +158,10 @@ def test_tokens_a_step_cover_the_longest_prompt_without_chunked_prefill() -> Non
 
 
 def test_steps_with_decodes_are_limited_in_a_server_that_may_split_prompts() -> None:
-    found = [({}, 256), ({"max_num_mixed_tokens": 0}, 0), ({"enable_chunked_prefill": False}, 0)]
-    for options, expected in found:
-        server = resolve(EngineOptions(**options).for_server(), GPU, LIMITS)
-        assert server.scheduler.max_num_mixed_tokens == expected
-    assert resolved(GPU).scheduler.max_num_mixed_tokens == 0
+    assert EngineOptions().for_server().max_num_mixed_tokens == 256
+    for same in ({"max_num_mixed_tokens": 0}, {"enable_chunked_prefill": False}, {}):
+        assert resolved(GPU, **same).scheduler.max_num_mixed_tokens == 0
+        assert not same or EngineOptions(**same).for_server() == EngineOptions(**same)
 
 
 # Capture sizes
