@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,8 @@ import msgspec
 from ..config import UserError
 from .serving import RequestTimes, Run
 from .workloads import Work
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,38 @@ def load(
     Raises:
         UserError: the server cannot be reached, or answers with an error.
     """
+    return _run_loop(_load(target, works, times, most_open))
+
+
+def _run_loop(work: Coroutine[Any, Any, _T]) -> _T:
     with suppress(ModuleNotFoundError):
         import uvloop
 
-        return uvloop.run(_load(target, works, times, most_open))
-    return asyncio.run(_load(target, works, times, most_open))
+        return uvloop.run(work)
+    return asyncio.run(work)
+
+
+def first_tokens(target: HttpTarget, work: Work, count: int, pause_s: float) -> list[float]:
+    """Times to the first token, in seconds, of requests one after another over one connection,
+    with a pause before each.
+
+    Raises:
+        UserError: the server answers with an error.
+    """
+
+    async def ask() -> list[float]:
+        client, body, times = _Client(target), target.body(work), []
+        try:
+            for _ in range(count):
+                await asyncio.sleep(pause_s)
+                answer = _Answer(time.perf_counter(), len(work.prompt_token_ids))
+                await client.ask(body, answer)
+                times.append(answer.stamps[0] - answer.due)
+        finally:
+            client.close()
+        return times
+
+    return _run_loop(ask())
 
 
 async def _load(
@@ -230,6 +259,11 @@ async def _refusal(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, h
 
 
 def get_json(target: HttpTarget, path: str) -> Any:
+    """Return what ``get`` does, as JSON."""
+    return msgspec.json.decode(get(target, path))
+
+
+def get(target: HttpTarget, path: str) -> bytes:
     """Return the body of the answer to a ``GET``.
 
     Raises:
@@ -244,6 +278,7 @@ def get_json(target: HttpTarget, path: str) -> Any:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=30) as answer:
-            return msgspec.json.decode(answer.read())
+            body: bytes = answer.read()
+            return body
     except (URLError, OSError) as error:
         raise UserError(f"base_url={target.url}: {path}: {error}; is a server there?") from error

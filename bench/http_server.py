@@ -15,16 +15,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config import EngineOptions, MachineError, option_specs
+from .first_token import in_process
 from .http_load import HttpTarget
 from .workloads import Work
 
 _LINE = re.compile(r"serving \S+ at (http://\S+)$")
-_TTFT_REPEATS = 20
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
@@ -89,8 +88,8 @@ def _address(log: Path) -> str | None:
 def offline(
     options: Mapping[str, Any], works: Sequence[Work], single: Work, repeats: int
 ) -> dict[str, float]:
-    """Time ``LLM.generate`` with all requests as one batch, the best of ``repeats``, and the first
-    token of ``LLM.stream`` for ``single``, the median; both in seconds.
+    """Time ``LLM.generate`` with all requests as one batch, the best of ``repeats`` in ``seconds``,
+    and the first token of ``LLM.stream`` for ``single``, as ``in_process`` does.
 
     Raises:
         MachineError: the process fails; the message is its own.
@@ -101,6 +100,7 @@ def offline(
             "options": dict(options),
             "works": [[work.prompt_token_ids, work.output_len] for work in works],
             "single": single.prompt_token_ids,
+            "single_len": single.output_len,
             "repeats": repeats,
         }
         asked.write_text(json.dumps(record))
@@ -133,16 +133,8 @@ def _measure(asked: Mapping[str, Any]) -> dict[str, float]:
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
-    first = []
-    few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    for _ in range(_TTFT_REPEATS):
-        start = time.perf_counter()
-        stream = llm.stream({"prompt_token_ids": asked["single"]}, few)
-        next(stream)
-        first.append(time.perf_counter() - start)
-        for _ in stream:
-            pass
-    return {"seconds": min(seconds[1:]), "ttft_s": median(first)}
+    alone = in_process(llm, Work(asked["single"], asked["single_len"]))
+    return {"seconds": min(seconds[1:]), **alone}
 
 
 if __name__ == "__main__":

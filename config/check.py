@@ -130,6 +130,11 @@ def _check_ranges(options: EngineOptions) -> None:
             "long_prefill_token_threshold",
             "0 (no limit) or a number of tokens",
         ),
+        (
+            o.max_num_mixed_tokens is None or o.max_num_mixed_tokens >= 0,
+            "max_num_mixed_tokens",
+            "0 (no limit) or a number of tokens",
+        ),
     ]
     for ok, name, expected in checks:
         if not ok:
@@ -226,8 +231,9 @@ def _check_scheduler(options: EngineOptions) -> None:
             f"max_num_batched_tokens={tokens} < max_num_seqs={seqs}: every running "
             "request needs one token a step; raise the former or lower the latter"
         )
-    if options.long_prefill_token_threshold and not options.enable_chunked_prefill:
-        raise UserError(
-            f"long_prefill_token_threshold={options.long_prefill_token_threshold} splits prompts, "
-            "which enable_chunked_prefill=False forbids; drop one of them"
-        )
+    for name in ("long_prefill_token_threshold", "max_num_mixed_tokens"):
+        if getattr(options, name) and not options.enable_chunked_prefill:
+            raise UserError(
+                f"{name}={getattr(options, name)} splits prompts, which "
+                "enable_chunked_prefill=False forbids; drop one of them"
+            )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from .levels import PASSES, CudagraphMode
 from .option_types import typed
+
+SERVER_MIXED_TOKENS = 256
+"""``max_num_mixed_tokens`` of a server."""
 
 
 def _option(
@@ -144,6 +147,12 @@ class EngineOptions:
     long_prefill_token_threshold: int = _option(
         0, "scheduler", "most tokens of one prompt a step, so that others share it; 0: all that fit"
     )
+    max_num_mixed_tokens: int | None = _option(
+        None,
+        "scheduler",
+        "most tokens of a step of decodes and prompts, so that tokens come evenly; more while much "
+        "waits; 0: no limit; 256 under `serve` and 0 elsewhere if unset",
+    )
     scheduling_policy: str = _option(
         "fcfs", "scheduler", "who runs first: by arrival, or by priority", ("fcfs", "priority")
     )
@@ -170,6 +179,12 @@ class EngineOptions:
     def num_ranks(self) -> int:
         """The ranks of one engine: a process each."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def for_server(self) -> EngineOptions:
+        """The same with the defaults of a server, whose clients read tokens as they come."""
+        if self.max_num_mixed_tokens is not None or not self.enable_chunked_prefill:
+            return self
+        return replace(self, max_num_mixed_tokens=SERVER_MIXED_TOKENS)
 
     def __post_init__(self) -> None:
         """Raises ``UserError`` for a value of the wrong type."""

@@ -83,7 +83,7 @@ def serve(
         tuple(request_rate or ()),
         burstiness,
     )
-    options = to_measure({**workload.implied, **engine}, model_argument)
+    options = to_measure({**workload.implied, **_warm(base_url), **engine}, model_argument)
     check_counts(1, repeats=repeats)
     if offline and (base_url or request_rate):
         raise UserError("offline compares a server of its own, with all requests at once")
@@ -109,7 +109,7 @@ def serve(
             rows.append({**about, **row})
             _show(rows[-1], err=json_output)
         if offline:
-            found.update(_beside(found["offline"], rows[0], _first_token_s(target, single)))
+            found.update(_beside(found["offline"], rows[0], target, single))
             _show_beside(found, err=json_output)
 
     urls: list[str | None] = [*base_url] if base_url else [None]
@@ -192,30 +192,36 @@ def _best(
     return row
 
 
-def _first_token_s(target: HttpTarget, single: Work) -> float:
-    """Median time to the first token of a request alone, in seconds."""
-    from statistics import median
-
-    from ..bench.http_load import load
-
-    runs = (load(target, [single], [0.0]) for _ in range(20))
-    return median(run.requests[0].ttft for run in runs) / 1e3
+def _warm(base_url: list[str] | None) -> dict[str, bool]:
+    """Options of a server that is started: what it captures beside requests is no part of what it
+    takes once it is warm."""
+    return {} if base_url else {"lazy_capture": False}
 
 
-def _beside(offline: dict[str, float], row: dict[str, Any], ttft_s: float) -> dict[str, Any]:
+def _beside(
+    offline: dict[str, float], row: dict[str, Any], target: HttpTarget, single: Work
+) -> dict[str, Any]:
+    from ..bench.first_token import over_http
+
+    alone = over_http(target, single)
     return {
         "of_offline": round(offline["seconds"] / row["seconds"], 4),
-        "ttft_alone_ms": round(ttft_s * 1e3, 3),
-        "added_ttft_ms": round((ttft_s - offline["ttft_s"]) * 1e3, 3),
+        "alone": alone,
+        "added_ttft_ms": round(alone["ttft_ms"] - offline["ttft_ms"], 3),
     }
 
 
 def _show_beside(found: dict[str, Any], *, err: bool) -> None:
     typer.echo(
         f"{found['of_offline']:.1%} of LLM.generate's throughput; a request alone has its first "
-        f"token after {found['ttft_alone_ms']:.2f} ms, {found['added_ttft_ms']:.2f} ms later",
+        f"token after {found['alone']['ttft_ms']:.2f} ms, {found['added_ttft_ms']:.2f} ms later",
         err=err,
     )
+    rows = [["ms, a request alone", "first token", "in the API", "queued", "engine", "no pauses"]]
+    for name, of in (("HTTP", found["alone"]), ("LLM.stream", found["offline"])):
+        parts = ("ttft_ms", "api_ms", "queued_ms", "engine_ms", "ttft_hot_ms")
+        rows.append([name, *(f"{of[part]:.2f}" if part in of else "" for part in parts)])
+    typer.echo(table(rows), err=err)
 
 
 def _show(row: dict[str, Any], *, err: bool) -> None:

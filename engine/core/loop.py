@@ -230,6 +230,7 @@ def make_core(
         max_model_len=config.model.max_model_len,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        max_num_mixed_tokens=config.scheduler.max_num_mixed_tokens,
         prefix_caching=config.scheduler.prefix_caching,
         heed_priority=config.scheduler.policy == "priority",
     )

@@ -1,5 +1,5 @@
-"""Computes the keys of full KV blocks.  A key covers its block's tokens and, through the key before
-it, all earlier ones.
+"""Finds and caches full KV blocks by their keys.  A key covers its block's tokens and, through the
+key before it, all earlier ones.
 
 Blocks are hashed in a chain, as in vLLM's automatic prefix caching; prefixes are shared as in
 RadixAttention (Zheng et al., 2023).  Keys have 128 bits of BLAKE2b and are not checked against
@@ -11,9 +11,32 @@ from __future__ import annotations
 import hashlib
 from array import array
 
+from .kv_blocks import BlockPool, SequenceBlocks
 from .request import Request
 
 _KEY_BYTES = 16
+
+
+def find_prefix(pool: BlockPool, request: Request) -> SequenceBlocks:
+    """Blocks that hold the request's first tokens; the last token is always computed, since its
+    hidden state gives the next."""
+    keys = extend_keys(request, pool.block_size)
+    return pool.find(keys[: (request.num_tokens - 1) // pool.block_size])
+
+
+def cache_full_blocks(pool: BlockPool, request: Request) -> None:
+    """Let others find the blocks that are full of known tokens.  They may be found before they are
+    written: whoever reads them runs in this step or later, and a step stores before it reads."""
+    size, num_computed = pool.block_size, request.num_computed_tokens
+    if num_computed < (request.num_cached_blocks + 1) * size:
+        return
+    full = min(num_computed, request.num_known_tokens) // size
+    keys = extend_keys(request, size)
+    cached = request.num_cached_blocks
+    for table, freed in zip(request.blocks.tables, request.blocks.num_freed, strict=True):
+        for index in range(max(cached, freed), full):
+            pool.cache(table[index], keys[index])
+    request.num_cached_blocks = full
 
 
 def extend_keys(request: Request, block_size: int) -> list[bytes]:

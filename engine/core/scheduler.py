@@ -17,8 +17,9 @@ from ...config import UserError
 from ..messages.requests import Finished, NewTokens, RequestLimits, StepOutputs
 from ..messages.step import StepResult
 from .batch import ScheduledRequest, ScheduledStep, make_batch
+from .chunks import Chunks
 from .kv_blocks import BlockPool, SequenceBlocks
-from .prefix_cache import extend_keys
+from .prefix_cache import cache_full_blocks, find_prefix
 from .request import WHY_NO_TOKEN, Request, RequestStatus
 from .scoring import add_rows, bounded_end, scored_by
 
@@ -37,6 +38,7 @@ class Scheduler:
         enable_chunked_prefill: a prompt may be computed over several steps.
         long_prefill_token_threshold: most tokens of one prompt in a step, so that others get their
             share; 0: as many as fit.
+        max_num_mixed_tokens: see ``Chunks``.
         prefix_caching: start behind the longest prefix whose blocks are still cached; never where
             a block holds the state of a whole sequence.
         heed_priority: order by priority before arrival.
@@ -52,6 +54,7 @@ class Scheduler:
         max_model_len: int,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
+        max_num_mixed_tokens: int = 0,
         prefix_caching: bool = False,
         heed_priority: bool = False,
         tokens_per_step: int = 1,
@@ -70,6 +73,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
+        self._chunks = Chunks(max_num_batched_tokens, max_num_mixed_tokens, tokens_per_step)
         self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
         self.tokens_per_step = tokens_per_step
@@ -85,6 +89,8 @@ class Scheduler:
         self.waiting: dict[str, Request] = {}
         # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
         self._queue: list[tuple[int, int, Request]] = []
+        self._num_queued_tokens = 0  # of the prompts in ``waiting``
+        self._has_part = False  # the last step left a part of a prompt
         self.num_prefix_tokens = 0
         """Tokens looked up in the prefix cache."""
         self.num_prefix_hits = 0
@@ -128,7 +134,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._release(request)
         else:
-            del self.waiting[request.request_id]
+            self._dequeue(request)
         request.status = status
         if (reason := request.finish_reason) != "abort":
             num_tokens = len(request.output_token_ids)
@@ -146,9 +152,12 @@ class Scheduler:
         ends."""
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
-        budget = self.max_num_batched_tokens
+        budget = room = self.max_num_batched_tokens
+        if self._has_part or (self._num_queued_tokens and self._free_slots):
+            room = self._chunks.room(self.running.values(), self._num_queued_tokens)
         preempted_before = self.num_preemptions
         self._free_rows = self.max_num_seqs - len(self.running)
+        self._has_part = False
         for request in self._running_in_order():
             if budget == 0:
                 break
@@ -157,9 +166,16 @@ class Scheduler:
             num_tokens = request.num_tokens
             if num_tokens >= request.max_total_tokens or request.waits:
                 continue  # its last token is in flight
-            end = request.num_computed_tokens + 1
-            if end < num_tokens:
-                end = self._chunk_end(request, request.num_computed_tokens, num_tokens, budget)
+            start = request.num_computed_tokens
+            end = start + 1
+            if num_tokens - start > self.tokens_per_step:
+                end = self._chunk_end(request, start, num_tokens, min(budget, room))
+                room -= end - start
+                self._has_part |= end < num_tokens
+                if end == start:
+                    continue
+            elif end < num_tokens:
+                end = self._chunk_end(request, start, num_tokens, budget)
             if end > request.blocks.num_slots and not self._make_room(request, end):
                 continue
             entry = self._take(request, end, num_tokens)
@@ -167,14 +183,16 @@ class Scheduler:
             self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
         # Admit nothing after a preemption: the preempted request would return and be preempted
         # again.
-        while budget > 0 and self.num_preemptions == preempted_before:
-            admitted = self._admit(budget)
+        room = min(budget, room)
+        while room > 0 and self.num_preemptions == preempted_before:
+            admitted = self._admit(room)
             if admitted is None:
                 break
             num_tokens = admitted.num_tokens
-            end = self._chunk_end(admitted, admitted.num_computed_tokens, num_tokens, budget)
+            end = self._chunk_end(admitted, admitted.num_computed_tokens, num_tokens, room)
+            self._has_part |= end < num_tokens
             entry = self._take(admitted, end, num_tokens)
-            budget -= entry.num_tokens
+            room -= entry.num_tokens
             self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
         if not decodes and not prefills:
             return None
@@ -216,7 +234,7 @@ class Scheduler:
             request_ids.append(request.request_id)
             rows.append(row)
             if self.prefix_caching:
-                self._cache_full_blocks(request)
+                cache_full_blocks(self.pool, request)
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
@@ -266,7 +284,7 @@ class Scheduler:
         start = request.num_computed_tokens
         request.num_computed_tokens = end
         if self.prefix_caching:
-            self._cache_full_blocks(request)
+            cache_full_blocks(self.pool, request)
         if end - start > 1 and self.pool.has_windows:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
         num_sampled = 0
@@ -305,7 +323,9 @@ class Scheduler:
         pool, num_tokens = self.pool, request.num_tokens
         if not self.enable_chunked_prefill and num_tokens > budget:
             return None
-        blocks = self._find_prefix(request)
+        # What is found has no logits.
+        searched = self.prefix_caching and not request.is_scored
+        blocks = find_prefix(pool, request) if searched else pool.find([])
         start, shared = len(blocks.tables[0]) * pool.block_size, blocks.held()
         needed = pool.most_blocks(num_tokens, self.limits.longest_chunk) - len(shared)
         # Leave a block of each group for each running request, or the newcomer would soon be
@@ -314,7 +334,7 @@ class Scheduler:
         if needed + pool.num_idle(shared) + margin > pool.num_free:
             return None
         heapq.heappop(self._queue)
-        del self.waiting[request.request_id]
+        self._dequeue(request)
         pool.share(shared)
         end = self._chunk_end(request, start, num_tokens, budget)
         pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
@@ -343,30 +363,6 @@ class Scheduler:
             heapq.heappop(self._queue)
         return None
 
-    def _find_prefix(self, request: Request) -> SequenceBlocks:
-        """Blocks that hold the request's first tokens; the last token is always computed, since
-        its hidden state gives the next."""
-        if not self.prefix_caching or request.is_scored:  # what is found has no logits
-            return self.pool.find([])
-        size = self.pool.block_size
-        keys = extend_keys(request, size)
-        return self.pool.find(keys[: (request.num_tokens - 1) // size])
-
-    def _cache_full_blocks(self, request: Request) -> None:
-        """Let others find the blocks that are full of known tokens.  They may be found before they
-        are written: whoever reads them runs in this step or later, and a step stores before it
-        reads."""
-        size, num_computed = self.pool.block_size, request.num_computed_tokens
-        if num_computed < (request.num_cached_blocks + 1) * size:
-            return
-        full = min(num_computed, request.num_known_tokens) // size
-        keys = extend_keys(request, size)
-        cached = request.num_cached_blocks
-        for table, freed in zip(request.blocks.tables, request.blocks.num_freed, strict=True):
-            for index in range(max(cached, freed), full):
-                self.pool.cache(table[index], keys[index])
-        request.num_cached_blocks = full
-
     def _running_in_order(self) -> list[Request]:
         """Running requests, the one that is preempted last first.  So a request that is preempted
         to make room has no entry in the step yet.  By arrival this is the order of starting."""
@@ -378,7 +374,12 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self.waiting[request.request_id] = request
+        self._num_queued_tokens += len(request.prompt_token_ids)
         heapq.heappush(self._queue, (*self._priority_key(request), request))
+
+    def _dequeue(self, request: Request) -> None:
+        del self.waiting[request.request_id]
+        self._num_queued_tokens -= len(request.prompt_token_ids)
 
     def _preempt(self, request: Request) -> None:
         self._release(request)

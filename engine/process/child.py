@@ -218,7 +218,7 @@ def _serve(
     # Only now, when this process ends with its parent: the import of torch takes seconds.
     from ..engine import Engine
 
-    engine = Engine(options)
+    engine = Engine(options.for_server())
     core = engine.core
     ready = Ready(
         vocab_size=engine.inputs.vocab_size,

@@ -137,4 +137,7 @@ def test_the_command_compares_with_the_same_requests_offline(
     assert found["rows"][0]["output_tokens"] == 24
     assert found["of_offline"] > 0
     assert found["offline"]["seconds"] > 0
+    alone = found["alone"]
+    assert 0 < alone["queued_ms"] + alone["engine_ms"] <= alone["api_ms"], "parts of each other"
+    assert 0 < found["offline"]["engine_ms"]
     assert EngineOptions(**found["options"]).enable_prefix_caching is False

@@ -113,6 +113,7 @@ OUTSIDE_OPTIONS = {
     "max_num_batched_tokens": 1024,
     "enable_chunked_prefill": False,
     "long_prefill_token_threshold": 64,
+    "max_num_mixed_tokens": 100,
     "scheduling_policy": "priority",
     "enable_prefix_caching": False,
     "async_scheduling": False,

@@ -155,6 +155,13 @@ def test_tokens_a_step_cover_the_longest_prompt_without_chunked_prefill() -> Non
     assert resolved(CPU, enable_chunked_prefill=False).scheduler.max_num_batched_tokens == 4096
 
 
+def test_steps_with_decodes_are_limited_in_a_server_that_may_split_prompts() -> None:
+    assert EngineOptions().for_server().max_num_mixed_tokens == 256
+    for same in ({"max_num_mixed_tokens": 0}, {"enable_chunked_prefill": False}, {}):
+        assert resolved(GPU, **same).scheduler.max_num_mixed_tokens == 0
+        assert not same or EngineOptions(**same).for_server() == EngineOptions(**same)
+
+
 # Capture sizes
 
 
@@ -209,19 +216,19 @@ REFUSALS: list[tuple[Hardware, dict[str, Any], str]] = [
     (GPU, {"max_num_seqs": 0}, "max_num_seqs=0: expected at least 1"),
     (GPU, {"max_model_len": 0}, "max_model_len=0: expected at least 1"),
     (GPU, {"scheduling_policy": "sjf"}, "scheduling_policy='sjf': expected fcfs or priority"),
-    (
-        GPU,
-        {"long_prefill_token_threshold": -1},
-        "long_prefill_token_threshold=-1: expected 0 (no limit) or a number of tokens",
-    ),
-    (
-        GPU,
-        {"long_prefill_token_threshold": 8, "enable_chunked_prefill": False},
+    *[
+        (GPU, {name: -1}, f"{name}=-1: expected 0 (no limit) or a number of tokens")
+        for name in ("long_prefill_token_threshold", "max_num_mixed_tokens")
+    ],
+    *[
         (
-            "long_prefill_token_threshold=8 splits prompts, which enable_chunked_prefill=False "
-            "forbids; drop one of them"
-        ),
-    ),
+            GPU,
+            {name: 8, "enable_chunked_prefill": False},
+            f"{name}=8 splits prompts, which enable_chunked_prefill=False forbids; drop one of "
+            "them",
+        )
+        for name in ("long_prefill_token_threshold", "max_num_mixed_tokens")
+    ],
     (GPU, {"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
     (GPU, {"num_gpu_blocks_override": 0}, "num_gpu_blocks_override=0: expected at least 1"),
     (GPU, {"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes=0: expected more than 0"),

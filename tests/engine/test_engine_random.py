@@ -211,6 +211,7 @@ setups = (
         prefix_caching=st.booleans(),
         heed_priority=st.booleans(),
         long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
+        max_num_mixed_tokens=st.sampled_from([0, 1, 5]),
         windows=st.sampled_from([(0,), (0,), (3,), (0, 5), (4, 0, 4), (1, 9)]),
         tokens_per_step=st.sampled_from([1, 1, 2, 5]),
     )
@@ -223,6 +224,7 @@ setups = (
                 s,
                 max_num_batched_tokens=max(s.max_num_batched_tokens, s.max_model_len),
                 long_prefill_token_threshold=0,
+                max_num_mixed_tokens=0,
             )
         )
     )

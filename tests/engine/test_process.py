@@ -21,7 +21,7 @@ from fusewright import LLM, SamplingParams
 from fusewright.config import EngineDeadError, EngineOptions, UserError
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.requests import CoreStats, StepOutputs
-from fusewright.engine.process.child import CoreServer
+from fusewright.engine.process import child
 from fusewright.engine.process.client import EngineClient, OutputStream
 from fusewright.engine.process.heartbeat import Heartbeat
 from fusewright.engine.process.wire import Kind, frame, make_socket, unframed
@@ -231,9 +231,11 @@ def test_the_frontend_of_the_other_process_imports_no_torch() -> None:
 
 @pytest.mark.parametrize(("quiet_s", "begun"), [(0.0, True), (inf, False)])
 def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
-    quiet_s: float, begun: bool, tmp_path: Path
+    quiet_s: float, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a client that asks again at once would wait for it."""
+    """Else a client that asks again at once would wait for it.  A message ends the rest by itself:
+    nothing looks for one now and then."""
+    monkeypatch.setattr(child, "_BEAT_S", 3600.0)
 
     class OneStep:
         num_unfinished = 1
@@ -259,7 +261,7 @@ def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
         return False
 
     heartbeat = Heartbeat(tmp_path / "heartbeat")
-    server = CoreServer(
+    server = child.CoreServer(
         OneStep(),  # type: ignore[arg-type]
         inbox,
         [outbox],

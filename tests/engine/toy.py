@@ -299,6 +299,7 @@ class Setup:
     prefix_caching: bool = False
     heed_priority: bool = False
     long_prefill_token_threshold: int = 0
+    max_num_mixed_tokens: int = 0
     windows: tuple[int, ...] = (0,)
     """One group of layers each; 0: no window."""
     tokens_per_step: int = 1
@@ -315,6 +316,7 @@ class Setup:
             max_model_len=self.max_model_len,
             enable_chunked_prefill=self.enable_chunked_prefill,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_num_mixed_tokens=self.max_num_mixed_tokens,
             prefix_caching=self.prefix_caching,
             heed_priority=self.heed_priority,
             tokens_per_step=self.tokens_per_step,

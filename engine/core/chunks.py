@@ -1,0 +1,59 @@
+"""How many prompt tokens a step computes beside decodes.
+
+A step that computes a part of a prompt is a longer gap between two tokens for every request that
+decodes in it.  A step of few tokens takes the time in which the device reads the weights; from
+some number of tokens on, its time grows with them.  So a step with as many tokens as take twice
+the time of the weights, or with twice as many tokens as decodes, lasts about twice as long as its
+decodes alone.  While much waits, chunks grow with it, since small ones would cost throughput, and
+what fills a step has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .request import Request
+
+_SHARE = 8
+"""Beyond its limit, a step takes in this part of what waits at most."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Decides by counts alone, so that the same requests in the same steps are split alike.
+
+    Args:
+        max_num_batched_tokens: most tokens of a step.
+        max_num_mixed_tokens: most tokens of a step with decodes, while few decode and few wait; 0:
+            ``max_num_batched_tokens``.
+        tokens_per_step: most tokens of a decode.
+    """
+
+    max_num_batched_tokens: int
+    max_num_mixed_tokens: int
+    tokens_per_step: int = 1
+
+    def room(self, running: Iterable[Request], num_queued_tokens: int) -> int:
+        """Most prompt tokens of the next step: all that it holds if nothing decodes in it, or if
+        so many wait.
+
+        Args:
+            running: requests that have been started.
+            num_queued_tokens: prompt tokens of those that have not, in the prefix cache or not.
+        """
+        if not self.max_num_mixed_tokens:
+            return self.max_num_batched_tokens
+        num_decodes, num_waiting = 0, num_queued_tokens
+        for request in running:
+            num_tokens = request.num_tokens
+            left = num_tokens - request.num_computed_tokens
+            if left > self.tokens_per_step:
+                num_waiting += left
+            elif num_tokens < request.max_total_tokens:  # else its last token is in flight
+                num_decodes += left
+        if num_decodes == 0 or num_waiting >= self.max_num_batched_tokens:
+            return self.max_num_batched_tokens
+        # The room for twice the decodes is as large as they are.
+        limit = max(self.max_num_mixed_tokens - num_decodes, num_decodes)
+        return max(limit, num_waiting // _SHARE)
