@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc, Tolerance
 from ._float8 import E4M3
 from ._launch import Launch, run_all
 from ._linear_kernels import Target
@@ -29,16 +30,7 @@ from ._moe_cuda import (
     why_not_grouped,
     why_not_streamed,
 )
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
 from .launches import experts as plans

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _rowwise
+from ._desc import Case, Cost, OpDesc, TensorDesc, Tolerance
 from ._float8 import E4M3
 from ._launch import Launch
 from ._linear_desc import LinearArgs, LinearDesc, describe
@@ -34,17 +35,7 @@ from ._linear_kernels import (
     plan_tiled,
     runner,
 )
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    TensorDesc,
-    Tolerance,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, dispatched, triton
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .quantize import quantize_static, refuses_device

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc, TensorDesc, Tolerance
 from ._launch import Launch
 from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance, dispatched
+from ._op import Implementation, SemanticOp, dispatched
 from .launches import norm
 from .linear import GATED
 from .linear import OP as LINEAR

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 
 from ._cuda import why_no_csrc
+from ._desc import OpDesc
 from ._float8 import E4M3
 from ._launch import Launch, run_launches
-from ._op import Implementation, OpDesc
+from ._op import Implementation
 from .launches.paged_attention import AttentionArgs
 
 _SM = 90

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ._cuda import why_no_csrc
+from ._desc import OpDesc
 from ._launch import Launch, run_launches
-from ._op import Implementation, OpDesc
+from ._op import Implementation
 from .launches import sampling
 
 _SM = 90

@@ -8,19 +8,9 @@ import torch
 from torch import Tensor
 
 from . import _rowwise
+from ._desc import TOLERANCES, Case, Cost, OpDesc, Tolerance
 from ._launch import Launch
-from ._op import (
-    TOLERANCES,
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, triton
 from ._sampling import clean_logits, ordered_bits
 from .launches import logprobs
 

@@ -53,7 +53,7 @@ EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
         ("qwen3_qk_norm", 2, {"optimization_level": 2, **EVERY_PASS}),
         ("llama_gqa", 2, {"optimization_level": 3}),
         ("qwen2_moe", 2, {"optimization_level": 0}),
-        # Of four ranks two share a KV head, and one adds the biases.
+        # Two of the four ranks share a KV head, and one adds the biases.
         ("llama_bias", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("qwen3_moe", 2, {"optimization_level": 1, "enable_expert_parallel": True}),
