@@ -130,11 +130,10 @@ DIALECTS = ("compressed static", "compressed channel", "fp8 block")
     ("name", "level", "kv_cache_dtype"),
     [
         *[(name, 0, kv) for name in DIALECTS for kv in ("auto", "fp8")],
+        # A level each; the exact answers below are those of every kind at -O2.
         ("compressed static", 1, "fp8"),
-        ("compressed static", 2, "auto"),
-        ("compressed channel", 2, "fp8"),
-        ("compressed channel", 3, "auto"),
         ("fp8 block", 2, "fp8"),
+        ("compressed channel", 3, "auto"),
     ],
 )
 def test_logits_are_those_of_a_rounded_model(
