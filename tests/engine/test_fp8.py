@@ -202,7 +202,10 @@ def calibrated(folder: Path) -> Path:
     [
         *[(scheme, "fp8", 2) for scheme in ("unquantized", "fp8_static")],
         # On a CPU the logits above are those of these two with compiled code.
-        *[(scheme, "fp8", 2 if torch.cuda.is_available() else 0) for scheme in ("fp8", "fp8_block")],
+        *[
+            (scheme, "fp8", 2 if torch.cuda.is_available() else 0)
+            for scheme in ("fp8", "fp8_block")
+        ],
         # On a CPU the logits above are those of each kind without an FP8 cache.
         *[(scheme, "auto", 2) for scheme in KINDS if torch.cuda.is_available()],
     ],
