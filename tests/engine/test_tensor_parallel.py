@@ -95,8 +95,8 @@ EVERY = [
 
 
 def test_two_ranks_answer_as_one_from_one_artifact(tmp_path: Path) -> None:
-    """Sampled, penalized and stopped requests too, with a step in flight.  A process has one engine of
-    several ranks, until that is closed."""
+    """Sampled, penalized and stopped requests too, with a step in flight.  A process has one engine
+    of several ranks, until that is closed."""
     problems = held_out(60, seed=3)
     prompts = [problem.prompt for problem in problems]
     params = [EVERY[i % len(EVERY)] for i in range(len(prompts))]
