@@ -86,6 +86,10 @@ class Implementation:
         object.__setattr__(self, "fn", definition(self.fn))
 
 
+on_gpu = functools.partial(Implementation, devices=("cuda",))
+on_cpu = functools.partial(Implementation, devices=("cpu",))
+
+
 def triton(
     launches: Callable[..., tuple[list[Launch], Any]],
     supports: Callable[[OpDesc], str] = always,
@@ -94,8 +98,7 @@ def triton(
     opt_in: bool = False,
 ) -> Implementation:
     """The implementation that runs the Triton kernels which ``launches(*args)`` describes."""
-    run = run_launches(launches)
-    return Implementation(name, run, supports, devices=("cuda",), launches=launches, opt_in=opt_in)
+    return on_gpu(name, run_launches(launches), supports, launches=launches, opt_in=opt_in)
 
 
 @dataclass(frozen=True)
