@@ -18,7 +18,7 @@ from fusewright.engine.core.scheduler import Scheduler
 from tests.model_executor.tiny_models import BY_NAME, MOE_MODELS, TINY_MODELS
 
 PROMPT_LENGTHS = (1, 5, 17, 40)
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 CHUNKS = (1, 7, 16, 64)
 BLOCK_SIZES = (8, 16, 32)
 MAX_LEN = 128
