@@ -169,7 +169,7 @@ ABSENT = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_kernels_for_an_absent_gpu_are_compiled(tmp_path: Path) -> None:
     argv = ["compile", "abacus", "-O2", "--target-sm", "90", "--dtype", "bfloat16", "--json"]
-    done = shell(tmp_path, *argv, "--no-verify")
+    done = shell(tmp_path, *argv)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["label"].endswith("bfloat16, -O2, sm_90")
