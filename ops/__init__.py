@@ -7,6 +7,7 @@ and lowering all run over it.
 
 from ._cublaslt import installed as installed_cublaslt
 from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
+from ._desc import Case, Cost, OpDesc, TensorDesc
 from ._device_table import notes as table_notes
 from ._device_table import report as report_tables
 from ._device_table import take as take_table
@@ -16,14 +17,10 @@ from ._kernel_table import KERNELS, KernelMissingError, KernelTable
 from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
     NAMESPACE,
-    Case,
     Choice,
-    Cost,
     Implementation,
     NoImplementationError,
-    OpDesc,
     SemanticOp,
-    TensorDesc,
     choose,
     runs_on,
 )

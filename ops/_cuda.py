@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ._op import OpDesc
+from ._desc import OpDesc
 
 LIBRARY_NAME = "_fw_cuda.so"
 _ROOT = Path(__file__).resolve().parent.parent

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..config.expert_tables import ExpertTile
 from . import _expert_tables
+from ._desc import TensorDesc
 from ._launch import Launch, run_launches
 from ._linear_desc import LinearDesc, describe
 from ._linear_kernels import LinearKernel, Selection, Target, here, select
-from ._op import TensorDesc
 from .launches import experts as plans
 from .launches.experts import Sorted
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._op import OpDesc
+from ._desc import OpDesc
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

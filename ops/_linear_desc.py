@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ._desc import TensorDesc
 from ._float8 import E4M3
-from ._op import TensorDesc
 from .gated_act import ACTIVATIONS
 from .launches.tiles import cdiv
 

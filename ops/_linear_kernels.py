@@ -23,10 +23,10 @@ from torch import Tensor
 
 from . import _cublaslt_linear, _device_table
 from ._cuda import load_cuda_library
+from ._desc import OpDesc
 from ._device_table import most_rows
 from ._launch import Launch, run_launches
 from ._linear_desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
-from ._op import OpDesc
 from .launches import linear as tiled
 from .launches import linear_fp8 as tiled_fp8
 from .launches.activation import gated_activation

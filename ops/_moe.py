@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..config.routing import Routing
 from . import _expert_kernels as kernels
+from ._desc import Cost, TensorDesc
 from ._expert_kernels import describe_experts
 from ._float8 import E4M3
 from ._launch import Launch
-from ._op import Cost, TensorDesc
 from .launches import experts as plans
 from .launches import route as route_plans
 from .launches.quant import quantize as plan_quantize

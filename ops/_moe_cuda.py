@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ._cuda import load_cuda_library
+from ._desc import TensorDesc
 from ._launch import run_all
 from ._linear_kernels import Target, here
 from ._moe import Call, Planned, plan_routing
-from ._op import TensorDesc
 from .launches.experts import MOST_EXPERTS
 
 MOST_TOKENS = 8

@@ -18,6 +18,13 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from ._desc import EXACT as EXACT
+from ._desc import TOLERANCES as TOLERANCES
+from ._desc import Case as Case
+from ._desc import Cost as Cost
+from ._desc import OpDesc as OpDesc
+from ._desc import TensorDesc as TensorDesc
+from ._desc import Tolerance
 from ._launch import Launch, run_launches
 
 NAMESPACE = "fw"
@@ -44,75 +51,6 @@ def dispatched(reference: Callable[_P, _R]) -> Callable[_P, _R]:
 def definition(public: Callable[_P, _R]) -> Callable[_P, _R]:
     """What a ``dispatched`` function computes, as plain torch."""
     return inspect.unwrap(public)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class TensorDesc:
-    """Shape and dtype of one tensor argument; a dynamic dimension is a sympy expression."""
-
-    dtype: torch.dtype
-    shape: tuple[Any, ...]
-
-    @property
-    def numel(self) -> Any:
-        n: Any = 1
-        for dim in self.shape:
-            n = n * dim
-        return n
-
-    @property
-    def nbytes(self) -> Any:
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class OpDesc:
-    """One call as kernel choice and cost see it: descriptions of its arguments, without data.
-
-    ``csrc`` says whether the machine that runs it has the kernels of csrc; None: as this process.
-    """
-
-    op: str
-    args: tuple[tuple[str, Any], ...]
-    device: str
-    sm: int = 0
-    csrc: bool | None = None
-
-    def __getitem__(self, name: str) -> Any:
-        return dict(self.args)[name]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Device-memory bytes moved and floating-point operations, ints or sympy expressions."""
-
-    bytes: Any
-    flops: Any
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    atol: float
-    rtol: float
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call for conformance tests and benchmarks: positional arguments with a readable label,
-    and tolerances where they are not the op's."""
-
-    label: str
-    args: tuple[Any, ...]
-    tolerances: Mapping[torch.dtype, Tolerance] | None = None
-
-
-TOLERANCES: Mapping[torch.dtype, Tolerance] = {
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.bfloat16: Tolerance(1e-2, 1.6e-2),
-    torch.float16: Tolerance(2e-3, 2e-3),
-}
-EXACT: Mapping[torch.dtype, Tolerance] = dict.fromkeys(TOLERANCES, Tolerance(0.0, 0.0))
-"""Tolerances of ops whose definition fixes every bit."""
 
 
 def always(desc: OpDesc) -> str:
@@ -148,6 +86,10 @@ class Implementation:
         object.__setattr__(self, "fn", definition(self.fn))
 
 
+on_gpu = functools.partial(Implementation, devices=("cuda",))
+on_cpu = functools.partial(Implementation, devices=("cpu",))
+
+
 def triton(
     launches: Callable[..., tuple[list[Launch], Any]],
     supports: Callable[[OpDesc], str] = always,
@@ -156,8 +98,7 @@ def triton(
     opt_in: bool = False,
 ) -> Implementation:
     """The implementation that runs the Triton kernels which ``launches(*args)`` describes."""
-    run = run_launches(launches)
-    return Implementation(name, run, supports, devices=("cuda",), launches=launches, opt_in=opt_in)
+    return on_gpu(name, run_launches(launches), supports, launches=launches, opt_in=opt_in)
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,8 @@ def each_query(attend: Callable[..., None]) -> Callable[..., None]:
     """``attend``, an implementation of ``paged_attention``, for one query at a time: what it
     computes follows from the query's own position."""
 
-    def run(
-        q: Tensor,
-        kv_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        out: Tensor,
-        *rest: Any,
-    ) -> None:
+    def run(*args: Any) -> None:
+        q, kv_cache, block_table, seq_lens, query_start_loc, out, *rest = args
         alone = torch.tensor([0, 1], dtype=torch.int32)
         starts = query_start_loc.tolist()
         for sequence, context in enumerate(seq_lens.tolist()):

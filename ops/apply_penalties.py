@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
+from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import penalties
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
+from ._desc import Case, Cost, OpDesc
+from ._op import Implementation, SemanticOp, dispatched, triton
 from ._sampling import FLOAT32_MAX, largest_of_rows
 from .launches import sampling
 

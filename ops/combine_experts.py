@@ -12,18 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc, TensorDesc
 from ._launch import Launch
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    TensorDesc,
-    definition,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, triton
 from .launches import experts as plans
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._desc import EXACT, Case, Cost, OpDesc
 from ._launch import Launch
-from ._op import EXACT, Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
+from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import gather
 
 

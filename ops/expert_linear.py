@@ -17,21 +17,12 @@ from torch import Tensor
 
 from . import _expert_kernels as kernels
 from . import _rowwise
+from ._desc import Case, Cost, OpDesc, TensorDesc
 from ._expert_kernels import describe_experts
 from ._float8 import E4M3
 from ._linear_desc import LinearDesc
 from ._linear_kernels import Target, multiply
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    TensorDesc,
-    definition,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .linear import FP8, GATED, PLAIN
@@ -279,11 +270,10 @@ OP = SemanticOp(
             name="invariant",
             opt_in=True,
         ),
-        Implementation(
+        on_cpu(
             "rowwise",
             with_defaults(partial(_by_expert, _rowwise.linear)),
             _supports(_invariant_refuses),
-            devices=("cpu",),
             opt_in=True,
         ),
     ),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc, Tolerance
 from ._float8 import E4M3
 from ._launch import Launch, run_all
 from ._linear_kernels import Target
@@ -29,16 +30,7 @@ from ._moe_cuda import (
     why_not_grouped,
     why_not_streamed,
 )
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, on_gpu
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
 from .launches import experts as plans
@@ -289,18 +281,8 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "cuda",
-            _cuda,
-            _cuda_supports,
-            devices=("cuda",),
-            launches=_launches,
-            opt_in=True,
-            runs=_cuda_runs,
-        ),
-        Implementation(
-            "triton", _triton, supports, devices=("cuda",), launches=_launches, runs=_runs
-        ),
+        on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, opt_in=True, runs=_cuda_runs),
+        on_gpu("triton", _triton, supports, launches=_launches, runs=_runs),
         Implementation("native", _reference, on_host=True),
     ),
     tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},

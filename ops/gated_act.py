@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Implementation, SemanticOp, triton
 from .launches import activation as kernels
 from .quantize import ONE_STEP, SCHEMES, Cases, parameter, quantizing_op, schemes, signed
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._desc import EXACT, Case, Cost, OpDesc
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
 from ._launch import Launch
-from ._op import EXACT, Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
+from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import kv_store as kernels
 
 

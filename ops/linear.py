@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _rowwise
+from ._desc import Case, Cost, OpDesc, TensorDesc, Tolerance
 from ._float8 import E4M3
 from ._launch import Launch
 from ._linear_desc import LinearArgs, LinearDesc, describe
@@ -34,17 +35,7 @@ from ._linear_kernels import (
     plan_tiled,
     runner,
 )
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    TensorDesc,
-    Tolerance,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .quantize import quantize_static, refuses_device
@@ -335,19 +326,17 @@ OP = SemanticOp(
     cost=_cost,
     # cuBLAS is faster than a plain Triton GEMM at every shape, so "triton" comes after the library.
     implementations=(
-        Implementation(
+        on_gpu(
             "skinny",
             _with_defaults(runner(KERNELS)),
             _supports(_skinny_refuses),
-            devices=("cuda",),
             launches=_with_defaults(plan),
             runs=_with_defaults(namer(KERNELS)),
         ),
-        Implementation(
+        on_gpu(
             "library",
             _with_defaults(runner(WITHOUT_CSRC)),
             _supports(_library_refuses),
-            devices=("cuda",),
             launches=_with_defaults(plan),
             runs=_with_defaults(namer(WITHOUT_CSRC)),
         ),
@@ -360,11 +349,10 @@ OP = SemanticOp(
             name="invariant",
             opt_in=True,
         ),
-        Implementation(
+        on_cpu(
             "rowwise",
             _with_defaults(partial(_define, _rowwise.linear)),
             _supports(_invariant_refuses),
-            devices=("cpu",),
             opt_in=True,
         ),
     ),

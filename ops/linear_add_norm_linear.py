@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc, TensorDesc, Tolerance
 from ._launch import Launch
 from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc, Tolerance, dispatched
+from ._op import Implementation, SemanticOp, dispatched, on_gpu
 from .launches import norm
 from .linear import GATED
 from .linear import OP as LINEAR
@@ -259,22 +260,8 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "skinny",
-            _skinny,
-            _skinny_supports,
-            devices=("cuda",),
-            launches=_launches,
-            runs=_runs,
-        ),
-        Implementation(
-            "library",
-            _in_turn("library"),
-            _supports,
-            devices=("cuda",),
-            launches=_launches,
-            runs=_runs_in_turn,
-        ),
+        on_gpu("skinny", _skinny, _skinny_supports, launches=_launches, runs=_runs),
+        on_gpu("library", _in_turn("library"), _supports, launches=_launches, runs=_runs_in_turn),
         Implementation("native", linear_add_norm_linear, inline=True),
     ),
     # Those of gated layers, wider in bfloat16: the streaming kernels leave out a rounding.

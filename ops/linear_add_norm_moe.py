@@ -17,22 +17,14 @@ import torch
 from torch import Tensor
 
 from . import _moe_cuda as csrc
+from ._desc import Case, Cost, OpDesc, Tolerance
 from ._launch import Launch, run_all
 from ._linear_desc import LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here
 from ._moe import Call as Experts
 from ._moe import Planned, cost_of_call, kernel_names, plan_layers, plan_sum, plan_sum_and_norm
 from ._moe import check as check_experts
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, on_gpu
 from .fused_moe import OP as FUSED_MOE
 from .fused_moe import moe_args, supports_call
 from .launches import norm
@@ -373,17 +365,8 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation(
-            "cuda",
-            _cuda,
-            _cuda_supports,
-            devices=("cuda",),
-            launches=_launches,
-            runs=_cuda_runs,
-        ),
-        Implementation(
-            "triton", _triton, _supports, devices=("cuda",), launches=_launches, runs=_runs
-        ),
+        on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, runs=_cuda_runs),
+        on_gpu("triton", _triton, _supports, launches=_launches, runs=_runs),
         Implementation("native", _reference, on_host=True),
     ),
     tolerances={

@@ -15,19 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import _rowwise
+from ._desc import TOLERANCES, Cost, OpDesc, Tolerance
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
 from ._launch import Launch
-from ._op import (
-    TOLERANCES,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
 from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
 from .launches.paged_attention import AttentionArgs
@@ -292,7 +283,7 @@ OP = SemanticOp(
         triton(_launches, _triton_supports),
         Implementation("native", _native, on_host=True),
         triton(_invariant, _triton_supports, name="invariant", opt_in=True),
-        Implementation("rowwise", _rowwise.each_query(_reference), devices=("cpu",), opt_in=True),
+        on_cpu("rowwise", _rowwise.each_query(_reference), opt_in=True),
     ),
     mutates=("out",),
     # Sums run in another order than the reference's, over logits of a few units.  In FP8, of which

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._desc import Case
 from ._float8 import E4M3, E4M3_MAX, to_e4m3
-from ._op import Case
 
 
 def batch(

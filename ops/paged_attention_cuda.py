@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 
 from ._cuda import why_no_csrc
+from ._desc import OpDesc
 from ._float8 import E4M3
 from ._launch import Launch, run_launches
-from ._op import Implementation, OpDesc
+from ._op import Implementation, on_gpu
 from .launches.paged_attention import AttentionArgs
 
 _SM = 90
@@ -112,11 +113,10 @@ def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
 def by_cuda(triton_prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -> Implementation:
     """The implementation; both arguments are the Triton implementation's."""
     launches = partial(_launches, triton_prefill=triton_prefill)
-    return Implementation(
+    return on_gpu(
         "cuda",
         partial(_run, triton_prefill=run_launches(launches)),
         partial(_supports, triton_supports=triton_supports),
-        devices=("cuda",),
         launches=launches,
         runs=runs,
     )

@@ -15,20 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._desc import EXACT, TOLERANCES, Case, Cost, OpDesc, TensorDesc, Tolerance
 from ._float8 import E4M3, E4M3_MAX
 from ._launch import Launch
-from ._op import (
-    EXACT,
-    TOLERANCES,
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    TensorDesc,
-    Tolerance,
-    triton,
-)
+from ._op import Implementation, SemanticOp, triton
 from .launches.quant import GROUP, Scheme, empty_results
 from .launches.quant import quantize as plan_quantize
 

@@ -9,19 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._desc import Case, Cost, OpDesc, Tolerance
 from ._float8 import E4M3, why_no_e4m3
 from ._launch import Launch
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, triton
 from .kv_store import OP as KV_STORE
 from .kv_store import check_kv_store, kv_store
 from .launches import rope_kv_store as kernels

@@ -13,18 +13,9 @@ import torch
 from torch import Tensor
 
 from ..config.routing import Routing
+from ._desc import Case, Cost, OpDesc, Tolerance
 from ._launch import Launch
-from ._op import (
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, triton
 from .launches import route as plans
 
 LEAST_SUM = 1e-20

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
+from ._desc import Case, Cost, OpDesc
+from ._op import Implementation, SemanticOp, dispatched, triton
 from ._sampling import (
     FLOAT32_MAX,
     GREEDY_TEMPERATURE,

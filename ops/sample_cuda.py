@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ._cuda import why_no_csrc
+from ._desc import OpDesc
 from ._launch import Launch, run_launches
-from ._op import Implementation, OpDesc
+from ._op import on_gpu
 from .launches import sampling
 
 _SM = 90
@@ -55,4 +56,4 @@ def _run(*args: Any) -> Tensor:
     return torch.ops.fw_cuda.draw_tokens.default(rows, *args[1:])  # type: ignore[no-any-return]
 
 
-BY_CUDA = Implementation("cuda", _run, _supports, devices=("cuda",), launches=_launches)
+BY_CUDA = on_gpu("cuda", _run, _supports, launches=_launches)

@@ -8,19 +8,9 @@ import torch
 from torch import Tensor
 
 from . import _rowwise
+from ._desc import TOLERANCES, Case, Cost, OpDesc, Tolerance
 from ._launch import Launch
-from ._op import (
-    TOLERANCES,
-    Case,
-    Cost,
-    Implementation,
-    OpDesc,
-    SemanticOp,
-    Tolerance,
-    definition,
-    dispatched,
-    triton,
-)
+from ._op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
 from ._sampling import clean_logits, ordered_bits
 from .launches import logprobs
 
@@ -134,7 +124,7 @@ OP = SemanticOp(
     implementations=(
         triton(_launches, _triton_supports),
         Implementation("native", token_logprobs, inline=True),
-        Implementation("rowwise", _by_row, devices=("cpu",), opt_in=True),
+        on_cpu("rowwise", _by_row, opt_in=True),
     ),
     tolerances=dict.fromkeys(TOLERANCES, _TOLERANCE),
 )

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..config import NO_SLOT, STEP
+from ._desc import Case, Cost, OpDesc
 from ._launch import Launch
-from ._op import Case, Cost, Implementation, OpDesc, SemanticOp, dispatched, triton
+from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import tokens as kernels
 
 

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -88,6 +89,11 @@ def room_in(folder: str, module: str) -> str:
     return name if name in ROOMS[folder] else ""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def resolve_base(module: str, path: Path, level: int) -> str:
     """The package that `level` leading dots mean inside `module`."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -119,7 +125,7 @@ def imports_of(module: str, *, run_at_import: bool = False) -> list[tuple[int, s
     """(line, target) of every import of the package; optionally not those inside functions."""
     path = MODULES[module]
     found: list[tuple[int, str]] = []
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    pending: list[ast.AST] = [parsed(path)]
     while pending:
         node = pending.pop()
         for target in targets_of(node, module, path):
@@ -207,6 +213,7 @@ def measured_files() -> list[Path]:
     return [*PACKAGE_FILES, *python_files("tests", "tools", "examples"), *sorted(csrc)]
 
 
+@cache
 def too_long() -> dict[str, str]:
     """Key in LENGTH_EXCEPTIONS -> what is too long there."""
     found = {}
@@ -217,7 +224,7 @@ def too_long() -> dict[str, str]:
             found[name] = f"{name}: {lines} lines, at most {limit}"
         if path.suffix != ".py":
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
@@ -240,7 +247,7 @@ def test_every_folder_of_the_package_says_what_it_is_for() -> None:
     rooms = [f"{folder}/{room}" for folder in ROOMS for room in ROOMS[folder] if room]
     for folder in (*MAY_IMPORT, *rooms):
         entry = ROOT / folder / "__init__.py"
-        if not entry.is_file() or not ast.get_docstring(ast.parse(entry.read_text())):
+        if not entry.is_file() or not ast.get_docstring(parsed(entry)):
             silent.append(f"{folder}/__init__.py")
     assert not silent, f"missing, or without a docstring: {', '.join(silent)}"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from ..workloads import Work
 
@@ -20,6 +20,10 @@ class PeerOptions:
     kv_cache_dtype: str
     gpu_memory_utilization: float = 0.85
 
+    def for_llm(self) -> dict[str, Any]:
+        """Arguments of the class ``LLM``, which vLLM and this package name alike."""
+        return {**asdict(self), "enable_prefix_caching": False}
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -28,6 +32,10 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = -1
+
+    def for_request(self, work: Work) -> dict[str, Any]:
+        """Arguments of the class ``SamplingParams``, likewise: as many tokens as the work says."""
+        return {**asdict(self), "max_tokens": work.output_len, "ignore_eos": True}
 
 
 class Peer(Protocol):

@@ -136,7 +136,7 @@ def _with_experts(config: HfConfig, spec: ModelSpec, moe: MoESpec) -> ModelSpec:
 
 
 def _attention_bias(config: HfConfig) -> dict[str, bool]:
-    """Of configs that have one flag for all four projections of attention."""
+    """Which projections have a bias, where the config has one flag for all four."""
     bias = config.flag("attention_bias", False)
     return {"qkv_bias": bias, "o_bias": bias}
 

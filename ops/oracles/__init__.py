@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._desc import Case, Tolerance
 from .._float8 import E4M3
-from .._op import Case, SemanticOp, Tolerance
+from .._op import SemanticOp
 from ..conformance import ConformanceError
 from ..gated_act import GATED_ACTS
 from ..norm import NORMS

@@ -30,6 +30,10 @@ MODELS = [
 ]  # fmt: skip
 
 
+CACHES = {"Llama", "Mistral", "Gemma3"}
+"""Those that also generate here: caches of all positions, of a window, and of both.  The others
+have one of these caches, and differ in what the first forward shows."""
+
 fresh = pytest.fixture(autouse=True)(fresh_dynamo)
 
 
@@ -51,17 +55,21 @@ def test_a_model_of_transformers_is_fused(
 ) -> None:
     model = tiny(name, more)
     prompt = torch.randint(3, 128, (2, 9))
-    want = model(prompt).logits
-    tokens = model.generate(prompt, max_new_tokens=2, do_sample=False)
-    model.forward = torch.compile(model.forward, backend=fusewright, options={"rest": "eager"})
-    got = model(prompt).logits
+    eager = model.forward
+    compiled = torch.compile(eager, backend=fusewright, options={"rest": "eager"})
+    want, got = model(prompt).logits, compiled(prompt).logits
     error = (got.float() - want.float()).abs().max() / want.float().abs().max()
     assert error < 0.02
-    assert model.generate(prompt, max_new_tokens=2, do_sample=False).tolist() == tokens.tolist()
+    if name in CACHES:
+        tokens = []
+        for model.forward in (eager, compiled):
+            tokens.append(model.generate(prompt, max_new_tokens=2, do_sample=False).tolist())
+        assert tokens[0] == tokens[1]
     layers = model.config.num_hidden_layers
     in_all = {one: count * layers for one, count in expected.items()}
     in_all["canonicalize_norm"] += 1
-    assert matched() == [in_all] * 3  # forward, prefill, decode
+    graphs = 3 if name in CACHES else 1  # forward, prefill, decode
+    assert matched() == [in_all] * graphs
     assert not [site for report in reports() for one in report.passes for site in one.missed]
 
 

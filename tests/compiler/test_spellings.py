@@ -184,7 +184,7 @@ which are far apart as float64."""
 
 def test_inductor_runs_what_is_fused_and_what_is_left() -> None:
     plain = [one for one in spellings() if not any(word in one.words for word in INDUCTORS)]
-    wrong = problems(plain[:36], lambda batch: compiled(batch))
+    wrong = problems(plain[:36:2], lambda batch: compiled(batch))
     assert not wrong, "\n".join(wrong)
     assert sum(report.matched("fuse_act") for report in reports()) >= 5
 

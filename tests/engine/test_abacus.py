@@ -49,9 +49,10 @@ def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
 
 def test_fp8_experts_lose_half_a_point_at_most(device: torch.device) -> None:
     problems = PROBLEMS[: 1000 if device.type == "cuda" else 200]
+    block_level = 2 if device.type == "cuda" else 0
     exact, *quantized = (
-        len(solved_wrongly(make(2, device, "abacus-moe", quantization=how), problems))
-        for how in (None, "fp8", "fp8_block")
+        len(solved_wrongly(make(level, device, "abacus-moe", quantization=how), problems))
+        for how, level in ((None, 2), ("fp8", 2), ("fp8_block", block_level))
     )
     assert max(quantized) - exact <= len(problems) // 200
 
@@ -60,7 +61,7 @@ def test_answers_do_not_depend_on_the_batch_size(llm: LLM, device: torch.device)
     fast = device.type == "cuda" and llm.report()["level"] > 0
     prompts = [p.prompt for p in PROBLEMS[: 64 if fast else 16]]
     expected = answers(llm, prompts)
-    for size in range(1, 64) if fast else (1, 3, 7):
+    for size in range(1, 64) if fast else (1, 7):
         given: list[str] = []
         for start in range(0, len(prompts), size):
             given += answers(llm, prompts[start : start + size])

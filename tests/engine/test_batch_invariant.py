@@ -57,11 +57,12 @@ def check(
     for setup in SETUPS[:2] if on_cpu else SETUPS:
         settings = {"max_model_len": 96, **options, **setup}
         llm = LLM(model, batch_invariant=True, **settings)
-        for again in range(2):  # the second time prefixes are in the cache
+        cached = setup.get("enable_prefix_caching", True)
+        for again in range(1 + cached):  # the second time prefixes are in the cache
             given = results(llm, rng, requests)
             expected = given if expected is None else expected
             assert given == expected, (setup, again)
-        if setup.get("enable_prefix_caching", True):
+        if cached:
             assert llm.report()["prefix_cache"]["hit_tokens"] > 0
 
 
@@ -69,7 +70,8 @@ def test_bits_do_not_depend_on_batch_order_chunks_or_cache(
     device: torch.device, fw_seed: int
 ) -> None:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    check(random.Random(fw_seed), REQUESTS, "abacus", device=device.type, dtype=dtype)
+    requests = REQUESTS if device.type == "cuda" else REQUESTS[:10]
+    check(random.Random(fw_seed), requests, "abacus", device=device.type, dtype=dtype)
 
 
 @pytest.mark.gpu

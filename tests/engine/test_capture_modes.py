@@ -125,10 +125,11 @@ MIXED = [
 )
 def test_greedy_and_other_requests_share_an_engine(mode: str, level: int) -> None:
     """Each request of a batch gets what it would get alone, through chunks and preemption."""
-    params = [MIXED[i % len(MIXED)] for i in range(len(PROBLEMS))]
+    problems = PROBLEMS[: 2 * len(MIXED)]
+    params = MIXED * 2
     settings = {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 6, "block_size": 8}
     llm = make_level(mode, level, **settings)
-    prompts = [p.prompt for p in PROBLEMS]
+    prompts = [p.prompt for p in problems]
     together = llm.generate(prompts, params, use_tqdm=False)
     assert llm.engine.core.scheduler.num_preemptions > 0
     for prompt, asked, output in zip(prompts, params, together, strict=True):

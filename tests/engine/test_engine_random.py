@@ -237,9 +237,15 @@ def test_every_request_gets_its_solo_answer(setup: Setup, seed: int, busy: float
     play(setup, random.Random(seed), num_steps=40, busy=busy)
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("chunk", CHUNKS)
+# Two of each chunk, such that every two of the three axes meet with all their values.
+@pytest.mark.parametrize(
+    ("chunk", "async_scheduling", "prefix_caching"),
+    [
+        (chunk, in_flight, in_flight == (place % 2 == 0))
+        for place, chunk in enumerate(CHUNKS)
+        for in_flight in (True, False)
+    ],
+)
 def test_hundreds_of_steps_under_constant_preemption(
     chunk: int, async_scheduling: bool, prefix_caching: bool, fw_cases: int
 ) -> None:

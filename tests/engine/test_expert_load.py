@@ -14,10 +14,10 @@ from fusewright.serve.cli import main
 from tests.model_executor.tiny_models import BY_NAME
 
 
-@pytest.mark.parametrize("level", [0, 2])
-def test_every_computed_token_counts_once(level: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "level"), [("qwen2_moe", 0), ("mixtral", 2)])
+def test_every_computed_token_counts_once(name: str, level: int, tmp_path: Path) -> None:
     """Padding, which steps of three requests have in a graph, counts nowhere."""
-    model = BY_NAME["qwen2_moe"].model()
+    model = BY_NAME[name].model()
     model.save_pretrained(tmp_path)
     options = {"device": "cpu", "dtype": "float32", "record_expert_load": True}
     with LLM(str(tmp_path), optimization_level=level, max_num_seqs=4, **options) as llm:

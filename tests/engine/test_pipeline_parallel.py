@@ -93,7 +93,7 @@ def test_two_stages_of_two_ranks_give_the_tokens_and_logits_of_transformers(
 def test_stages_give_the_tokens_and_logits_of_transformers_without_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a mixture of experts, at -O0; and what one process alone can do is refused."""
+    """The model is a mixture of experts at -O0; what one process alone can do is refused."""
     name = "qwen2_moe"
     BY_NAME[name].save(tmp_path)
     with LLM(str(tmp_path), pipeline_parallel_size=2, optimization_level=0, **TINY) as llm:

@@ -11,6 +11,7 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import UserError
+from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.step import NO_TARGET, Batch
 
 PROMPTS = ["37+58=", "sort 5 3 9 1=", "37+58=95 is it"] * 3
@@ -32,6 +33,20 @@ def generated(llm: LLM, token_ids: list[int]) -> list[dict[int, tuple[float, int
     return [{i: (e.logprob, e.rank) for i, e in step.items()} for step in steps]
 
 
+@pytest.fixture(scope="module")
+def plain(reference: LLM) -> list[RequestOutput]:
+    """What the prompts get where nobody asks for log probabilities of prompts."""
+    return reference.generate(PROMPTS, PLAIN, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def expected(
+    reference: LLM, plain: list[RequestOutput]
+) -> dict[tuple[int, ...], list[dict[int, tuple[float, int]]]]:
+    """``generated`` of each prompt."""
+    return {ids: generated(reference, [*ids]) for ids in {(*o.prompt_token_ids,) for o in plain}}
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -43,13 +58,13 @@ def generated(llm: LLM, token_ids: list[int]) -> list[dict[int, tuple[float, int
     ],
     ids=["whole", "4 rows a step", "a row a step", "not ahead", "with preemption"],
 )
-def test_they_are_those_of_generating(reference: LLM, more: dict[str, Any]) -> None:
+def test_they_are_those_of_generating(
+    plain: list[RequestOutput], expected: dict[tuple[int, ...], Any], more: dict[str, Any]
+) -> None:
     llm = LLM("abacus", **OPTIONS, **more)
     mixed = [*[PARAMS] * 8, PLAIN]
     outputs = llm.generate(PROMPTS, mixed, use_tqdm=False)
     assert (llm.report()["num_preemptions"] > 0) == ("num_gpu_blocks_override" in more)
-    plain = reference.generate(PROMPTS, PLAIN, use_tqdm=False)
-    expected = {tuple(o.prompt_token_ids): generated(reference, o.prompt_token_ids) for o in plain}
     assert outputs[-1].prompt_logprobs is None
     for output, same in zip(outputs, plain, strict=True):
         assert output.outputs[0].token_ids == same.outputs[0].token_ids

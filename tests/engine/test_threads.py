@@ -239,8 +239,7 @@ def test_closing_ends_what_runs_and_refuses_the_rest_by_name() -> None:
 
 
 @pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_leaving_the_block_frees_the_memory(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_leaving_the_block_frees_the_memory(level: int) -> None:
     options = {"device": "cpu", "dtype": "float", "max_num_seqs": 4, "tensor_parallel_size": 1}
     with LLM("abacus", optimization_level=level, disable_log_stats=True, **options) as llm:
         assert llm.engine.stats is None

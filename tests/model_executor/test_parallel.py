@@ -111,7 +111,7 @@ def test_ranks_hold_whole_experts_together(load_format: str, tmp_path: Path) -> 
 
 
 EXPERTS_OF_BLOCKS = {"hidden_size": 128, "moe_intermediate_size": 128}
-"""Of which four ranks could not each have whole blocks of every expert."""
+"""Sizes with which four ranks could not each have whole blocks of every expert."""
 
 
 @pytest.mark.parametrize("original", [True, False])

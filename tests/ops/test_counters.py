@@ -9,6 +9,7 @@ from torch import Tensor
 from fusewright.ops import BY_NAME
 from fusewright.ops.launches import linear_fp8 as kernels
 from fusewright.ops.launches.counters import counters, zeros_between_launches
+from tests.ops.replays import on_two_streams
 
 ROWS, OUT, IN = 8, 512, 14336
 
@@ -66,23 +67,11 @@ def test_split_linears_of_two_streams_at_the_same_time(captured: bool) -> None:
     wanted = [linear(which) for which in (0, 1)]
     assert all(torch.equal(linear(which), wanted[which]) for which in (0, 1))
     ys: list[list[Tensor]] = [[], []]
-    graph = torch.cuda.CUDAGraph()
-    if captured:
+    graph = torch.cuda.CUDAGraph() if captured else None
+    if graph is not None:
         with torch.cuda.graph(graph):
             ys[0] = [linear(0) for _ in range(count)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)  # 50 ms, in which all is enqueued
-    with torch.cuda.stream(streams[0]):
-        if captured:
-            graph.replay()
-    for _ in range(count):
-        for which in (1,) if captured else (0, 1):
-            with torch.cuda.stream(streams[which]):
-                ys[which].append(linear(which))
-    torch.cuda.synchronize()
+    on_two_streams(lambda which, _: ys[which].append(linear(which)), count, graph)
     for which in (0, 1):
         wrong = sum(not torch.equal(y, wanted[which]) for y in ys[which])
         assert not wrong, f"{wrong} of {count} linears of stream {which}"

@@ -21,6 +21,7 @@ from fusewright.bench.ops.tune_linear import main
 from fusewright.compiler.lowering.tune_library import LEAST_ROWS
 from fusewright.config.device_table import Algorithm, DeviceTable, read_table, shipped
 from fusewright.ops import BY_NAME, _cublaslt, _cublaslt_linear, _device_table, load_cuda_library
+from tests.ops.replays import on_two_streams
 
 (SHIPPED,) = shipped().tables
 ONE = Algorithm("bfloat16", 4096, 1024, 33, 64, "0a" * 64, 10.0, 12.0)
@@ -228,26 +229,13 @@ def test_gemms_of_two_streams_at_the_same_time(table: DeviceTable, captured: boo
         assert float(apart) <= 2.0**-8
         assert torch.equal(run(which, 0), wanted[which]), "an algorithm whose sums have no order"
     ys.fill_(torch.nan)
-    graph = torch.cuda.CUDAGraph()
-    if captured:
+    graph = torch.cuda.CUDAGraph() if captured else None
+    if graph is not None:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             for at in range(count):
                 run(0, at)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)  # 50 ms, in which all is enqueued
-    with torch.cuda.stream(streams[0]):
-        if captured:
-            graph.replay()
-    for at in range(count):
-        for which, stream in enumerate(streams):
-            if which or not captured:
-                with torch.cuda.stream(stream):
-                    run(which, at)
-    torch.cuda.synchronize()
+    on_two_streams(run, count, graph)
     for which in (0, 1):
         wrong = sum(not torch.equal(y, wanted[which]) for y in ys[which])
         assert not wrong, f"{wrong} of {count} GEMMs of stream {which}"

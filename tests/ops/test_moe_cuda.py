@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusewright.ops import load_cuda_library
 from fusewright.ops._float8 import E4M3
+from tests.ops.replays import check_replays
 
 TOKENS = (1, 2, 3, 5, 8)
 EPS = 1e-6
@@ -284,15 +285,7 @@ def test_layers_overlapping_in_a_graph_give_the_bits_of_single_launches(
 
     for tokens in TOKENS:
         x = torch.randn(tokens, 2048, device="cuda").bfloat16()
-        run(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = run(x)
-        for _ in range(3):
-            x.normal_()
-            graph.replay()
-            for got, want in zip(captured, run(x), strict=True):
-                assert torch.equal(got, want), f"{tokens} tokens, --fw-seed={fw_seed}"
+        check_replays(run, x, f"{tokens} tokens, --fw-seed={fw_seed}")
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 
 from fusewright.ops import PAGED_ATTENTION as OP
 from fusewright.ops import Case, load_cuda_library
-from fusewright.ops._op import Tolerance
+from fusewright.ops._desc import Tolerance
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.oracles import check_case
 from fusewright.ops.paged_attention_cases import batch

@@ -24,6 +24,7 @@ from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.paged_attention_cases import batch
+from tests.ops.replays import AttentionReplays
 
 IMPL = PAGED_ATTENTION.implementation("cuda")
 HEADS = (8, 2, 128)
@@ -309,11 +310,7 @@ def test_a_captured_graph_follows_lengths_written_after_capture(
     gen = torch.Generator("cuda").manual_seed(fw_seed)
     args = batch(torch.bfloat16, torch.device("cuda"), gen, lengths, HEADS, 16)
     args = (args[0].clone(), torch.randn_like(args[1]), *args[2:])
-    kernel(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            kernel(*args)
+    replays = AttentionReplays(kernel, args, OUT)
     some = [
         [rng.choice([0, 1, rng.randint(1, 300), most]) for _ in range(num_seqs)] for _ in range(6)
     ]
@@ -321,15 +318,7 @@ def test_a_captured_graph_follows_lengths_written_after_capture(
         args[0].normal_()
         args[2].random_(0, len(args[1]))
         args[3].copy_(torch.tensor(contexts))
-        args[OUT].fill_(7.0)
-        graph.replay()
-        got = args[OUT].clone()
-        args[OUT].fill_(7.0)
-        kernel(*args)
-        assert torch.equal(got, args[OUT]), f"{contexts}, --fw-seed={fw_seed}"
-        want = torch.full_like(got, 7.0)
-        PAGED_ATTENTION.overload()(*args[:OUT], want, *args[OUT + 1 :])
-        torch.testing.assert_close(got, want, atol=1e-2, rtol=1.6e-2)
+        replays.check(f"{contexts}, --fw-seed={fw_seed}")
 
 
 @pytest.mark.gpu

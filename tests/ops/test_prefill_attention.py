@@ -13,6 +13,7 @@ from torch import Tensor
 from fusewright.ops import PAGED_ATTENTION, Case, load_cuda_library
 from fusewright.ops.conformance import check_case
 from fusewright.ops.paged_attention_cases import batch
+from tests.ops.replays import AttentionReplays
 
 pytestmark = pytest.mark.gpu
 
@@ -162,11 +163,7 @@ def test_a_captured_graph_follows_lengths_written_after_capture(
     rng = random.Random(fw_seed)
     args = made(fw_seed, [(1200 // num_seqs, 1500)] * num_seqs)
     args = (args[0].clone(), torch.randn_like(args[1]), *args[2:])
-    kernel(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            kernel(*args)
+    replays = AttentionReplays(kernel, args, OUT)
     for _ in range(6):
         queries = [rng.choice([0, 1, rng.randint(1, 1200 // num_seqs)]) for _ in range(num_seqs)]
         contexts = [n + rng.choice([0, rng.randint(0, 300)]) for n in queries]
@@ -174,15 +171,7 @@ def test_a_captured_graph_follows_lengths_written_after_capture(
         args[2].random_(0, len(args[1]))
         args[3].copy_(torch.tensor(contexts))
         args[4].copy_(torch.tensor([sum(queries[:i]) for i in range(num_seqs + 1)]))
-        args[OUT].fill_(7.0)
-        graph.replay()
-        got = args[OUT].clone()
-        args[OUT].fill_(7.0)
-        kernel(*args)
-        assert torch.equal(got, args[OUT]), f"{queries} of {contexts}, --fw-seed={fw_seed}"
-        want = torch.full_like(got, 7.0)
-        PAGED_ATTENTION.overload()(*args[:OUT], want, *args[OUT + 1 :])
-        torch.testing.assert_close(got, want, atol=1e-2, rtol=1.6e-2)
+        replays.check(f"{queries} of {contexts}, --fw-seed={fw_seed}")
 
 
 def test_it_refuses_what_it_cannot_read(kernel: Kernel) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fusewright.ops import BY_NAME, load_cuda_library
 from fusewright.ops._float8 import E4M3
 from fusewright.ops.norm import RMS_NORM
+from tests.ops.replays import check_replays
 
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32)
 
@@ -288,15 +289,7 @@ def test_all_kernels_overlapping_in_a_graph_give_the_bits_of_single_launches(
 
     for rows in ROWS:
         x = torch.randn(rows, 4096, device="cuda").bfloat16()
-        graph = torch.cuda.CUDAGraph()
-        run(x)
-        with torch.cuda.graph(graph):
-            captured = run(x)
-        for _ in range(3):
-            x.normal_()
-            graph.replay()
-            for got, want in zip(captured, run(x), strict=True):
-                assert torch.equal(got, want), f"{rows} rows, --fw-seed={fw_seed}"
+        check_replays(run, x, f"{rows} rows, --fw-seed={fw_seed}")
 
 
 @pytest.mark.gpu
