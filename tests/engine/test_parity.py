@@ -18,7 +18,7 @@ from fusewright.engine.core.scheduler import Scheduler
 from tests.model_executor.tiny_models import BY_NAME, MOE_MODELS, TINY_MODELS
 
 PROMPT_LENGTHS = (1, 5, 17, 40)
-NUM_TOKENS = 40
+NUM_TOKENS = 64
 CHUNKS = (1, 7, 16, 64)
 BLOCK_SIZES = (8, 16, 32)
 MAX_LEN = 128
@@ -109,12 +109,12 @@ NAMES = [tiny.name for tiny in TINY_MODELS]
 OF_EXPERTS = [tiny.name for tiny in MOE_MODELS]
 CASES = [
     *((name, 2, 16) for name in NAMES),
-    *((name, 0, 8) for name in ("llama_gqa", "qwen2_window", "qwen3_moe")),
-    *((name, 1, 32) for name in ("qwen2_window", "qwen2_moe")),
-    *((name, 3, 32) for name in ("llama_gqa", "mixtral")),
+    *((name, 0, 8) for name in ("llama_gqa", "qwen2_window", *OF_EXPERTS)),
+    *((name, 1, 32) for name in ("qwen2_window", *OF_EXPERTS)),
+    *((name, 3, 32) for name in ("llama_gqa", *OF_EXPERTS)),
 ]
-"""Every model at the level that users get; dense models and mixtures of experts at every level.
-The two dense models that several levels have meet every block size."""
+"""Every model at the level that users get, mixtures of experts at every level.  The two dense
+models that several levels have meet every block size."""
 
 
 @pytest.mark.parametrize(("name", "level", "block_size"), CASES)
