@@ -224,8 +224,10 @@ REFUSALS: list[tuple[Hardware, dict[str, Any], str]] = [
         (
             GPU,
             {name: 8, "enable_chunked_prefill": False},
-            f"{name}=8 splits prompts, which enable_chunked_prefill=False forbids; drop one of "
-            "them",
+            (
+                f"{name}=8 splits prompts, which enable_chunked_prefill=False forbids; drop one of "
+                "them"
+            ),
         )
         for name in ("long_prefill_token_threshold", "max_num_mixed_tokens")
     ],

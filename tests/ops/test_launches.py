@@ -69,7 +69,10 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
     state = (m.max_num_seqs, m.vocab)
     kv_cache = empty(*cache, dtype=FP8 if m.fp8 else m.dtype)
     kv_scale = empty(2, m.kv_heads, dtype=torch.float32) if m.fp8 else None
-    if op == "rms_norm":
+    if (norm := op.removeprefix("all_reduce_")) != op:
+        for args in calls(norm, m, tokens, seqs):
+            yield *args, *(() if "quant" in norm else (None,)), "a group"
+    elif op == "rms_norm":
         yield x, weight, 1e-5
         yield q, empty(m.dim, dtype=m.dtype), 1e-5
         yield k, empty(m.dim, dtype=m.dtype), 1e-5
