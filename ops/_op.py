@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ._desc import EXACT as EXACT
-from ._desc import TOLERANCES as TOLERANCES
-from ._desc import Case as Case
-from ._desc import Cost as Cost
-from ._desc import OpDesc as OpDesc
-from ._desc import TensorDesc as TensorDesc
-from ._desc import Tolerance
+from ._desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc, Tolerance
 from ._launch import Launch, run_launches
 
 NAMESPACE = "fw"

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ._cuda import load_cuda_library, why_no_csrc
+from ._desc import OpDesc
 from ._device_table import most_rows
-from ._op import OpDesc
 
 WORLDS = (2, 4, 8)
 """Numbers of ranks that the kernels are compiled for."""

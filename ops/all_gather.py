@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import _peer_memory
-from ._op import EXACT, TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp
+from ._desc import EXACT, TOLERANCES, Case, Cost, OpDesc
+from ._op import Implementation, SemanticOp
 from .all_reduce import CASES_GROUP, resolve_group
 
 LIBRARY = "torch.distributed's gather"

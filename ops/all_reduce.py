@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
 from . import _peer_memory
-from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, TensorDesc
+from ._desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc
+from ._op import Implementation, SemanticOp
 
 PUSHED, LIBRARY = "push", "torch.distributed's sum"
 """What sums over the ranks, as ``explain`` names it."""

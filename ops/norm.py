@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from . import _peer_memory
+from ._desc import TOLERANCES, Case, Cost, OpDesc
 from ._launch import Launch, run_launches
-from ._op import TOLERANCES, Case, Cost, Implementation, OpDesc, SemanticOp, triton
+from ._op import Implementation, SemanticOp, triton
 from .all_reduce import CASES_GROUP, LIBRARY, PUSHED, sum_flops, sum_over_ranks, wire_bytes
 from .all_reduce import check as check_sum
 from .launches import norm as plans
