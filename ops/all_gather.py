@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _peer_memory
 from ._desc import EXACT, TOLERANCES, Case, Cost, OpDesc
-from ._op import Implementation, SemanticOp
+from ._op import Implementation, SemanticOp, on_gpu
 from .all_reduce import CASES_GROUP, resolve_group
 
 LIBRARY = "torch.distributed's gather"
@@ -107,7 +107,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("cuda", _push, _peer_memory.refuses, devices=("cuda",), runs=_runs),
+        on_gpu("cuda", _push, _peer_memory.refuses, runs=_runs),
         Implementation("native", gather_over_ranks, runs=lambda *args: (LIBRARY,)),
     ),
     tolerances=EXACT,

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from . import _peer_memory
 from ._desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc
-from ._op import Implementation, SemanticOp
+from ._op import Implementation, SemanticOp, on_gpu
 
 PUSHED, LIBRARY = "push", "torch.distributed's sum"
 """What sums over the ranks, as ``explain`` names it."""
@@ -140,7 +140,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        Implementation("cuda", _push, _peer_memory.refuses, devices=("cuda",), runs=_runs),
+        on_gpu("cuda", _push, _peer_memory.refuses, runs=_runs),
         Implementation("native", sum_over_ranks, runs=lambda *args: (LIBRARY,)),
     ),
 )

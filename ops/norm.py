@@ -22,7 +22,7 @@ from torch import Tensor
 from . import _peer_memory
 from ._desc import TOLERANCES, Case, Cost, OpDesc
 from ._launch import Launch, run_launches
-from ._op import Implementation, SemanticOp, triton
+from ._op import Implementation, SemanticOp, on_gpu, triton
 from .all_reduce import CASES_GROUP, LIBRARY, PUSHED, sum_flops, sum_over_ranks, wire_bytes
 from .all_reduce import check as check_sum
 from .launches import norm as plans
@@ -285,19 +285,17 @@ def _op(axes: Norm) -> SemanticOp:
 
     native = Implementation("native", reference, native_supports, inline=not axes.reduce)
     summed = (
-        Implementation(
+        on_gpu(
             "cuda",
             lambda *args: _push(axes, *args),
             lambda desc: _push_supports(axes, desc),
-            devices=("cuda",),
             launches=lambda *args: _in_turn_launches(axes, *args),
             runs=lambda *args: _push_runs(axes, *args),
         ),
-        Implementation(
+        on_gpu(
             "triton",
             lambda *args: _in_turn(axes, *args),
             supports,
-            devices=("cuda",),
             launches=lambda *args: _in_turn_launches(axes, *args),
             runs=lambda *args: _in_turn_runs(axes, *args),
         ),
