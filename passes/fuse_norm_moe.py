@@ -49,6 +49,8 @@ class FuseNormMoE:
             normed: Any = moe.args[0] if is_call(moe, torch.ops.fw.fused_moe.default) else None
             if not is_call(normed, operator.getitem) or not is_call(normed.args[0], _ADD_NORM):
                 continue
+            if normed.args[1] != 0:  # the experts read the sum itself
+                continue
             name, norm, experts = moe.name, normed.args[0], Experts(*moe.args)
             first, residual = _operands(norm)
             if reason := _why_not(first, norm, normed, moe, experts):

@@ -37,7 +37,7 @@ COVERED_FOLDERS = (
 )
 COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 # Tests that share the GPU run side by side: most of their time is the compiling of kernels.
-WORKERS_A_GPU = 12
+BYTES_A_WORKER = 11 << 30  # with less, tests ran out of memory
 ROUNDS = ("gpu and whole_gpu", "gpu and not whole_gpu")
 
 NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/tools/", "tests/test_layout.py")
@@ -126,17 +126,23 @@ def library_built_here(library: Path = LIBRARY, built: Path = BUILT) -> dict[str
     return record
 
 
-def run(pytest_arguments: list[str]) -> int:
-    """Run the GPU tests, write the stamp, return the larger of pytest's exit codes."""
+def num_workers() -> int:
+    """Processes that run tests beside each other, by the memory of all GPUs."""
     import torch
 
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return sum(max(1, gpu.total_memory // BYTES_A_WORKER) for gpu in gpus)
+
+
+def run(pytest_arguments: list[str]) -> int:
+    """Run the GPU tests, write the stamp, return the larger of pytest's exit codes."""
     versions = machine()
     built = library_built_here()
     digests = source_digests()
     with tempfile.TemporaryDirectory() as folder:
         counts: Counter[str] = Counter()
         codes = []
-        workers = ["-n", str(WORKERS_A_GPU * torch.cuda.device_count()), "--dist", "worksteal"]
+        workers = ["-n", str(num_workers()), "--dist", "worksteal"]
         for number, marks in enumerate(ROUNDS):
             report = Path(folder) / f"report-{number}.xml"
             command = [sys.executable, "-m", "pytest", "-m", marks, f"--junit-xml={report}"]

@@ -69,10 +69,7 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
     state = (m.max_num_seqs, m.vocab)
     kv_cache = empty(*cache, dtype=FP8 if m.fp8 else m.dtype)
     kv_scale = empty(2, m.kv_heads, dtype=torch.float32) if m.fp8 else None
-    if (norm := op.removeprefix("all_reduce_")) != op:
-        for args in calls(norm, m, tokens, seqs):
-            yield *args, *(() if "quant" in norm else (None,)), "a group"
-    elif op == "rms_norm":
+    if op == "rms_norm":
         yield x, weight, 1e-5
         yield q, empty(m.dim, dtype=m.dtype), 1e-5
         yield k, empty(m.dim, dtype=m.dtype), 1e-5
@@ -108,6 +105,8 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield inner, down, None, x, weight, 1e-5, square, None, None
     elif op in EXPERT_OPS:
         yield from expert_calls(op, m, tokens)
+    elif op.startswith("all_reduce_"):
+        yield from norm_calls(op, m, tokens, seqs)
     elif "quant" in op:
         yield from quant_calls(op, m, tokens)
     elif op == "embedding":
@@ -138,6 +137,13 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield per_seq, per_seq, empty(*state)
     else:
         raise AssertionError(f"{op} has Triton kernels: add its calls here")
+
+
+def norm_calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]]:
+    """Those of the norm alone, with a group and no default."""
+    norm = op.removeprefix("all_reduce_")
+    for args in calls(norm, m, tokens, seqs):
+        yield *args, *(() if "quant" in norm else (None,)), "a group"
 
 
 def quant_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:

@@ -125,6 +125,12 @@ def last_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     return ops.rms_norm(total, second, 1e-6), total
 
 
+def experts_read_the_sum(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+    first, _, layer = norm_weights(flat)
+    total = x * 3 + ops.linear(x, layer, None)
+    return ops.rms_norm(total, first, 1e-5), moe(total, flat)
+
+
 def shared_reads_the_norm(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
     total = x * 3 + ops.linear(x, layer, None)

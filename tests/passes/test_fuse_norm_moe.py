@@ -49,8 +49,10 @@ def test_a_miss_has_its_reason(model: experts.Model, reason: str) -> None:
     assert "fused_moe.default" in targets(gm)
 
 
-def test_experts_behind_the_first_norm_of_a_model_are_no_site() -> None:
+@pytest.mark.parametrize("model", [experts.moe, experts.experts_read_the_sum])
+def test_experts_that_read_no_norm_of_a_sum_are_no_site(model: experts.Model) -> None:
+    """Those behind a model's first norm, and those that read the sum itself."""
     x, flat = experts.inputs()
-    gm = capture(experts.moe, x=x, flat=flat)
+    gm = capture(model, x=x, flat=flat)
     *_, report = run_passes(gm, build_passes(PASSES), verify=True)
     assert not report.sites
