@@ -1,0 +1,87 @@
+"""Which sums over ranks go over peer memory, decided without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusewright import ops
+from fusewright.ops import _peer_memory
+
+META = torch.device("meta")
+ADD_NORM = ops.BY_NAME["all_reduce_add_rms_norm"]
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pushed"),
+    [
+        ((1, 4096), True),
+        ((8192, 4096), True),
+        ((8193, 4096), False),
+        ((3, 12), False),
+        ((0, 64), True),
+    ],
+)
+def test_the_device_table_and_the_inbox_limit_what_is_pushed(
+    shape: tuple[int, int], pushed: bool
+) -> None:
+    """Of two ranks a part is 64 MiB: 8192 rows of 4096."""
+    assert _peer_memory.part_bytes(2) == 8192 * 4096 * 2
+    x = rows(*shape)
+    assert _peer_memory.pushes(x, "any") is pushed
+    implementation = ops.BY_NAME["all_reduce"].implementation("cuda")
+    assert implementation.runs is not None
+    assert (implementation.runs(x, "any") == ("push",)) is pushed
+
+
+def test_what_is_not_connected_is_not_pushed() -> None:
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    assert _peer_memory.world_of("nobody") == 0
+    assert not _peer_memory.pushes(x, "nobody")
+    _peer_memory.abort("nobody")  # nothing waits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "sm", "csrc", "reason"),
+    [
+        (torch.bfloat16, 4096, 90, True, ""),
+        (torch.float16, 16384, 90, True, ""),
+        (torch.bfloat16, 4096, 80, True, "built for SM 9.0, not 8.0"),
+        (
+            torch.float32,
+            4096,
+            90,
+            True,
+            "x is torch.float32: the kernels take bfloat16 and float16",
+        ),
+        (torch.bfloat16, 4096, 90, False, "csrc is not built into this installation"),
+        (torch.bfloat16, 12, 90, True, "12 columns: not a multiple of 8 up to 16384"),
+    ],
+)
+def test_a_norm_behind_a_sum_says_why_it_has_no_kernel(
+    dtype: torch.dtype, columns: int, sm: int, csrc: bool, reason: str
+) -> None:
+    x, weight = rows(3, columns, dtype=dtype), rows(columns, dtype=dtype)
+    described = ADD_NORM.describe((x, x, weight, 1e-5, None, "any"), sm=sm, csrc=csrc)
+    desc = ops.OpDesc(described.op, described.args, "cuda", sm, csrc)
+    assert ADD_NORM.implementation("cuda").supports(desc) == reason
+
+
+def test_launches_are_named_by_the_number_of_rows() -> None:
+    runs = ADD_NORM.implementation("cuda").runs
+    assert runs is not None
+
+    def names(num_rows: int) -> tuple[str, ...]:
+        x = rows(num_rows, 4096)
+        return runs(x, x, rows(4096), 1e-5, None, "any")
+
+    assert names(1) == ("push + add_rms_norm",)
+    assert names(8193) == ("torch.distributed's sum", "_rms_norm_kernel")
+
+
+def test_numbers_of_ranks_without_kernels_are_named() -> None:
+    assert _peer_memory.why_no_peers([0, 1, 2]) == "3 ranks: the kernels serve 2, 4, 8"
