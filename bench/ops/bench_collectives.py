@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...compiler.lowering.tune import graph_us
 from ...engine.worker.peers import RankGroup
 from ...model_executor.parallel import GROUP
 from ...ops import _peer_memory
@@ -26,29 +26,10 @@ from ...ops.all_reduce import sum_over_ranks
 from ..environment import environment
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_CALLS, _REPLAYS = 40, 15
+_CALLS, _ROUNDS = 40, 15
 
 
-def _time_us(run: Callable[[int], Any]) -> float:
-    """Median time of one call inside a graph."""
-    for i in range(3):
-        run(i)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(_CALLS):
-            run(i)
-    times: list[float] = []
-    for _ in range(_REPLAYS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / _CALLS)
-    return statistics.median(times[3:])
-
-
-def _measure(group: RankGroup, hidden: int) -> list[dict[str, Any]]:
+def _measure(hidden: int) -> list[dict[str, Any]]:
     weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
     fused = ops.BY_NAME["all_reduce_add_rms_norm"].implementation("cuda").fn
     norm = ops.BY_NAME["add_rms_norm"].implementation("triton").fn
@@ -75,7 +56,7 @@ def _measure(group: RankGroup, hidden: int) -> list[dict[str, Any]]:
             "push": lambda x: bare(x, GROUP),
             "NCCL": lambda x: sum_over_ranks(x, GROUP),
         }.items():
-            us = _time_us(lambda i, call=call, xs=xs: call(xs[i % len(xs)]))  # type: ignore[misc]
+            us = graph_us([partial(call, x) for x in xs], calls=_CALLS, rounds=_ROUNDS)
             row[name] = round(us, 2)
         rows.append(row)
     return rows
@@ -85,7 +66,8 @@ def _rank(rank: int, world: int, store: Path, hidden: int, to: Path) -> None:
     torch.cuda.set_device(rank)
     with torch.inference_mode():
         group = RankGroup(store, rank, world, 1, "cuda")
-        rows = _measure(group, hidden)
+        rows = _measure(hidden)
+        group.close()
     to.with_suffix(f".{rank}").write_text(json.dumps(rows))
 
 
