@@ -21,6 +21,7 @@ from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
 from .messages.sampling_params import SamplingParams
+from .ranks.spawn import spawned_ranks
 
 if TYPE_CHECKING:
     from .frontend.tokenizer import Tokenizer
@@ -212,10 +213,11 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
     """
     checked = engine_options(model, options)
     check_start(checked)
-    # Only now: this imports torch, which takes seconds.
-    from .engine import Engine
+    with spawned_ranks(checked) as spawned:
+        # Only now: this imports torch, which takes seconds.
+        from .engine import Engine
 
-    engine = Engine(checked)
+        engine = Engine(checked, spawned=spawned)
     if disable_log_stats:
         engine.stats = None
     return engine

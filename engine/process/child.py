@@ -26,6 +26,7 @@ from ..frontend.gc_pause import gc_paused
 from ..messages.codec import decode
 from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
+from ..ranks.spawn import spawned_ranks
 from .heartbeat import Heartbeat
 from .owners import Owners
 from .wire import (
@@ -215,10 +216,11 @@ def _serve(
     outboxes: Sequence[zmq.Socket[bytes]],
     heartbeat: Heartbeat,
 ) -> None:
-    # Only now, when this process ends with its parent: the import of torch takes seconds.
-    from ..engine import Engine
+    with spawned_ranks(options) as spawned:
+        # Only now, when this process ends with its parent: the import of torch takes seconds.
+        from ..engine import Engine
 
-    engine = Engine(options.for_server())
+        engine = Engine(options.for_server(), spawned=spawned)
     core = engine.core
     ready = Ready(
         vocab_size=engine.inputs.vocab_size,

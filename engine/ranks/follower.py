@@ -96,10 +96,8 @@ class Follower:
 
 def start_worker(link: Link) -> Worker:
     """Start as rank 0 says."""
-    kind, body = link.receive()
-    assert kind is Kind.START
-    start = decode(body, Start)
-    # Only now, when this process ends with its parent: the import of torch takes seconds.
+    # Only now, when this process ends with its parent: the import of torch takes seconds.  Rank 0
+    # imports it meanwhile.
     import logging
 
     import torch
@@ -110,6 +108,9 @@ def start_worker(link: Link) -> Worker:
     from ..worker.startup_report import StartupReport
     from ..worker.worker import Worker
 
+    kind, body = link.receive()
+    assert kind is Kind.START
+    start = decode(body, Start)
     logging.getLogger("fusewright").setLevel(logging.ERROR)  # rank 0 has said the rest
     torch.set_num_threads(start.num_threads)
     hardware = start.hardware

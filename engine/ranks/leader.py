@@ -1,5 +1,5 @@
-"""``Leader`` stands in rank 0's process for the other ranks: it starts their processes, tells them
-what to run, and watches them, so that the end of one is the end of all."""
+"""``Leader`` stands in rank 0's process for the other ranks: it tells their processes what to run,
+and watches them, so that the end of one is the end of all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from ..messages.codec import decode, encode
 from ..worker.peers import RankGroup
 from ..worker.source import artifact_store
 from .link import ArtifactFolder, ArtifactKey, Kind, Link, RankFailed, Start
+from .spawn import SpawnedRanks
 from .torchrun import Joined, joined_ranks
 
 _logger = logging.getLogger("fusewright")
@@ -57,6 +57,7 @@ class Leader:
     Args:
         options, hardware: of rank 0; the others get the same.
         torchrun: the others are torchrun's processes, and are waited for.
+        spawned: the others, if they have been started; ended with this.
 
     Raises:
         UserError: this process already has an engine with several ranks.
@@ -65,7 +66,12 @@ class Leader:
     rank = 0
 
     def __init__(
-        self, options: EngineOptions, hardware: Hardware, *, torchrun: bool = False
+        self,
+        options: EngineOptions,
+        hardware: Hardware,
+        *,
+        torchrun: bool = False,
+        spawned: SpawnedRanks | None = None,
     ) -> None:
         self.world, self._hardware = options.num_ranks, hardware
         self._sizes = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -90,11 +96,12 @@ class Leader:
         self._links: dict[int, Link] = {}
         self._processes: dict[int, subprocess.Popen[bytes] | Joined] = {}
         self._torchrun = torchrun
+        self._spawned = spawned
+        if spawned is None and not torchrun:
+            self._spawned = SpawnedRanks(self.world - 1)
         self._start = Start(options, hardware, 0, str(self._store), torch.get_num_threads())
         self._stopped_looks: dict[int, int] = {}
         self._not_going_on: set[int] = set()
-        # The kernel kills the ranks when the thread ends that started them: this one watches them
-        # as long as they live.
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._thread.start()
 
@@ -265,11 +272,11 @@ class Leader:
         return time.monotonic() - self._stopped_at > _END_S
 
     def _others(self) -> Iterator[tuple[int, subprocess.Popen[bytes] | Joined, Link]]:
-        if self._torchrun:
+        if self._spawned is None:
             yield from joined_ranks(self.world, Path(self._store).parent, lambda: self._stopping)
             return
-        for rank in range(1, self.world):
-            yield rank, *_spawn()
+        for rank, (process, link) in enumerate(self._spawned.processes(), 1):
+            yield rank, process, link
 
     def _take(
         self,
@@ -364,19 +371,8 @@ class Leader:
                 process.kill()
             process.wait()
             self._links[rank].close()
-
-
-def _spawn() -> tuple[subprocess.Popen[bytes], Link]:
-    """Start the process of a rank, which the link tells what to be."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-P", "-m", f"{__package__}.follower"]
-        process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
-    return process, Link(ours)
+        if self._spawned is not None:
+            self._spawned.close()
 
 
 def _how(code: int | None) -> str:

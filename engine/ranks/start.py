@@ -11,6 +11,7 @@ from ..messages.step import Runner
 from ..worker.peers import Alone
 from .leader import Leader
 from .runner import RanksRunner
+from .spawn import SpawnedRanks
 from .torchrun import claim_ranks, join_torchrun
 
 
@@ -39,9 +40,15 @@ class OneRank(Alone):
         """Nobody is there to end."""
 
 
-def start_ranks(options: EngineOptions, spec: ModelSpec, hardware: Hardware) -> OneRank | Leader:
-    """Start the processes of all ranks but 0, which is this one; returns at once.  Under torchrun,
-    which has started them, another rank does not return.
+def start_ranks(
+    options: EngineOptions,
+    spec: ModelSpec,
+    hardware: Hardware,
+    spawned: SpawnedRanks | None = None,
+) -> OneRank | Leader:
+    """Tell the processes of all ranks but 0, which is this one, what to be; returns at once.  They
+    are started unless they have been.  Under torchrun, which has started them, another rank does
+    not return.
 
     Raises:
         UserError: torchrun has started another number of them, there are fewer GPUs than ranks, or
@@ -63,7 +70,7 @@ def start_ranks(options: EngineOptions, spec: ModelSpec, hardware: Hardware) -> 
         )
     if launch is not None:
         claim_ranks()
-    return Leader(options, hardware, torchrun=launch is not None)
+    return Leader(options, hardware, torchrun=launch is not None, spawned=spawned)
 
 
 def on_all(ranks: OneRank | Leader, runner: Runner) -> Runner:

@@ -109,6 +109,26 @@ def test_a_failed_start_leaves_no_rank_behind(tmp_path: Path) -> None:
     assert all(is_gone(pid) for pid in pids)
 
 
+SPAWNED = """
+import sys
+from fusewright.engine.ranks import spawn
+
+def spawned(self, count):
+    sys.exit(f"{count} ranks, torch imported: {'torch' in sys.modules}")
+
+spawn.SpawnedRanks.__init__ = spawned
+from fusewright import LLM
+LLM("abacus", tensor_parallel_size=2, device="cpu")
+"""
+
+
+def test_ranks_are_started_before_rank_0_imports_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SPAWNED], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == "1 ranks, torch imported: False"
+
+
 ORPHANS = """
 import sys, time
 from fusewright import LLM
