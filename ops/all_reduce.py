@@ -14,7 +14,7 @@ from ._desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc
 from ._op import Implementation, SemanticOp, on_gpu
 
 PUSHED, LIBRARY = "push", "torch.distributed's sum"
-"""What sums over the ranks, as ``explain`` names it."""
+"""The two ways to sum over ranks, as ``explain`` names them."""
 CASES_GROUP = "fusewright-cases"
 """The process group of the cases; whoever runs them makes it."""
 

@@ -9,7 +9,7 @@
 
 namespace fusewright::collective {
 
-// What one rank gives the others so that they can write to its inbox.
+// A rank gives this to the others, so that they can write to its inbox.
 struct Handle {
   cudaIpcMemHandle_t memory;
 };

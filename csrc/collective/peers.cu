@@ -1,5 +1,6 @@
 // Launches of the collectives over peer memory.
 #include <algorithm>
+#include <type_traits>
 
 #include "../gemm/skinny_launch.cuh"
 #include "sum.cuh"
@@ -81,32 +82,33 @@ __global__ void clear_kernel(uint4* inbox, int64_t packets) {
   }
 }
 
-}  // namespace
-
-cudaError_t launch_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
-  switch (args.peers.world) {
+// The kernels are compiled for these numbers of ranks.
+template <typename Run>
+cudaError_t for_world(int world, const Run& run) {
+  switch (world) {
     case 2:
-      return run_sum<2>(args, programmatic, stream);
+      return run(std::integral_constant<int, 2>{});
     case 4:
-      return run_sum<4>(args, programmatic, stream);
+      return run(std::integral_constant<int, 4>{});
     case 8:
-      return run_sum<8>(args, programmatic, stream);
+      return run(std::integral_constant<int, 8>{});
     default:
       return cudaErrorInvalidValue;
   }
 }
 
+}  // namespace
+
+cudaError_t launch_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  return for_world(args.peers.world, [&](auto world) {
+    return run_sum<decltype(world)::value>(args, programmatic, stream);
+  });
+}
+
 cudaError_t launch_gather(const GatherArgs& args, bool programmatic, cudaStream_t stream) {
-  switch (args.peers.world) {
-    case 2:
-      return run_gather<2>(args, programmatic, stream);
-    case 4:
-      return run_gather<4>(args, programmatic, stream);
-    case 8:
-      return run_gather<8>(args, programmatic, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return for_world(args.peers.world, [&](auto world) {
+    return run_gather<decltype(world)::value>(args, programmatic, stream);
+  });
 }
 
 cudaError_t launch_clear(uint4* inbox, int64_t packets, cudaStream_t stream) {

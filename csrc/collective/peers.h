@@ -13,7 +13,7 @@ constexpr int kPacketElements = 8;  // of two bytes: a store of 16 bytes
 constexpr int kMaxHidden = 16384;
 constexpr int kScaleGroup = 128;  // columns that share a scale
 
-// What one rank needs to know to exchange data with the others. Each rank owns an inbox, to which
+// A rank needs this to exchange data with the others. Each rank owns an inbox, to which
 // the others write: [2, world, packets] packets, the first index being the parity of the epoch, the
 // second the rank that writes. An epoch is one collective.
 struct Peers {

@@ -323,7 +323,7 @@ class Scheduler:
         pool, num_tokens = self.pool, request.num_tokens
         if not self.enable_chunked_prefill and num_tokens > budget:
             return None
-        # What is found has no logits.
+        # Cached blocks hold no logits, which a scored prompt needs.
         searched = self.prefix_caching and not request.is_scored
         blocks = find_prefix(pool, request) if searched else pool.find([])
         start, shared = len(blocks.tables[0]) * pool.block_size, blocks.held()

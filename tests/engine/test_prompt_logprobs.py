@@ -35,7 +35,7 @@ def generated(llm: LLM, token_ids: list[int]) -> list[dict[int, tuple[float, int
 
 @pytest.fixture(scope="module")
 def plain(reference: LLM) -> list[RequestOutput]:
-    """What the prompts get where nobody asks for log probabilities of prompts."""
+    """The prompts' outputs where nobody asks for log probabilities of prompts."""
     return reference.generate(PROMPTS, PLAIN, use_tqdm=False)
 
 

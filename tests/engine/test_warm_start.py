@@ -76,7 +76,7 @@ def capturing(*sizes: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cold:
-    """What cold starts of one model told, by level, and the store that they filled."""
+    """The reports of one model's cold starts, by level, and the store that they filled."""
 
     model: str
     store: Path

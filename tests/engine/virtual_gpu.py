@@ -67,7 +67,7 @@ class VirtualGpu:
 
 @dataclass
 class Simulated:
-    """What requests saw, in ms by the device's clock, and the steps that served them."""
+    """The times that requests saw, in ms by the device's clock, and the steps that served them."""
 
     seconds: float
     gaps: list[float]

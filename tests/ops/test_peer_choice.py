@@ -29,7 +29,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def test_the_device_table_and_the_inbox_limit_what_is_pushed(
     shape: tuple[int, int], pushed: bool
 ) -> None:
-    """Of two ranks a part is 64 MiB: 8192 rows of 4096."""
+    """Each of two ranks sends 64 MiB at most: 8192 rows of 4096."""
     assert _peer_memory.part_bytes(2) == 8192 * 4096 * 2
     x = rows(*shape)
     assert _peer_memory.pushes(x, "any") is pushed

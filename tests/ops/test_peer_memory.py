@@ -41,7 +41,7 @@ def connected(rank: int, world: int) -> Iterator[torch.device]:
 
 
 def of_rank(rank: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """What a rank sends, the same wherever it is made: with negative zeros."""
+    """The rows that a rank sends, with negative zeros: the same wherever they are made."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randn(shape, generator=generator)
     x[x.abs() < 0.1] = -0.0
