@@ -25,7 +25,8 @@ def all_gather(x: Tensor, world_size: int, group_name: str) -> Tensor:
         group_name: a process group of two ranks or more, as ``group.group_name`` gives it.
 
     Returns:
-        [n, k * world_size], contiguous: the same bits on every rank.
+        [n, k * world_size], contiguous: the same bits on every rank.  Over peer memory a negative
+        zero becomes a positive one.
 
     Raises:
         ValueError: no such group, one of another size, or another dtype.
