@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _peer_memory
 from ._desc import EXACT, TOLERANCES, Case, Cost, OpDesc
 from ._op import Implementation, SemanticOp, on_gpu
+from ._turns import collective
 from .all_reduce import CASES_GROUP, resolve_group
 
 LIBRARY = "torch.distributed's gather"
@@ -44,10 +45,11 @@ def gather_over_ranks(x: Tensor, world_size: int, group_name: str) -> Tensor:
             f"{world_size}; start as many ranks as the model was made for"
         )
     rows, columns = x.shape
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor.default(
-        x.contiguous(), world_size, group_name
-    )
-    gathered = torch.ops._c10d_functional.wait_tensor.default(gathered)
+    with collective():
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor.default(
+            x.contiguous(), world_size, group_name
+        )
+        gathered = torch.ops._c10d_functional.wait_tensor.default(gathered)
     by_rank: Tensor = gathered.view(world_size, rows, columns)
     return by_rank.transpose(0, 1).contiguous().view(rows, world_size * columns)
 
@@ -58,7 +60,9 @@ def _push(x: Tensor, world_size: int, group_name: str) -> Tensor:
     if world_size != _peer_memory.world_of(group_name) or not _serves(x, group_name):
         return gather_over_ranks(x, world_size, group_name)
     x = x.contiguous()
-    return torch.ops.fw_cuda.peer_all_gather.default(x, group_name)  # type: ignore[no-any-return]
+    with collective() as most_blocks:
+        gathered: Tensor = torch.ops.fw_cuda.peer_all_gather.default(x, group_name, most_blocks)
+    return gathered
 
 
 def _serves(x: Tensor, group_name: str) -> bool:

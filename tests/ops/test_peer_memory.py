@@ -75,15 +75,17 @@ def conformance(rank: int, world: int) -> dict[str, int]:
 
 
 def sums(rank: int, world: int) -> list[bool]:
-    """Sums and gathers of several sizes have the bits that the order of the ranks gives."""
+    """Sums and gathers of several sizes have the bits that the order of the ranks gives, however
+    many blocks a rank has for them."""
     right = []
     with connected(rank, world) as device:
         for seed, shape in enumerate(SHAPES):
             for dtype in _peer_memory.DTYPES:
                 x = of_rank(rank, shape, seed, dtype).to(device)
-                summed = torch.ops.fw_cuda.peer_all_reduce.default(x, CASES_GROUP)
+                blocks = (0, 1 + 2 * rank)[seed % 2]
+                summed = torch.ops.fw_cuda.peer_all_reduce.default(x, CASES_GROUP, blocks)
                 right.append(torch.equal(summed.cpu(), total_of(world, shape, seed, dtype)))
-                gathered = torch.ops.fw_cuda.peer_all_gather.default(x, CASES_GROUP)
+                gathered = torch.ops.fw_cuda.peer_all_gather.default(x, CASES_GROUP, blocks)
                 parts = [of_rank(each, shape, seed, dtype) for each in range(world)]
                 right.append(torch.equal(gathered.cpu(), torch.cat(parts, dim=1)))
     return right
