@@ -106,11 +106,6 @@ def _check_ranges(options: EngineOptions) -> None:
         (0 < o.gpu_memory_utilization <= 1, "gpu_memory_utilization", "a number in (0, 1]"),
         (o.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
         (o.pipeline_parallel_size >= 1, "pipeline_parallel_size", "at least 1"),
-        (
-            o.dbo_prefill_token_threshold is None or o.dbo_prefill_token_threshold >= 0,
-            "dbo_prefill_token_threshold",
-            "0 (none) or a number of tokens",
-        ),
         (o.max_num_seqs is None or o.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
         (o.max_model_len is None or o.max_model_len >= 1, "max_model_len", "at least 1"),
         (
@@ -154,14 +149,6 @@ def _check_ranges(options: EngineOptions) -> None:
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
         raise UserError(
             "num_gpu_blocks_override and kv_cache_memory_bytes both size the KV cache: give one"
-        )
-    if o.dbo_prefill_token_threshold and (
-        o.tensor_parallel_size == 1 or o.pipeline_parallel_size > 1
-    ):
-        raise UserError(
-            f"dbo_prefill_token_threshold={o.dbo_prefill_token_threshold}: it hides the sums "
-            "between ranks of one stage; give tensor_parallel_size=2 or more and "
-            "pipeline_parallel_size=1, or leave it out"
         )
     if o.record_expert_load and o.pipeline_parallel_size > 1:
         raise UserError(

@@ -32,12 +32,8 @@ ROWS = (
     "push 2 ranks",
     "push 4 ranks",
     "push 8 ranks",
-    "undivided 2 ranks",
-    "undivided 4 ranks",
-    "undivided 8 ranks",
 )
-"""The kernels whose most rows a table gives.  Undivided is a step of so many tokens that does not
-run in two halves; there the columns are the model's hidden size."""
+"""The kernels whose most rows a table gives."""
 PORTABLE = {
     "algorithms": "no: bytes of one version of cuBLASLt, ranked on one GPU",
     "rows": "to GPUs of the same compute capability, whose kernels and caches are alike",

@@ -64,12 +64,6 @@ class EngineOptions:
     enable_expert_parallel: bool = _option(
         False, "model", "each rank holds whole experts, in place of a part of each"
     )
-    dbo_prefill_token_threshold: int | None = _option(
-        None,
-        "model",
-        "run steps of so many tokens or more in two halves, which compute while sums of the other "
-        "travel between ranks; 0: none; as the device table says if unset",
-    )
     seed: int = _option(0, "model", "of dummy weights and of requests without a seed")
 
     optimization_level: int = _option(2, "compile", "0..3; see `fusewright explain --levels`")

@@ -71,7 +71,6 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
             options.tensor_parallel_size,
             options.enable_expert_parallel,
             options.pipeline_parallel_size,
-            options.dbo_prefill_token_threshold,
         ),
         compile=_compile(options, level_number, level, hardware, precision.weights),
         store=_store(options, level),

@@ -60,8 +60,6 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
-    dbo_prefill_token_threshold: int | None = field(default=None, metadata=outside_key(_EACH_START))
-    """Least tokens of a step that runs in two halves; 0: none; None: as the device table says."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,6 @@ class Engine(EngineLoop):
         self.runner, self.graphs, self.dispatcher = worker.runner, worker.graphs, worker.dispatcher
         self.compiled, self.weights = worker.compiled, worker.weights
         self.buffers, self.kv_caches = worker.buffers, worker.kv_caches
-        self.halves = worker.halves
         self._table, self._account = worker.table, worker.account
         self._bytes_per_block = worker.bytes_per_block
         self._stream = torch.cuda.current_stream() if hardware.device == "cuda" else None
@@ -111,7 +110,6 @@ class Engine(EngineLoop):
                 "pipeline_parallel_size": self.spec.pipeline_parallel_size,
                 "processes": self._ranks.report(),
                 "peer_memory": self._ranks.peer_memory(),
-                "halves": self.halves.report(),
             },
             "passes": built.get("passes", []),
             "choices": built.get("choices", {}),

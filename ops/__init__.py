@@ -8,7 +8,6 @@ and lowering all run over it.
 from ._cublaslt import installed as installed_cublaslt
 from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
 from ._desc import Case, Cost, OpDesc, TensorDesc
-from ._device_table import most_rows
 from ._device_table import notes as table_notes
 from ._device_table import report as report_tables
 from ._device_table import take as take_table
@@ -25,7 +24,6 @@ from ._op import (
     choose,
     runs_on,
 )
-from ._turns import Turns
 from ._variant import Binary, Variant
 from .all_gather import OP as ALL_GATHER
 from .all_gather import all_gather
@@ -121,7 +119,6 @@ __all__ = [
     "OpDesc",
     "SemanticOp",
     "TensorDesc",
-    "Turns",
     "Variant",
     "all_gather",
     "all_reduce",
@@ -143,7 +140,6 @@ __all__ = [
     "linear_add_norm_linear",
     "linear_add_norm_moe",
     "load_cuda_library",
-    "most_rows",
     "paged_attention",
     "quant_fp8_dynamic",
     "quant_fp8_static",

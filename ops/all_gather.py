@@ -10,7 +10,6 @@ from torch import Tensor
 from . import _peer_memory
 from ._desc import EXACT, TOLERANCES, Case, Cost, OpDesc
 from ._op import Implementation, SemanticOp, on_gpu
-from ._turns import collective
 from .all_reduce import CASES_GROUP, resolve_group
 
 LIBRARY = "torch.distributed's gather"
@@ -45,11 +44,10 @@ def gather_over_ranks(x: Tensor, world_size: int, group_name: str) -> Tensor:
             f"{world_size}; start as many ranks as the model was made for"
         )
     rows, columns = x.shape
-    with collective():
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor.default(
-            x.contiguous(), world_size, group_name
-        )
-        gathered = torch.ops._c10d_functional.wait_tensor.default(gathered)
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor.default(
+        x.contiguous(), world_size, group_name
+    )
+    gathered = torch.ops._c10d_functional.wait_tensor.default(gathered)
     by_rank: Tensor = gathered.view(world_size, rows, columns)
     return by_rank.transpose(0, 1).contiguous().view(rows, world_size * columns)
 
@@ -60,9 +58,7 @@ def _push(x: Tensor, world_size: int, group_name: str) -> Tensor:
     if world_size != _peer_memory.world_of(group_name) or not _serves(x, group_name):
         return gather_over_ranks(x, world_size, group_name)
     x = x.contiguous()
-    with collective() as most_blocks:
-        gathered: Tensor = torch.ops.fw_cuda.peer_all_gather.default(x, group_name, most_blocks)
-    return gathered
+    return torch.ops.fw_cuda.peer_all_gather.default(x, group_name)  # type: ignore[no-any-return]
 
 
 def _serves(x: Tensor, group_name: str) -> bool:

@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import _resolve_process_group
 from . import _peer_memory
 from ._desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc
 from ._op import Implementation, SemanticOp, on_gpu
-from ._turns import collective
 
 PUSHED, LIBRARY = "push", "torch.distributed's sum"
 """The two ways to sum over ranks, as ``explain`` names them."""
@@ -41,10 +40,8 @@ def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
     """The definition; the fused ops share it."""
     check(x, group_name)
     resolve_group("all_reduce", group_name)
-    with collective():
-        total = torch.ops._c10d_functional.all_reduce.default(x, "sum", group_name)
-        summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(total)
-    return summed
+    total = torch.ops._c10d_functional.all_reduce.default(x, "sum", group_name)
+    return torch.ops._c10d_functional.wait_tensor.default(total)  # type: ignore[no-any-return]
 
 
 def _push(x: Tensor, group_name: str) -> Tensor:
@@ -53,9 +50,7 @@ def _push(x: Tensor, group_name: str) -> Tensor:
     if not _peer_memory.pushes(x, group_name):
         return sum_over_ranks(x, group_name)
     x = x.contiguous()
-    with collective() as most_blocks:
-        total: Tensor = torch.ops.fw_cuda.peer_all_reduce.default(x, group_name, most_blocks)
-    return total
+    return torch.ops.fw_cuda.peer_all_reduce.default(x, group_name)  # type: ignore[no-any-return]
 
 
 def _runs(x: Tensor, group_name: str) -> tuple[str, ...]:

@@ -23,7 +23,6 @@ from . import _peer_memory
 from ._desc import TOLERANCES, Case, Cost, OpDesc
 from ._launch import Launch, run_launches
 from ._op import Implementation, SemanticOp, on_gpu, triton
-from ._turns import collective
 from .all_reduce import CASES_GROUP, LIBRARY, PUSHED, sum_flops, sum_over_ranks, wire_bytes
 from .all_reduce import check as check_sum
 from .launches import norm as plans
@@ -173,19 +172,16 @@ def _push(axes: Norm, x: Tensor, *rest: Any) -> Any:
     if residual is not None:
         residual = residual.reshape(-1, shape[-1]).contiguous()
     static = isinstance(how, Tensor)
-    rows = _peer_memory.aligned_rows(x)
-    with collective() as most_blocks:
-        y, scales, total = torch.ops.fw_cuda.peer_all_reduce_norm.default(
-            rows,
-            residual,
-            weight,
-            eps,
-            None if axes.quant else how,
-            how if static else None,
-            how if axes.quant and not static else -1,
-            group_name,
-            most_blocks,
-        )
+    y, scales, total = torch.ops.fw_cuda.peer_all_reduce_norm.default(
+        _peer_memory.aligned_rows(x),
+        residual,
+        weight,
+        eps,
+        None if axes.quant else how,
+        how if static else None,
+        how if axes.quant and not static else -1,
+        group_name,
+    )
     values = (y.view(shape), scales.t()) if axes.quant == "dynamic" else (y.view(shape),)
     return alone_or_all((*values, total.view(shape)))
 

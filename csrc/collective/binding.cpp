@@ -90,9 +90,8 @@ Tensor empty_like(const Tensor& x) {
   return Tensor(handle);
 }
 
-Tensor peer_all_reduce(const Tensor& x, const std::string& group_name, int64_t most_blocks) {
+Tensor peer_all_reduce(const Tensor& x, const std::string& group_name) {
   SumArgs args = {};
-  args.most_blocks = static_cast<int>(most_blocks);
   args.element = check_element(kSum, x);
   args.x = check_packets(kSum, x, "x", x);
   const int64_t count = x.numel();
@@ -153,9 +152,8 @@ Quantized plan_results(SumArgs& args, const Tensor& x, const std::optional<Tenso
 std::tuple<Tensor, Tensor, Tensor> peer_all_reduce_norm(
     const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, double eps,
     std::optional<double> weight_offset, const std::optional<Tensor>& scale, int64_t group_size,
-    const std::string& group_name, int64_t most_blocks) {
+    const std::string& group_name) {
   SumArgs args = {};
-  args.most_blocks = static_cast<int>(most_blocks);
   args.element = check_element(kNorm, x);
   if (x.dim() != 2 || x.size(1) < 1 || x.size(1) > kMaxHidden || x.size(1) % kPacketElements != 0 ||
       x.stride(1) != 1 || !is_aligned(x) ||
@@ -192,9 +190,8 @@ std::tuple<Tensor, Tensor, Tensor> peer_all_reduce_norm(
   return {made.y, made.scales, total};
 }
 
-Tensor peer_all_gather(const Tensor& x, const std::string& group_name, int64_t most_blocks) {
+Tensor peer_all_gather(const Tensor& x, const std::string& group_name) {
   GatherArgs args = {};
-  args.most_blocks = static_cast<int>(most_blocks);
   check_element(kGather, x);
   args.x = static_cast<const uint4*>(check_packets(kGather, x, "x", x));
   if (x.dim() != 2 || x.size(1) % kPacketElements != 0) {
@@ -222,12 +219,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def("peer_connect(Tensor handles, str group_name) -> ()");
   m.def("peer_abort(str group_name) -> ()");
   m.def("peer_close(str group_name) -> ()");
-  m.def("peer_all_reduce(Tensor x, str group_name, int most_blocks=0) -> Tensor");
+  m.def("peer_all_reduce(Tensor x, str group_name) -> Tensor");
   m.def(
       "peer_all_reduce_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-      "float? weight_offset, Tensor? scale, int group_size, str group_name, int most_blocks=0) "
+      "float? weight_offset, Tensor? scale, int group_size, str group_name) "
       "-> (Tensor, Tensor, Tensor)");
-  m.def("peer_all_gather(Tensor x, str group_name, int most_blocks=0) -> Tensor");
+  m.def("peer_all_gather(Tensor x, str group_name) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CompositeExplicitAutograd, m) {

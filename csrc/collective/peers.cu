@@ -11,19 +11,13 @@ namespace {
 constexpr int kBlocks = 2 * gemm::kMultiprocessors;
 constexpr int kGatherThreads = 512, kGatherPackets = 4;
 
-// A limit leaves multiprocessors to a GEMM that runs beside.
-int num_blocks(int64_t wanted, int most_blocks) {
-  const int most = most_blocks > 0 ? std::min(most_blocks, kBlocks) : kBlocks;
-  return static_cast<int>(std::min<int64_t>(wanted, most));
-}
-
 template <typename T, int kWorld, bool kNorm>
 cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
   const int rounded = (args.row_packets + kWarpSize - 1) / kWarpSize * kWarpSize;
   const bool twice = rounded > kMaxThreads;
   const int threads = twice ? kMaxThreads : rounded;
-  const int blocks = num_blocks(args.rows, args.most_blocks);
-  const gemm::LaunchConfig config(blocks, threads, 0, 1, programmatic, stream);
+  const gemm::LaunchConfig config(std::min(args.rows, kBlocks), threads, 0, 1, programmatic,
+                                  stream);
   const auto kernel = twice ? sum_kernel<T, kWorld, 2, kNorm> : sum_kernel<T, kWorld, 1, kNorm>;
   return cudaLaunchKernelEx(&config.config, kernel, args);
 }
@@ -76,7 +70,7 @@ template <int kWorld>
 cudaError_t run_gather(const GatherArgs& args, bool programmatic, cudaStream_t stream) {
   constexpr int kChunk = kGatherThreads * kGatherPackets;
   const int64_t chunks = (args.num_packets + kChunk - 1) / kChunk;
-  const int blocks = num_blocks(chunks, args.most_blocks);
+  const int blocks = static_cast<int>(std::min<int64_t>(chunks, kBlocks));
   const gemm::LaunchConfig config(blocks, kGatherThreads, 0, 1, programmatic, stream);
   return cudaLaunchKernelEx(&config.config, gather_kernel<kWorld>, args);
 }

@@ -45,7 +45,6 @@ struct SumArgs {
   bool has_offset;  // the norm is rounded once, after the weight and this are applied
   Quantize quantize;
   Element element;
-  int most_blocks;  // 0: as many as run at once
 };
 
 // The columns of all ranks side by side.
@@ -55,7 +54,6 @@ struct GatherArgs {
   uint4* y;             // [rows, world, row_packets]
   int64_t num_packets;  // of x
   int64_t row_packets;
-  int most_blocks;  // 0: as many as run at once
 };
 
 cudaError_t launch_sum(const SumArgs& args, bool programmatic, cudaStream_t stream);

@@ -22,7 +22,6 @@ from ...config import FEED, HIDDEN, slot_mapping_of
 from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from ..messages.cache_group import CacheGroup
 from ..messages.step import Batch, Ints, Logprobs, StepResult
-from .halves import Halves
 from .peers import RankGroup
 from .sampler import OpTable, Sampled, Sampler
 
@@ -99,7 +98,6 @@ class ModelRunner:
         table: implementations of the ops that run outside of the program.
         block_size: tokens a KV block.
         groups: the layers' groups, each of which has a block table.
-        halves: runs large steps that have no graph.
         ranks: the ranks that run the same batches.  Hidden states go from stage to stage, and the
             logits of the last to rank 0, which alone samples.  Its tokens go to the ranks that have
             the embedding on the device, where the next step of each reads them.
@@ -116,10 +114,9 @@ class ModelRunner:
         *,
         block_size: int,
         groups: Sequence[CacheGroup],
-        halves: Halves,
         ranks: RankGroup | None = None,
     ) -> None:
-        self._ranks, self._halves = ranks, halves
+        self._ranks = ranks
         self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
         self._buffers, self.sampler, self._ops = buffers, sampler, table
         self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
@@ -164,11 +161,11 @@ class ModelRunner:
         only the step's own rows are sent, so each stage may choose its graphs by itself."""
         ranks, num_seqs = self._ranks, batch.num_seqs
         if ranks is None:
-            return self._run(dispatch, batch)[:num_seqs]
+            return self._run(dispatch, num_seqs)[:num_seqs]
         stage, last = ranks.stage, ranks.num_stages - 1
         if stage > 0:
             ranks.receive(self._buffers.view(HIDDEN, batch.num_tokens), stage - 1)
-        output = self._run(dispatch, batch)
+        output = self._run(dispatch, num_seqs)
         if stage < last:
             ranks.send(output[: batch.num_tokens], stage + 1)
             if ranks.rank == 0:
@@ -178,15 +175,15 @@ class ModelRunner:
             ranks.send(output[:num_seqs], 0)
         return output[:num_seqs]
 
-    def _run(self, dispatch: Dispatch, batch: Batch) -> Tensor:
+    def _run(self, dispatch: Dispatch, num_seqs: int) -> Tensor:
         """Run the program by its graph or without one; its result may have rows of padding."""
         padded = dispatch.num_tokens
         if dispatch.kind is GraphKind.FULL:
             return self.graphs.replay_full(padded, dispatch.num_seqs)
-        views = self._buffers.views(num_tokens=padded, num_seqs=batch.num_seqs)
+        views = self._buffers.views(num_tokens=padded, num_seqs=num_seqs)
         if dispatch.kind is GraphKind.PIECEWISE:
             return self.graphs.replay_piecewise(padded, views)
-        return self._halves.run(self._program, views, batch.query_lens)
+        return self._program.run(views)
 
     def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
         """Write the static inputs, padded to the dispatched sizes.  Padding tokens are stored

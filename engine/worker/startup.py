@@ -45,7 +45,6 @@ from ...model_executor.parallel import check_parallel
 from ...model_executor.quant.scheme import KINDS
 from ...model_executor.spec import ModelSpec, quantize_online, stage_of
 from ..messages.cache_group import CacheGroup
-from .halves import Halves
 from .memory import outside_bytes
 from .missing_kernels import say_where_csrc_is_missing
 from .peers import Alone, Peers
@@ -317,20 +316,6 @@ def make_graphs(
     return Graphs(program, buffers, dispatcher, backend, lambda: outside_bytes(hardware))
 
 
-def make_halves(spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers) -> Halves:
-    """Make what runs large steps in halves: from the size that the options give, or from where the
-    device table says that it gains."""
-    parallel = config.parallel
-    least = parallel.dbo_prefill_token_threshold
-    if least is None:
-        ranks, least = parallel.tensor_parallel_size, 0
-        stages = parallel.pipeline_parallel_size
-        if config.hardware.device == "cuda" and ranks > 1 and stages == 1:
-            most = ops.most_rows(f"undivided {ranks} ranks", spec.hidden_size)
-            least = most and most + 1
-    return Halves(least, buffers.schema, buffers.device)
-
-
 @torch.inference_mode()
 def warm_up(
     program: Program,
@@ -338,7 +323,6 @@ def warm_up(
     config: ResolvedConfig,
     buffers: StepBuffers,
     graphs: Graphs,
-    halves: Halves,
 ) -> Needs:
     """On a GPU, run the largest step and decodes and capture the largest graphs, over a KV cache of
     one block.  This measures the memory that they need, and lets kernels and libraries allocate
@@ -355,8 +339,7 @@ def warm_up(
     most = config.scheduler.max_num_seqs
     try:
         for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
-            inputs = buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs)
-            halves.run(program, inputs, inputs["seq_lens"].cpu().numpy())
+            program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"max_num_batched_tokens={buffers.max_tokens}: a step of so many finds no room beside "

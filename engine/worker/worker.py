@@ -25,7 +25,6 @@ from .startup import (
     compile_model,
     load_beside,
     make_graphs,
-    make_halves,
     num_kv_blocks,
     step_buffers,
     warm_up,
@@ -69,8 +68,7 @@ class Worker:
             sampler = Sampler(self.table, config, spec.vocab_size)
             sampler.warm_up(spec.dtype)
             self.graphs = make_graphs(program, self.buffers, self.dispatcher, config)
-            self.halves = make_halves(spec, config, self.buffers)
-            needs = warm_up(program, spec, config, self.buffers, self.graphs, self.halves)
+            needs = warm_up(program, spec, config, self.buffers, self.graphs)
         with startup.phase("kv cache"):
             blocks = num_kv_blocks(spec, config, needs, self.groups)
             self.num_blocks = blocks if ranks is None else ranks.least(blocks)
@@ -99,6 +97,5 @@ class Worker:
             self.table,
             block_size=config.cache.block_size,
             groups=self.groups,
-            halves=self.halves,
             ranks=ranks,
         )

@@ -22,7 +22,6 @@ from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.messages.sampling_params import SamplingParams
-from fusewright.engine.worker.halves import Halves
 from fusewright.engine.worker.model_runner import ModelRunner
 from fusewright.engine.worker.sampler import OpTable, Sampler
 from fusewright.engine.worker.startup import block_groups, read_model
@@ -120,7 +119,6 @@ def make_runner(scheduler: Scheduler, chunk: int) -> ModelRunner:
         table,
         block_size=BLOCK_SIZE,
         groups=scheduler.pool.groups,
-        halves=Halves(0, schema, buffers.device),
     )
 
 

@@ -62,19 +62,6 @@ def test_two_gpus_answer_right_from_graphs(options: dict[str, Any]) -> None:
     assert matched["fuse_all_reduce_norm"] == (11, [])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_gpus_answer_right_in_halves(dtype: str) -> None:
-    """One half computes while the other's sums travel, over peer memory and over NCCL."""
-    many = {"max_num_seqs": 128, "dbo_prefill_token_threshold": 256, "dtype": dtype}
-    problems = held_out(300, seed=5)
-    with LLM("abacus", **OPTIONS | many) as llm:
-        outputs = llm.generate([p.prompt for p in problems], GREEDY, use_tqdm=False)
-        halves = llm.report()["ranks"]["halves"]
-    wrong = [p for o, p in zip(outputs, problems, strict=True) if o.outputs[0].text != p.answer]
-    assert len(wrong) <= 1, wrong
-    assert halves["steps"] >= 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_lost_in_a_step_ends_the_engine_and_another_starts(number: signal.Signals) -> None:
     """Rank 0's kernels wait for a rank that is gone, and are ended."""
