@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 os.environ.pop("COLUMNS", None)
 
 # A GPU machine may lack what tests of the server import, none of which needs a GPU.
-collect_ignore = [] if find_spec("openai") else ["serve"]
+collect_ignore = [] if find_spec("openai") and find_spec("httpx2") else ["serve"]
 if not find_spec("zmq"):
     collect_ignore += [
         f"engine/test_{name}.py"

@@ -30,7 +30,12 @@ from fusewright.ops.triton_kernels.dependent import start_next_and_wait, wait_fo
 
 pytestmark = pytest.mark.gpu
 
-WITH_TRITON = [op.name for op in ALL_OPS if any(i.launches for i in op.implementations)]
+WITH_TRITON = [
+    op.name
+    for op in ALL_OPS
+    if any(i.launches for i in op.implementations)
+    and "group_name" not in str(op.overload()._schema)  # kernels of norms, behind a library's sum
+]
 CACHE, TABLE, OUT = 1, 2, 5  # arguments of paged_attention
 NANOSECONDS = 100_000  # more than the host takes to launch two kernels
 
