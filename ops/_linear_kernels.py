@@ -27,8 +27,7 @@ from ._desc import OpDesc
 from ._device_table import most_rows
 from ._launch import Launch, run_launches
 from ._linear_desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
-from .launches import linear as tiled
-from .launches import linear_fp8 as tiled_fp8
+from .launches import linear as tiled, linear_fp8 as tiled_fp8
 from .launches.activation import gated_activation
 from .launches.counters import counters
 from .launches.quant import quantize

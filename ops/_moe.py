@@ -17,8 +17,7 @@ from ._desc import Cost, TensorDesc
 from ._expert_kernels import describe_experts
 from ._float8 import E4M3
 from ._launch import Launch
-from .launches import experts as plans
-from .launches import route as route_plans
+from .launches import experts as plans, route as route_plans
 from .launches.quant import quantize as plan_quantize
 from .route import check as check_route
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _expert_kernels as kernels
-from . import _rowwise
+from . import _expert_kernels as kernels, _rowwise
 from ._desc import Case, Cost, OpDesc, TensorDesc
 from ._expert_kernels import describe_experts
 from ._float8 import E4M3

@@ -33,10 +33,8 @@ from ._moe_cuda import (
 from ._op import Implementation, SemanticOp, definition, dispatched, on_gpu
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
-from .launches import experts as plans
-from .launches import route as route_plans
-from .linear import GATED
-from .linear import OP as LINEAR
+from .launches import experts as plans, route as route_plans
+from .linear import GATED, OP as LINEAR
 from .quantize import finish, refuses_device
 from .route import OP as ROUTE
 

@@ -25,8 +25,7 @@ from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
 from ._op import Implementation, SemanticOp, dispatched, on_gpu
 from .launches import norm
-from .linear import GATED
-from .linear import OP as LINEAR
+from .linear import GATED, OP as LINEAR
 from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]

@@ -21,12 +21,18 @@ from ._desc import Case, Cost, OpDesc, Tolerance
 from ._launch import Launch, run_all
 from ._linear_desc import LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here
-from ._moe import Call as Experts
-from ._moe import Planned, cost_of_call, kernel_names, plan_layers, plan_sum, plan_sum_and_norm
-from ._moe import check as check_experts
+from ._moe import (
+    Call as Experts,
+    Planned,
+    check as check_experts,
+    cost_of_call,
+    kernel_names,
+    plan_layers,
+    plan_sum,
+    plan_sum_and_norm,
+)
 from ._op import Implementation, SemanticOp, definition, dispatched, on_gpu
-from .fused_moe import OP as FUSED_MOE
-from .fused_moe import moe_args, supports_call
+from .fused_moe import OP as FUSED_MOE, moe_args, supports_call
 from .launches import norm
 from .linear import OP as LINEAR
 from .norm import ADD_RMS_NORM

@@ -19,8 +19,7 @@ from ._desc import EXACT, TOLERANCES, Case, Cost, OpDesc, TensorDesc, Tolerance
 from ._float8 import E4M3, E4M3_MAX
 from ._launch import Launch
 from ._op import Implementation, SemanticOp, triton
-from .launches.quant import GROUP, Scheme, empty_results
-from .launches.quant import quantize as plan_quantize
+from .launches.quant import GROUP, Scheme, empty_results, quantize as plan_quantize
 
 Cases = Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Case]]
 

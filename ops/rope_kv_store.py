@@ -13,13 +13,11 @@ from ._desc import Case, Cost, OpDesc, Tolerance
 from ._float8 import E4M3, why_no_e4m3
 from ._launch import Launch
 from ._op import Implementation, SemanticOp, definition, dispatched, triton
-from .kv_store import OP as KV_STORE
-from .kv_store import check_kv_store, kv_store
+from .kv_store import OP as KV_STORE, check_kv_store, kv_store
 from .launches import rope_kv_store as kernels
 from .launches.rope_kv_store import RopeStoreArgs
 from .norm import rms_norm_native
-from .rotary_embedding import OP as ROTARY_EMBEDDING
-from .rotary_embedding import check_rotary
+from .rotary_embedding import OP as ROTARY_EMBEDDING, check_rotary
 
 
 @dispatched

@@ -262,13 +262,16 @@ def _progress(total: int) -> Iterator[Callable[[list[str]], None]]:
         count = itertools.count(1)
         yield lambda cells: typer.echo(f"{next(count)}/{total}: {_sentence(cells)}", err=True)
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeElapsedColumn as Elapsed
 
-    text = TextColumn("{task.description}")
-    columns = (BarColumn(), MofNCompleteColumn(), Elapsed(), text)
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    columns = (
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.description}"),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda cells: bar.update(task, advance=1, description=_sentence(cells))
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .._device_table import num_sms
 from .._launch import Launch
-from .counters import MAX_COUNTERS
-from .counters import counters as _counters
+from .counters import MAX_COUNTERS, counters as _counters
 from .paged_attention_plan import MAX_SEQS, AttentionPlan, plan
 
 

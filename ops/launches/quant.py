@@ -14,8 +14,7 @@ from .._device_table import num_sms
 from .._float8 import E4M3
 from .._launch import Launch
 from .counters import zeros_between_launches
-from .norm import check as check_norm
-from .norm import row_tile
+from .norm import check as check_norm, row_tile
 from .tiles import cdiv, next_power_of_2
 
 # Elements of a tile below which one program takes several rows; as ``norm.py`` does.
