@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config.expert_tables import ExpertTile
 from . import _expert_tables
 from ._desc import TensorDesc
-from ._launch import Launch, run_launches
+from ._launch import Launches, run_launches
 from ._linear_desc import LinearDesc, describe
 from ._linear_kernels import LinearKernel, Selection, Target, here, select
 from .launches import experts as plans
@@ -130,7 +130,7 @@ def plan_gemm(
     *,
     invariant: bool = False,
     forced: ExpertTile | None = None,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """The launch of the Triton GEMM for slots that are sorted already; None: for each by itself.
     ``invariant``: a row has the same bits whatever the other rows are.  ``forced``: this tile."""
     desc = describe_experts(x, weight, topk_ids, x_scale, weight_scale, out_dtype, activation)
@@ -148,17 +148,17 @@ def plan_gemm(
     return plans.expert_linear(*operands, *given, by_expert, tile)
 
 
-def _plan_slots(*args: Any) -> tuple[list[Launch], Tensor]:
+def _plan_slots(*args: Any) -> Launches[Tensor]:
     return plan_gemm(None, *args)
 
 
-def _plan_sorted(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
+def _plan_sorted(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     launches, by_expert = plans.sort_by_expert(args[2], args[1].shape[0], args[7])
     more, y = plan_gemm(by_expert, *args, invariant=invariant)
     return [*launches, *more], y
 
 
-def plan_invariant(*args: Any) -> tuple[list[Launch], Tensor]:
+def plan_invariant(*args: Any) -> Launches[Tensor]:
     """``plan`` with one tile for any number of tokens: a row's bits are always the same."""
     return _plan_sorted(*args, invariant=True)
 
@@ -185,8 +185,8 @@ def selected(*args: Any) -> LinearKernel:
     return _selected(describe_experts(*args), args[2].shape[0], args[0].device).kernel
 
 
-def plan(*args: Any) -> tuple[list[Launch], Tensor]:
+def plan(*args: Any) -> Launches[Tensor]:
     """The launches of a call, and its result."""
-    launches: Callable[..., tuple[list[Launch], Tensor]] | None = selected(*args).launches
+    launches: Callable[..., Launches[Tensor]] | None = selected(*args).launches
     assert launches is not None
     return launches(*args)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertTile
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
 MOST_EXPERTS = 1024
@@ -88,7 +88,7 @@ def invariant_tile(itemsize: int) -> Tile:
 
 def sort_by_expert(
     topk_ids: Tensor, num_experts: int, first_expert: Tensor | None = None
-) -> tuple[list[Launch], Sorted]:
+) -> Launches[Sorted]:
     """One launch; above 1024 tokens two, so that no program reads all ids.  Nothing is read on the
     host.  With ``first_expert``, slots of experts that are not here have no place between the
     offsets, and one launch serves any number of tokens."""
@@ -167,7 +167,7 @@ def expert_linear(
     first_expert: Tensor | None,
     by_expert: Sorted | None,
     tile: Tile,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """The GEMM alone.  ``scheme``: "none", "tensor", "token" or "block", which the scales are of.
     ``by_expert``: the sorted slots; None: a tile is one slot."""
     num_experts, rows, k = weight.shape
@@ -233,7 +233,7 @@ def combine(
     shared: Tensor | None,
     shared_gate: Tensor | None,
     residual: Tensor | None,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     num_tokens, top_k = topk_weights.shape
     hidden = y.shape[1]
     y = y if y.stride(1) == 1 or hidden == 1 else y.contiguous()
@@ -274,7 +274,7 @@ def combine_add_norm(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor]]:
     """``combine`` and ``add_rms_norm`` in one kernel, a program a token."""
     (launch,), total = combine(y, topk_weights, shared, shared_gate, residual)
     hidden = total.shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
 
@@ -17,7 +17,7 @@ def gather_rows(
     index_offset: int = 0,
     row_offset: int = 0,
     first: Tensor | None = None,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """``out[i] = table[clamp(index[i + index_offset] + row_offset)]``.
 
     With ``first`` [1] int32 the table's rows count from there, and rows outside of it are zeros

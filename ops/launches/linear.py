@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
@@ -42,7 +42,7 @@ def _invariant_tile(m: int, n: int, itemsize: int) -> Tile:
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = False
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """``invariant``: a row has the same bits whatever the other rows are."""
     n, k = weight.shape
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)

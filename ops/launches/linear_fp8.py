@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._device_table import num_sms
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .counters import counters
 from .tiles import cdiv, next_power_of_2
 
@@ -104,7 +104,7 @@ def linear_fp8(
     out_dtype: torch.dtype,
     *,
     invariant: bool = False,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """``scheme``: "tensor", "token" or "block", which the shapes of the scales are of.
     ``invariant``: a row has the same bits whatever the other rows are."""
     n, k = weight.shape

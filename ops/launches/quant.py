@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._device_table import num_sms
 from .._float8 import E4M3
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .counters import zeros_between_launches
 from .norm import check as check_norm, row_tile
 from .tiles import cdiv, next_power_of_2
@@ -60,7 +60,7 @@ def _group(scheme: Scheme, block: int) -> int:
     return 0 if isinstance(scheme, Tensor) else scheme or block
 
 
-def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> tuple[list[Launch], Quantized]:
+def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> Launches[Quantized]:
     """``x``, or the gated activation of x = gate | up, quantized."""
     x = _rows(x)
     rows, width = x.shape[0], x.shape[1] if activation == "none" else x.shape[1] // 2
@@ -141,7 +141,7 @@ def _quantize_split(
 
 def norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scheme: Scheme
-) -> tuple[list[Launch], Quantized]:
+) -> Launches[Quantized]:
     """The norm of ``x [+ residual]``, quantized; with a residual, the sum comes last."""
     check_norm(x, residual, weight)
     x = _rows(x)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .heads import cache_args, dense_heads, heads_args, heads_per_program
 from .tiles import cdiv, next_power_of_2
 
@@ -31,7 +31,7 @@ class RopeStoreArgs(NamedTuple):
     kv_scale: Any = None
 
 
-def rope_kv_store(*args: Any) -> tuple[list[Launch], Tensor]:
+def rope_kv_store(*args: Any) -> Launches[Tensor]:
     """The launch of a call of the op, and its result."""
     call = RopeStoreArgs(*args)
     q, k, v, cos_sin_cache, kv_cache = call[1:6]

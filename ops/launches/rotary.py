@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .heads import dense_heads, heads_args, heads_per_program
 from .tiles import cdiv, next_power_of_2
 
@@ -19,7 +19,7 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     pairs_in: bool,
     pairs_out: bool,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor]]:
     num_tokens, num_q_heads, head_dim = q.shape
     num_k_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...config.routing import Routing
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import next_power_of_2
 
 _MOST_EXPERTS = 1024
@@ -23,7 +23,7 @@ def route(
     logits: Tensor,
     bias: Tensor | None,
     how: Routing,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor]]:
     """The launch that chooses, for checked arguments of ``ops.route``, and its results."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 or num_experts == 1 else logits.contiguous()
