@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ..config.numbers import check_counts, check_number
-from .bench_engine import growth, latency, prefix, show_changes, throughput
+from .bench_engine import growth, latency, prefix, throughput
 from .bench_passes import passes
 from .bench_serve import serve
 from .flags import Json, Model, Output, engine_flags
 from .help import GroupedHelp
-from .options import no_result, to_measure, writable, write_result
+from .measured import keep, show_changes
+from .options import no_result, to_measure, writable
 from .table import table
 
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
@@ -37,7 +38,6 @@ def startup(
     options = to_measure(engine, model_argument)
     check_counts(1, 1000, iterations=iterations)
     writable("output", output)
-    from ..bench.environment import environment
     from ..bench.startup import measure_startup
 
     def say(kind: str, run: dict[str, Any]) -> None:
@@ -54,8 +54,7 @@ def startup(
         ]
         rows.append([name, *cells])
     typer.echo(table(rows), err=json_output)
-    record = {"environment": environment(), "options": options, **result}
-    write_result(output, record, json_output=json_output)
+    keep(output, json_output, options, **result)
 
 
 @app.command("plot")

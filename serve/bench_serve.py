@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import EngineOptions, UserError
+from ..config import UserError
 from ..config.numbers import check_counts
-from .bench_engine import check_outputs
 from .flags import Json, Model, Output, engine_flags
-from .options import to_measure, write_result
+from .measured import check_outputs, fastest, keep, show_times
+from .options import to_measure
 from .table import table
 from .workload import (
     GOODPUT_HELP,
@@ -115,24 +115,7 @@ def serve(
     urls: list[str | None] = [*base_url] if base_url else [None]
     for url in urls:
         _with_server(options, url, served_model_name, api_key, measure)
-    _write(output, json_output, options, plot, {"rows": rows, **found})
-
-
-def _write(
-    path: Path | None,
-    json_output: bool,
-    options: dict[str, Any],
-    picture: Path | None,
-    found: dict[str, Any],
-) -> None:
-    from ..bench.environment import environment
-
-    record = {"environment": environment(), "options": options, **found}
-    write_result(path, record, json_output=json_output)
-    if picture is not None:
-        from ..bench.plots import plot
-
-        plot({str(options.get("model", EngineOptions().model)): record}, picture)
+    keep(output, json_output, options, plot, rows=rows, **found)
 
 
 def _with_server(
@@ -183,12 +166,11 @@ def _best(
         times = arrivals(len(works), *arrival, seed=number)
         before = server.cpu_s() if server else 0.0
         run = load(target, works, times, most_open)
-        tries.append((run, (server.cpu_s() if server else 0.0) - before))
-    run, cpu_s = min(tries, key=lambda each: each[0].seconds)
-    spread = round(max(each.seconds for each, _ in tries) / run.seconds - 1, 4)
-    row = {**run.to_json(limits), "n": repeats, "spread": spread}
+        cpu_s = (server.cpu_s() if server else 0.0) - before
+        tries.append((run, cpu_s / run.seconds))
+    row, cores = fastest(tries, limits)
     if server is not None:
-        row["api_process_cores"] = round(cpu_s / run.seconds, 3)
+        row["api_process_cores"] = round(cores, 3)
     return row
 
 
@@ -237,11 +219,3 @@ def _show(row: dict[str, Any], *, err: bool) -> None:
         typer.echo(f"goodput {row['goodput_per_s']:.2f} requests/s", err=err)
     if "api_process_cores" in row:
         typer.echo(f"the API's process took {row['api_process_cores']:.2f} cores", err=err)
-
-
-def show_times(row: dict[str, Any], *, err: bool) -> None:
-    """Print the means and percentiles of a run."""
-    rows = [["ms", "mean", "p50", "p90", "p99"]]
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
-    typer.echo(table(rows), err=err)

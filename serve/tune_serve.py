@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineOptions, MachineError, UserError
-from .bench_engine import check_outputs
-from .bench_serve import show_times
 from .flags import Json, Model, engine_flags
+from .measured import check_outputs, show_times
 from .options import merge, to_measure, write_result
 from .profile import make_folder, record_phases
 from .table import table
