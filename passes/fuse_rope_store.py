@@ -15,6 +15,7 @@ from torch import fx
 
 from .report import PassReport
 from .rule import EXACT, Context, is_call, writes
+from .sites import Match, Miss, call, replace_sites
 
 
 class FuseRopeStore:
@@ -29,28 +30,22 @@ class FuseRopeStore:
     tier = EXACT
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        target = torch.ops.fw.rotary_embedding.default
-        for rotary in gm.graph.find_nodes(op="call_function", target=target):
-            name, norms = rotary.name, _norms(rotary)
-            store, reason = _store(rotary)
-            if rotary.args[4:] not in ((), ("halves",)):
-                reason = f"it rotates {rotary.args[4]}, for which there is no fused kernel"
-            reason = reason or _why_no_norms(norms) or _why_not_at(store, rotary, norms)
-            if reason:
-                report.miss(name, reason)
-                continue
-            rotated = list(rotary.users)
-            (q,) = (item for item in rotated if item.args[1] == 0)
-            args = _arguments(rotary, store, norms)
+        return replace_sites(self, gm, context, _read)
 
-            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
-                return [graph.call_function(torch.ops.fw.rope_kv_store.default, args)]
 
-            old = sorted({*norms, rotary, *rotated, store})
-            context.replace(self, store, old=old, outputs=[q], build=build)
-            report.match(name)
-        return report
+def _read(rotary: fx.Node) -> Match | None:
+    if not is_call(rotary, torch.ops.fw.rotary_embedding.default):
+        return None
+    norms = _norms(rotary)
+    store, reason = _store(rotary)
+    if rotary.args[4:] not in ((), ("halves",)):
+        reason = f"it rotates {rotary.args[4]}, for which there is no fused kernel"
+    if reason := reason or _why_no_norms(norms) or _why_not_at(store, rotary, norms):
+        raise Miss(reason)
+    rotated = list(rotary.users)
+    (q,) = (item for item in rotated if item.args[1] == 0)
+    fused = call(torch.ops.fw.rope_kv_store.default, _arguments(rotary, store, norms))
+    return Match(store, [*norms, rotary, *rotated, store], [q], fused)
 
 
 def _norms(rotary: fx.Node) -> list[fx.Node]:

@@ -270,7 +270,9 @@ class _Changes(Context):
         super().__init__(keep_rewrites, into.rewrites)
         self.change = change
 
-    def replace(self, rule: Any, site: Any, old: Any, outputs: Any, build: Any) -> None:
+    def replace(
+        self, rule: Any, site: Any, old: Any, outputs: Any, build: Any, tier: Any = None
+    ) -> None:
         def wrong(graph: fx.Graph) -> list[fx.Node]:
             (fused,) = build(graph)
             with graph.inserting_before(fused):
@@ -279,7 +281,7 @@ class _Changes(Context):
                 fused.args = tuple(args)
             return [fused]
 
-        super().replace(rule, site, old, outputs, wrong)
+        super().replace(rule, site, old, outputs, wrong, tier)
 
 
 Q, K, V, CACHE, SLOTS, Q_WEIGHT, K_WEIGHT, EPSILON = 1, 2, 3, 5, 6, 7, 8, 9
