@@ -149,15 +149,15 @@ def freshness(results: Path) -> list[list[str]]:
     return rows
 
 
-def rendered(results: Path = H200, root: Path = ROOT) -> dict[Path, str]:
+def rendered(results: Path = H200) -> dict[Path, str]:
     """The pages of the documents with their tables made from ``results``.
 
     Raises:
         UserError: as ``render``; or this is no checkout.
     """
-    paths = [root / page for page in PAGES]
+    paths = [ROOT / page for page in PAGES]
     if not paths[0].is_file():
-        raise UserError(f"{root} has no README.md: run `bench report` from a checkout")
+        raise UserError(f"{ROOT} has no README.md: run `bench report` from a checkout")
     return {path: render(path.read_text(), results) for path in paths}
 
 

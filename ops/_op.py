@@ -88,6 +88,20 @@ on_gpu = functools.partial(Implementation, devices=("cuda",))
 on_cpu = functools.partial(Implementation, devices=("cpu",))
 
 
+def with_defaults(
+    args_of: Callable[..., tuple[Any, ...]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make functions of all arguments take calls that leave some out: ``args_of`` fills them in."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            return fn(*args_of(*args))
+
+        return run
+
+    return decorate
+
+
 def triton(
     launches: Callable[..., Launches[Any]],
     supports: Callable[[OpDesc], str] = always,

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from . import _expert_kernels as kernels, _rowwise
 from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, drawn
-from ._expert_kernels import describe_experts
+from ._expert_kernels import ExpertArgs, describe_experts
 from ._float8 import E4M3
 from ._linear_desc import LinearDesc
 from ._linear_kernels import Target, multiply
-from ._op import Implementation, SemanticOp, dispatched, on_cpu, triton
+from ._op import Implementation, SemanticOp, dispatched, on_cpu, triton, with_defaults
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .linear import FP8, GATED, PLAIN
@@ -96,13 +96,7 @@ def _fake(x: Tensor, weight: Tensor, topk_ids: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((topk_ids.shape[0] * topk_ids.shape[1], desc.columns), dtype=desc.dtype)
 
 
-def with_defaults(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` called with all arguments of ``expert_linear``, whichever its caller leaves out."""
-
-    def run(*args: Any) -> Any:
-        return fn(*args, *[None] * (8 - len(args)))
-
-    return run
+_with_defaults = with_defaults(ExpertArgs)
 
 
 def _supports(why_not: Callable[[LinearDesc], str]) -> Callable[[OpDesc], str]:
@@ -254,17 +248,17 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        triton(with_defaults(kernels.plan), _supports(_triton_refuses)),
+        triton(_with_defaults(kernels.plan), _supports(_triton_refuses)),
         Implementation("native", expert_linear, on_host=True),
         triton(
-            with_defaults(kernels.plan_invariant),
+            _with_defaults(kernels.plan_invariant),
             _supports(_invariant_refuses),
             name="invariant",
             opt_in=True,
         ),
         on_cpu(
             "rowwise",
-            with_defaults(partial(_by_expert, _rowwise.linear)),
+            _with_defaults(partial(_by_expert, _rowwise.linear)),
             _supports(_invariant_refuses),
             opt_in=True,
         ),

@@ -35,7 +35,7 @@ from ._linear_kernels import (
     plan_tiled,
     runner,
 )
-from ._op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton
+from ._op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton, with_defaults
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .quantize import quantize_static, refuses_device
@@ -120,13 +120,7 @@ def _plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
 _plan_invariant = partial(_plan_tiled, invariant=True)
 
 
-def _with_defaults(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` called with all arguments, whichever of them its caller leaves out."""
-
-    def run(*args: Any) -> Any:
-        return fn(*LinearArgs(*args))
-
-    return run
+_with_defaults = with_defaults(LinearArgs)
 
 
 def describe_op(call: OpDesc) -> LinearDesc:

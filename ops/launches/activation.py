@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from .._launch import Launch, Launches
-from .tiles import cdiv, next_power_of_2
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 # Below this many tokens the grid is small: short blocks spread the row over more SMs.
 _FEW_TOKENS = 32
 
 
 def _rows(x: Tensor) -> Tensor:
-    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+    return dense_rows(x).reshape(-1, x.shape[-1])
 
 
 def gated_activation(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...config.expert_tables import ExpertTile
 from .._launch import Launch, Launches
-from .tiles import cdiv, next_power_of_2
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 MOST_EXPERTS = 1024
 _GROUP_M = 8
@@ -172,8 +172,7 @@ def expert_linear(
     ``by_expert``: the sorted slots; None: a tile is one slot."""
     num_experts, rows, k = weight.shape
     n = rows if activation is None else rows // 2
-    x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
-    weight = weight if weight.stride(2) == 1 or k == 1 else weight.contiguous()
+    x, weight = dense_rows(x), dense_rows(weight)
     num_slots = topk_ids.numel()
     # Slots of experts that are elsewhere are not written.
     allocate = torch.empty if first_expert is None else torch.zeros
@@ -236,11 +235,8 @@ def combine(
 ) -> Launches[Tensor]:
     num_tokens, top_k = topk_weights.shape
     hidden = y.shape[1]
-    y = y if y.stride(1) == 1 or hidden == 1 else y.contiguous()
-    shared, residual = (
-        t if t is None or t.stride(1) == 1 or hidden == 1 else t.contiguous()
-        for t in (shared, residual)
-    )
+    y = dense_rows(y)
+    shared, residual = (None if t is None else dense_rows(t) for t in (shared, residual))
     out = torch.empty((num_tokens, hidden), dtype=y.dtype, device=y.device)
     block = min(next_power_of_2(max(hidden, 1)), 1024)
     parts = cdiv(hidden, block)

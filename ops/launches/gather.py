@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._launch import Launch, Launches
-from .tiles import cdiv, next_power_of_2
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 def gather_rows(
@@ -25,7 +25,7 @@ def gather_rows(
     """
     num_rows, width = table.shape
     out = torch.empty((num_items, width), dtype=table.dtype, device=table.device)
-    table = table if table.stride(1) == 1 else table.contiguous()
+    table = dense_rows(table)
     block = min(next_power_of_2(width), 2048)
     launch = Launch(
         kernel="gather:_gather_rows_kernel",

@@ -15,7 +15,7 @@ from .._float8 import E4M3
 from .._launch import Launch, Launches
 from .counters import zeros_between_launches
 from .norm import check as check_norm, row_tile
-from .tiles import cdiv, next_power_of_2
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 # Elements of a tile below which one program takes several rows; as ``norm.py`` does.
 _TILE_ELEMENTS = 1024
@@ -35,10 +35,6 @@ GROUP = 128
 Scheme: TypeAlias = Tensor | int
 Quantized: TypeAlias = tuple[Tensor, ...]
 """(q,), or with dynamic scales (q, scale)."""
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def empty_results(x: Tensor, width: int, scheme: Scheme) -> Quantized:
@@ -62,7 +58,7 @@ def _group(scheme: Scheme, block: int) -> int:
 
 def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> Launches[Quantized]:
     """``x``, or the gated activation of x = gate | up, quantized."""
-    x = _rows(x)
+    x = dense_rows(x)
     rows, width = x.shape[0], x.shape[1] if activation == "none" else x.shape[1] // 2
     results = empty_results(x, width, scheme)
     if not isinstance(scheme, Tensor) and scheme == 0 and x.device.type != "cpu":
@@ -144,9 +140,9 @@ def norm_quantize(
 ) -> Launches[Quantized]:
     """The norm of ``x [+ residual]``, quantized; with a residual, the sum comes last."""
     check_norm(x, residual, weight)
-    x = _rows(x)
+    x = dense_rows(x)
     rows, hidden = x.shape
-    added = None if residual is None else _rows(residual)
+    added = None if residual is None else dense_rows(residual)
     results = empty_results(x, hidden, scheme)
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     # The tile of the unfused kernel: a sum in another order could round to other bits.
