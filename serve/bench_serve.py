@@ -11,20 +11,11 @@ import typer
 
 from ..config import UserError
 from ..config.numbers import check_counts
-from .flags import Json, Model, Output, engine_flags
+from .flags import Json, Model, Output, engine_flags, takes_fields
 from .measured import check_outputs, fastest, keep, show_times
 from .options import to_measure
 from .table import table
-from .workload import (
-    GOODPUT_HELP,
-    Burstiness,
-    Dataset,
-    DatasetPath,
-    InputLen,
-    NumPrompts,
-    OutputLen,
-    Workload,
-)
+from .workload import GOODPUT_HELP, Workload
 
 if TYPE_CHECKING:
     from ..bench.http_load import HttpTarget
@@ -36,9 +27,11 @@ _SINGLE_LEN = 1000
 
 
 @engine_flags
+@takes_fields(workload=Workload)
 def serve(
     engine: dict[str, Any],
     model_argument: Model = None,
+    *,
     base_url: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,16 +42,7 @@ def serve(
         str | None, typer.Option(help="Model in requests; each server's first if unset.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of those servers.")] = None,
-    dataset: Dataset = "chat",
-    dataset_path: DatasetPath = None,
-    num_prompts: NumPrompts = 500,
-    input_len: InputLen = 1024,
-    output_len: OutputLen = 128,
-    request_rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests a second; all at once if unset or inf. Several: a run each."),
-    ] = None,
-    burstiness: Burstiness = 1.0,
+    workload: Workload,
     max_concurrency: Annotated[
         int | None, typer.Option(help="Requests that are open at once.")
     ] = None,
@@ -73,19 +57,13 @@ def serve(
         Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
     ] = None,
 ) -> None:
-    """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate."""
-    workload = Workload(
-        dataset,
-        dataset_path,
-        num_prompts,
-        input_len,
-        output_len,
-        tuple(request_rate or ()),
-        burstiness,
-    )
+    """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate.
+
+    Requests come all at once unless --request-rate is given.
+    """
     options = to_measure({**workload.implied, **_warm(base_url), **engine}, model_argument)
     check_counts(1, repeats=repeats)
-    if offline and (base_url or request_rate):
+    if offline and (base_url or workload.rates):
         raise UserError("offline compares a server of its own, with all requests at once")
     check_outputs(output, plot)
     from ..bench.serving import parse_limits
@@ -101,9 +79,11 @@ def serve(
     rows: list[dict[str, Any]] = []
 
     def measure(target: HttpTarget, server: Server | None) -> None:
-        for rate in workload.request_rate or (inf,):
-            row = _best(target, server, works, (rate, burstiness), max_concurrency, repeats, limits)
-            about = {"workload": dataset, "request_rate": None if rate == inf else rate}
+        for rate in workload.rates or (inf,):
+            row = _best(
+                target, server, works, (rate, workload.burstiness), max_concurrency, repeats, limits
+            )
+            about = {"workload": workload.dataset, "request_rate": None if rate == inf else rate}
             if server is None:
                 about["server"] = target.url
             rows.append({**about, **row})
