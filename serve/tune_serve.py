@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.profile_options import PHASES
 from ..config import EngineOptions, MachineError, UserError
 from .flags import Json, Model, engine_flags, takes_fields
 from .measured import check_outputs, show_times
@@ -70,8 +71,6 @@ def serve(
     seqs = _values("try_seqs", try_seqs, options.pop("max_num_seqs", None))
     tokens = _values("try_tokens", try_tokens, options.pop("max_num_batched_tokens", None))
     check_outputs(output, plot)
-    from ..bench.profile_options import PHASES
-
     folder = output.with_suffix(".profile")
     for phase in PHASES if profile else ():
         make_folder(folder / phase)
