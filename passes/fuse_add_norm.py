@@ -14,29 +14,19 @@ from torch import Tensor, fx
 
 from ..ops.norm import with_axes
 from .canonicalize import is_dense
-from .report import PassReport
-from .rule import EXACT, Context, is_call, writes_shared, written_between
-from .sites import Match, Miss, call, replace_sites
+from .rule import EXACT, is_call, writes_shared, written_between
+from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
 _ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tensor)
 
 
-class FuseAddNorm:
+def _read(norm: fx.Node) -> Match | None:
     """Expected sites: every ``rms_norm`` whose input is a sum.  The first norm of a model reads the
     embedding, and QK-norms read a projection; neither has a residual to absorb.
 
     Exact: the sum is rounded to the tensors' dtype before it is normalized, as without fusion.
     """
-
-    name = "fuse_add_norm"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        return replace_sites(self, gm, context, _read)
-
-
-def _read(norm: fx.Node) -> Match | None:
     if not is_call(norm, torch.ops.fw.rms_norm.default):
         return None
     add: Any = norm.args[0]
@@ -72,3 +62,6 @@ def _why_not(norm: fx.Node, add: fx.Node) -> str:
     if early:
         return f"the sum is used before the norm, by {early[0].name}"
     return ""
+
+
+FUSE_ADD_NORM = SitePass("fuse_add_norm", EXACT, _read)

@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from ..ops.gated_act import PLAIN, Gate, activation_of
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
-from .sites import Match, Miss, call, replace_sites
+from .rule import EXACT, is_call, written_between
+from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
 LINEAR = torch.ops.fw.linear.default
@@ -50,21 +49,12 @@ def has_epilogue(args: dict[str, Any]) -> bool:
     return args["activation"] is not None or args["out_scale"] is not None
 
 
-class FuseGatedLinear:
+def _read(act: fx.Node) -> Match | None:
     """Expected sites: every gated activation that ``fuse_act`` has raised.
 
     Exact: gate and up are rounded before the activation, and its result before it is quantized, as
     without fusion.  A kernel may sum in another order than the kernel that it replaces.
     """
-
-    name = "fuse_gated_linear"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        return replace_sites(self, gm, context, _read)
-
-
-def _read(act: fx.Node) -> Match | None:
     activation = activation_of(act.target)
     if activation is None:
         return None
@@ -125,3 +115,6 @@ def _why_not(args: dict[str, Any] | None, act: fx.Node, quant: fx.Node | None) -
         if fake_value(args["weight_scale"]).shape[1] > 1:
             return "the layer has scales of blocks, for which there is no fused kernel"
     return written_between(layer, act) or (written_between(act, quant) if quant else "")
+
+
+FUSE_GATED_LINEAR = SitePass("fuse_gated_linear", EXACT, _read)

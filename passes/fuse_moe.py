@@ -17,9 +17,8 @@ from torch import fx
 
 from ..ops.gated_act import activation_of
 from .fuse_gated_linear import expert_linear_args, has_epilogue, linear_args, why_not_packed
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
-from .sites import Match, Miss, call, read_elsewhere, replace_sites
+from .rule import EXACT, is_call, written_between
+from .sites import Match, Miss, SitePass, call, read_elsewhere
 
 _ROUTE = torch.ops.fw.route.default
 _DEFAULTS = ("softmax", True, 1, 1, 1.0)
@@ -37,21 +36,12 @@ class _Layer:
     nodes: list[fx.Node]
 
 
-class FuseMoE:
+def _read(combine: fx.Node) -> Match | None:
     """Expected sites: every ``combine_experts``.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may sum in another order than the
     kernel that it replaces.
     """
-
-    name = "fuse_moe"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        return replace_sites(self, gm, context, _read)
-
-
-def _read(combine: fx.Node) -> Match | None:
     if not is_call(combine, torch.ops.fw.combine_experts.default):
         return None
     y, weights, shared, gate, residual = (*combine.args, None, None, None)[:5]
@@ -150,3 +140,6 @@ def _check_readers(inner: list[fx.Node], nodes: list[fx.Node]) -> None:
 
 def _name(node: Any) -> str:
     return node.name if isinstance(node, fx.Node) else repr(node)
+
+
+FUSE_MOE = SitePass("fuse_moe", EXACT, _read)

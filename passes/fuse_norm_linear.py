@@ -16,12 +16,11 @@ import torch
 from torch import fx
 
 from .fuse_gated_linear import has_epilogue, linear_args
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
-from .sites import Build, Match, Miss, call, read_elsewhere, replace_sites
+from .rule import EXACT, is_call, written_between
+from .sites import Build, Match, Miss, SitePass, call, read_elsewhere
 
 
-class FuseNormLinear:
+def _read(second: fx.Node) -> Match | None:
     """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear``.  The first
     norm of a model is none, since it adds nothing, nor is the last, which goes to the gather of
     last tokens.  FP8 layers are none either: x is quantized between the norm and the layer.  A norm
@@ -30,15 +29,6 @@ class FuseNormLinear:
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies the norm's scale to the sums.
     """
-
-    name = "fuse_norm_linear"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        return replace_sites(self, gm, context, _read)
-
-
-def _read(second: fx.Node) -> Match | None:
     then = linear_args(second)
     normed: Any = then["x"] if then else None
     if then is None or not is_call(normed, operator.getitem) or normed.args[1] != 0:
@@ -108,3 +98,6 @@ def _why_not(first: Any, norm: fx.Node, normed: fx.Node, second: fx.Node) -> str
     if early:
         return f"the sum is used before {second.name}, by {early[0].name}"
     return written_between(first, second)
+
+
+FUSE_NORM_LINEAR = SitePass("fuse_norm_linear", EXACT, _read)

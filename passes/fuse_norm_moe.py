@@ -19,9 +19,8 @@ from torch import fx
 from ..ops._moe import Call as Experts
 from .fuse_gated_linear import has_epilogue, linear_args
 from .fuse_norm_linear import call_with_totals, items, summands
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
-from .sites import Match, Miss, read_elsewhere, replace_sites
+from .rule import EXACT, is_call, written_between
+from .sites import Match, Miss, SitePass, read_elsewhere
 
 _ADD_NORM = torch.ops.fw.add_rms_norm.default
 
@@ -35,21 +34,12 @@ class _Tail:
     totals: list[fx.Node] = field(default_factory=list)
 
 
-class FuseNormMoE:
+def _read(moe: fx.Node) -> Match | None:
     """Expected sites: every ``fused_moe`` that reads a norm of a sum.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies a norm's scale to sums of what it reads.
     """
-
-    name = "fuse_norm_moe"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        return replace_sites(self, gm, context, _read)
-
-
-def _read(moe: fx.Node) -> Match | None:
     normed: Any = moe.args[0] if is_call(moe, torch.ops.fw.fused_moe.default) else None
     if not is_call(normed, operator.getitem) or not is_call(normed.args[0], _ADD_NORM):
         return None
@@ -116,3 +106,6 @@ def _tail(moe: fx.Node, totals: list[fx.Node]) -> _Tail:
         return _Tail()
     args = (*norm.args[2:4], then["weight"], then["bias"])
     return _Tail([norm, normed[0], *sums, layer], args, sums)
+
+
+FUSE_NORM_MOE = SitePass("fuse_norm_moe", EXACT, _read)

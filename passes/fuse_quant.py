@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ from ..ops.gated_act import GATED_ACTS, activation_of
 from ..ops.norm import norm_axes, with_axes
 from ..ops.quantize import QUANTIZE
 from .fuse_gated_linear import why_not_packed
-from .report import PassReport
-from .rule import EXACT, Context, Tier, is_call
-from .sites import Match, Miss, call, replace_sites
+from .rule import EXACT, Tier, is_call
+from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
 _QUANTS = {op.overload(): quant for quant, op in QUANTIZE.items()}
@@ -48,27 +48,14 @@ class QuantNode:
         return sorted({self.node, *self.outputs})
 
 
-@dataclass(eq=False)
-class FuseQuant:
-    """Expected sites: every FP8 quantization of a result of one kind of producer.
-
-    Attributes:
-        site: reads a quantization; None: another kind of node made its input.
-    """
-
-    name: str
-    tier: Tier
-    site: Callable[[QuantNode], Match | None]
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        return replace_sites(self, gm, context, self._read)
-
-    def _read(self, node: fx.Node) -> Match | None:
-        quant = _quantization(node)
-        found = None if quant is None else self.site(quant)
-        if quant is not None and found is not None:
-            _check_read(quant)
-        return found
+def _read(site: Callable[[QuantNode], Match | None], node: fx.Node) -> Match | None:
+    """Expected sites: every FP8 quantization of a result of one kind of producer.  ``site`` reads
+    one, or returns None if another kind made its input."""
+    quant = _quantization(node)
+    found = None if quant is None else site(quant)
+    if quant is not None and found is not None:
+        _check_read(quant)
+    return found
 
 
 def _quantization(node: fx.Node) -> QuantNode | None:
@@ -234,6 +221,8 @@ def _why_not_attention(
     return _why_not_known(quant, attention)
 
 
-NORM = FuseQuant("fuse_norm_quant", EXACT, _norm)
-ACTIVATION = FuseQuant("fuse_act_quant", EXACT, _activation)
-ATTENTION = FuseQuant("fuse_attn_quant", Tier(atol=2.0**-9, rtol=2.0**-3), _attention)
+NORM = SitePass("fuse_norm_quant", EXACT, partial(_read, _norm))
+ACTIVATION = SitePass("fuse_act_quant", EXACT, partial(_read, _activation))
+ATTENTION = SitePass(
+    "fuse_attn_quant", Tier(atol=2.0**-9, rtol=2.0**-3), partial(_read, _attention)
+)

@@ -13,27 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from .report import PassReport
-from .rule import EXACT, Context, is_call, writes
-from .sites import Match, Miss, call, replace_sites
+from .rule import EXACT, is_call, writes
+from .sites import Match, Miss, SitePass, call
 
 
-class FuseRopeStore:
+def _read(rotary: fx.Node) -> Match | None:
     """Expected sites: every ``rotary_embedding``.  If one of its inputs is normed, the other must
     be too, and the norms are part of the site.
 
     Exact: rotated and normed heads are rounded to the tensors' dtype as without fusion.  A kernel
     may sum the squares of a norm in another order than the kernel it replaces.
     """
-
-    name = "fuse_rope_store"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        return replace_sites(self, gm, context, _read)
-
-
-def _read(rotary: fx.Node) -> Match | None:
     if not is_call(rotary, torch.ops.fw.rotary_embedding.default):
         return None
     norms = _norms(rotary)
@@ -110,3 +100,6 @@ def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[A
         (q, q_weight, eps), (k, k_weight, _) = norms[0].args[:3], norms[1].args[:3]
         weights = [q_weight, k_weight, eps]
     return (positions, q, k, v, table, kv_cache, slots, *weights, *kv_scale)
+
+
+FUSE_ROPE_STORE = SitePass("fuse_rope_store", EXACT, _read)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from .report import PassReport
-from .rule import Context, Rule, Tier
+from .rule import Context, Tier
 
 Build = Callable[[fx.Graph], Sequence[fx.Node]]
 
@@ -30,28 +30,33 @@ class Match:
     tier: Tier | None = None
 
 
-def replace_sites(
-    rule: Rule, gm: fx.GraphModule, context: Context, read: Callable[[fx.Node], Match | None]
-) -> PassReport:
-    """Replace every site of a rule.
+@dataclass(eq=False)
+class SitePass:
+    """A pass that replaces every site which it reads.
 
-    Args:
+    Attributes:
         read: reads the site of a node, or returns None where no site is expected; ``Miss`` says why
             a site is not replaced.
     """
-    report = PassReport(rule.name)
-    for node in list(gm.graph.nodes):
-        name = node.name
-        try:
-            found = read(node)
-        except Miss as miss:
-            report.miss(name, str(miss))
-            continue
-        if found is not None:
-            old = sorted(set(found.old))
-            context.replace(rule, found.at, old, found.outputs, found.build, found.tier)
-            report.match(name)
-    return report
+
+    name: str
+    tier: Tier
+    read: Callable[[fx.Node], Match | None]
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        report = PassReport(self.name)
+        for node in list(gm.graph.nodes):
+            name = node.name
+            try:
+                found = self.read(node)
+            except Miss as miss:
+                report.miss(name, str(miss))
+                continue
+            if found is not None:
+                old = sorted(set(found.old))
+                context.replace(self, found.at, old, found.outputs, found.build, found.tier)
+                report.match(name)
+        return report
 
 
 def call(target: Any, args: Any, count: int = 1) -> Build:
