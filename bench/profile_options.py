@@ -1,4 +1,4 @@
-"""What ``profiling`` records; checked before torch is imported."""
+"""The options of ``profiling``, which are checked before torch is imported."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _file(results: Path, name: str) -> Path:
 
 
 def _of_one_commit(results: Sequence[Result]) -> list[Result]:
-    """Those whose figures of ours are of the newest commit, and those that only have libraries'."""
+    """The results that have our figures of the newest commit, or none of ours."""
     with_ours = [r for r in results if not all(f.get("library") for f in r.records[1:] or [{}])]
     newest = max((r.newest for r in with_ours), key=lambda e: str(e["date"]))["commit"]
     return [r for r in results if r not in with_ours or r.newest["commit"] == newest]

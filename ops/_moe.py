@@ -114,7 +114,7 @@ def check(call: Call) -> None:
 
 
 def _described(x: Any, scheme: Any) -> tuple[Any, ...]:
-    """What ``finish`` makes of x, described."""
+    """Describes the results of ``finish`` on x."""
     if scheme is None:
         return (x,)
     rows, columns = x.shape
@@ -132,7 +132,7 @@ def plan_quantized(x: Tensor, scheme: Any) -> Launches[tuple[Tensor, ...]]:
 
 
 class Routed(NamedTuple):
-    """What is launched for the choice of experts and, with many tokens, for the sort of slots."""
+    """The launches that choose experts and, with many tokens, sort the slots."""
 
     launches: list[Launch]
     topk_weights: Tensor
@@ -141,7 +141,7 @@ class Routed(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What is still to launch behind the router's layer up to the sum, and what the sum is of."""
+    """The launches from the router's layer up to the sum, and the operands of that sum."""
 
     launches: list[Launch]
     y: Tensor
@@ -179,7 +179,8 @@ def plan_sum(call: Call, made: Planned) -> Launches[Tensor]:
 def plan_sum_and_norm(
     call: Call, made: Planned, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Launches[tuple[Tensor, Tensor]]:
-    """The same, and (the norm of the sum with a residual, that sum), by the kernel that adds."""
+    """The launches up to the sum, where one kernel adds the experts and the residual and normalizes.
+    Its results are the norm and that sum."""
     beside = (call.shared, call.shared_gate, residual)
     more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm_weight, eps)
     return [*made.launches, *more], results

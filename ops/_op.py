@@ -43,7 +43,7 @@ def dispatched(reference: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def definition(public: Callable[_P, _R]) -> Callable[_P, _R]:
-    """What a ``dispatched`` function computes, as plain torch."""
+    """The definition behind a ``dispatched`` function, which runs as plain torch."""
     return inspect.unwrap(public)  # type: ignore[no-any-return]
 
 

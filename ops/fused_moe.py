@@ -163,7 +163,7 @@ def supports(desc: OpDesc) -> str:
 
 
 def supports_call(call: Call, desc: OpDesc) -> str:
-    """The same of a call that is a part of ``desc``."""
+    """Why the Triton kernels do not serve a call that is a part of ``desc``, or nothing."""
     try:
         check(call)
     except ValueError as error:

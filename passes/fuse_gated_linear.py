@@ -37,7 +37,7 @@ def linear_args(node: Any) -> dict[str, Any] | None:
 
 
 def expert_linear_args(node: Any) -> dict[str, Any] | None:
-    """The same of a call of ``expert_linear``."""
+    """The arguments of a call of ``expert_linear`` by name; None for anything else."""
     if not is_call(node, EXPERT_LINEAR):
         return None
     given = dict(zip(_EXPERT_ARGS, node.args, strict=False))

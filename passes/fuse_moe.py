@@ -132,7 +132,7 @@ def _item(node: Any, index: int) -> fx.Node:
 
 
 def _check_readers(inner: list[fx.Node], nodes: list[fx.Node]) -> None:
-    """What the op does not return must have no other reader."""
+    """Raise ``Miss`` if a value that the op does not return has another reader."""
     for node in inner:
         if reason := read_elsewhere(node, nodes):
             raise Miss(reason)

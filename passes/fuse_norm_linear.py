@@ -74,7 +74,7 @@ def summands(norm: fx.Node) -> tuple[Any, Any]:
 
 
 def _what(node: Any) -> str:
-    """What a node calls, without its number: the same for every layer."""
+    """The name of what a node calls, without its number, so that it is the same in every layer."""
     schema = getattr(node.target, "_schema", None)
     return schema.name.partition("::")[2] if schema else re.sub(r"_\d+$", "", node.name)
 

@@ -52,9 +52,9 @@ def _read(site: Callable[[QuantNode], Match | None], node: fx.Node) -> Match | N
     """Expected sites: every FP8 quantization of a result of one kind of producer.  ``site`` reads
     one, or returns None if another kind made its input."""
     quant = _quantization(node)
-    found = None if quant is None else site(quant)
-    if quant is not None and found is not None:
-        _check_read(quant)
+    if quant is None or (found := site(quant)) is None:
+        return None
+    _check_read(quant)
     return found
 
 

@@ -1,5 +1,5 @@
-"""What the commands that measure share: they refuse files that cannot be written before they begin,
-keep their record afterwards, and print the same tables."""
+"""Shared by the commands that measure: the check of output files before they begin, the record that
+they keep afterwards, and the tables that they print."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class AttentionArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class _KernelArgs:
-    """What both kernels take."""
+    """The arguments that both kernels share."""
 
     plan: AttentionPlan
     tensors: dict[str, Tensor | int | None]

@@ -178,7 +178,7 @@ def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGen
 
 
 def _read(reader: CallReader, delta: Delta) -> dict[str, Any]:
-    """What a delta adds to a message: content and complete calls."""
+    """The content and the complete calls that a delta adds to a message."""
     first = reader.num_calls
     content, calls = reader.push(delta.text)
     if delta.output.finish_reason is not None:
