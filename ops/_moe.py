@@ -179,8 +179,8 @@ def plan_sum(call: Call, made: Planned) -> Launches[Tensor]:
 def plan_sum_and_norm(
     call: Call, made: Planned, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Launches[tuple[Tensor, Tensor]]:
-    """The launches up to the sum, where one kernel adds the experts and the residual and normalizes.
-    Its results are the norm and that sum."""
+    """The launches up to the sum.  One kernel adds the experts and the residual and normalizes; its
+    results are the norm and that sum."""
     beside = (call.shared, call.shared_gate, residual)
     more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm_weight, eps)
     return [*made.launches, *more], results

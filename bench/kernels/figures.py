@@ -51,7 +51,7 @@ class Figure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identifies the figure in another run, whichever of our implementations was chosen there."""
+        """Identifies the figure in another run, whichever of our kernels was chosen there."""
         return self.op, self.label, self.contender if self.library else "ours"
 
 
