@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config.numbers import check_counts, check_number
+from ..config.numbers import check_counts
 from .bench_engine import growth, latency, prefix, throughput
 from .bench_passes import passes
 from .bench_serve import serve
-from .flags import Json, Model, Output, engine_flags
+from .flags import Json, Model, Output, engine_flags, takes_fields
 from .help import GroupedHelp
-from .measured import keep, show_changes
+from .measured import Comparison, keep
 from .options import no_result, to_measure, writable
 from .table import table
 
@@ -106,6 +106,7 @@ def report(
 
 
 @app.command("kernels")
+@takes_fields(comparison=Comparison)
 def kernels(
     select: Annotated[
         str | None, typer.Option("-k", help="Only benchmarks that match, as for pytest -k.")
@@ -113,19 +114,15 @@ def kernels(
     output: Annotated[
         Path | None, typer.Option("--output", help="Write each figure to this file, a line each.")
     ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
-    ] = None,
-    threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05,
+    *,
+    comparison: Comparison,
 ) -> None:
     """Time every kernel on real shapes, beside the best library; exit 1 on a regression."""
-    check_number(threshold=threshold)
-    if compare is not None:
-        from ..bench.kernels.figures import compare as changes_of
+    if comparison.compare is not None:
+        from ..bench.kernels.figures import compare
 
         no_result("--compare", output, False)
-        raise typer.Exit(show_changes(changes_of(*compare), threshold))
+        raise comparison.exit(compare(*comparison.compare))
     from ..bench.kernels.run import run_benchmarks
 
     writable("output", output)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import UserError
-from ..config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts, check_number
-from .flags import Json, Model, Output, engine_flags
-from .measured import check_outputs, fastest, keep, show_changes, show_rows, show_times
+from ..config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts
+from .flags import Json, Model, Output, engine_flags, takes_fields
+from .measured import Comparison, check_outputs, fastest, keep, show_rows, show_times
 from .options import load, no_result, to_measure
 from .table import table
 
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from ..bench.workloads import Work
     from ..engine.engine import Engine
     from ..engine.llm import LLM
-
-Compare = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
-]
-Threshold = Annotated[float, typer.Option(help="Slower by this share is a regression.")]
 
 _PREFIX_LEN = 2000
 _CONTEXTS = [128 << n for n in range(9)]
@@ -36,18 +30,17 @@ def _engine(options: dict[str, Any]) -> Any:
     return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
 
-def _compare(
-    files: tuple[Path, Path], threshold: float, output: Path | None, json_output: bool
-) -> typer.Exit:
-    """List what is slower, and end the command by what is returned."""
+def _compare(comparison: Comparison, output: Path | None, json_output: bool) -> None:
+    """List what changed and end the command, if that is asked for."""
     from ..bench.compare import compare
 
-    no_result("--compare", output, json_output)
-    check_number(threshold=threshold)
-    return typer.Exit(show_changes(compare(*files), threshold))
+    if comparison.compare is not None:
+        no_result("--compare", output, json_output)
+        raise comparison.exit(compare(*comparison.compare))
 
 
 @engine_flags
+@takes_fields(comparison=Comparison)
 def latency(
     engine: dict[str, Any],
     model_argument: Model = None,
@@ -58,12 +51,11 @@ def latency(
     output: Output = None,
     json_output: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Plot TPOT over batch to this PNG.")] = None,
-    compare: Compare = None,
-    threshold: Threshold = 0.05,
+    *,
+    comparison: Comparison,
 ) -> None:
     """Time per output token and to the first token, for batches of equal requests."""
-    if compare is not None:
-        raise _compare(compare, threshold, output, json_output)
+    _compare(comparison, output, json_output)
     options = to_measure(engine, model_argument)
     check_counts(1, input_len=input_len, repeats=repeats)
     check_counts(2, output_len=output_len)  # the first is TTFT
@@ -87,6 +79,7 @@ def latency(
 
 
 @engine_flags
+@takes_fields(comparison=Comparison)
 def throughput(
     engine: dict[str, Any],
     model_argument: Model = None,
@@ -111,12 +104,11 @@ def throughput(
     frontends: Annotated[
         bool, typer.Option("--async", help="Compare AsyncLLM with one batch of LLM.generate.")
     ] = False,
-    compare: Compare = None,
-    threshold: Threshold = 0.05,
+    *,
+    comparison: Comparison,
 ) -> None:
     """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
-    if compare is not None:
-        raise _compare(compare, threshold, output, json_output)
+    _compare(comparison, output, json_output)
     options = to_measure(engine, model_argument)
     check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
     check_counts(1, repeats=repeats)

@@ -132,6 +132,7 @@ def takes_fields(**kinds: type[Any]) -> Callable[[Command], Command]:
             own = inspect.signature(kind, eval_str=True).parameters if kind else {"": parameter}
             parameters += [p.replace(kind=p.KEYWORD_ONLY) for p in own.values()]
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapper
 
     return decorate

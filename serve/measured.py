@@ -4,12 +4,14 @@ they keep afterwards, and the tables that they print."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from ..config import EngineOptions
+from ..config.numbers import check_number
 from .options import writable, write_result
 from .table import table
 
@@ -73,18 +75,37 @@ def show_times(row: dict[str, Any], *, err: bool) -> None:
     typer.echo(table(rows), err=err)
 
 
-def show_changes(changes: Sequence[Change], threshold: float) -> int:
-    """Print what changed by more than ``threshold``; the exit code."""
-    slower = [change for change in changes if change.slower > 1 + threshold]
-    faster = [change for change in changes if change.slower < 1 / (1 + threshold)]
-    for word, some in (("slower", slower), ("faster", faster[::-1])):
-        if some:
-            rows = [[word, "figure", "old", "new", "ratio"]]
-            for c in some:
-                rows.append([c.work, c.figure, f"{c.old:.3f}", f"{c.new:.3f}", f"{c.slower:.2f}"])
-            typer.echo(table(rows) + "\n")
-    typer.echo(
-        f"{len(changes)} in both: {len(slower)} slower, {len(faster)} faster by more than "
-        f"{threshold:.0%}"
-    )
-    return int(bool(slower))
+@dataclass(frozen=True)
+class Comparison:
+    """Flags of a command that can compare two of its results in place of measuring.
+
+    Raises:
+        UserError: the threshold is no number above 0.
+    """
+
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
+    ] = None
+    threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05
+
+    def __post_init__(self) -> None:
+        check_number(threshold=self.threshold)
+
+    def exit(self, changes: Sequence[Change]) -> typer.Exit:
+        """Print what changed by more than the threshold; what is returned ends the command."""
+        slower = [change for change in changes if change.slower > 1 + self.threshold]
+        faster = [change for change in changes if change.slower < 1 / (1 + self.threshold)]
+        for word, some in (("slower", slower), ("faster", faster[::-1])):
+            if some:
+                rows = [[word, "figure", "old", "new", "ratio"]]
+                for c in some:
+                    rows.append(
+                        [c.work, c.figure, f"{c.old:.3f}", f"{c.new:.3f}", f"{c.slower:.2f}"]
+                    )
+                typer.echo(table(rows) + "\n")
+        typer.echo(
+            f"{len(changes)} in both: {len(slower)} slower, {len(faster)} faster by more than "
+            f"{self.threshold:.0%}"
+        )
+        return typer.Exit(int(bool(slower)))
