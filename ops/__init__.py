@@ -7,19 +7,17 @@ and lowering all run over it.
 
 from ._cublaslt import installed as installed_cublaslt
 from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
-from ._desc import Case, Cost, OpDesc, TensorDesc
+from ._desc import Case, OpDesc, TensorDesc
 from ._device_table import notes as table_notes, report as report_tables, take as take_table
 from ._expert_tables import report as report_expert_tables, take as take_expert_tables
 from ._kernel_table import KERNELS, KernelMissingError, KernelTable
 from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
     NAMESPACE,
-    Choice,
     Implementation,
     NoImplementationError,
     SemanticOp,
     choose,
-    runs_on,
 )
 from ._variant import Binary, Variant
 from .all_gather import OP as ALL_GATHER, all_gather
@@ -84,8 +82,6 @@ __all__ = [
     "NAMESPACE",
     "Binary",
     "Case",
-    "Choice",
-    "Cost",
     "Implementation",
     "KernelMissingError",
     "KernelTable",
@@ -125,7 +121,6 @@ __all__ = [
     "rope_kv_store",
     "rotary_embedding",
     "route",
-    "runs_on",
     "sample",
     "silu_mul",
     "table_notes",
