@@ -58,7 +58,7 @@ def _digest(root: Path, folder: str) -> str:
 def changed_since(
     measured: Mapping[str, Any], folders: Iterable[str], root: Path = ROOT
 ) -> list[str] | None:
-    """Which folders have other sources than those that a result was measured over.
+    """The folders whose sources differ from those that a result was measured over.
 
     Args:
         measured: the ``environment`` of the result. One without digests is compared by its commit.

@@ -57,8 +57,8 @@ def _sums(target: HttpTarget) -> dict[str, float]:
 
 
 def in_process(llm: LLM, work: Work) -> dict[str, float]:
-    """The same of ``LLM.stream``, of which ``engine_ms`` is a part; ``ttft_hot_ms`` is the median
-    without pauses."""
+    """Time the first token of ``LLM.stream``.  ``engine_ms`` is a part of that time, and
+    ``ttft_hot_ms`` the median without pauses."""
     _first_tokens(llm, work, 3, PAUSE_S)
     before = llm.engine.core.stats().busy_s["mixed"]
     times = _first_tokens(llm, work, COUNT, PAUSE_S)

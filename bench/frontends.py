@@ -13,8 +13,10 @@ from ..engine.llm import LLM
 from ..engine.messages.sampling_params import SamplingParams
 from .workloads import Work
 
+_REPEATS = 3
 
-def measure_frontends(llm: LLM, works: Sequence[Work], repeats: int = 3) -> list[dict[str, Any]]:
+
+def measure_frontends(llm: LLM, works: Sequence[Work]) -> list[dict[str, Any]]:
     """The best time of each in seconds, taken in turn, and its throughput beside that of the
     batch.  "async" reads every output, "async, final only" the last."""
     asynchronous = AsyncLLM.from_engine(llm.engine)
@@ -43,7 +45,7 @@ def measure_frontends(llm: LLM, works: Sequence[Work], repeats: int = 3) -> list
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         for name, run in runs.items():
             start = time.perf_counter()
             run()

@@ -17,10 +17,9 @@ def shared_prefix(
     input_len: int,
     output_len: int,
     vocab_size: int,
-    seed: int = 0,
 ) -> list[Work]:
     """Requests of one prefix with ``input_len`` tokens of their own behind it."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     prefix = [rng.randrange(vocab_size) for _ in range(prefix_len)]
     return [
         Work(prefix + [rng.randrange(vocab_size) for _ in range(input_len)], output_len)

@@ -1,8 +1,11 @@
-"""What ``profiling`` records; checked before torch is imported."""
+"""The options of ``profiling``, which are checked before torch is imported."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from ..config import UserError
 from ..config.numbers import MOST_REQUESTS, check_counts
@@ -12,18 +15,28 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """``batch_size`` equal requests; ``max_iterations`` steps recorded after
-    ``delay_iterations`` steps of the phase.  The three flags are torch.profiler's."""
+    """Which steps of equal requests are recorded; ``fusewright profile`` makes its flags of these.
+    The last three are torch.profiler's."""
 
-    phase: str
-    batch_size: int = 1
-    input_len: int = 128
-    output_len: int = 128
-    delay_iterations: int = 8
-    max_iterations: int = 16
-    record_shapes: bool = False
-    profile_memory: bool = False
-    with_stack: bool = False
+    phase: Annotated[
+        str, typer.Option(help="prefill, decode, or both: then a folder of DIR each.")
+    ] = "decode"
+    batch_size: Annotated[int, typer.Option(help="Equal requests at a time.")] = 1
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128
+    output_len: Annotated[int, typer.Option(help="Output tokens; decode steps end there.")] = 128
+    delay_iterations: Annotated[
+        int, typer.Option(help="Steps of the phase before the first recorded one.")
+    ] = 8
+    max_iterations: Annotated[int, typer.Option(help="Most steps to record.")] = 16
+    record_shapes: Annotated[
+        bool, typer.Option("--record-shapes", help="Rows by operator shapes, kernel grids.")
+    ] = False
+    profile_memory: Annotated[
+        bool, typer.Option("--profile-memory", help="Allocations in the trace.")
+    ] = False
+    with_stack: Annotated[
+        bool, typer.Option("--with-stack", help="Python frames in the trace.")
+    ] = False
 
     def check(self) -> None:
         """Raises UserError: a value that profiles nothing."""

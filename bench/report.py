@@ -109,7 +109,7 @@ def _file(results: Path, name: str) -> Path:
 
 
 def _of_one_commit(results: Sequence[Result]) -> list[Result]:
-    """Those whose figures of ours are of the newest commit, and those that only have libraries'."""
+    """The results that have our figures of the newest commit, or none of ours."""
     with_ours = [r for r in results if not all(f.get("library") for f in r.records[1:] or [{}])]
     newest = max((r.newest for r in with_ours), key=lambda e: str(e["date"]))["commit"]
     return [r for r in results if r not in with_ours or r.newest["commit"] == newest]
@@ -149,15 +149,15 @@ def freshness(results: Path) -> list[list[str]]:
     return rows
 
 
-def rendered(results: Path = H200, root: Path = ROOT) -> dict[Path, str]:
+def rendered(results: Path = H200) -> dict[Path, str]:
     """The pages of the documents with their tables made from ``results``.
 
     Raises:
         UserError: as ``render``; or this is no checkout.
     """
-    paths = [root / page for page in PAGES]
+    paths = [ROOT / page for page in PAGES]
     if not paths[0].is_file():
-        raise UserError(f"{root} has no README.md: run `bench report` from a checkout")
+        raise UserError(f"{ROOT} has no README.md: run `bench report` from a checkout")
     return {path: render(path.read_text(), results) for path in paths}
 
 

@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 
 def read_result(path: Path, commands: str, parse: Callable[[Record], T]) -> T:
-    """What ``parse`` makes of a result.
+    """Read a result and parse it.
 
     Args:
         commands: whose result it should be, for the error.
@@ -26,7 +26,7 @@ def read_result(path: Path, commands: str, parse: Callable[[Record], T]) -> T:
 
 
 def read_results(path: Path, commands: str, parse: Callable[[list[Record]], T]) -> T:
-    """As ``read_result``, of the object of a .json file or all objects of a .jsonl file.
+    """Read and parse the object of a .json file, or all objects of a .jsonl file.
 
     Raises:
         UserError: as ``read_result``.

@@ -11,16 +11,10 @@ from .options import EngineOptions, OptionSpec, option_specs
 from .ports import engine_options
 from .resolve import capture_sizes, resolve
 from .resolved import (
-    CacheConfig,
-    CaptureConfig,
     CompileConfig,
     Hardware,
-    ModelConfig,
     ModelLimits,
-    ParallelConfig,
-    Precision,
     ResolvedConfig,
-    SchedulerConfig,
     StoreConfig,
 )
 from .step_fields import (
@@ -45,8 +39,6 @@ __all__ = [
     "PASSES",
     "STEP",
     "TOKEN_IDS",
-    "CacheConfig",
-    "CaptureConfig",
     "CompileConfig",
     "CudagraphMode",
     "EngineDeadError",
@@ -54,14 +46,10 @@ __all__ = [
     "Hardware",
     "Level",
     "MachineError",
-    "ModelConfig",
     "ModelLimits",
     "OptionSpec",
-    "ParallelConfig",
     "Per",
-    "Precision",
     "ResolvedConfig",
-    "SchedulerConfig",
     "StepField",
     "StepSchema",
     "StoreConfig",

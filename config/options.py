@@ -181,7 +181,7 @@ class EngineOptions:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def for_server(self) -> EngineOptions:
-        """The same with the defaults of a server, whose clients read tokens as they come."""
+        """These options with the defaults of a server, whose clients read tokens as they come."""
         if self.max_num_mixed_tokens is not None or not self.enable_chunked_prefill:
             return self
         return replace(self, max_num_mixed_tokens=SERVER_MIXED_TOKENS)

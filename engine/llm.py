@@ -236,16 +236,15 @@ class _Progress:
         self._progress: Any = None
         if not enabled or not _one_display.acquire(blocking=False):
             return
+        from rich import progress
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
 
-        self._progress = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            Elapsed(),
-            TextColumn("{task.fields[rate]}"),
+        self._progress = progress.Progress(
+            progress.TextColumn("generating"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[rate]}"),
             console=Console(stderr=True),
         )
         self._task = self._progress.add_task("generating", total=total, rate="")

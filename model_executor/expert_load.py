@@ -27,7 +27,7 @@ def read_load(model: DecoderModel) -> Load:
 
 
 def load_since(now: Load, before: Load) -> Load:
-    """What was counted between two readings."""
+    """The tokens that were counted between two readings."""
     return {
         number: [a - b for a, b in zip(counts, before[number], strict=True)]
         for number, counts in now.items()

@@ -167,19 +167,6 @@ def _by_block(rule: ShardRule) -> ShardRule:
     return replace(rule, parts=tuple(counted(part) for part in rule.parts))
 
 
-def column_linear(
-    in_features: int,
-    out_features: int,
-    *,
-    bias: bool = False,
-    quant: QuantKind | None = None,
-    world: int = 1,
-) -> Linear:
-    """Output features are split over the ranks."""
-    rule = ShardRule(0, (Part("", out_features, out_features),))
-    return Linear(in_features, out_features, rule, bias, quant, world)
-
-
 def row_linear(
     in_features: int,
     out_features: int,
@@ -196,10 +183,10 @@ def row_linear(
     return Linear(in_features, out_features, rule, bias, quant, world, reduce)
 
 
-def replicated_linear(in_features: int, out_features: int, *, bias: bool = False) -> Linear:
+def replicated_linear(in_features: int, out_features: int) -> Linear:
     """Every rank holds all of it."""
     rule = ShardRule(0, (Part("", out_features, 1),), split=False)
-    return Linear(in_features, out_features, rule, bias)
+    return Linear(in_features, out_features, rule, bias=False)
 
 
 def qkv_linear(

@@ -157,7 +157,7 @@ class ModelSpec:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Those of ``LINEARS`` and ``MOE_LINEARS`` that the model has."""
+        """The names in ``LINEARS`` and ``MOE_LINEARS`` of the layers that the model has."""
         if self.moe is None:
             return LINEARS
         dense = LINEARS[: 2 if all(self.moe.layers) else 4]
@@ -236,6 +236,6 @@ def check_online_kind(spec: ModelSpec, kind: str) -> None:
 
 
 def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
-    """Those of ``spec.linears`` that no whole blocks read."""
+    """The layers of ``spec.linears`` whose inputs are not made of whole blocks."""
     columns = FORMATS[kind].columns
     return tuple(n for n in spec.linears if columns and spec.in_features(n) % columns)

@@ -7,71 +7,44 @@ and lowering all run over it.
 
 from ._cublaslt import installed as installed_cublaslt
 from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
-from ._desc import Case, Cost, OpDesc, TensorDesc
-from ._device_table import notes as table_notes
-from ._device_table import report as report_tables
-from ._device_table import take as take_table
-from ._expert_tables import report as report_expert_tables
-from ._expert_tables import take as take_expert_tables
+from ._desc import Case, OpDesc, TensorDesc
+from ._device_table import notes as table_notes, report as report_tables, take as take_table
+from ._expert_tables import report as report_expert_tables, take as take_expert_tables
 from ._kernel_table import KERNELS, KernelMissingError, KernelTable
 from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
     NAMESPACE,
-    Choice,
     Implementation,
     NoImplementationError,
     SemanticOp,
     choose,
-    runs_on,
 )
 from ._variant import Binary, Variant
-from .all_gather import OP as ALL_GATHER
-from .all_gather import all_gather
-from .all_reduce import OP as ALL_REDUCE
-from .all_reduce import all_reduce
-from .apply_penalties import OP as APPLY_PENALTIES
-from .apply_penalties import apply_penalties
-from .argmax import OP as ARGMAX
-from .argmax import argmax
-from .combine_experts import OP as COMBINE_EXPERTS
-from .combine_experts import combine_experts
-from .count_tokens import OP as COUNT_TOKENS
-from .count_tokens import count_tokens
-from .embedding import OP as EMBEDDING
-from .embedding import embedding
-from .expert_linear import OP as EXPERT_LINEAR
-from .expert_linear import expert_linear
-from .fused_moe import OP as FUSED_MOE
-from .fused_moe import fused_moe
+from .all_gather import OP as ALL_GATHER, all_gather
+from .all_reduce import OP as ALL_REDUCE, all_reduce
+from .apply_penalties import OP as APPLY_PENALTIES, apply_penalties
+from .argmax import OP as ARGMAX, argmax
+from .combine_experts import OP as COMBINE_EXPERTS, combine_experts
+from .count_tokens import OP as COUNT_TOKENS, count_tokens
+from .embedding import OP as EMBEDDING, embedding
+from .expert_linear import OP as EXPERT_LINEAR, expert_linear
+from .fused_moe import OP as FUSED_MOE, fused_moe
 from .gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
-from .gather_last_token import OP as GATHER_LAST_TOKEN
-from .gather_last_token import gather_last_token
-from .keep_tokens import OP as KEEP_TOKENS
-from .keep_tokens import keep_tokens
-from .kv_store import OP as KV_STORE
-from .kv_store import kv_store
-from .linear import OP as LINEAR
-from .linear import linear
-from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
-from .linear_add_norm_linear import linear_add_norm_linear
-from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE
-from .linear_add_norm_moe import linear_add_norm_moe
+from .gather_last_token import OP as GATHER_LAST_TOKEN, gather_last_token
+from .keep_tokens import OP as KEEP_TOKENS, keep_tokens
+from .kv_store import OP as KV_STORE, kv_store
+from .linear import OP as LINEAR, linear
+from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR, linear_add_norm_linear
+from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE, linear_add_norm_moe
 from .norm import NORMS, rms_norm
-from .paged_attention import OP as PAGED_ATTENTION
-from .paged_attention import paged_attention
+from .paged_attention import OP as PAGED_ATTENTION, paged_attention
 from .quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static
-from .rope_kv_store import OP as ROPE_KV_STORE
-from .rope_kv_store import rope_kv_store
-from .rotary_embedding import OP as ROTARY_EMBEDDING
-from .rotary_embedding import rotary_embedding
-from .route import OP as ROUTE
-from .route import route
-from .sample import OP as SAMPLE
-from .sample import sample
-from .token_logprobs import OP as TOKEN_LOGPROBS
-from .token_logprobs import token_logprobs
-from .write_inputs import OP as WRITE_INPUTS
-from .write_inputs import write_inputs
+from .rope_kv_store import OP as ROPE_KV_STORE, rope_kv_store
+from .rotary_embedding import OP as ROTARY_EMBEDDING, rotary_embedding
+from .route import OP as ROUTE, route
+from .sample import OP as SAMPLE, sample
+from .token_logprobs import OP as TOKEN_LOGPROBS, token_logprobs
+from .write_inputs import OP as WRITE_INPUTS, write_inputs
 
 ALL_OPS: tuple[SemanticOp, ...] = (
     APPLY_PENALTIES,
@@ -109,8 +82,6 @@ __all__ = [
     "NAMESPACE",
     "Binary",
     "Case",
-    "Choice",
-    "Cost",
     "Implementation",
     "KernelMissingError",
     "KernelTable",
@@ -150,7 +121,6 @@ __all__ = [
     "rope_kv_store",
     "rotary_embedding",
     "route",
-    "runs_on",
     "sample",
     "silu_mul",
     "table_notes",

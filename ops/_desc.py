@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,40 @@ class Case:
     label: str
     args: tuple[Any, ...]
     tolerances: Mapping[torch.dtype, Tolerance] | None = None
+
+
+Cases: TypeAlias = Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Case]]
+"""The cases of an op whose floating-point arguments have a dtype, drawn on a device."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Draws the tensors of an op's cases; ``dtype`` is what they are then rounded to."""
+
+    dtype: torch.dtype
+    device: torch.device
+    gen: torch.Generator
+
+    def randn(self, *shape: int) -> Tensor:
+        """Float32, normal."""
+        return torch.randn(shape, generator=self.gen, device=self.device)
+
+    def rand(self, *shape: int) -> Tensor:
+        """Float32, from 0 to 1."""
+        return torch.rand(shape, generator=self.gen, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Int64, from ``low`` to ``high - 1``."""
+        return torch.randint(low, high, shape, generator=self.gen, device=self.device)
+
+    def permutation(self, count: int) -> Tensor:
+        """Int64, the numbers below ``count`` in some order."""
+        return torch.randperm(count, generator=self.gen, device=self.device)
+
+
+def drawn(cases: Callable[[Draw], Iterator[Case]]) -> Cases:
+    """Turn a function of a ``Draw`` into the cases of an op."""
+    return lambda dtype, device, gen: cases(Draw(dtype, device, gen))
 
 
 TOLERANCES: Mapping[torch.dtype, Tolerance] = {

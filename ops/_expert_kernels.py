@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config.expert_tables import ExpertTile
 from . import _expert_tables
 from ._desc import TensorDesc
-from ._launch import Launch, run_launches
+from ._launch import Launches, run_launches
 from ._linear_desc import LinearDesc, describe
 from ._linear_kernels import LinearKernel, Selection, Target, here, select
 from .launches import experts as plans
@@ -30,21 +30,27 @@ MOST_UNSORTED = 8
 _CALLS = 4096
 
 
-def describe_experts(
-    x: Any,
-    weight: Any,
-    topk_ids: Any,
-    x_scale: Any = None,
-    weight_scale: Any = None,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    first_expert: Any = None,
-) -> LinearDesc:
+class ExpertArgs(NamedTuple):
+    """The arguments of a call of ``expert_linear``."""
+
+    x: Any
+    weight: Any
+    topk_ids: Any
+    x_scale: Any = None
+    weight_scale: Any = None
+    out_dtype: Any = None
+    activation: str | None = None
+    first_expert: Any = None
+
+
+def describe_experts(*args: Any) -> LinearDesc:
     """Describe a call of ``expert_linear`` from its arguments, of which shapes and dtypes are read.
 
     Raises:
         ValueError: they do not fit each other; names the argument and what was expected.
     """
+    call = ExpertArgs(*args)
+    x, weight, topk_ids, first_expert = call.x, call.weight, call.topk_ids, call.first_expert
     if len(weight.shape) != 3 or len(x.shape) != 2:
         raise ValueError(
             f"expert_linear of x {[*x.shape]} by {[*weight.shape]}, expected [rows, in_features] "
@@ -62,11 +68,10 @@ def describe_experts(
             f"expert_linear: x has {x.shape[0]} rows, expected one for each of {tokens} tokens, or "
             f"for each of their {top_k} choices"
         )
-    if weight_scale is not None and (
-        len(weight_scale.shape) != 3 or weight_scale.shape[0] != num_experts
-    ):
+    scale = call.weight_scale
+    if scale is not None and (len(scale.shape) != 3 or scale.shape[0] != num_experts):
         raise ValueError(
-            f"expert_linear: weight_scale is {[*weight_scale.shape]}, expected the scales of "
+            f"expert_linear: weight_scale is {[*scale.shape]}, expected the scales of "
             f"{num_experts} experts, [num_experts, ...]"
         )
     if first_expert is not None and (
@@ -77,10 +82,9 @@ def describe_experts(
             "expected torch.int32 [1]"
         )
     one = TensorDesc(weight.dtype, tuple(weight.shape[1:]))
-    scale = weight_scale
     if scale is not None:
         scale = TensorDesc(scale.dtype, tuple(scale.shape[1:]))
-    desc = describe(x, one, None, x_scale, scale, out_dtype, activation)
+    desc = describe(x, one, None, call.x_scale, scale, call.out_dtype, call.activation)
     return replace(desc, groups=num_experts)
 
 
@@ -119,46 +123,42 @@ def _tile(desc: LinearDesc, tokens: int, top_k: int, is_sorted: bool) -> plans.T
 
 def plan_gemm(
     by_expert: Sorted | None,
-    x: Tensor,
-    weight: Tensor,
-    topk_ids: Tensor,
-    x_scale: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    first_expert: Tensor | None = None,
-    *,
+    *args: Any,
     invariant: bool = False,
     forced: ExpertTile | None = None,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """The launch of the Triton GEMM for slots that are sorted already; None: for each by itself.
-    ``invariant``: a row has the same bits whatever the other rows are.  ``forced``: this tile."""
-    desc = describe_experts(x, weight, topk_ids, x_scale, weight_scale, out_dtype, activation)
+
+    Args:
+        args: as of ``ExpertArgs``.
+        invariant: a row has the same bits whatever the other rows are.
+        forced: this tile.
+    """
+    desc, call = describe_experts(*args), ExpertArgs(*args)
     scheme = desc.weight_format.removeprefix("fp8 ") if desc.format.scaled else "none"
-    tokens, top_k = topk_ids.shape
-    size = weight.dtype.itemsize
+    tokens, top_k = call.topk_ids.shape
+    size = call.weight.dtype.itemsize
     if forced is not None:
         tile = plans.tuned_tile(forced, gated=bool(desc.activation))
     elif invariant:
         tile = plans.invariant_tile(size)
     else:
         tile = _tile(desc, tokens, top_k, by_expert is not None)
-    operands = (scheme, x, weight, topk_ids, x_scale, weight_scale, desc.dtype)
-    given = (desc.activation or None, first_expert)
-    return plans.expert_linear(*operands, *given, by_expert, tile)
+    operands = (scheme, *call[:5], desc.dtype, desc.activation or None, call.first_expert)
+    return plans.expert_linear(*operands, by_expert, tile)
 
 
-def _plan_slots(*args: Any) -> tuple[list[Launch], Tensor]:
+def _plan_slots(*args: Any) -> Launches[Tensor]:
     return plan_gemm(None, *args)
 
 
-def _plan_sorted(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
+def _plan_sorted(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     launches, by_expert = plans.sort_by_expert(args[2], args[1].shape[0], args[7])
     more, y = plan_gemm(by_expert, *args, invariant=invariant)
     return [*launches, *more], y
 
 
-def plan_invariant(*args: Any) -> tuple[list[Launch], Tensor]:
+def plan_invariant(*args: Any) -> Launches[Tensor]:
     """``plan`` with one tile for any number of tokens: a row's bits are always the same."""
     return _plan_sorted(*args, invariant=True)
 
@@ -185,8 +185,8 @@ def selected(*args: Any) -> LinearKernel:
     return _selected(describe_experts(*args), args[2].shape[0], args[0].device).kernel
 
 
-def plan(*args: Any) -> tuple[list[Launch], Tensor]:
+def plan(*args: Any) -> Launches[Tensor]:
     """The launches of a call, and its result."""
-    launches: Callable[..., tuple[list[Launch], Tensor]] | None = selected(*args).launches
+    launches: Callable[..., Launches[Tensor]] | None = selected(*args).launches
     assert launches is not None
     return launches(*args)

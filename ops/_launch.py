@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -162,6 +162,11 @@ class Launch:
         )
 
 
+_Result = TypeVar("_Result")
+Launches: TypeAlias = tuple[list[Launch], _Result]
+"""The launches of a call in order, and the result that they write."""
+
+
 def _address(tensor: Tensor) -> int:
     """The tensor's address, for questions of alignment; storage without data begins at 0."""
     if tensor.untyped_storage().device.type == "meta":
@@ -194,7 +199,7 @@ def run_all(launches: Iterable[Launch]) -> None:
         launch.run()
 
 
-def run_launches(launches: Callable[..., tuple[list[Launch], Any]]) -> Callable[..., Any]:
+def run_launches(launches: Callable[..., Launches[Any]]) -> Callable[..., Any]:
     """Make the function of a Triton implementation, which runs what ``launches(*args)`` describes
     and returns its result."""
 

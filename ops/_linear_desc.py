@@ -239,11 +239,11 @@ class LinearArgs(NamedTuple):
 
 
 Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]
-"""What a call's tensors look like: x, weight, bias, x_scale, weight_scale, out_scale."""
+"""Dtype and shape of a call's tensors: x, weight, bias, x_scale, weight_scale, out_scale."""
 
 
 def shapes_of(args: tuple[Any, ...]) -> Shapes:
-    """What the tensors of a call of ``linear`` look like, hashable."""
+    """Dtypes and shapes of the tensors of a call of ``linear``, as a key."""
     *tensors, _, _, out_scale = args
     return tuple([None if t is None else (t.dtype, t.shape) for t in (*tensors, out_scale)])
 
@@ -252,7 +252,7 @@ def shapes_of(args: tuple[Any, ...]) -> Shapes:
 def describe_shapes(
     shapes: Shapes, out_dtype: torch.dtype | None, activation: str | None
 ) -> tuple[LinearDesc, int]:
-    """``describe`` of a call whose tensors look like this, and its number of rows."""
+    """Describe a call whose tensors have these dtypes and shapes, and count its rows."""
     held = [None if s is None else TensorDesc(*s) for s in shapes]
     x, weight, bias, x_scale, weight_scale, out_scale = held
     desc = describe(x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale)

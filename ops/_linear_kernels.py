@@ -25,10 +25,9 @@ from . import _cublaslt_linear, _device_table
 from ._cuda import load_cuda_library
 from ._desc import OpDesc
 from ._device_table import most_rows
-from ._launch import Launch, run_launches
+from ._launch import Launches, run_launches
 from ._linear_desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
-from .launches import linear as tiled
-from .launches import linear_fp8 as tiled_fp8
+from .launches import linear as tiled, linear_fp8 as tiled_fp8
 from .launches.activation import gated_activation
 from .launches.counters import counters
 from .launches.quant import quantize
@@ -70,7 +69,7 @@ class LinearKernel:
     name: str
     refuses: Callable[[LinearDesc, int, Target], str]
     run: Callable[..., Tensor | None]
-    launches: Callable[..., tuple[list[Launch], Tensor]] | None = None
+    launches: Callable[..., Launches[Tensor]] | None = None
     fuses: bool = False
 
 
@@ -190,7 +189,7 @@ def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return "" if rows <= most else f"{rows} rows: faster than cuBLASLt up to {most}"
 
 
-def plan_tiled(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
+def plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     """The launch of the tiled Triton kernel, without an epilogue.  ``invariant``: a row has the
     same bits whatever the other rows are."""
     x, weight, bias, x_scale, weight_scale, out_dtype, *_ = args
@@ -279,9 +278,7 @@ UNMEASURED = KERNELS[2:]
 """The kernels that are left where no table names a library algorithm."""
 
 
-def plan_epilogue(
-    y: Tensor, activation: str | None, out_scale: Tensor | None
-) -> tuple[list[Launch], Tensor]:
+def plan_epilogue(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Launches[Tensor]:
     """The launches that activate and quantize a layer's sums, and the result."""
     if out_scale is not None:
         launches, (y,) = quantize(y, out_scale, activation or "none")
@@ -345,7 +342,7 @@ def _sums(call: LinearArgs, desc: LinearDesc) -> Tensor:
     return call.x.new_empty(shape, dtype=desc.dtype)  # type: ignore[no-any-return]
 
 
-def plan(*args: Any) -> tuple[list[Launch], Tensor]:
+def plan(*args: Any) -> Launches[Tensor]:
     """The Triton launches of a call, and its result, where neither csrc nor a measured algorithm
     serves it: all that must be compiled for it."""
     call = LinearArgs(*args)

@@ -16,9 +16,8 @@ from . import _expert_kernels as kernels
 from ._desc import Cost, TensorDesc
 from ._expert_kernels import describe_experts
 from ._float8 import E4M3
-from ._launch import Launch
-from .launches import experts as plans
-from .launches import route as route_plans
+from ._launch import Launch, Launches
+from .launches import experts as plans, route as route_plans
 from .launches.quant import quantize as plan_quantize
 from .route import check as check_route
 
@@ -115,7 +114,7 @@ def check(call: Call) -> None:
 
 
 def _described(x: Any, scheme: Any) -> tuple[Any, ...]:
-    """What ``finish`` makes of x, described."""
+    """Describes the results of ``finish`` on x."""
     if scheme is None:
         return (x,)
     rows, columns = x.shape
@@ -125,7 +124,7 @@ def _described(x: Any, scheme: Any) -> tuple[Any, ...]:
     return q, TensorDesc(torch.float32, (rows, columns // scheme if scheme else 1))
 
 
-def plan_quantized(x: Tensor, scheme: Any) -> tuple[list[Launch], tuple[Tensor, ...]]:
+def plan_quantized(x: Tensor, scheme: Any) -> Launches[tuple[Tensor, ...]]:
     """``finish`` by kernels."""
     if scheme is None:
         return [], (x,)
@@ -133,7 +132,7 @@ def plan_quantized(x: Tensor, scheme: Any) -> tuple[list[Launch], tuple[Tensor, 
 
 
 class Routed(NamedTuple):
-    """What is launched for the choice of experts and, with many tokens, for the sort of slots."""
+    """The launches that choose experts and, with many tokens, sort the slots."""
 
     launches: list[Launch]
     topk_weights: Tensor
@@ -142,7 +141,7 @@ class Routed(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What is still to launch behind the router's layer up to the sum, and what the sum is of."""
+    """The launches from the router's layer up to the sum, and the operands of that sum."""
 
     launches: list[Launch]
     y: Tensor
@@ -171,7 +170,7 @@ def plan_layers(call: Call, logits: Tensor) -> Planned:
     return Planned([*launches, *more], y, topk_weights)
 
 
-def plan_sum(call: Call, made: Planned) -> tuple[list[Launch], Tensor]:
+def plan_sum(call: Call, made: Planned) -> Launches[Tensor]:
     """The launches up to the experts' sum, and that sum."""
     more, out = plans.combine(made.y, made.topk_weights, call.shared, call.shared_gate, None)
     return [*made.launches, *more], out
@@ -179,8 +178,9 @@ def plan_sum(call: Call, made: Planned) -> tuple[list[Launch], Tensor]:
 
 def plan_sum_and_norm(
     call: Call, made: Planned, residual: Tensor, norm_weight: Tensor, eps: float
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
-    """The same, and (the norm of the sum with a residual, that sum), by the kernel that adds."""
+) -> Launches[tuple[Tensor, Tensor]]:
+    """The launches up to the sum.  One kernel adds the experts and the residual and normalizes; its
+    results are the norm and that sum."""
     beside = (call.shared, call.shared_gate, residual)
     more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm_weight, eps)
     return [*made.launches, *more], results

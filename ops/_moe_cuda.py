@@ -184,7 +184,7 @@ def down_add_norm(
 
 GROUPED = "moe_grouped_linear"
 STREAMED = ("moe_route", "moe_gate_up", "moe_down")
-"""What is launched, as ``explain`` names it."""
+"""The names by which ``explain`` calls the launches."""
 
 
 def grouped_names(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from ._desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc, Tolerance
-from ._launch import Launch, run_launches
+from ._desc import TOLERANCES, Case, Cases, Cost, OpDesc, TensorDesc, Tolerance
+from ._launch import Launches, run_launches
 
 NAMESPACE = "fw"
 _LIBRARIES: dict[str, Library] = {}
@@ -43,12 +43,16 @@ def dispatched(reference: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def definition(public: Callable[_P, _R]) -> Callable[_P, _R]:
-    """What a ``dispatched`` function computes, as plain torch."""
+    """The definition behind a ``dispatched`` function, which runs as plain torch."""
     return inspect.unwrap(public)  # type: ignore[no-any-return]
 
 
 def always(desc: OpDesc) -> str:
     return ""
+
+
+def nothing(*args: Any) -> None:
+    """The fake of an op that only mutates its arguments."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Implementation:
     supports: Callable[[OpDesc], str] = always
     inline: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
-    launches: Callable[..., tuple[list[Launch], Any]] | None = None
+    launches: Callable[..., Launches[Any]] | None = None
     opt_in: bool = False
     runs: Callable[..., tuple[str, ...]] | None = None
     on_host: bool = False
@@ -84,8 +88,22 @@ on_gpu = functools.partial(Implementation, devices=("cuda",))
 on_cpu = functools.partial(Implementation, devices=("cpu",))
 
 
+def with_defaults(
+    args_of: Callable[..., tuple[Any, ...]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make functions of all arguments take calls that leave some out: ``args_of`` fills them in."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            return fn(*args_of(*args))
+
+        return run
+
+    return decorate
+
+
 def triton(
-    launches: Callable[..., tuple[list[Launch], Any]],
+    launches: Callable[..., Launches[Any]],
     supports: Callable[[OpDesc], str] = always,
     *,
     name: str = "triton",
@@ -99,22 +117,24 @@ def triton(
 class SemanticOp:
     """One op of the IR; construct it at module level and list it in ``ops.ALL_OPS``.
 
-    ``reference`` carries the signature (its annotations give the schema) and defines the meaning.
-    ``implementations`` are in order of preference for ``-O2`` on a device that supports them.
+    ``reference`` carries the signature (its annotations give the schema) and defines the meaning;
+    the op has its name unless it is given another.  ``implementations`` are in order of preference
+    for ``-O2`` on a device that supports them.
     """
 
-    name: str
     reference: Callable[..., Any]
     fake: Callable[..., Any]
-    cases: Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Case]]
+    cases: Cases
     cost: Callable[[OpDesc], Cost]
     implementations: tuple[Implementation, ...]
+    name: str = ""
     mutates: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: TOLERANCES)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference", definition(self.reference))
+        object.__setattr__(self, "name", self.name or self.reference.__name__)
         schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
         self._define(NAMESPACE, schema, self.reference, inline=False)
         for impl in self.implementations:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc
-from ._launch import Launch
-from ._op import Implementation, SemanticOp, dispatched, triton
+from ._desc import Case, Cost, Draw, OpDesc, drawn
+from ._op import Implementation, SemanticOp, dispatched, nothing, triton
 from .launches import penalties
 
 
@@ -50,29 +49,22 @@ def apply_penalties(
     logits.copy_(torch.where(seen, penalized, logits))
 
 
-def _fake(*args: Tensor) -> None:
-    return None
-
-
-def _launches(*args: Tensor) -> tuple[list[Launch], None]:
-    return [penalties.apply_penalties(*args)], None
-
-
 def _triton_supports(desc: OpDesc) -> str:
     dtype = desc["logits"].dtype
     return "" if dtype == torch.float32 else f"logits are {dtype}, not torch.float32"
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     for num_seqs, vocab in [(1, 40), (6, 1003), (3, 32001)]:
         max_num_seqs = num_seqs + 2
 
         def uniform(low: float, high: float, n: int = num_seqs) -> Tensor:
-            return torch.rand(n, generator=gen, device=device) * (high - low) + low
+            return draw.rand(n) * (high - low) + low
 
-        counts = torch.randint(-4, 4, (max_num_seqs, vocab), generator=gen, device=device)
-        in_prompt = torch.rand((max_num_seqs, vocab), generator=gen, device=device) < 0.3
-        slots = torch.randperm(max_num_seqs, generator=gen, device=device)[:num_seqs].int()
+        counts = draw.integers(-4, 4, max_num_seqs, vocab)
+        in_prompt = draw.rand(max_num_seqs, vocab) < 0.3
+        slots = draw.permutation(max_num_seqs)[:num_seqs].int()
         if num_seqs > 1:
             slots[1] = -1
         repetition = uniform(0.5, 2.0)
@@ -80,7 +72,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         yield Case(
             f"{num_seqs} x {vocab}",
             (
-                4 * torch.randn((num_seqs, vocab), generator=gen, device=device, dtype=dtype),
+                4 * draw.randn(num_seqs, vocab),
                 counts.clamp(min=0).int(),
                 in_prompt,
                 slots,
@@ -98,13 +90,12 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="apply_penalties",
     reference=apply_penalties,
-    fake=_fake,
+    fake=nothing,
     cases=_cases,
     cost=_cost,
     implementations=(
-        triton(_launches, _triton_supports),
+        triton(penalties.apply_penalties, _triton_supports),
         Implementation("native", apply_penalties),
     ),
     mutates=("logits",),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc
+from ._desc import Case, Cost, Draw, OpDesc, drawn
 from ._op import Implementation, SemanticOp, dispatched, triton
 from ._sampling import FLOAT32_MAX, largest_of_rows
 from .launches import sampling
@@ -31,14 +31,16 @@ def _fake(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int32)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    dtype = draw.dtype
     for shape in [(1, 1), (1, 33), (7, 1000), (3, 32003), (2, 151936)]:
-        logits = torch.randn(shape, generator=gen, device=device, dtype=torch.float32)
+        logits = draw.randn(*shape)
         yield Case(f"{list(shape)}", (logits.to(dtype),))
     # Half-precision rounding makes ties common: few distinct values, and padded rows.
-    coarse = torch.randint(0, 4, (5, 9000), generator=gen, device=device).to(dtype)
+    coarse = draw.integers(0, 4, 5, 9000).to(dtype)
     yield Case("ties", (coarse[:, :8190],))
-    special = torch.randn((8, 5000), generator=gen, device=device, dtype=torch.float32).to(dtype)
+    special = draw.randn(8, 5000).to(dtype)
     special[0] = torch.nan
     special[1] = -torch.inf
     special[2, 4321] = special[2, 4400] = torch.inf
@@ -56,7 +58,6 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="argmax",
     reference=argmax,
     fake=_fake,
     cases=_cases,

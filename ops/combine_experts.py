@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc, TensorDesc
-from ._launch import Launch
-from ._op import Implementation, SemanticOp, definition, dispatched, triton
+from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, drawn
+from ._launch import Launches
+from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import experts as plans
 
 
@@ -54,9 +54,6 @@ def combine_experts(
     return (out if residual is None else out + residual).contiguous()
 
 
-_reference = definition(combine_experts)
-
-
 def check(y: Any, topk_weights: Any, shared: Any, shared_gate: Any, residual: Any) -> None:
     """Raises ValueError: shapes or dtypes do not fit; names what was expected."""
     if len(topk_weights.shape) != 2 or topk_weights.dtype != torch.float32:
@@ -89,18 +86,19 @@ def _fake(y: Tensor, topk_weights: Tensor, *rest: Any) -> Tensor:
     return y.new_empty((topk_weights.shape[0], y.shape[1]))
 
 
-def _launches(y: Tensor, topk_weights: Tensor, *rest: Any) -> tuple[list[Launch], Tensor]:
+def _launches(y: Tensor, topk_weights: Tensor, *rest: Any) -> Launches[Tensor]:
     given = (*rest, *[None] * (3 - len(rest)))
     check(y, topk_weights, *given)
     return plans.combine(y, topk_weights, *given)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device).to(dtype)
+        return draw.randn(*shape).to(draw.dtype)
 
     def call(label: str, tokens: int, top_k: int, hidden: int, given: str = "") -> Case:
-        weights = torch.rand((tokens, top_k), generator=gen, device=device)
+        weights = draw.rand(tokens, top_k)
         shapes = {"shared": hidden, "gate": 1, "residual": hidden}
         rest = (randn(tokens, n) if name in given else None for name, n in shapes.items())
         return Case(label, (randn(tokens * top_k, hidden), weights, *rest))
@@ -124,10 +122,9 @@ def _cost(call: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="combine_experts",
-    reference=_reference,
+    reference=combine_experts,
     fake=_fake,
     cases=_cases,
     cost=_cost,
-    implementations=(triton(_launches), Implementation("native", _reference, inline=True)),
+    implementations=(triton(_launches), Implementation("native", combine_experts, inline=True)),
 )

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc
-from ._launch import Launch
-from ._op import Implementation, SemanticOp, dispatched, triton
+from ._desc import Case, Cost, Draw, OpDesc, drawn
+from ._op import Implementation, SemanticOp, dispatched, nothing, triton
 from .launches import penalties
 
 
@@ -27,24 +26,17 @@ def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Non
     output_counts.index_put_((rows, columns), valid.to(output_counts.dtype), accumulate=True)
 
 
-def _fake(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> None:
-    return None
-
-
-def _launches(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> tuple[list[Launch], None]:
-    return [penalties.count_tokens(token_ids, slots, output_counts)], None
-
-
 def _triton_supports(desc: OpDesc) -> str:
     dtype = desc["output_counts"].dtype
     return "" if dtype == torch.int32 else f"output_counts are {dtype}, not torch.int32"
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     for num_tokens, max_num_seqs, vocab in [(1, 1, 17), (33, 4, 7), (300, 16, 1003)]:
 
         def integers(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, generator=gen, device=device).int()
+            return draw.integers(low, high, *shape).int()
 
         yield Case(
             f"{num_tokens} into {max_num_seqs} x {vocab}",
@@ -62,13 +54,12 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="count_tokens",
     reference=count_tokens,
-    fake=_fake,
+    fake=nothing,
     cases=_cases,
     cost=_cost,
     implementations=(
-        triton(_launches, _triton_supports),
+        triton(penalties.count_tokens, _triton_supports),
         Implementation("native", count_tokens),
     ),
     mutates=("output_counts",),

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._desc import EXACT, Case, Cost, OpDesc
-from ._launch import Launch
+from ._desc import EXACT, Case, Cost, Draw, OpDesc, drawn
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import gather
 
@@ -40,18 +40,18 @@ def _fake(ids: Tensor, weight: Tensor, first_id: Tensor | None = None) -> Tensor
     return weight.new_empty((ids.shape[0], weight.shape[1]))
 
 
-def _launches(
-    ids: Tensor, weight: Tensor, first_id: Tensor | None = None
-) -> tuple[list[Launch], Tensor]:
+def _launches(ids: Tensor, weight: Tensor, first_id: Tensor | None = None) -> Launches[Tensor]:
     return gather.gather_rows(ids, weight, ids.shape[0], first=first_id)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    device = draw.device
     for num_tokens, vocab, hidden in [(1, 300, 64), (13, 1000, 130), (3, 17, 4096), (0, 5, 64)]:
-        weight = torch.randn((vocab, hidden), generator=gen, device=device).to(dtype)
-        ids = torch.randint(0, vocab, (num_tokens,), generator=gen, device=device).int()
+        weight = draw.randn(vocab, hidden).to(draw.dtype)
+        ids = draw.integers(0, vocab, num_tokens).int()
         yield Case(f"{num_tokens} of {vocab} x {hidden}", (ids, weight))
-    weight = torch.randn((9, 64), generator=gen, device=device).to(dtype)
+    weight = draw.randn(9, 64).to(draw.dtype)
     ids = torch.tensor([0, 8, 9, -1, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)
     yield Case("padding rows out of range", (ids, weight))
     ids = torch.tensor([0, 8, 9, 17, 18, -1, 2**31 - 1], dtype=torch.int32, device=device)
@@ -66,7 +66,6 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="embedding",
     reference=embedding,
     fake=_fake,
     cases=_cases,

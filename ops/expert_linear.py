@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _expert_kernels as kernels
-from . import _rowwise
-from ._desc import Case, Cost, OpDesc, TensorDesc
-from ._expert_kernels import describe_experts
+from . import _expert_kernels as kernels, _rowwise
+from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, drawn
+from ._expert_kernels import ExpertArgs, describe_experts
 from ._float8 import E4M3
 from ._linear_desc import LinearDesc
 from ._linear_kernels import Target, multiply
-from ._op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
+from ._op import Implementation, SemanticOp, dispatched, on_cpu, triton, with_defaults
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .linear import FP8, GATED, PLAIN
@@ -67,9 +66,6 @@ def expert_linear(
     return _by_expert(F.linear, x, weight, topk_ids, *scales, out_dtype, activation, first_expert)
 
 
-_reference = definition(expert_linear)
-
-
 def _by_expert(gemm: Gemm, *args: Any) -> Tensor:
     """The definition, one expert after the other, by some GEMM."""
     desc = describe_experts(*args)
@@ -100,13 +96,7 @@ def _fake(x: Tensor, weight: Tensor, topk_ids: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((topk_ids.shape[0] * topk_ids.shape[1], desc.columns), dtype=desc.dtype)
 
 
-def with_defaults(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` called with all arguments of ``expert_linear``, whichever its caller leaves out."""
-
-    def run(*args: Any) -> Any:
-        return fn(*args, *[None] * (8 - len(args)))
-
-    return run
+_with_defaults = with_defaults(ExpertArgs)
 
 
 def _supports(why_not: Callable[[LinearDesc], str]) -> Callable[[OpDesc], str]:
@@ -132,12 +122,12 @@ def _invariant_refuses(desc: LinearDesc) -> str:
     return "an activation's kernel follows the number of rows" if desc.activation else ""
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device)
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    device, randn = draw.device, draw.randn
 
     def ids(tokens: int, top_k: int, experts: int) -> Tensor:
-        order = torch.rand((tokens, experts), generator=gen, device=device).argsort(-1)
+        order = draw.rand(tokens, experts).argsort(-1)
         return order[:, :top_k].to(torch.int32)
 
     def call(
@@ -156,8 +146,8 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         """``rank``: of two, each of which has ``experts``."""
         all_experts = experts if rank is None else 2 * experts
         topk_ids = ids(tokens, top_k, all_experts) if chosen is None else chosen
-        x = randn(tokens * (top_k if a_row_a_choice else 1), k).to(dtype)
-        weight = (randn(experts, n, k) * k**-0.5).to(dtype)
+        x = randn(tokens * (top_k if a_row_a_choice else 1), k).to(draw.dtype)
+        weight = (randn(experts, n, k) * k**-0.5).to(draw.dtype)
         first = None if rank is None else _first_expert(rank * experts, device)
         tolerances = PLAIN if activation is None else GATED
         return Case(label, (x, weight, topk_ids, None, None, None, activation, first), tolerances)
@@ -180,7 +170,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("no tokens", 0, 2, 4, 16, 32)
     x, weight, topk_ids, *_ = call("", 6, 2, 4, 32, 160).args
     yield Case("slices", (x[:, 32:96], weight[:, 8:, 32:96], topk_ids), PLAIN)
-    yield from _fp8_cases(dtype, device, gen, ids)
+    yield from _fp8_cases(draw, ids)
     if device.type == "cuda":  # too large to interpret
         yield call("64 tokens of 128 experts, SiLU", 64, 8, 128, 2 * 192, 512, "silu")
         yield call("700 tokens", 700, 4, 32, 256, 512, a_row_a_choice=True)
@@ -192,15 +182,12 @@ def _first_expert(number: int, device: torch.device) -> Tensor:
     return torch.tensor([number], dtype=torch.int32, device=device)
 
 
-def _fp8_cases(
-    dtype: torch.dtype, device: torch.device, gen: torch.Generator, ids: Callable[..., Tensor]
-) -> Iterator[Case]:
+def _fp8_cases(draw: Draw, ids: Callable[..., Tensor]) -> Iterator[Case]:
     def scales(*shape: int) -> Tensor:
-        return 0.5 + torch.rand(shape, generator=gen, device=device)
+        return 0.5 + draw.rand(*shape)
 
     def values(size: float, *shape: int) -> Tensor:
-        drawn = torch.randn(shape, generator=gen, device=device) * size
-        return drawn.clamp(-448, 448).to(E4M3)
+        return (draw.randn(*shape) * size).clamp(-448, 448).to(E4M3)
 
     def calls(
         label: str, tokens: int, top_k: int, experts: int, n: int, k: int, rows: int
@@ -219,15 +206,15 @@ def _fp8_cases(
             ("token", scales(rows, 1), scales(experts, n, 1)),
             ("block", scales(groups, rows).t(), scales(experts, cdiv(n, 128), groups)),
         ):
-            args = (x, weight, topk_ids, x_scale, weight_scale / unit, dtype, activation)
+            args = (x, weight, topk_ids, x_scale, weight_scale / unit, draw.dtype, activation)
             yield Case(f"{label}, FP8 {scheme}", args, tolerances)
-        first = _first_expert(experts // 2, device)
+        first = _first_expert(experts // 2, draw.device)
         yield Case(f"{label}, FP8 {scheme}, another rank has half", (*args, first), tolerances)
 
     yield from calls("few tokens", 2, 2, 4, 2 * 40, 256, rows=2)
     yield from calls("sorted", 10, 2, 4, 48, 200, rows=20)
     yield from calls("odd I, sorted", 9, 2, 3, 2 * 83, 128, rows=9)
-    if device.type == "cuda":
+    if draw.device.type == "cuda":
         yield from calls("64 tokens", 64, 8, 64, 2 * 384, 1024, rows=64)
         yield from calls("1000 tokens", 1000, 2, 8, 512, 768, rows=2000)
 
@@ -256,23 +243,22 @@ def _cost(call: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="expert_linear",
-    reference=_reference,
+    reference=expert_linear,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
-        triton(with_defaults(kernels.plan), _supports(_triton_refuses)),
-        Implementation("native", _reference, on_host=True),
+        triton(_with_defaults(kernels.plan), _supports(_triton_refuses)),
+        Implementation("native", expert_linear, on_host=True),
         triton(
-            with_defaults(kernels.plan_invariant),
+            _with_defaults(kernels.plan_invariant),
             _supports(_invariant_refuses),
             name="invariant",
             opt_in=True,
         ),
         on_cpu(
             "rowwise",
-            with_defaults(partial(_by_expert, _rowwise.linear)),
+            _with_defaults(partial(_by_expert, _rowwise.linear)),
             _supports(_invariant_refuses),
             opt_in=True,
         ),

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc, Tolerance
+from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ._float8 import E4M3
-from ._launch import Launch, run_all
+from ._launch import Launches, run_all
 from ._linear_kernels import Target
 from ._moe import Call, Planned, check, cost_of_call, kernel_names, plan_layers, plan_sum
 from ._moe_cuda import (
@@ -30,13 +30,11 @@ from ._moe_cuda import (
     why_not_grouped,
     why_not_streamed,
 )
-from ._op import Implementation, SemanticOp, definition, dispatched, on_gpu
+from ._op import Implementation, SemanticOp, dispatched, on_gpu
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
-from .launches import experts as plans
-from .launches import route as route_plans
-from .linear import GATED
-from .linear import OP as LINEAR
+from .launches import experts as plans, route as route_plans
+from .linear import GATED, OP as LINEAR
 from .quantize import finish, refuses_device
 from .route import OP as ROUTE
 
@@ -99,9 +97,6 @@ def fused_moe(
     return result
 
 
-_reference = definition(fused_moe)
-
-
 def _fake(*args: Any) -> Tensor:
     call = Call(*args)
     check(call)
@@ -132,7 +127,7 @@ def _in_turn(call: Call, layers: Callable[[Call, Tensor], Planned]) -> Tensor:
     return out
 
 
-def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
+def _launches(*args: Any) -> Launches[Tensor]:
     """The launches that must be compiled: all but the router's GEMM.  They are those of Triton's
     layers too where csrc has kernels, which do not read weights at every address."""
     call = Call(*args)
@@ -168,7 +163,7 @@ def supports(desc: OpDesc) -> str:
 
 
 def supports_call(call: Call, desc: OpDesc) -> str:
-    """The same of a call that is a part of ``desc``."""
+    """Why the Triton kernels do not serve a call that is a part of ``desc``, or nothing."""
     try:
         check(call)
     except ValueError as error:
@@ -181,9 +176,7 @@ def supports_call(call: Call, desc: OpDesc) -> str:
 
 
 def moe_args(
-    dtype: torch.dtype,
-    device: torch.device,
-    gen: torch.Generator,
+    draw: Draw,
     tokens: int,
     experts: int,
     top_k: int,
@@ -199,13 +192,10 @@ def moe_args(
 ) -> tuple[Any, ...]:
     """Arguments of a call; router logits are far enough apart that no rounding changes a choice.
     ``rank``: of two, each of which has half of the experts."""
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device)
-
+    dtype, device, randn = draw.dtype, draw.device, draw.randn
     # Each token points along a few router rows, which are orthogonal.
     router = torch.linalg.qr(randn(hidden, hidden))[0][:experts]
-    order = torch.rand((tokens, experts), generator=gen, device=device).argsort(-1)
+    order = draw.rand(tokens, experts).argsort(-1)
     x = (order * (4.0 / experts)) @ router + randn(tokens, hidden) * 1e-3
     bias = torch.zeros(experts, device=device) if biased else None
     scales: list[Tensor | None] = [None] * 4
@@ -217,7 +207,7 @@ def moe_args(
         for index, weight in enumerate(weights):
             n, k = weight.shape[1:]
             shape = {"tensor": (1, 1), "token": (n, 1), "block": (-(-n // 128), -(-k // 128))}[fp8]
-            scales[index] = 0.01 + torch.rand((experts, *shape), generator=gen, device=device) / 99
+            scales[index] = 0.01 + draw.rand(experts, *shape) / 99
             weights[index] = (weight * 60).clamp(-448, 448).to(E4M3)
             if fp8 == "tensor":
                 scales[2 + index] = torch.full((1, 1), 0.02, device=device)
@@ -234,15 +224,23 @@ def moe_args(
         scales[:2] = [None if s is None else s[here].contiguous() for s in scales[:2]]
         first = torch.tensor([rank * half], dtype=torch.int32, device=device)
     return (
-        *(x.to(dtype), router.to(dtype).contiguous(), bias, *weights, *scales, group_size),
+        *(
+            x.to(dtype),
+            router.to(dtype).contiguous(),
+            bias,
+            *weights,
+            *scales,
+            group_size,
+        ),
         *(*beside, top_k, *routing, activation, first),
     )
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     def call(label: str, *sizes: int, **given: Any) -> Case:
         tolerances = _FP8 if given.get("fp8") else None
-        return Case(label, moe_args(dtype, device, gen, *sizes, **given), tolerances)
+        return Case(label, moe_args(draw, *sizes, **given), tolerances)
 
     yield call("one token", 1, 4, 2, 64, 32)
     yield call("few tokens, shared", 3, 8, 2, 48, 40, shared=True)
@@ -257,7 +255,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("FP8 token", 10, 4, 2, 64, 32, fp8="token")
     yield call("FP8 tensor", 2, 4, 2, 64, 32, fp8="tensor")
     yield call("FP8 block", 9, 3, 2, 128, 128, fp8="block")
-    if device.type == "cuda":  # too large to interpret
+    if draw.device.type == "cuda":  # too large to interpret
         for tokens in (1, 8, 64, 600, 2048):
             yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 1024, 384)
 
@@ -275,15 +273,14 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="fused_moe",
-    reference=_reference,
+    reference=fused_moe,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, opt_in=True, runs=_cuda_runs),
         on_gpu("triton", _triton, supports, launches=_launches, runs=_runs),
-        Implementation("native", _reference, on_host=True),
+        Implementation("native", fused_moe, on_host=True),
     ),
     tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},
 )

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc
-from ._launch import Launch
+from ._desc import Case, Cases, Cost, Draw, OpDesc, drawn
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, triton
 from .launches import activation as kernels
-from .quantize import ONE_STEP, SCHEMES, Cases, parameter, quantizing_op, schemes, signed
+from .quantize import ONE_STEP, SCHEMES, parameter, quantizing_op, schemes, signed
 
 
 @dataclass(frozen=True)
@@ -158,16 +158,17 @@ def _gated(activation: str, gate_up: Tensor, up: Tensor | None, *attributes: Any
     return (activated * up).to(gate_up.dtype).contiguous()
 
 
-def _plain_cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+def _plain_cases(draw: Draw) -> Iterator[Case]:
+    dtype = draw.dtype
     for shape in [(1, 2), (1, 2 * 1408), (7, 2 * 96), (33, 2 * 129), (3, 5, 2 * 64), (40, 4608)]:
-        x = 2 * torch.randn(shape, generator=gen, device=device)
+        x = 2 * draw.randn(*shape)
         yield Case(f"{list(shape)}", (x.to(dtype),))
-    wide = torch.randn((5, 700), generator=gen, device=device).to(dtype)
+    wide = draw.randn(5, 700).to(dtype)
     yield Case("slice of [5, 700]", (wide[:, 100:356],))
     yield Case("gate and up of their own", (wide[:, :129].contiguous(), wide[:, 300:429]))
     yield Case("three dimensions of each", (wide.view(5, 7, 100), wide.view(5, 7, 100) + 1))
     yield Case("columns as rows", (wide[:, :5].t(), wide[:, 300:305]))
-    extreme = torch.tensor([-3e4, -200.0, -0.0, 0.0, 200.0, 240.0], device=device).repeat(3, 2)
+    extreme = torch.tensor([-3e4, -200.0, -0.0, 0.0, 200.0, 240.0], device=draw.device).repeat(3, 2)
     yield Case("saturated gates", (extreme.to(dtype),))
     yield Case("no tokens", (extreme[:0].to(dtype),))
 
@@ -190,17 +191,16 @@ def _op(activation: str) -> SemanticOp:
         width = gate_up.shape[-1] // (2 if up is None else 1)
         return gate_up.new_empty((*gate_up.shape[:-1], width))
 
-    def launches(
-        gate_up: Tensor, up: Tensor | None = None, *attributes: Any
-    ) -> tuple[list[Launch], Tensor]:
+    def launches(gate_up: Tensor, up: Tensor | None = None, *attributes: Any) -> Launches[Tensor]:
         how = Gate(*attributes)
         _check(gate_up, up, how.interleaved)
         return kernels.gated_activation(gate_up, up, activation, **asdict(how))
 
-    def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
-        yield from _plain_cases(dtype, device, gen)
+    @drawn
+    def cases(draw: Draw) -> Iterator[Case]:
+        yield from _plain_cases(draw)
         for how in row.gates:
-            x = (6 * torch.randn((35, 2 * 129), generator=gen, device=device)).to(dtype)
+            x = (6 * draw.randn(35, 2 * 129)).to(draw.dtype)
             yield Case(f"packed, {how}", (x, None, *astuple(how)))
             if not how.interleaved:
                 yield Case(f"apart, {how}", (*x.chunk(2, dim=-1), *astuple(how)))
@@ -220,13 +220,14 @@ def _op(activation: str) -> SemanticOp:
 
 
 def _quantized_cases(quant: str) -> Cases:
-    def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+    @drawn
+    def cases(draw: Draw) -> Iterator[Case]:
         def calls(label: str, x: Tensor) -> Iterator[Case]:
-            for name, scheme in schemes(quant, device, gen, x.shape[1] // 2):
-                yield Case(f"{label}, {name}", (x.to(dtype), scheme))
+            for name, scheme in schemes(quant, draw.device, draw.gen, x.shape[1] // 2):
+                yield Case(f"{label}, {name}", (x.to(draw.dtype), scheme))
 
         def randn(*shape: int) -> Tensor:
-            return 2 * torch.randn(shape, generator=gen, device=device)
+            return 2 * draw.randn(*shape)
 
         for shape in [(7, 512), (1, 256), (33, 2 * 129), (3, 2 * 4224), (40, 4608)]:
             yield from calls(f"{list(shape)}", randn(*shape))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._desc import EXACT, Case, Cost, OpDesc
-from ._launch import Launch
+from ._desc import EXACT, Case, Cost, Draw, OpDesc, drawn
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import gather
 
@@ -33,16 +33,17 @@ def _fake(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
     return hidden.new_empty((query_start_loc.shape[0] - 1, hidden.shape[1]))
 
 
-def _launches(hidden: Tensor, query_start_loc: Tensor) -> tuple[list[Launch], Tensor]:
+def _launches(hidden: Tensor, query_start_loc: Tensor) -> Launches[Tensor]:
     num_seqs = query_start_loc.shape[0] - 1
     return gather.gather_rows(query_start_loc, hidden, num_seqs, index_offset=1, row_offset=-1)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     def call(label: str, lengths: list[int], hidden: int, padding: int = 0) -> Case:
         total = sum(lengths)
-        x = torch.randn((total + padding, hidden), generator=gen, device=device).to(dtype)
-        start = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        x = draw.randn(total + padding, hidden).to(draw.dtype)
+        start = torch.tensor([0, *lengths], device=draw.device).cumsum(0).int()
         return Case(label, (x, start))
 
     yield call("one sequence", [5], 64)
@@ -61,7 +62,6 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="gather_last_token",
     reference=gather_last_token,
     fake=_fake,
     cases=_cases,

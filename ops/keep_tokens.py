@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc
-from ._launch import Launch
-from ._op import Implementation, SemanticOp, dispatched, triton
+from ._desc import Case, Cost, Draw, OpDesc, drawn
+from ._op import Implementation, SemanticOp, dispatched, nothing, triton
 from .launches import tokens
 
 
@@ -30,22 +29,13 @@ def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Ten
     read.copy_(token_ids)
 
 
-def _fake(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor) -> None:
-    return None
-
-
-def _launches(
-    last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor
-) -> tuple[list[Launch], None]:
-    return tokens.keep_tokens(last_tokens, token_ids, slots, read), None
-
-
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     for num_seqs, max_num_seqs in [(1, 1), (5, 8), (257, 300)]:
-        last = torch.randint(0, 1000, (max_num_seqs,), generator=gen, device=device).to(dtype)
-        ids = torch.randint(-2, 1000, (num_seqs,), generator=gen, device=device).to(dtype)
+        last = draw.integers(0, 1000, max_num_seqs).to(draw.dtype)
+        ids = draw.integers(-2, 1000, num_seqs).to(draw.dtype)
         ids[num_seqs // 2] = -1
-        slots = torch.randperm(max_num_seqs, generator=gen, device=device)[:num_seqs]
+        slots = draw.permutation(max_num_seqs)[:num_seqs]
         yield Case(f"{num_seqs} of {max_num_seqs}", (last, ids, slots.to(torch.int32), ids + 1))
 
 
@@ -54,15 +44,14 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="keep_tokens",
     reference=keep_tokens,
-    fake=_fake,
+    fake=nothing,
     cases=_cases,
     cost=_cost,
     mutates=("last_tokens", "read"),
     dtypes=(torch.int32,),
     implementations=(
-        triton(_launches),
+        triton(tokens.keep_tokens),
         Implementation("native", keep_tokens),
     ),
 )

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._desc import EXACT, Case, Cost, OpDesc
+from ._desc import EXACT, Case, Cost, Draw, OpDesc, drawn
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
-from ._launch import Launch
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import kv_store as kernels
 
@@ -113,12 +113,13 @@ def check_kv_scale(kv_cache: Tensor, kv_scale: Tensor | None) -> None:
         )
 
 
-def _launches(*args: Any) -> tuple[list[Launch], None]:
+def _launches(*args: Any) -> Launches[None]:
     check_kv_store(*args)
-    return kernels.kv_store(*args), None
+    return kernels.kv_store(*args)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     def call(
         label: str,
         tokens: int,
@@ -129,19 +130,19 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         padding: int,
         fp8: str = "",
     ) -> Case:
-        packed = torch.randn((tokens, 4 * heads, dim), generator=gen, device=device).to(dtype)
-        cache = torch.randn((blocks, 2, block_size, heads, dim), generator=gen, device=device)
-        slots = torch.randperm(blocks * block_size, generator=gen, device=device)[:tokens].int()
-        slots[torch.randperm(tokens, generator=gen, device=device)[:padding]] = -1
+        packed = draw.randn(tokens, 4 * heads, dim).to(draw.dtype)
+        cache = draw.randn(blocks, 2, block_size, heads, dim)
+        slots = draw.permutation(blocks * block_size)[:tokens].int()
+        slots[draw.permutation(tokens)[:padding]] = -1
         k, v = packed[:, 2 * heads : 3 * heads], packed[:, 3 * heads :]
         scale = None
         if fp8:
             # From below the least e4m3 to far above the largest.
-            exponent = torch.randint(-14, 12, packed.shape, generator=gen, device=device)
+            exponent = draw.integers(-14, 12, *packed.shape)
             packed.mul_(exponent.float().exp2())
         if fp8 == "scales":
-            scale = torch.rand((2, heads), generator=gen, device=device) + 0.1
-        stored = cache.to(E4M3 if fp8 else dtype)
+            scale = draw.rand(2, heads) + 0.1
+        stored = cache.to(E4M3 if fp8 else draw.dtype)
         return Case(label, (k, v, stored, slots, scale))
 
     yield call("one token", 1, 2, 64, 3, 16, 0)
@@ -165,7 +166,6 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="kv_store",
     reference=kv_store,
     fake=check_kv_store,
     cases=_cases,

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _rowwise
-from ._desc import Case, Cost, OpDesc, TensorDesc, Tolerance
+from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._float8 import E4M3
-from ._launch import Launch
+from ._launch import Launches
 from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import (
     KERNELS,
@@ -35,7 +35,7 @@ from ._linear_kernels import (
     plan_tiled,
     runner,
 )
-from ._op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton
+from ._op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton, with_defaults
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .quantize import quantize_static, refuses_device
@@ -110,7 +110,7 @@ def _torch(*args: Any) -> Tensor:
     return _finish(library(*operands), activation, out_scale)
 
 
-def _plan_tiled(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tensor]:
+def _plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     describe(*args)
     launches, y = plan_tiled(*args, invariant=invariant)
     more, y = plan_epilogue(y, *args[6:])
@@ -120,13 +120,7 @@ def _plan_tiled(*args: Any, invariant: bool = False) -> tuple[list[Launch], Tens
 _plan_invariant = partial(_plan_tiled, invariant=True)
 
 
-def _with_defaults(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` called with all arguments, whichever of them its caller leaves out."""
-
-    def run(*args: Any) -> Any:
-        return fn(*LinearArgs(*args))
-
-    return run
+_with_defaults = with_defaults(LinearArgs)
 
 
 def describe_op(call: OpDesc) -> LinearDesc:
@@ -176,9 +170,9 @@ def _invariant_refuses(desc: LinearDesc, call: OpDesc) -> str:
     return "an epilogue's kernel follows the number of rows" if desc.has_epilogue else ""
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=gen, device=device)
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    dtype, randn = draw.dtype, draw.randn
 
     def call(
         label: str,
@@ -191,7 +185,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     ) -> Case:
         x = randn(*rows, k).to(dtype)
         weight = (randn(n, k) * k**-0.5).to(dtype)
-        scale = 0.02 + torch.rand((1, 1), generator=gen, device=device) / 8 if quantize else None
+        scale = 0.02 + draw.rand(1, 1) / 8 if quantize else None
         rest = (randn(n).to(dtype) if bias else None, None, None, None, activation, scale)
         return Case(label, (x, weight, *rest), _tolerances(activation, quantize))
 
@@ -212,8 +206,8 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("SiLU, no rows", (0,), 2 * 16, 32, activation="silu")
     yield call("quantized", (7,), 48, 64, quantize=True)
     yield call("GELU, quantized", (3,), 2 * 24, 64, activation="gelu_tanh", quantize=True)
-    yield from _fp8_cases(dtype, device, gen)
-    if device.type == "cuda":  # large enough for the streaming kernel, too large to interpret
+    yield from _fp8_cases(draw)
+    if draw.device.type == "cuda":  # large enough for the streaming kernel, too large to interpret
         yield call("1 row, 8 MiB", (1,), 2048, 2048, bias=True)
         yield call("odd N, 7 rows", (7,), 4099, 1088)
         yield call("13 rows", (13,), 6144, 1024, bias=True)
@@ -229,18 +223,19 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         yield call("quantized, 5 rows", (5,), 4096, 2048, bias=True, quantize=True)
 
 
-def _fp8_cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+def _fp8_cases(draw: Draw) -> Iterator[Case]:
+    dtype = draw.dtype
+
     def scales(rows: int, columns: int) -> Tensor:
-        return 0.5 + torch.rand((rows, columns), generator=gen, device=device)
+        return 0.5 + draw.rand(rows, columns)
 
     def values(rows: int, columns: int, size: float) -> Tensor:
-        drawn = torch.randn((rows, columns), generator=gen, device=device) * size
-        return drawn.clamp(-448, 448).to(E4M3)
+        return (draw.randn(rows, columns) * size).clamp(-448, 448).to(E4M3)
 
     def calls(label: str, m: int, n: int, k: int, bias: bool = False) -> Iterator[Case]:
         x, weight = values(m, k, 1.0), values(n, k, 100.0)
         groups, unit = cdiv(k, 128), 100.0 * k**0.5
-        added = torch.randn(n, generator=gen, device=device).to(dtype) if bias else None
+        added = draw.randn(n).to(dtype) if bias else None
         for scheme, x_scale, weight_scale in (
             ("tensor", scales(1, 1), scales(1, 1)),
             ("token", scales(m, 1), scales(n, 1)),
@@ -264,14 +259,14 @@ def _fp8_cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -
     yield from calls("odd M, N, K", 19, 37, 77, bias=True)
     yield from calls("several tiles", 150, 272, 640)
     yield from calls("no rows", 0, 16, 512)
-    if device.type == "cuda":
+    if draw.device.type == "cuda":
         yield from calls("one row of Llama-3-8B", 1, 4096, 4096)
         yield from calls("deep", 70, 512, 14336, bias=True)
     yield from gated("SiLU, few rows", 3, 48, 512)
     yield from gated("GELU, one row", 1, 72, 128, "gelu_tanh")
     yield from gated("SiLU, odd M, I, K", 19, 37, 77)
     yield from gated("SiLU, no rows", 0, 16, 512)
-    if device.type == "cuda":  # large enough for the streaming kernel
+    if draw.device.type == "cuda":  # large enough for the streaming kernel
         yield from gated("SiLU, 1 row, 16 MiB", 1, 4096, 2048)
         yield from gated("GELU, 7 rows, odd I", 7, 4104, 1152, "gelu_tanh")
         yield from gated("SiLU, 33 rows", 33, 4096, 2048)
@@ -319,7 +314,6 @@ def _cost(call: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="linear",
     reference=linear,
     fake=_fake,
     cases=_cases,

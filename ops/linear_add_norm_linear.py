@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc, TensorDesc, Tolerance
-from ._launch import Launch
+from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
+from ._launch import Launches
 from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
 from ._op import Implementation, SemanticOp, dispatched, on_gpu
 from .launches import norm
-from .linear import GATED
-from .linear import OP as LINEAR
+from .linear import GATED, OP as LINEAR
 from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]
@@ -178,7 +177,7 @@ def _skinny_supports(desc: OpDesc) -> str:
     return _why_not_streamed(layers, 1, Target.of(desc))
 
 
-def _launches(*args: Any) -> tuple[list[Launch], Results]:
+def _launches(*args: Any) -> Launches[Results]:
     """The launches that must be compiled: those of the add and norm, and of the activation."""
     call = _Call(*args)
     planned, (_, total) = norm.norm(*call.between(LINEAR.fake(*call.first)))
@@ -197,7 +196,10 @@ def _runs_in_turn(*args: Any) -> tuple[str, ...]:
     return "cuBLAS", names[0], "cuBLAS", *names[1:]
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    dtype = draw.dtype
+
     def call(
         label: str,
         rows: tuple[int, ...],
@@ -208,9 +210,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         bias: bool = False,
         first_bias: bool = False,
     ) -> Case:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=gen, device=device)
-
+        randn = draw.randn
         residual = randn(*rows, hidden)
         residual[randn(*rows, hidden) > 3] *= 20  # the residual stream has outliers
         weights = randn(hidden, k) * k**-0.5, randn(n, hidden) * hidden**-0.5
@@ -227,7 +227,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("three dimensions, GELU", (2, 3), 32, 40, 2 * 24, "gelu_tanh")
     yield call("two biases, SiLU", (3,), 32, 48, 2 * 40, "silu", bias=True, first_bias=True)
     yield call("no rows", (0,), 16, 32, 16)
-    if device.type == "cuda":  # large enough for the streaming kernels
+    if draw.device.type == "cuda":  # large enough for the streaming kernels
         yield call("1 row, 8 MiB", (1,), 2048, 2048, 4096)
         yield call("7 rows, bias", (7,), 4096, 2048, 2049, bias=True)
         yield call("13 rows of three dimensions, SiLU", (1, 13), 2048, 3072, 2 * 1501, "silu")
@@ -254,7 +254,6 @@ def _part(desc: OpDesc, **args: Any) -> OpDesc:
 
 
 OP = SemanticOp(
-    name="linear_add_norm_linear",
     reference=linear_add_norm_linear,
     fake=_fake,
     cases=_cases,

@@ -17,16 +17,22 @@ import torch
 from torch import Tensor
 
 from . import _moe_cuda as csrc
-from ._desc import Case, Cost, OpDesc, Tolerance
-from ._launch import Launch, run_all
+from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
+from ._launch import Launch, Launches, run_all
 from ._linear_desc import LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here
-from ._moe import Call as Experts
-from ._moe import Planned, cost_of_call, kernel_names, plan_layers, plan_sum, plan_sum_and_norm
-from ._moe import check as check_experts
-from ._op import Implementation, SemanticOp, definition, dispatched, on_gpu
-from .fused_moe import OP as FUSED_MOE
-from .fused_moe import moe_args, supports_call
+from ._moe import (
+    Call as Experts,
+    Planned,
+    check as check_experts,
+    cost_of_call,
+    kernel_names,
+    plan_layers,
+    plan_sum,
+    plan_sum_and_norm,
+)
+from ._op import Implementation, SemanticOp, dispatched, on_gpu
+from .fused_moe import OP as FUSED_MOE, moe_args, supports_call
 from .launches import norm
 from .linear import OP as LINEAR
 from .norm import ADD_RMS_NORM
@@ -92,9 +98,6 @@ def linear_add_norm_moe(
         return y, total
     normed, total = ADD_RMS_NORM.reference(y, total, next_norm_weight, next_eps)
     return LINEAR.reference(normed, next_weight, next_bias), total
-
-
-_reference = definition(linear_add_norm_moe)
 
 
 class Call(NamedTuple):
@@ -250,7 +253,7 @@ def _in_turn(call: Call, layers: Layers) -> Results:
 
 def _plan_experts(
     call: Call, normed: Tensor, total: Tensor, logits: Tensor, layers: Layers
-) -> tuple[list[Launch], tuple[Tensor, ...]]:
+) -> Launches[tuple[Tensor, ...]]:
     """The launches behind the router's layer, and what the last layer reads: the experts' sum; or
     the norm, and the sum that it is of."""
     experts = call.experts(normed)
@@ -272,7 +275,7 @@ def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
     return first, then, (LINEAR.fake(results[0], call.next_weight, call.next_bias), results[1])
 
 
-def _launches(*args: Any) -> tuple[list[Launch], Results]:
+def _launches(*args: Any) -> Launches[Results]:
     """The launches that must be compiled: all but the GEMMs of dense layers."""
     first, then, results = _planned(Call(*args))
     return [*first, *then], results
@@ -299,7 +302,10 @@ def _supports(desc: OpDesc) -> str:
     return supports_call(call.experts(call.residual), desc)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    dtype = draw.dtype
+
     def call(
         label: str,
         tokens: int,
@@ -312,12 +318,8 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         bias: bool = False,
         **given: Any,
     ) -> Case:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=gen, device=device)
-
-        made = Experts(
-            *moe_args(dtype, device, gen, tokens, experts, top_k, hidden, inner, **given)
-        )
+        randn = draw.randn
+        made = Experts(*moe_args(draw, tokens, experts, top_k, hidden, inner, **given))
         # What the norm is of are the tokens of ``moe_args``, which are far from any other choice.
         first = randn(tokens, hidden) * 1e-3
         x, weight = (t.to(dtype) for t in (randn(tokens, k), randn(hidden, k) * 1e-3 * k**-0.5))
@@ -336,7 +338,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("biases, groups", 3, 16, 3, 64, 32, 40, 24, bias=True, biased=True, routing=grouped)
     yield call("sorted", 10, 4, 2, 96, 32, 64, 48)
     yield call("no tokens", 0, 4, 2, 32, 16, 32, 16)
-    if device.type == "cuda":  # too large to interpret
+    if draw.device.type == "cuda":  # too large to interpret
         for tokens in (1, 7, 64, 600, 2048):
             yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 2048, 384, 4096, 2560)
         for tokens in (3, 600):
@@ -359,15 +361,14 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="linear_add_norm_moe",
-    reference=_reference,
+    reference=linear_add_norm_moe,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, runs=_cuda_runs),
         on_gpu("triton", _triton, _supports, launches=_launches, runs=_runs),
-        Implementation("native", _reference, on_host=True),
+        Implementation("native", linear_add_norm_moe, on_host=True),
     ),
     tolerances={
         torch.float32: Tolerance(1e-4, 1e-4),

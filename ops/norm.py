@@ -23,8 +23,15 @@ from . import _peer_memory
 from ._desc import TOLERANCES, Case, Cost, OpDesc
 from ._launch import Launch, run_launches
 from ._op import Implementation, SemanticOp, on_gpu, triton
-from .all_reduce import CASES_GROUP, LIBRARY, PUSHED, sum_flops, sum_over_ranks, wire_bytes
-from .all_reduce import check as check_sum
+from .all_reduce import (
+    CASES_GROUP,
+    LIBRARY,
+    PUSHED,
+    check as check_sum,
+    sum_flops,
+    sum_over_ranks,
+    wire_bytes,
+)
 from .launches import norm as plans
 from .launches.quant import empty_results, norm_quantize
 from .quantize import (

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from . import _rowwise
 from ._desc import TOLERANCES, Cost, OpDesc, Tolerance
 from ._float8 import E4M3, to_e4m3, why_no_e4m3
-from ._launch import Launch
+from ._launch import Launch, Launches
 from ._op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
 from .kv_store import check_kv_scale
 from .launches import paged_attention as kernels
@@ -208,7 +208,7 @@ def _fake(*args: Any) -> None:
     _check(call.q, call.kv_cache, call.out, call.kv_scale, call.out_scale)
 
 
-def _launches(*args: Any, invariant: bool = False) -> tuple[list[Launch], None]:
+def _launches(*args: Any, invariant: bool = False) -> Launches[None]:
     _fake(*args)
     return kernels.paged_attention(*args, invariant=invariant)
 
@@ -273,7 +273,6 @@ def context_symbols(
 
 
 OP = SemanticOp(
-    name="paged_attention",
     reference=_reference,
     fake=_fake,
     cases=cases,

@@ -16,7 +16,7 @@ import torch
 from ._cuda import why_no_csrc
 from ._desc import OpDesc
 from ._float8 import E4M3
-from ._launch import Launch, run_launches
+from ._launch import Launch, Launches, run_launches
 from ._op import Implementation, on_gpu
 from .launches.paged_attention import AttentionArgs
 
@@ -82,7 +82,7 @@ def runs(*args: Any) -> tuple[str, ...]:
     return tuple(name for name, is_launched in names if is_launched)
 
 
-def _launches(*args: Any, triton_prefill: Prefill) -> tuple[list[Launch], None]:
+def _launches(*args: Any, triton_prefill: Prefill) -> Launches[None]:
     by_triton = has_prefills(args) and not has_own_prefill(args)
     return triton_prefill(*args) if by_triton else [], None
 

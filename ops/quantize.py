@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._desc import EXACT, TOLERANCES, Case, Cost, OpDesc, TensorDesc, Tolerance
+from ._desc import EXACT, TOLERANCES, Case, Cases, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._float8 import E4M3, E4M3_MAX
-from ._launch import Launch
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, triton
-from .launches.quant import GROUP, Scheme, empty_results
-from .launches.quant import quantize as plan_quantize
-
-Cases = Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Case]]
+from .launches.quant import GROUP, Scheme, empty_results, quantize as plan_quantize
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ def quantizing_op(
         check(x, scheme, parts)
         return alone_or_all(empty_results(x, x.shape[1] // parts, scheme))
 
-    def launches(x: Tensor, scheme: Scheme) -> tuple[list[Launch], Any]:
+    def launches(x: Tensor, scheme: Scheme) -> Launches[Any]:
         check(x, scheme, parts)
         planned, results = plan_quantize(x, scheme, activation)
         return planned, alone_or_all(results)
@@ -246,12 +243,12 @@ def quant_fp8_dynamic(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _cases(quant: str) -> Cases:
-    def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=gen, device=device)
+    @drawn
+    def cases(draw: Draw) -> Iterator[Case]:
+        dtype, randn = draw.dtype, draw.randn
 
         def calls(label: str, x: Tensor) -> Iterator[Case]:
-            for name, scheme in schemes(quant, device, gen, x.shape[1]):
+            for name, scheme in schemes(quant, draw.device, draw.gen, x.shape[1]):
                 yield Case(f"{label}, {name}", (x, scheme))
 
         for shape in [(7, 256), (1, 128), (33, 96), (2, 1001), (3, 4096), (40, 2304), (5, 1)]:

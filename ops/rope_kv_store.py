@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc, Tolerance
+from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ._float8 import E4M3, why_no_e4m3
-from ._launch import Launch
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, definition, dispatched, triton
-from .kv_store import OP as KV_STORE
-from .kv_store import check_kv_store, kv_store
+from .kv_store import OP as KV_STORE, check_kv_store, kv_store
 from .launches import rope_kv_store as kernels
 from .launches.rope_kv_store import RopeStoreArgs
 from .norm import rms_norm_native
-from .rotary_embedding import OP as ROTARY_EMBEDDING
-from .rotary_embedding import check_rotary
+from .rotary_embedding import OP as ROTARY_EMBEDDING, check_rotary
 
 
 @dispatched
@@ -94,12 +92,15 @@ def _fake(positions: Tensor, q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _launches(*args: Any) -> tuple[list[Launch], Tensor]:
+def _launches(*args: Any) -> Launches[Tensor]:
     _check(args)
     return kernels.rope_kv_store(*args)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    dtype = draw.dtype
+
     def call(
         label: str,
         tokens: int,
@@ -113,23 +114,21 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         fp8: bool = False,
     ) -> Case:
         num_q, num_kv = heads
-        packed = torch.randn((tokens, num_q + 2 * num_kv, dim), generator=gen, device=device)
+        packed = draw.randn(tokens, num_q + 2 * num_kv, dim)
         q, k, v = packed.to(dtype).split([num_q, num_kv, num_kv], dim=1)
-        angle = torch.rand((50, rotary // 2), generator=gen, device=device) * 6.3
+        angle = draw.rand(50, rotary // 2) * 6.3
         table = torch.cat((angle.cos(), angle.sin()), dim=-1)
-        positions = torch.randint(-2, 53, (tokens,), generator=gen, device=device).int()
+        positions = draw.integers(-2, 53, tokens).int()
         blocks = tokens // block_size + 2
-        cache = torch.randn((blocks, 2, block_size, num_kv, dim), generator=gen, device=device)
-        slots = torch.randperm(blocks * block_size, generator=gen, device=device)[:tokens].int()
-        slots[torch.randperm(tokens, generator=gen, device=device)[:padding]] = -1
+        cache = draw.randn(blocks, 2, block_size, num_kv, dim)
+        slots = draw.permutation(blocks * block_size)[:tokens].int()
+        slots[draw.permutation(tokens)[:padding]] = -1
         weights: list[Any] = [None, None]
         if norm:
-            weights = [
-                (torch.rand(dim, generator=gen, device=device) + 0.5).to(dtype) for _ in range(2)
-            ]
+            weights = [(draw.rand(dim) + 0.5).to(dtype) for _ in range(2)]
         eps, kv_scale = 1e-6 if norm else 0.0, None
         if fp8:
-            kv_scale = torch.rand((2, num_kv), generator=gen, device=device) + 0.5
+            kv_scale = draw.rand(2, num_kv) + 0.5
             v.mul_(300)  # some of it saturates
         cache = cache.to(E4M3 if fp8 else dtype)
         return Case(label, (positions, q, k, v, table, cache, slots, *weights, eps, kv_scale))
@@ -172,7 +171,6 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="rope_kv_store",
     reference=rope_kv_store,
     fake=_fake,
     cases=_cases,

@@ -30,32 +30,23 @@ def inverse_frequencies(parameters: RopeParameters, rotary_dim: int) -> Tensor:
     return frequencies
 
 
-def build_cos_sin_cache(
-    parameters: RopeParameters,
-    head_dim: int,
-    max_position: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """The table ``rotary_embedding`` reads.
+def build_cos_sin_cache(parameters: RopeParameters, head_dim: int, max_position: int) -> Tensor:
+    """The table ``rotary_embedding`` reads, computed on the CPU, so that the same model has the
+    same table on every device.
 
     Args:
         parameters: base and scaling.
         head_dim: dimensions of an attention head.
         max_position: number of positions, 1 or more.
-        dtype: of the table; it is computed in float32 and the op expects float32.
-        device: where the table is put.  It is computed on the CPU, so that the same model has the
-            same table on every device.
 
     Returns:
-        [max_position, rotary_dim]: rotary_dim / 2 cosines, then as many sines.
+        [max_position, rotary_dim] float32: rotary_dim / 2 cosines, then as many sines.
     """
     if max_position < 1:
         raise ValueError(f"max_position is {max_position}, expected 1 or more")
     frequencies = inverse_frequencies(parameters, parameters.rotary_dim(head_dim))
     angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * parameters.cos_sin_scale()
-    return table.to(device=device, dtype=dtype)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * parameters.cos_sin_scale()
 
 
 def _exponents(rotary_dim: int) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc
-from ._launch import Launch
+from ._desc import Case, Cost, Draw, OpDesc, drawn
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import rotary
 
@@ -87,21 +87,22 @@ def _fake(
 
 def _launches(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor]]:
     check_rotary(q.shape[-1], cos_sin_cache.shape[1])
     return rotary.rotary_embedding(positions, q, k, cos_sin_cache, *_layout(layout))
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     def call(
         label: str, tokens: int, heads: int, kv_heads: int, dim: int, rotary: int, pos: int = 50
     ) -> Case:
         # q and k as the model passes them: slices of one packed qkv tensor.
-        packed = torch.randn((tokens, heads + 2 * kv_heads, dim), generator=gen, device=device)
-        packed = packed.to(dtype)
-        angle = torch.rand((pos, rotary // 2), generator=gen, device=device) * 6.3
+        packed = draw.randn(tokens, heads + 2 * kv_heads, dim)
+        packed = packed.to(draw.dtype)
+        angle = draw.rand(pos, rotary // 2) * 6.3
         cache = torch.cat((angle.cos(), angle.sin()), dim=-1)
-        positions = torch.randint(0, pos, (tokens,), generator=gen, device=device).int()
+        positions = draw.integers(0, pos, tokens).int()
         q, k = packed[:, :heads], packed[:, heads : heads + kv_heads]
         return Case(label, (positions, q, k, cache))
 
@@ -114,7 +115,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
     yield call("one position", 4, 2, 2, 16, 16, pos=1)
     yield call("no tokens", 0, 2, 2, 16, 16)
     positions, q, k, cache = call("", 6, 4, 2, 64, 64, pos=9).args
-    far = torch.tensor([0, 8, 9, 2**31 - 1, -1, -(2**31)], dtype=torch.int32, device=device)
+    far = torch.tensor([0, 8, 9, 2**31 - 1, -1, -(2**31)], dtype=torch.int32, device=draw.device)
     yield Case("padding rows out of range", (far, q, k, cache))
     yield Case("contiguous", (positions, q.contiguous(), k.contiguous(), cache))
     for layout in [*LAYOUTS][1:]:
@@ -138,7 +139,6 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="rotary_embedding",
     reference=rotary_embedding,
     fake=_fake,
     cases=_cases,

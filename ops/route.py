@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..config.routing import Routing
-from ._desc import Case, Cost, OpDesc, Tolerance
-from ._launch import Launch
-from ._op import Implementation, SemanticOp, definition, dispatched, triton
+from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
+from ._launch import Launches
+from ._op import Implementation, SemanticOp, dispatched, triton
 from .launches import route as plans
 
 LEAST_SUM = 1e-20
@@ -69,9 +69,6 @@ def route(
     return (weights * scaling).contiguous(), ids.to(torch.int32).contiguous()
 
 
-_reference = definition(route)
-
-
 def check(logits: Any, bias: Any, how: Routing) -> None:
     """Raises ValueError: shapes, dtypes or attributes do not fit; names what was expected."""
     if len(logits.shape) != 2 or not logits.dtype.is_floating_point:
@@ -101,7 +98,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
-def _launches(*args: Any) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+def _launches(*args: Any) -> Launches[tuple[Tensor, Tensor]]:
     logits, bias, how = args[0], args[1], routing(args)
     check(logits, bias, how)
     return plans.route(logits, bias, how)
@@ -111,12 +108,12 @@ def _supports(desc: OpDesc) -> str:
     return plans.too_many(desc["router_logits"].shape[1])
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=gen, device=device)
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    dtype, rand = draw.dtype, draw.rand
 
     def logits(rows: int, experts: int) -> Tensor:
-        return 2 * torch.randn((rows, experts), generator=gen, device=device)
+        return 2 * draw.randn(rows, experts)
 
     def biased(rows: int, experts: int) -> tuple[Tensor, Tensor]:
         """Logits and a bias with which no two sums of scores and bias are nearly equal."""
@@ -148,14 +145,13 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="route",
-    reference=_reference,
+    reference=route,
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         triton(_launches, _supports),
-        Implementation("native", _reference, inline=True),
+        Implementation("native", route, inline=True),
     ),
     tolerances=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), Tolerance(1e-5, 1e-5)),
 )

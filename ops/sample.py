@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._desc import Case, Cost, OpDesc
+from ._desc import Case, Cost, Draw, OpDesc, drawn
 from ._op import Implementation, SemanticOp, dispatched, triton
 from ._sampling import (
     FLOAT32_MAX,
@@ -115,17 +115,18 @@ def _fake(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int32)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     def rows(values: list[float], num_seqs: int, kind: torch.dtype = torch.float32) -> Tensor:
         cycled = [values[i % len(values)] for i in range(num_seqs)]
-        return torch.tensor(cycled, dtype=kind, device=device)
+        return torch.tensor(cycled, dtype=kind, device=draw.device)
 
     def call(label: str, num_seqs: int, vocab: int, filters: str) -> Case:
-        logits = torch.randn((num_seqs, vocab), generator=gen, device=device) * 3
-        seeds = torch.randint(-(2**62), 2**62, (num_seqs,), generator=gen, device=device)
-        positions = torch.randint(0, 10**6, (num_seqs,), generator=gen, device=device)
+        logits = draw.randn(num_seqs, vocab) * 3
+        seeds = draw.integers(-(2**62), 2**62, num_seqs)
+        positions = draw.integers(0, 10**6, num_seqs)
         args = (
-            logits.to(dtype),
+            logits.to(draw.dtype),
             rows([0.0, 0.7, 1.0, 1.6], num_seqs) if num_seqs > 1 else rows([0.8], 1),
             rows([0, 1, 5, 40, 10**6, -1], num_seqs, torch.int32) if "k" in filters else None,
             # Not round: a cumulative mass equal to top_p up to rounding is improbable.
@@ -169,7 +170,6 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="sample",
     reference=sample,
     fake=_fake,
     cases=_cases,

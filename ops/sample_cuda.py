@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._cuda import why_no_csrc
 from ._desc import OpDesc
-from ._launch import Launch, run_launches
+from ._launch import Launches, run_launches
 from ._op import on_gpu
 from .launches import sampling
 
@@ -45,7 +45,7 @@ def _is_few_rows_of_noise(args: tuple[Any, ...]) -> bool:
     return len(logits) <= _MOST_ROWS_OF_NOISE and all(each is None for each in filters)
 
 
-def _launches(*args: Any) -> tuple[list[Launch], Tensor | None]:
+def _launches(*args: Any) -> Launches[Tensor | None]:
     return sampling.sample(*args) if _is_few_rows_of_noise(args) else ([], None)
 
 

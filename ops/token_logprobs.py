@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import _rowwise
-from ._desc import TOLERANCES, Case, Cost, OpDesc, Tolerance
-from ._launch import Launch
+from ._desc import TOLERANCES, Case, Cost, Draw, OpDesc, Tolerance, drawn
+from ._launch import Launches
 from ._op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
 from ._sampling import clean_logits, ordered_bits
 from .launches import logprobs
@@ -76,7 +76,7 @@ def _fake(
 
 def _launches(
     logits: Tensor, token_ids: Tensor, num_logprobs: int
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor, Tensor, Tensor]]:
     _check(logits.shape[-1], num_logprobs)
     return logprobs.token_logprobs(logits, token_ids, num_logprobs)
 
@@ -90,20 +90,21 @@ def _triton_supports(desc: OpDesc) -> str:
     )
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
     for num_seqs, vocab, k in [(1, 1, 1), (5, 33, 32), (9, 1003, 0), (4, 9001, 5), (2, 32003, 20)]:
-        logits = 4 * torch.randn((num_seqs, vocab), generator=gen, device=device)
-        token_ids = torch.randint(0, vocab, (num_seqs,), generator=gen, device=device).int()
+        logits = 4 * draw.randn(num_seqs, vocab)
+        token_ids = draw.integers(0, vocab, num_seqs).int()
         token_ids[0] = logits[0].argmax()
-        yield Case(f"{num_seqs} x {vocab}, top {k}", (logits.to(dtype), token_ids, k))
-    special = 4 * torch.randn((4, 5001), generator=gen, device=device)
+        yield Case(f"{num_seqs} x {vocab}, top {k}", (logits.to(draw.dtype), token_ids, k))
+    special = 4 * draw.randn(4, 5001)
     special[0] = -torch.inf
     special[0, 4999] = -2.0
     special[1, ::2] = torch.nan
     special[2] = special[2].round()
     special[3] = -torch.inf
-    token_ids = torch.tensor([4999, 3, 17, 5], dtype=torch.int32, device=device)
-    yield Case("ties, nan and inf", (special.to(dtype), token_ids, 7))
+    token_ids = torch.tensor([4999, 3, 17, 5], dtype=torch.int32, device=draw.device)
+    yield Case("ties, nan and inf", (special.to(draw.dtype), token_ids, 7))
 
 
 def _cost(desc: OpDesc) -> Cost:
@@ -116,7 +117,6 @@ _by_row = _rowwise.each_row(definition(token_logprobs))
 _TOLERANCE = Tolerance(2e-5, 1e-5)  # float32 sums over the vocabulary, whatever the input dtype
 
 OP = SemanticOp(
-    name="token_logprobs",
     reference=token_logprobs,
     fake=_fake,
     cases=_cases,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..config import NO_SLOT, STEP
-from ._desc import Case, Cost, OpDesc
-from ._launch import Launch
-from ._op import Implementation, SemanticOp, dispatched, triton
+from ._desc import Case, Cost, Draw, OpDesc, drawn
+from ._launch import Launches
+from ._op import Implementation, SemanticOp, dispatched, nothing, triton
 from .launches import tokens as kernels
 
 
@@ -63,20 +63,19 @@ def num_table_columns(packed: Tensor, tokens: Tensor, rows: Tensor, tables: Tens
     return cells // rest
 
 
-def _fake(packed: Tensor, *rest: Tensor) -> None:
-    return None
-
-
 def _launches(
     packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
-) -> tuple[list[Launch], None]:
+) -> Launches[None]:
     columns = num_table_columns(packed, tokens, rows, tables)
-    return kernels.write_inputs(columns, packed, last_tokens, tokens, rows, tables), None
+    return kernels.write_inputs(columns, packed, last_tokens, tokens, rows, tables)
 
 
-def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    dtype = draw.dtype
+
     def ints(*shape: int, most: int = 1000) -> Tensor:
-        return torch.randint(0, most, shape, generator=gen, device=device).to(dtype)
+        return draw.integers(0, most, *shape).to(dtype)
 
     fields = len(STEP.tokens) - 1, len(STEP.rows)
     for num_tokens, num_seqs, columns, max_blocks, num_tables, (per_token, per_row) in [
@@ -91,7 +90,7 @@ def _cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> It
         feed = torch.where(ints(num_tokens, most=3) > 0, ints(num_tokens, most=300), NO_SLOT)
         rest = ints(per_row * (num_seqs + 1) + num_seqs * num_tables * columns)
         packed = torch.cat((given.flatten(), feed.to(dtype), rest))
-        tables = torch.full((num_tables, num_seqs, max_blocks), -7, dtype=dtype, device=device)
+        tables = torch.full((num_tables, num_seqs, max_blocks), -7, dtype=dtype, device=draw.device)
         wide = ints(per_token, num_tokens + 3)[:, :num_tokens]
         label = f"{num_tokens} tokens, {num_seqs} sequences, {columns} of {max_blocks} columns"
         rows = ints(per_row, num_seqs + 1)
@@ -103,9 +102,8 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    name="write_inputs",
     reference=write_inputs,
-    fake=_fake,
+    fake=nothing,
     cases=_cases,
     cost=_cost,
     mutates=("tokens", "rows", "tables"),

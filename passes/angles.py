@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .canonicalize import Miss, argument, cast_source, kind, tensor, with_number
+from .canonicalize import argument, cast_source, kind, tensor, with_number
 from .cuts import joined
+from .sites import Miss
 
 _ATEN = torch.ops.aten
 _TRIGONOMETRY = ("cos", "sin")

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .rule import Tier
+from .sites import Miss
 from .subgraph import fake_value
 
 _ATEN = torch.ops.aten
@@ -68,10 +69,6 @@ _KINDS: dict[Any, str] = {target: kind for kind, many in _TARGETS.items() for ta
 _HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _COMPUTED = (torch.float32, *_HALF_STEPS)
 """Dtypes of the ops' tensors.  All are computed in float32, which holds their values."""
-
-
-class Miss(Exception):
-    """Ends the reading of a site that cannot be raised; the message is the reason in the report."""
 
 
 def kind(node: Any) -> str:

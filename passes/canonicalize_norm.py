@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from .canonicalize import (
-    Miss,
     argument,
     check_dense,
     computed_dtype,
@@ -33,6 +32,7 @@ from .canonicalize import (
 )
 from .report import PassReport
 from .rule import EXACT, Context, Tier, writes_shared
+from .sites import Miss
 from .subgraph import fake_value
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .canonicalize import Miss, in_order, same_shape, tensor
+from .canonicalize import in_order, same_shape, tensor
 from .report import PassReport
 from .rotations import Rotation, read, rotations
 from .rule import Context, Tier
+from .sites import Miss
 
 _ATEN = torch.ops.aten
 

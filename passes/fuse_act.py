@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from .canonicalize import (
-    Miss,
     check_dense,
     check_rounding,
     columns,
@@ -32,6 +31,7 @@ from .canonicalize import (
 )
 from .report import PassReport
 from .rule import Context, Tier, writes_shared
+from .sites import Miss
 from .spellings_act import clamped_gate, read_clamped
 
 

@@ -14,47 +14,29 @@ from torch import Tensor, fx
 
 from ..ops.norm import with_axes
 from .canonicalize import is_dense
-from .report import PassReport
-from .rule import EXACT, Context, is_call, writes_shared, written_between
+from .rule import EXACT, is_call, writes_shared, written_between
+from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
 _ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tensor)
 
 
-class FuseAddNorm:
+def _read(norm: fx.Node) -> Match | None:
     """Expected sites: every ``rms_norm`` whose input is a sum.  The first norm of a model reads the
     embedding, and QK-norms read a projection; neither has a residual to absorb.
 
     Exact: the sum is rounded to the tensors' dtype before it is normalized, as without fusion.
     """
-
-    name = "fuse_add_norm"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        for norm in list(gm.graph.nodes):
-            if not is_call(norm, torch.ops.fw.rms_norm.default):
-                continue
-            add: Any = norm.args[0]
-            if not is_call(add, *_ADDS):
-                continue
-            reason = _why_not(norm, add)
-            if reason:
-                report.miss(norm.name, reason)
-                continue
-            args = (add.args[1], add.args[0], *norm.args[1:])
-
-            def build(graph: fx.Graph, norm: fx.Node = norm, args: Any = args) -> list[fx.Node]:
-                fused = graph.call_function(with_axes(norm.target, add=True), args)
-                normed = graph.call_function(operator.getitem, (fused, 0))
-                total = graph.call_function(operator.getitem, (fused, 1))
-                return [normed, total]
-
-            name = norm.name
-            context.replace(self, norm, old=[add, norm], outputs=[norm, add], build=build)
-            report.match(name)
-        return report
+    if not is_call(norm, torch.ops.fw.rms_norm.default):
+        return None
+    add: Any = norm.args[0]
+    if not is_call(add, *_ADDS):
+        return None
+    if reason := _why_not(norm, add):
+        raise Miss(reason)
+    args = (add.args[1], add.args[0], *norm.args[1:])
+    fused = call(with_axes(norm.target, add=True), args, 2)
+    return Match(norm, [add, norm], [norm, add], fused)
 
 
 def _why_not(norm: fx.Node, add: fx.Node) -> str:
@@ -80,3 +62,6 @@ def _why_not(norm: fx.Node, add: fx.Node) -> str:
     if early:
         return f"the sum is used before the norm, by {early[0].name}"
     return ""
+
+
+FUSE_ADD_NORM = SitePass("fuse_add_norm", EXACT, _read)

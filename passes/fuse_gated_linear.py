@@ -9,7 +9,6 @@ much; with many rows a dense layer runs as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from torch import fx
 
 from ..ops.gated_act import PLAIN, Gate, activation_of
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
+from .rule import EXACT, is_call, written_between
+from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
 LINEAR = torch.ops.fw.linear.default
@@ -38,7 +37,7 @@ def linear_args(node: Any) -> dict[str, Any] | None:
 
 
 def expert_linear_args(node: Any) -> dict[str, Any] | None:
-    """The same of a call of ``expert_linear``."""
+    """The arguments of a call of ``expert_linear`` by name; None for anything else."""
     if not is_call(node, EXPERT_LINEAR):
         return None
     given = dict(zip(_EXPERT_ARGS, node.args, strict=False))
@@ -50,73 +49,41 @@ def has_epilogue(args: dict[str, Any]) -> bool:
     return args["activation"] is not None or args["out_scale"] is not None
 
 
-class FuseGatedLinear:
+def _read(act: fx.Node) -> Match | None:
     """Expected sites: every gated activation that ``fuse_act`` has raised.
 
     Exact: gate and up are rounded before the activation, and its result before it is quantized, as
     without fusion.  A kernel may sum in another order than the kernel that it replaces.
     """
-
-    name = "fuse_gated_linear"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        for act, activation in gated_activations(gm):
-            if (of_experts := expert_linear_args(act.args[0])) is not None:
-                self._fuse_experts(act, of_experts, activation, context, report)
-                continue
-            name, args = act.name, linear_args(act.args[0])
-            quant = _static_quantization(act) if args and args["x_scale"] is not None else None
-            if reason := _why_not(args, act, quant):
-                report.miss(name, reason)
-                continue
-            assert args is not None
-            args["activation"] = activation
-            args["out_scale"] = None if quant is None else quant.args[1]
-            old: list[Any] = [act.args[0], act, *([quant] if quant else [])]
-
-            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
-                return [graph.call_function(LINEAR, tuple(args.values()))]
-
-            context.replace(self, old[-1], old=old, outputs=old[-1:], build=build)
-            report.match(name)
-        return report
-
-    def _fuse_experts(
-        self,
-        act: fx.Node,
-        args: dict[str, Any],
-        activation: str,
-        context: Context,
-        report: PassReport,
-    ) -> None:
-        """The layer of all experts at once, also of FP8 operands: there, too, half as much is
-        written and read."""
-        layer: Any = act.args[0]
-        reason = why_not_packed(act, "layers") or written_between(layer, act)
-        if args["activation"] is not None:
-            reason = f"{layer.name} has an activation already"
-        if len(layer.users) > 1:
-            reason = f"{layer.name} has {len(layer.users)} users, not the activation alone"
-        if reason:
-            report.miss(act.name, reason)
-            return
-        args["activation"] = activation
-
-        def build(graph: fx.Graph) -> list[fx.Node]:
-            return [graph.call_function(EXPERT_LINEAR, tuple(args.values()))]
-
-        name = act.name
-        context.replace(self, act, old=[layer, act], outputs=[act], build=build)
-        report.match(name)
+    activation = activation_of(act.target)
+    if activation is None:
+        return None
+    if (of_experts := expert_linear_args(act.args[0])) is not None:
+        return _read_experts(act, of_experts, activation)
+    args = linear_args(act.args[0])
+    quant = _static_quantization(act) if args and args["x_scale"] is not None else None
+    if reason := _why_not(args, act, quant):
+        raise Miss(reason)
+    assert args is not None
+    args["activation"] = activation
+    args["out_scale"] = None if quant is None else quant.args[1]
+    last = quant or act
+    return Match(last, [act.args[0], act, last], [last], call(LINEAR, tuple(args.values())))
 
 
-def gated_activations(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
-    """Every gated activation, with its name as the fused ops take it."""
-    for node in list(gm.graph.nodes):
-        if activation := activation_of(node.target):
-            yield node, activation
+def _read_experts(act: fx.Node, args: dict[str, Any], activation: str) -> Match:
+    """The layer of all experts at once, also of FP8 operands: there, too, half as much is written
+    and read."""
+    layer: Any = act.args[0]
+    reason = why_not_packed(act, "layers") or written_between(layer, act)
+    if args["activation"] is not None:
+        reason = f"{layer.name} has an activation already"
+    if len(layer.users) > 1:
+        reason = f"{layer.name} has {len(layer.users)} users, not the activation alone"
+    if reason:
+        raise Miss(reason)
+    args["activation"] = activation
+    return Match(act, [layer, act], [act], call(EXPERT_LINEAR, tuple(args.values())))
 
 
 def why_not_packed(act: fx.Node, sources: str) -> str:
@@ -148,3 +115,6 @@ def _why_not(args: dict[str, Any] | None, act: fx.Node, quant: fx.Node | None) -
         if fake_value(args["weight_scale"]).shape[1] > 1:
             return "the layer has scales of blocks, for which there is no fused kernel"
     return written_between(layer, act) or (written_between(act, quant) if quant else "")
+
+
+FUSE_GATED_LINEAR = SitePass("fuse_gated_linear", EXACT, _read)

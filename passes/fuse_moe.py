@@ -17,16 +17,12 @@ from torch import fx
 
 from ..ops.gated_act import activation_of
 from .fuse_gated_linear import expert_linear_args, has_epilogue, linear_args, why_not_packed
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
+from .rule import EXACT, is_call, written_between
+from .sites import Match, Miss, SitePass, call, read_elsewhere
 
 _ROUTE = torch.ops.fw.route.default
 _DEFAULTS = ("softmax", True, 1, 1, 1.0)
 """Defaults of the attributes of ``route`` behind ``top_k``."""
-
-
-class _Miss(Exception):
-    """A site is not fused, and why."""
 
 
 @dataclass(frozen=True)
@@ -40,49 +36,25 @@ class _Layer:
     nodes: list[fx.Node]
 
 
-class FuseMoE:
+def _read(combine: fx.Node) -> Match | None:
     """Expected sites: every ``combine_experts``.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may sum in another order than the
     kernel that it replaces.
     """
-
-    name = "fuse_moe"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        for combine in list(gm.graph.nodes):
-            if not is_call(combine, torch.ops.fw.combine_experts.default):
-                continue
-            name = combine.name
-            try:
-                args, old = _read(combine)
-            except _Miss as miss:
-                report.miss(name, str(miss))
-                continue
-
-            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
-                return [graph.call_function(torch.ops.fw.fused_moe.default, args)]
-
-            context.replace(self, combine, old=old, outputs=[combine], build=build)
-            report.match(name)
-        return report
-
-
-def _read(combine: fx.Node) -> tuple[tuple[Any, ...], list[fx.Node]]:
-    """Read a site as (arguments of ``fused_moe``, matched nodes)."""
+    if not is_call(combine, torch.ops.fw.combine_experts.default):
+        return None
     y, weights, shared, gate, residual = (*combine.args, None, None, None)[:5]
     if residual is not None:
-        raise _Miss("it adds a residual already")
+        raise Miss("it adds a residual already")
     down = _layer(y)
     act, gate_up = _gate_up(down.source)
     if down.args["activation"] is not None:
-        raise _Miss(f"{y.name} has an activation")  # type: ignore[union-attr]
+        raise Miss(f"{y.name} has an activation")  # type: ignore[union-attr]
     router = _item(weights, 0)
     for layer in (gate_up, down):
         if _item(layer.args["topk_ids"], 1) is not router:
-            raise _Miss(f"its weights and the ids of {layer.nodes[0].name} are not of one route")
+            raise Miss(f"its weights and the ids of {layer.nodes[0].name} are not of one route")
     logits, bias, top_k, *how = router.args
     made = linear_args(logits)
     if (
@@ -91,21 +63,21 @@ def _read(combine: fx.Node) -> tuple[tuple[Any, ...], list[fx.Node]]:
         or made["x_scale"] is not None
         or has_epilogue(made)
     ):
-        raise _Miss(f"the router's logits come from {_name(logits)}, not from a plain linear layer")
+        raise Miss(f"the router's logits come from {_name(logits)}, not from a plain linear layer")
     if made["x"] is not gate_up.source:
-        raise _Miss(f"the router reads {_name(made['x'])}, the experts {gate_up.source.name}")
+        raise Miss(f"the router reads {_name(made['x'])}, the experts {gate_up.source.name}")
     if (gate_up.args["x_scale"] is None) is not (down.args["x_scale"] is None):
-        raise _Miss("one of the experts' layers is FP8, the other is not")
+        raise Miss("one of the experts' layers is FP8, the other is not")
     if down.group_size != gate_up.group_size:
-        raise _Miss("the experts' layers are quantized in groups of different sizes")
+        raise Miss("the experts' layers are quantized in groups of different sizes")
     if down.args["first_expert"] is not gate_up.args["first_expert"]:
-        raise _Miss("the experts' layers are of different experts")
+        raise Miss("the experts' layers are of different experts")
     inner: list[Any] = [*gate_up.nodes, *act, *down.nodes, logits]
     items = [user for user in router.users if is_call(user, operator.getitem)]
     nodes = sorted({*inner, router, *items, combine})
     _check_readers([down.nodes[0], gate_up.nodes[0], *act, *items], nodes)
     if reason := written_between(nodes[0], combine):
-        raise _Miss(reason)
+        raise Miss(reason)
     scales = (gate_up.args["weight_scale"], down.args["weight_scale"])
     inputs = (gate_up.input_scale, down.input_scale, gate_up.group_size)
     args = (
@@ -113,7 +85,7 @@ def _read(combine: fx.Node) -> tuple[tuple[Any, ...], list[fx.Node]]:
         *(*scales, *inputs, shared, gate, top_k, *how, *_DEFAULTS[len(how) :]),
         *(gate_up.args["activation"], gate_up.args["first_expert"]),
     )
-    return args, nodes
+    return Match(combine, nodes, [combine], call(torch.ops.fw.fused_moe.default, args))
 
 
 def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:
@@ -122,13 +94,13 @@ def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:
     if activation is None:
         found = _layer(node)
         if found.args["activation"] is None:
-            raise _Miss(f"{node.name} has no gated activation")
+            raise Miss(f"{node.name} has no gated activation")
         return [], found
     if reason := why_not_packed(node, "layers"):
-        raise _Miss(reason)
+        raise Miss(reason)
     found = _layer(node.args[0])
     if found.args["activation"] is not None:
-        raise _Miss(f"{found.nodes[0].name} has two activations")
+        raise Miss(f"{found.nodes[0].name} has two activations")
     found.args["activation"] = activation
     return [node], found
 
@@ -136,7 +108,7 @@ def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:
 def _layer(node: Any) -> _Layer:
     args = expert_linear_args(node)
     if args is None:
-        raise _Miss(f"what it adds comes from {_name(node)}, not from layers of experts")
+        raise Miss(f"what it adds comes from {_name(node)}, not from layers of experts")
     if args["x_scale"] is None:
         return _Layer(args["x"], args, None, 0, [node])
     q, scale = args["x"], args["x_scale"]
@@ -146,26 +118,28 @@ def _layer(node: Any) -> _Layer:
     if is_call(quant, torch.ops.fw.quant_fp8_dynamic.default) and _item(scale, 1) is quant:
         source, group_size = quant.args
         return _Layer(source, args, None, group_size, [node, quant, q, scale])  # type: ignore[arg-type]
-    raise _Miss(f"the input of {node.name} is not quantized for it alone")
+    raise Miss(f"the input of {node.name} is not quantized for it alone")
 
 
 def _item(node: Any, index: int) -> fx.Node:
     """The tuple that ``node`` is an item of."""
     if not is_call(node, operator.getitem) or node.args[1] != index:
-        raise _Miss(f"{_name(node)} is not a result of a router")
+        raise Miss(f"{_name(node)} is not a result of a router")
     source: Any = node.args[0]
     if index == 1 and not is_call(source, _ROUTE, torch.ops.fw.quant_fp8_dynamic.default):
-        raise _Miss(f"{_name(node)} is not a result of a router")
+        raise Miss(f"{_name(node)} is not a result of a router")
     return source  # type: ignore[no-any-return]
 
 
 def _check_readers(inner: list[fx.Node], nodes: list[fx.Node]) -> None:
-    """What the op does not return must have no other reader."""
+    """Raise ``Miss`` if a value that the op does not return has another reader."""
     for node in inner:
-        others = [user for user in node.users if user not in nodes]
-        if others:
-            raise _Miss(f"{node.name} is also read by {others[0].name}")
+        if reason := read_elsewhere(node, nodes):
+            raise Miss(reason)
 
 
 def _name(node: Any) -> str:
     return node.name if isinstance(node, fx.Node) else repr(node)
+
+
+FUSE_MOE = SitePass("fuse_moe", EXACT, _read)

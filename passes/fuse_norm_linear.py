@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from .fuse_gated_linear import has_epilogue, linear_args
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
+from .rule import EXACT, is_call, written_between
+from .sites import Build, Match, Miss, SitePass, call, read_elsewhere
 
 
-class FuseNormLinear:
+def _read(second: fx.Node) -> Match | None:
     """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear``.  The first
     norm of a model is none, since it adds nothing, nor is the last, which goes to the gather of
     last tokens.  FP8 layers are none either: x is quantized between the norm and the layer.  A norm
@@ -29,54 +29,52 @@ class FuseNormLinear:
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies the norm's scale to the sums.
     """
-
-    name = "fuse_norm_linear"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        for second in list(gm.graph.nodes):
-            then = linear_args(second)
-            normed: Any = then["x"] if then else None
-            if then is None or not is_call(normed, operator.getitem) or normed.args[1] != 0:
-                continue
-            norm: Any = normed.args[0]
-            if not is_call(norm, torch.ops.fw.add_rms_norm.default):
-                continue
-            if any(is_call(x, torch.ops.fw.all_reduce.default) for x in norm.args[:2]):
-                continue
-            name, (first, residual) = second.name, _operands(norm)
-            reason = _why_not(first, norm, normed, second)
-            if reason:
-                report.miss(name, reason)
-                continue
-            made = linear_args(first) or {}
-            args = (
-                *(made[name] for name in ("x", "weight", "bias")),
-                *(residual, *norm.args[2:4]),
-                *(then[name] for name in ("weight", "bias", "activation")),
-            )
-            totals = [user for user in norm.users if user.args[1] == 1]
-
-            def build(graph: fx.Graph, args: Any = args, count: int = len(totals)) -> list[fx.Node]:
-                fused = graph.call_function(torch.ops.fw.linear_add_norm_linear.default, args)
-                y, total = (graph.call_function(operator.getitem, (fused, i)) for i in (0, 1))
-                return [y, *[total] * count]
-
-            old = sorted([first, norm, normed, *totals, second])
-            context.replace(self, second, old=old, outputs=[second, *totals], build=build)
-            report.match(name)
-        return report
+    then = linear_args(second)
+    normed: Any = then["x"] if then else None
+    if then is None or not is_call(normed, operator.getitem) or normed.args[1] != 0:
+        return None
+    norm: Any = normed.args[0]
+    if not is_call(norm, torch.ops.fw.add_rms_norm.default):
+        return None
+    if any(is_call(x, torch.ops.fw.all_reduce.default) for x in norm.args[:2]):
+        return None
+    first, residual = summands(norm)
+    if reason := _why_not(first, norm, normed, second):
+        raise Miss(reason)
+    made = linear_args(first) or {}
+    args = (
+        *(made[name] for name in ("x", "weight", "bias")),
+        *(residual, *norm.args[2:4]),
+        *(then[name] for name in ("weight", "bias", "activation")),
+    )
+    totals = items(norm, 1)
+    fused = call_with_totals(torch.ops.fw.linear_add_norm_linear.default, args, len(totals))
+    return Match(second, [first, norm, normed, *totals, second], [second, *totals], fused)
 
 
-def _operands(norm: fx.Node) -> tuple[Any, Any]:
-    """The norm's two summands; if one of them is a linear layer, it comes first."""
+def call_with_totals(target: Any, args: Any, count: int) -> Build:
+    """Make a call of (y, the sum of the residual stream); ``count`` nodes were that sum."""
+
+    def build(graph: fx.Graph) -> list[fx.Node]:
+        y, total = call(target, args, 2)(graph)
+        return [y, *[total] * count]
+
+    return build
+
+
+def items(node: fx.Node, index: int) -> list[fx.Node]:
+    """The readers of one result of a call."""
+    return [user for user in node.users if user.args[1] == index]
+
+
+def summands(norm: fx.Node) -> tuple[Any, Any]:
+    """The two summands of a norm; if one of them is a linear layer, it comes first."""
     x, residual = norm.args[:2]
     return (residual, x) if linear_args(residual) and not linear_args(x) else (x, residual)
 
 
 def _what(node: Any) -> str:
-    """What a node calls, without its number: the same for every layer."""
+    """The name of what a node calls, without its number, so that it is the same in every layer."""
     schema = getattr(node.target, "_schema", None)
     return schema.name.partition("::")[2] if schema else re.sub(r"_\d+$", "", node.name)
 
@@ -92,12 +90,14 @@ def _why_not(first: Any, norm: fx.Node, normed: fx.Node, second: fx.Node) -> str
     if norm.args[0] is norm.args[1]:
         return f"{first.name} is added to itself"
     for node, reader in ((first, norm), (normed, second)):
-        others = [user for user in node.users if user is not reader]
-        if others:
-            return f"{node.name} is also read by {others[0].name}"
-    if sum(user.args[1] == 0 for user in norm.users) > 1:
+        if reason := read_elsewhere(node, [reader]):
+            return reason
+    if len(items(norm, 0)) > 1:
         return f"the result of {norm.name} is also read elsewhere"
     early = [user for total in norm.users for user in total.users if user < second]
     if early:
         return f"the sum is used before {second.name}, by {early[0].name}"
     return written_between(first, second)
+
+
+FUSE_NORM_LINEAR = SitePass("fuse_norm_linear", EXACT, _read)

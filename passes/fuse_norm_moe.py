@@ -18,8 +18,9 @@ from torch import fx
 
 from ..ops._moe import Call as Experts
 from .fuse_gated_linear import has_epilogue, linear_args
-from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
+from .fuse_norm_linear import call_with_totals, items, summands
+from .rule import EXACT, is_call, written_between
+from .sites import Match, Miss, SitePass, read_elsewhere
 
 _ADD_NORM = torch.ops.fw.add_rms_norm.default
 
@@ -33,58 +34,32 @@ class _Tail:
     totals: list[fx.Node] = field(default_factory=list)
 
 
-class FuseNormMoE:
+def _read(moe: fx.Node) -> Match | None:
     """Expected sites: every ``fused_moe`` that reads a norm of a sum.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies a norm's scale to sums of what it reads.
     """
-
-    name = "fuse_norm_moe"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        for moe in list(gm.graph.nodes):
-            normed: Any = moe.args[0] if is_call(moe, torch.ops.fw.fused_moe.default) else None
-            if not is_call(normed, operator.getitem) or not is_call(normed.args[0], _ADD_NORM):
-                continue
-            if normed.args[1] != 0:  # the experts read the sum itself
-                continue
-            name, norm, experts = moe.name, normed.args[0], Experts(*moe.args)
-            first, residual = _operands(norm)
-            if reason := _why_not(first, norm, normed, moe, experts):
-                report.miss(name, reason)
-                continue
-            made = linear_args(first) or {}
-            totals = _items(norm, 1)
-            tail = _tail(moe, totals)
-            args = (
-                *(made["x"], made["weight"], made["bias"], residual, *norm.args[2:4]),
-                *(*experts[1:5], *experts[12:19], *tail.args),
-            )
-            site = tail.nodes[-1] if tail.nodes else moe
-            totals = tail.totals if tail.nodes else totals
-
-            def build(graph: fx.Graph, args: Any = args, count: int = len(totals)) -> list[fx.Node]:
-                fused = graph.call_function(torch.ops.fw.linear_add_norm_moe.default, args)
-                y, total = (graph.call_function(operator.getitem, (fused, i)) for i in (0, 1))
-                return [y, *[total] * count]
-
-            old = sorted({first, norm, normed, *_items(norm, 1), moe, *tail.nodes, *totals})
-            context.replace(self, site, old=old, outputs=[site, *totals], build=build)
-            report.match(name)
-        return report
-
-
-def _items(node: fx.Node, index: int) -> list[fx.Node]:
-    return [user for user in node.users if user.args[1] == index]
-
-
-def _operands(norm: fx.Node) -> tuple[Any, Any]:
-    """The norm's two summands; if one of them is a linear layer, it comes first."""
-    x, residual = norm.args[:2]
-    return (residual, x) if linear_args(residual) and not linear_args(x) else (x, residual)
+    normed: Any = moe.args[0] if is_call(moe, torch.ops.fw.fused_moe.default) else None
+    if not is_call(normed, operator.getitem) or not is_call(normed.args[0], _ADD_NORM):
+        return None
+    if normed.args[1] != 0:  # the experts read the sum itself
+        return None
+    norm, experts = normed.args[0], Experts(*moe.args)
+    first, residual = summands(norm)
+    if reason := _why_not(first, norm, normed, moe, experts):
+        raise Miss(reason)
+    made = linear_args(first) or {}
+    sums = items(norm, 1)
+    tail = _tail(moe, sums)
+    args = (
+        *(made["x"], made["weight"], made["bias"], residual, *norm.args[2:4]),
+        *(*experts[1:5], *experts[12:19], *tail.args),
+    )
+    site, totals = (tail.nodes[-1], tail.totals) if tail.nodes else (moe, sums)
+    old = [first, norm, normed, *sums, moe, *tail.nodes, *totals]
+    fused = call_with_totals(torch.ops.fw.linear_add_norm_moe.default, args, len(totals))
+    return Match(site, old, [site, *totals], fused)
 
 
 def _why_not(first: Any, norm: fx.Node, normed: fx.Node, moe: fx.Node, experts: Experts) -> str:
@@ -102,12 +77,11 @@ def _why_not(first: Any, norm: fx.Node, normed: fx.Node, moe: fx.Node, experts: 
     if any(offset is not None for offset in norm.args[4:]):
         return "the norm's weight has an offset"
     for node, reader in ((first, norm), (normed, moe)):
-        others = [user for user in node.users if user is not reader]
-        if others:
-            return f"{node.name} is also read by {others[0].name}"
-    if len(_items(norm, 0)) > 1:
+        if reason := read_elsewhere(node, [reader]):
+            return reason
+    if len(items(norm, 0)) > 1:
         return f"the result of {norm.name} is also read elsewhere"
-    early = [user for total in _items(norm, 1) for user in total.users if user < moe]
+    early = [user for total in items(norm, 1) for user in total.users if user < moe]
     if early:
         return f"the sum is used before the experts, by {early[0].name}"
     return written_between(first, moe)
@@ -122,7 +96,7 @@ def _tail(moe: fx.Node, totals: list[fx.Node]) -> _Tail:
         return _Tail()
     if {*norm.args[:2]} != {moe, *totals} or any(o is not None for o in norm.args[4:]):
         return _Tail()
-    normed, sums = _items(norm, 0), _items(norm, 1)
+    normed, sums = items(norm, 0), items(norm, 1)
     layer = next(iter(normed[0].users)) if len(normed) == 1 and len(normed[0].users) == 1 else None
     then = linear_args(layer)
     if layer is None or then is None or has_epilogue(then) or then["x_scale"] is not None:
@@ -132,3 +106,6 @@ def _tail(moe: fx.Node, totals: list[fx.Node]) -> _Tail:
         return _Tail()
     args = (*norm.args[2:4], then["weight"], then["bias"])
     return _Tail([norm, normed[0], *sums, layer], args, sums)
+
+
+FUSE_NORM_MOE = SitePass("fuse_norm_moe", EXACT, _read)

@@ -9,8 +9,9 @@ The unquantized tensor is neither written nor read, and a launch is saved.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from ..ops.gated_act import GATED_ACTS, activation_of
 from ..ops.norm import norm_axes, with_axes
 from ..ops.quantize import QUANTIZE
 from .fuse_gated_linear import why_not_packed
-from .report import PassReport
-from .rule import EXACT, Context, Tier, is_call
+from .rule import EXACT, Tier, is_call
+from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
 _QUANTS = {op.overload(): quant for quant, op in QUANTIZE.items()}
@@ -47,67 +48,40 @@ class QuantNode:
         return sorted({self.node, *self.outputs})
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A quantization and its producer, which is replaced at ``at``: as ``Context.replace`` takes
-    them.  With a ``reason`` it is a miss."""
-
-    at: fx.Node
-    reason: str
-    old: Sequence[fx.Node] = ()
-    outputs: Sequence[fx.Node] = ()
-    build: Callable[[fx.Graph], list[fx.Node]] = lambda graph: []
+def _read(site: Callable[[QuantNode], Match | None], node: fx.Node) -> Match | None:
+    """Expected sites: every FP8 quantization of a result of one kind of producer.  ``site`` reads
+    one, or returns None if another kind made its input."""
+    quant = _quantization(node)
+    if quant is None or (found := site(quant)) is None:
+        return None
+    _check_read(quant)
+    return found
 
 
-@dataclass(eq=False)
-class FuseQuant:
-    """Expected sites: every FP8 quantization of a result of one kind of producer.
-
-    Attributes:
-        site: reads a quantization; None: another kind of node made its input.
-    """
-
-    name: str
-    tier: Tier
-    site: Callable[[QuantNode], Candidate | None]
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        for quant in _quantizations(gm):
-            name, site = quant.node.name, self.site(quant)
-            if site is None:
-                continue
-            if reason := site.reason or _why_not_read(quant):
-                report.miss(name, reason)
-                continue
-            old, outputs = sorted(set(site.old)), list(site.outputs)
-            context.replace(self, site.at, old=old, outputs=outputs, build=site.build)
-            report.match(name)
-        return report
+def _quantization(node: fx.Node) -> QuantNode | None:
+    """The FP8 quantization that a node is."""
+    kind = _QUANTS.get(node.target)
+    if kind is None:
+        return None
+    outputs: tuple[fx.Node, ...] = (node,)
+    if kind == "dynamic":
+        items = [user for user in node.users if is_call(user, operator.getitem)]
+        outputs = tuple(sorted(items, key=lambda item: item.args[1]))  # type: ignore[arg-type,return-value]
+    return QuantNode(node, kind, node.args[0], node.args[1], outputs)
 
 
-def _quantizations(gm: fx.GraphModule) -> Iterator[QuantNode]:
-    """Every FP8 quantization of the graph, in order."""
-    for node in list(gm.graph.nodes):
-        if kind := _QUANTS.get(node.target):
-            outputs: tuple[fx.Node, ...] = (node,)
-            if kind == "dynamic":
-                items = [user for user in node.users if is_call(user, operator.getitem)]
-                outputs = tuple(sorted(items, key=lambda item: item.args[1]))  # type: ignore[arg-type,return-value]
-            yield QuantNode(node, kind, node.args[0], node.args[1], outputs)
-
-
-def _why_not_read(quant: QuantNode) -> str:
-    """Why not to fuse: values or scales are not taken from a dynamic quantization once each."""
+def _check_read(quant: QuantNode) -> None:
+    """Raise ``Miss`` if values or scales are not taken from a dynamic quantization once each."""
     if quant.kind == "static":
-        return ""
+        return
     whole = [user for user in quant.node.users if user not in quant.outputs]
     if whole:
-        return f"values and scales are read as one, by {whole[0].name}"
+        raise Miss(f"values and scales are read as one, by {whole[0].name}")
     taken = [sum(item.args[1] == i for item in quant.outputs) for i in (0, 1)]
     if taken != [1, 1]:
-        return f"its values are taken {taken[0]} times and its scales {taken[1]} times, not once"
-    return ""
+        raise Miss(
+            f"its values are taken {taken[0]} times and its scales {taken[1]} times, not once"
+        )
 
 
 def _why_not(quant: QuantNode, producer: fx.Node) -> str:
@@ -125,19 +99,7 @@ def _why_not_known(quant: QuantNode, producer: fx.Node) -> str:
     return ""
 
 
-def _call(target: Any, args: Any, count: int) -> Callable[[fx.Graph], list[fx.Node]]:
-    """Makes a call, and nodes of its ``count`` results."""
-
-    def build(graph: fx.Graph) -> list[fx.Node]:
-        call = graph.call_function(target, args)
-        if count == 1:
-            return [call]
-        return [graph.call_function(operator.getitem, (call, i)) for i in range(count)]
-
-    return build
-
-
-def _norm(quant: QuantNode) -> Candidate | None:
+def _norm(quant: QuantNode) -> Match | None:
     """Exact: the norm is rounded to the model's dtype before it is quantized, as without fusion."""
     norm: Any = quant.source
     if is_call(norm, operator.getitem) and norm.args[1] == 0:
@@ -149,13 +111,13 @@ def _norm(quant: QuantNode) -> Candidate | None:
     reason = _why_not(quant, norm)
     if any(offset is not None for offset in norm.args[count:]):
         reason = "its weight has an offset, for which there is no fused kernel"
-    if reason := reason or _why_not_read(quant):
-        return Candidate(norm, reason)
+    if reason:
+        raise Miss(reason)
+    _check_read(quant)
     outputs = [*quant.outputs, *([_total_of(norm)] if axes.add else [])]
-    build = _call(
-        with_axes(norm.target, quant=quant.kind), (*norm.args[:count], quant.how), len(outputs)
-    )
-    return Candidate(norm, "", [norm, quant.source, *quant.nodes, *outputs], outputs, build)
+    target, args = with_axes(norm.target, quant=quant.kind), (*norm.args[:count], quant.how)
+    old = [norm, quant.source, *quant.nodes, *outputs]
+    return Match(norm, old, outputs, call(target, args, len(outputs)))
 
 
 def _total_of(norm: fx.Node) -> fx.Node:
@@ -172,7 +134,7 @@ def _total_of(norm: fx.Node) -> fx.Node:
     return totals[0]
 
 
-def _activation(quant: QuantNode) -> Candidate | None:
+def _activation(quant: QuantNode) -> Match | None:
     """Exact: the product is rounded to the model's dtype before it is quantized, as without
     fusion."""
     act: Any = quant.source
@@ -180,13 +142,14 @@ def _activation(quant: QuantNode) -> Candidate | None:
     if activation is None:
         return None
     reason = why_not_packed(act, "tensors, for which there is no fused kernel")
+    if reason := reason or _why_not(quant, act):
+        raise Miss(reason)
     target = GATED_ACTS[activation, quant.kind].overload()
-    build = _call(target, (act.args[0], quant.how), len(quant.outputs))
-    reason = reason or _why_not(quant, act)
-    return Candidate(act, reason, [act, *quant.nodes], quant.outputs, build)
+    fused = call(target, (act.args[0], quant.how), len(quant.outputs))
+    return Match(act, [act, *quant.nodes], quant.outputs, fused)
 
 
-def _attention(quant: QuantNode) -> Candidate | None:
+def _attention(quant: QuantNode) -> Match | None:
     """Before: ``out = empty_like(q); paged_attention(q, ..., out, ...); y = out.view(...);
     y8 = quant_fp8_static(y, s)``.  After: ``out8 = empty_like(q, dtype=float8);
     paged_attention(q, ..., out8, ..., out_scale=s); y8 = out8.view(...)``.
@@ -213,10 +176,9 @@ def _attention(quant: QuantNode) -> Candidate | None:
             y = graph.call_method(str(view.target), (y, *view.args[1:]), dict(view.kwargs))
         return [y]
 
-    reason = _why_not_attention(quant, attention, out, views)
-    return Candidate(
-        attention, reason, [out, attention, *views, *quant.nodes], quant.outputs, build
-    )
+    if reason := _why_not_attention(quant, attention, out, views):
+        raise Miss(reason)
+    return Match(attention, [out, attention, *views, *quant.nodes], quant.outputs, build)
 
 
 def _through_views(source: Any) -> tuple[list[fx.Node], Any]:
@@ -259,6 +221,8 @@ def _why_not_attention(
     return _why_not_known(quant, attention)
 
 
-NORM = FuseQuant("fuse_norm_quant", EXACT, _norm)
-ACTIVATION = FuseQuant("fuse_act_quant", EXACT, _activation)
-ATTENTION = FuseQuant("fuse_attn_quant", Tier(atol=2.0**-9, rtol=2.0**-3), _attention)
+NORM = SitePass("fuse_norm_quant", EXACT, partial(_read, _norm))
+ACTIVATION = SitePass("fuse_act_quant", EXACT, partial(_read, _activation))
+ATTENTION = SitePass(
+    "fuse_attn_quant", Tier(atol=2.0**-9, rtol=2.0**-3), partial(_read, _attention)
+)

@@ -13,44 +13,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from .report import PassReport
-from .rule import EXACT, Context, is_call, writes
+from .rule import EXACT, is_call, writes
+from .sites import Match, Miss, SitePass, call
 
 
-class FuseRopeStore:
+def _read(rotary: fx.Node) -> Match | None:
     """Expected sites: every ``rotary_embedding``.  If one of its inputs is normed, the other must
     be too, and the norms are part of the site.
 
     Exact: rotated and normed heads are rounded to the tensors' dtype as without fusion.  A kernel
     may sum the squares of a norm in another order than the kernel it replaces.
     """
-
-    name = "fuse_rope_store"
-    tier = EXACT
-
-    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-        report = PassReport(self.name)
-        target = torch.ops.fw.rotary_embedding.default
-        for rotary in gm.graph.find_nodes(op="call_function", target=target):
-            name, norms = rotary.name, _norms(rotary)
-            store, reason = _store(rotary)
-            if rotary.args[4:] not in ((), ("halves",)):
-                reason = f"it rotates {rotary.args[4]}, for which there is no fused kernel"
-            reason = reason or _why_no_norms(norms) or _why_not_at(store, rotary, norms)
-            if reason:
-                report.miss(name, reason)
-                continue
-            rotated = list(rotary.users)
-            (q,) = (item for item in rotated if item.args[1] == 0)
-            args = _arguments(rotary, store, norms)
-
-            def build(graph: fx.Graph, args: Any = args) -> list[fx.Node]:
-                return [graph.call_function(torch.ops.fw.rope_kv_store.default, args)]
-
-            old = sorted({*norms, rotary, *rotated, store})
-            context.replace(self, store, old=old, outputs=[q], build=build)
-            report.match(name)
-        return report
+    if not is_call(rotary, torch.ops.fw.rotary_embedding.default):
+        return None
+    norms = _norms(rotary)
+    store, reason = _store(rotary)
+    if rotary.args[4:] not in ((), ("halves",)):
+        reason = f"it rotates {rotary.args[4]}, for which there is no fused kernel"
+    if reason := reason or _why_no_norms(norms) or _why_not_at(store, rotary, norms):
+        raise Miss(reason)
+    rotated = list(rotary.users)
+    (q,) = (item for item in rotated if item.args[1] == 0)
+    fused = call(torch.ops.fw.rope_kv_store.default, _arguments(rotary, store, norms))
+    return Match(store, [*norms, rotary, *rotated, store], [q], fused)
 
 
 def _norms(rotary: fx.Node) -> list[fx.Node]:
@@ -115,3 +100,6 @@ def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[A
         (q, q_weight, eps), (k, k_weight, _) = norms[0].args[:3], norms[1].args[:3]
         weights = [q_weight, k_weight, eps]
     return (positions, q, k, v, table, kv_cache, slots, *weights, *kv_scale)
+
+
+FUSE_ROPE_STORE = SitePass("fuse_rope_store", EXACT, _read)

@@ -17,14 +17,14 @@ from .canonicalize_rope import CanonicalizeRope
 from .check_effects import Snapshot
 from .cleanup import Cleanup
 from .fuse_act import FuseAct
-from .fuse_add_norm import FuseAddNorm
+from .fuse_add_norm import FUSE_ADD_NORM
 from .fuse_all_reduce_norm import FuseAllReduceNorm
-from .fuse_gated_linear import FuseGatedLinear
-from .fuse_moe import FuseMoE
-from .fuse_norm_linear import FuseNormLinear
-from .fuse_norm_moe import FuseNormMoE
+from .fuse_gated_linear import FUSE_GATED_LINEAR
+from .fuse_moe import FUSE_MOE
+from .fuse_norm_linear import FUSE_NORM_LINEAR
+from .fuse_norm_moe import FUSE_NORM_MOE
 from .fuse_quant import ACTIVATION, ATTENTION, NORM
-from .fuse_rope_store import FuseRopeStore
+from .fuse_rope_store import FUSE_ROPE_STORE
 from .module_paths import module_path
 from .report import PassReport
 from .rule import Context, Rule
@@ -32,17 +32,17 @@ from .verify import State, check_graph, check_nothing_else, check_rewrite
 
 PIPELINE: tuple[Rule, ...] = (
     Cleanup(),
-    FuseAddNorm(),
+    FUSE_ADD_NORM,
     FuseAct(),
-    FuseGatedLinear(),
-    FuseMoE(),
-    FuseNormMoE(),
-    FuseNormLinear(),
+    FUSE_GATED_LINEAR,
+    FUSE_MOE,
+    FUSE_NORM_MOE,
+    FUSE_NORM_LINEAR,
     NORM,
     FuseAllReduceNorm(),
     ACTIVATION,
     ATTENTION,
-    FuseRopeStore(),
+    FUSE_ROPE_STORE,
 )
 
 

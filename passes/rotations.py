@@ -23,7 +23,6 @@ from torch import fx
 
 from .angles import Half, read_complex, read_half, read_spread
 from .canonicalize import (
-    Miss,
     argument,
     is_dense,
     is_same,
@@ -36,6 +35,7 @@ from .canonicalize import (
 )
 from .cuts import Cut, Join, cut, is_part, joined, part_nodes
 from .rule import EXACT, Tier
+from .sites import Miss
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUNDED = {torch.bfloat16: Tier(0.0, 0.0, 2.0**-6), torch.float16: Tier(0.0, 0.0, 2.0**-9)}

@@ -15,7 +15,6 @@ from torch import fx
 
 from ..ops.gated_act import Gate
 from .canonicalize import (
-    Miss,
     argument,
     check_dense,
     computed_dtype,
@@ -29,6 +28,7 @@ from .canonicalize import (
 )
 from .cuts import cut, part_nodes
 from .rule import Tier, writes_shared
+from .sites import Miss
 
 _ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

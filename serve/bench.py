@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config.numbers import check_counts, check_number
-from .bench_engine import growth, latency, prefix, show_changes, throughput
+from ..config.numbers import check_counts
+from .bench_engine import growth, latency, prefix, throughput
 from .bench_passes import passes
 from .bench_serve import serve
-from .flags import Json, Model, Output, engine_flags
+from .flags import Json, Model, Output, engine_flags, takes_fields
 from .help import GroupedHelp
-from .options import no_result, to_measure, writable, write_result
+from .measured import Comparison, keep
+from .options import no_result, to_measure, writable
 from .table import table
 
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
@@ -37,7 +38,6 @@ def startup(
     options = to_measure(engine, model_argument)
     check_counts(1, 1000, iterations=iterations)
     writable("output", output)
-    from ..bench.environment import environment
     from ..bench.startup import measure_startup
 
     def say(kind: str, run: dict[str, Any]) -> None:
@@ -54,8 +54,7 @@ def startup(
         ]
         rows.append([name, *cells])
     typer.echo(table(rows), err=json_output)
-    record = {"environment": environment(), "options": options, **result}
-    write_result(output, record, json_output=json_output)
+    keep(output, json_output, options, **result)
 
 
 @app.command("plot")
@@ -107,6 +106,7 @@ def report(
 
 
 @app.command("kernels")
+@takes_fields(comparison=Comparison)
 def kernels(
     select: Annotated[
         str | None, typer.Option("-k", help="Only benchmarks that match, as for pytest -k.")
@@ -114,19 +114,15 @@ def kernels(
     output: Annotated[
         Path | None, typer.Option("--output", help="Write each figure to this file, a line each.")
     ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
-    ] = None,
-    threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05,
+    *,
+    comparison: Comparison,
 ) -> None:
     """Time every kernel on real shapes, beside the best library; exit 1 on a regression."""
-    check_number(threshold=threshold)
-    if compare is not None:
-        from ..bench.kernels.figures import compare as changes_of
+    if comparison.compare is not None:
+        from ..bench.kernels.figures import compare
 
         no_result("--compare", output, False)
-        raise typer.Exit(show_changes(changes_of(*compare), threshold))
+        raise comparison.exit(compare(*comparison.compare))
     from ..bench.kernels.run import run_benchmarks
 
     writable("output", output)

@@ -9,29 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import EngineOptions, UserError
-from ..config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts, check_number
-from .flags import Json, Model, Output, engine_flags
-from .options import (
-    load,
-    no_result,
-    to_measure,
-    writable,
-    write_result,
-)
+from ..config import UserError
+from ..config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts
+from .flags import Json, Model, Output, engine_flags, takes_fields
+from .measured import Comparison, check_outputs, fastest, keep, show_rows, show_times
+from .options import load, no_result, to_measure
 from .table import table
 
 if TYPE_CHECKING:
-    from ..bench.compare import Change
     from ..bench.workloads import Work
     from ..engine.engine import Engine
     from ..engine.llm import LLM
-
-Compare = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
-]
-Threshold = Annotated[float, typer.Option(help="Slower by this share is a regression.")]
 
 _PREFIX_LEN = 2000
 _CONTEXTS = [128 << n for n in range(9)]
@@ -42,60 +30,17 @@ def _engine(options: dict[str, Any]) -> Any:
     return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
 
-def check_outputs(output: Path | None, picture: Path | None = None) -> None:
-    """Refuse what could not be kept, before anything is measured."""
-    writable("output", output)
-    writable("plot", picture)
-    if picture is not None:
-        from ..bench.plots import check_drawing
-
-        check_drawing()
-
-
-def _write(
-    path: Path | None,
-    json_output: bool,
-    llm: Any,
-    options: dict[str, Any],
-    *,
-    picture: Path | None = None,
-    **found: Any,
-) -> None:
-    from ..bench.environment import environment
-
-    record = {"environment": environment(), "options": options, **found, "engine": llm.report()}
-    write_result(path, record, json_output=json_output)
-    if picture is not None:
-        from ..bench.plots import plot
-
-        plot({str(options.get("model", EngineOptions().model)): found}, picture)
-
-
-def _compare(old: Path, new: Path, threshold: float) -> int:
+def _compare(comparison: Comparison, output: Path | None, json_output: bool) -> None:
+    """List what changed and end the command, if that is asked for."""
     from ..bench.compare import compare
 
-    check_number(threshold=threshold)
-    return show_changes(compare(old, new), threshold)
-
-
-def show_changes(changes: Sequence[Change], threshold: float) -> int:
-    """Print what changed by more than ``threshold``; the exit code."""
-    slower = [change for change in changes if change.slower > 1 + threshold]
-    faster = [change for change in changes if change.slower < 1 / (1 + threshold)]
-    for word, some in (("slower", slower), ("faster", faster[::-1])):
-        if some:
-            rows = [[word, "figure", "old", "new", "ratio"]]
-            for c in some:
-                rows.append([c.work, c.figure, f"{c.old:.3f}", f"{c.new:.3f}", f"{c.slower:.2f}"])
-            typer.echo(table(rows) + "\n")
-    typer.echo(
-        f"{len(changes)} in both: {len(slower)} slower, {len(faster)} faster by more than "
-        f"{threshold:.0%}"
-    )
-    return int(bool(slower))
+    if comparison.compare is not None:
+        no_result("--compare", output, json_output)
+        raise comparison.exit(compare(*comparison.compare))
 
 
 @engine_flags
+@takes_fields(comparison=Comparison)
 def latency(
     engine: dict[str, Any],
     model_argument: Model = None,
@@ -106,13 +51,11 @@ def latency(
     output: Output = None,
     json_output: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Plot TPOT over batch to this PNG.")] = None,
-    compare: Compare = None,
-    threshold: Threshold = 0.05,
+    *,
+    comparison: Comparison,
 ) -> None:
     """Time per output token and to the first token, for batches of equal requests."""
-    if compare is not None:
-        no_result("--compare", output, json_output)
-        raise typer.Exit(_compare(*compare, threshold))
+    _compare(comparison, output, json_output)
     options = to_measure(engine, model_argument)
     check_counts(1, input_len=input_len, repeats=repeats)
     check_counts(2, output_len=output_len)  # the first is TTFT
@@ -132,10 +75,11 @@ def latency(
             f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms",
             err=json_output,
         )
-    _write(output, json_output, llm, options, picture=plot, rows=rows)
+    keep(output, json_output, options, plot, rows=rows, engine=llm.report())
 
 
 @engine_flags
+@takes_fields(comparison=Comparison)
 def throughput(
     engine: dict[str, Any],
     model_argument: Model = None,
@@ -160,13 +104,11 @@ def throughput(
     frontends: Annotated[
         bool, typer.Option("--async", help="Compare AsyncLLM with one batch of LLM.generate.")
     ] = False,
-    compare: Compare = None,
-    threshold: Threshold = 0.05,
+    *,
+    comparison: Comparison,
 ) -> None:
     """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
-    if compare is not None:
-        no_result("--compare", output, json_output)
-        raise typer.Exit(_compare(*compare, threshold))
+    _compare(comparison, output, json_output)
     options = to_measure(engine, model_argument)
     check_counts(1, MOST_REQUESTS, num_prompts=num_prompts)
     check_counts(1, repeats=repeats)
@@ -208,7 +150,7 @@ def throughput(
             rows.append({**about, **_best_run(llm.engine, works, rate, repeats, limits)})
             _show_throughput(rows[-1], err=json_output)
     results: dict[str, Any] = {"frontends": found} if frontends else {"rows": rows}
-    _write(output, json_output, llm, options, picture=plot, **results)
+    keep(output, json_output, options, plot, **results, engine=llm.report())
 
 
 def _best_run(
@@ -222,37 +164,30 @@ def _best_run(
     for _ in range(repeats):
         with recorded(engine) as steps:
             tries.append((run(engine, works, rate), steps))
-    best, steps = min(tries, key=lambda each: each[0].seconds)
-    spread = round(max(each.seconds for each, _ in tries) / best.seconds - 1, 4)
-    return {**best.to_json(limits), "n": repeats, "spread": spread, "account": account(steps)}
+    row, steps = fastest(tries, limits)
+    return {**row, "account": account(steps)}
 
 
 def _frontends(llm: LLM, works: Sequence[Work], *, err: bool) -> list[dict[str, Any]]:
     from ..bench.frontends import measure_frontends
 
     rows = measure_frontends(llm, works)
-    cells = [[str(value) for value in row.values()] for row in rows]
-    typer.echo(table([list(rows[0]), *cells]), err=err)
+    show_rows(rows, err=err)
     return rows
 
 
 def _show_throughput(row: dict[str, Any], *, err: bool) -> None:
-    rows = [["ms", "mean", "p50", "p90", "p99"]]
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
     rate = row["request_rate"]
     offered = "" if rate is None else f", {rate:g} requests/s offered"
     typer.echo(f"{row['workload']}{offered}", err=err)
-    typer.echo(table(rows), err=err)
+    show_times(row, err=err)
     typer.echo(
         f"{row['requests_per_s']:.2f} requests/s, {row['output_tokens_per_s']:.0f} output "
         f"tokens/s, {row['seconds']:.2f} s"
         + (f", goodput {row['goodput_per_s']:.2f} requests/s" if "goodput_per_s" in row else ""),
         err=err,
     )
-    names = list(row["account"][0])
-    steps = [names, *([str(value) for value in r.values()] for r in row["account"])]
-    typer.echo(table(steps), err=err)
+    show_rows(row["account"], err=err)
 
 
 @engine_flags
@@ -293,15 +228,13 @@ def growth(
     found = measure_growth(llm.engine, batches, contexts, counts, steps)
     for name in ("context", "requests"):
         if found[name]:
-            keys = list(dict.fromkeys(key for row in found[name] for key in row))
-            cells = [[str(row.get(key, "")) for key in keys] for row in found[name]]
-            typer.echo(table([keys, *cells]) + "\n", err=json_output)
+            show_rows(found[name], err=json_output, end="\n")
     if found["context"] and not found["has_limit"]:
         typer.echo("no limit by bytes: what this device can read is not measured", err=json_output)
     for row in found["skipped"]:
         what = ", ".join(f"{name} {value}" for name, value in row.items() if name != "why")
         typer.echo(f"skipped {what}: {row['why']}", err=json_output)
-    _write(output, json_output, llm, options, picture=plot, **found)
+    keep(output, json_output, options, plot, **found, engine=llm.report())
 
 
 @engine_flags
@@ -344,4 +277,4 @@ def prefix(
         "outputs identical",
         err=json_output,
     )
-    _write(output, json_output, llm, options, **found)
+    keep(output, json_output, options, **found, engine=llm.report())

@@ -13,7 +13,8 @@ from ..bench.result_file import read_result
 from ..config import UserError, gates
 from ..config.numbers import MOST_REQUESTS, check_counts
 from .flags import Json, Model, Output, engine_flags
-from .options import no_result, to_measure, writable, write_result
+from .measured import keep
+from .options import no_result, to_measure, writable
 from .table import table
 
 
@@ -57,7 +58,6 @@ def passes(
     if prefill is not None:
         check_counts(1, prefill=prefill)
     writable("output", output)
-    from ..bench.environment import environment
     from ..bench.passes import BATCHES, CPU_BATCHES, Steps, fitting_prefill, measure_passes
     from ..engine.worker.hardware import detect_hardware
 
@@ -80,13 +80,9 @@ def passes(
     measured = found["rows"]
     if measured:
         say(passes_table(measured))
-    record = {
-        "environment": environment(),
-        "options": options,
-        "rows": [{**asdict(m), "ratios": m.ratios} for m in measured],
-        "configurations": [asdict(c) for c in found["configurations"]],
-    }
-    write_result(output, record, json_output=json_output)
+    rows = [{**asdict(m), "ratios": m.ratios} for m in measured]
+    configurations = [asdict(c) for c in found["configurations"]]
+    keep(output, json_output, options, rows=rows, configurations=configurations)
     if update_gates:
         gates.update(measured)
 

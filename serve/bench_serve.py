@@ -9,22 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import EngineOptions, UserError
+from ..config import UserError
 from ..config.numbers import check_counts
-from .bench_engine import check_outputs
-from .flags import Json, Model, Output, engine_flags
-from .options import to_measure, write_result
+from .flags import Json, Model, Output, engine_flags, takes_fields
+from .measured import check_outputs, fastest, keep, show_times
+from .options import to_measure
 from .table import table
-from .workload import (
-    GOODPUT_HELP,
-    Burstiness,
-    Dataset,
-    DatasetPath,
-    InputLen,
-    NumPrompts,
-    OutputLen,
-    Workload,
-)
+from .workload import GOODPUT_HELP, Workload
 
 if TYPE_CHECKING:
     from ..bench.http_load import HttpTarget
@@ -36,9 +27,11 @@ _SINGLE_LEN = 1000
 
 
 @engine_flags
+@takes_fields(workload=Workload)
 def serve(
     engine: dict[str, Any],
     model_argument: Model = None,
+    *,
     base_url: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,16 +42,7 @@ def serve(
         str | None, typer.Option(help="Model in requests; each server's first if unset.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Key of those servers.")] = None,
-    dataset: Dataset = "chat",
-    dataset_path: DatasetPath = None,
-    num_prompts: NumPrompts = 500,
-    input_len: InputLen = 1024,
-    output_len: OutputLen = 128,
-    request_rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests a second; all at once if unset or inf. Several: a run each."),
-    ] = None,
-    burstiness: Burstiness = 1.0,
+    workload: Workload,
     max_concurrency: Annotated[
         int | None, typer.Option(help="Requests that are open at once.")
     ] = None,
@@ -73,19 +57,13 @@ def serve(
         Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
     ] = None,
 ) -> None:
-    """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate."""
-    workload = Workload(
-        dataset,
-        dataset_path,
-        num_prompts,
-        input_len,
-        output_len,
-        tuple(request_rate or ()),
-        burstiness,
-    )
+    """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate.
+
+    Requests come all at once unless --request-rate is given.
+    """
     options = to_measure({**workload.implied, **_warm(base_url), **engine}, model_argument)
     check_counts(1, repeats=repeats)
-    if offline and (base_url or request_rate):
+    if offline and (base_url or workload.rates):
         raise UserError("offline compares a server of its own, with all requests at once")
     check_outputs(output, plot)
     from ..bench.serving import parse_limits
@@ -101,9 +79,11 @@ def serve(
     rows: list[dict[str, Any]] = []
 
     def measure(target: HttpTarget, server: Server | None) -> None:
-        for rate in workload.request_rate or (inf,):
-            row = _best(target, server, works, (rate, burstiness), max_concurrency, repeats, limits)
-            about = {"workload": dataset, "request_rate": None if rate == inf else rate}
+        for rate in workload.rates or (inf,):
+            row = _best(
+                target, server, works, (rate, workload.burstiness), max_concurrency, repeats, limits
+            )
+            about = {"workload": workload.dataset, "request_rate": None if rate == inf else rate}
             if server is None:
                 about["server"] = target.url
             rows.append({**about, **row})
@@ -115,24 +95,7 @@ def serve(
     urls: list[str | None] = [*base_url] if base_url else [None]
     for url in urls:
         _with_server(options, url, served_model_name, api_key, measure)
-    _write(output, json_output, options, plot, {"rows": rows, **found})
-
-
-def _write(
-    path: Path | None,
-    json_output: bool,
-    options: dict[str, Any],
-    picture: Path | None,
-    found: dict[str, Any],
-) -> None:
-    from ..bench.environment import environment
-
-    record = {"environment": environment(), "options": options, **found}
-    write_result(path, record, json_output=json_output)
-    if picture is not None:
-        from ..bench.plots import plot
-
-        plot({str(options.get("model", EngineOptions().model)): record}, picture)
+    keep(output, json_output, options, plot, rows=rows, **found)
 
 
 def _with_server(
@@ -183,12 +146,11 @@ def _best(
         times = arrivals(len(works), *arrival, seed=number)
         before = server.cpu_s() if server else 0.0
         run = load(target, works, times, most_open)
-        tries.append((run, (server.cpu_s() if server else 0.0) - before))
-    run, cpu_s = min(tries, key=lambda each: each[0].seconds)
-    spread = round(max(each.seconds for each, _ in tries) / run.seconds - 1, 4)
-    row = {**run.to_json(limits), "n": repeats, "spread": spread}
+        cpu_s = (server.cpu_s() if server else 0.0) - before
+        tries.append((run, cpu_s / run.seconds))
+    row, cores = fastest(tries, limits)
     if server is not None:
-        row["api_process_cores"] = round(cpu_s / run.seconds, 3)
+        row["api_process_cores"] = round(cores, 3)
     return row
 
 
@@ -237,11 +199,3 @@ def _show(row: dict[str, Any], *, err: bool) -> None:
         typer.echo(f"goodput {row['goodput_per_s']:.2f} requests/s", err=err)
     if "api_process_cores" in row:
         typer.echo(f"the API's process took {row['api_process_cores']:.2f} cores", err=err)
-
-
-def show_times(row: dict[str, Any], *, err: bool) -> None:
-    """Print the means and percentiles of a run."""
-    rows = [["ms", "mean", "p50", "p90", "p99"]]
-    for name in ("ttft", "tpot", "itl", "e2e"):
-        rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
-    typer.echo(table(rows), err=err)

@@ -13,7 +13,7 @@ import typer
 from ..config import UserError
 from .evaluate import greedy, solved
 from .flags import engine_flags
-from .options import check_finished, checked, load
+from .options import check_finished, checked, load, stream
 from .report import level_line, passes_table, ready_s, startup_line
 
 if TYPE_CHECKING:
@@ -64,15 +64,13 @@ def demo(
 def _solve(llm: LLM, problem: Problem, params: SamplingParams) -> tuple[bool, int]:
     """Print a problem and its answer as it comes.  Returns whether it is right, and the number of
     its tokens."""
-    typer.echo(f"  {problem.prompt:>28} ", nl=False)
-    output = None
-    shown = 0
-    for output in llm.stream(problem.prompt, params):
-        text = output.outputs[0].text
-        typer.echo(_styled(text[shown:], bold=True), nl=False)
+
+    def show(text: str) -> None:
+        typer.echo(_styled(text, bold=True), nl=False)
         sys.stdout.flush()
-        shown = len(text)
-    assert output is not None, "a stream ends with a finished request"
+
+    typer.echo(f"  {problem.prompt:>28} ", nl=False)
+    output = stream(llm, problem.prompt, params, show)
     check_finished([output])
     correct = solved(problem, output)
     if correct:

@@ -36,7 +36,7 @@ def _fitting(text: str) -> str:
 
 
 def step_line(facts: Explanation) -> str:
-    """What a whole step takes."""
+    """A line on the launches, bytes and operations of a whole step."""
     return (
         f"a decode step of {facts.num_seqs} x {facts.context} tokens of context: "
         f"{count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
@@ -114,7 +114,7 @@ def layer_table(layer: LayerFacts) -> str:
 
 
 def range_lines(layer: LayerFacts) -> Iterable[str]:
-    """Which kernels run for how many tokens."""
+    """The kernels that run, by ranges of tokens."""
     for found in layer.ranges:
         what = "decode" if found.decode else "one prompt"
         last = "or more" if found.last is None else f"to {found.last}"
@@ -152,6 +152,6 @@ def millions(number: int) -> str:
 
 
 def difference_text(found: Differences) -> str:
-    """What two levels do not have in common."""
+    """A text on the differences between two levels."""
     tables = [table(rows) for _, rows in found.tables()]
     return "\n\n".join(tables) or f"{found.left} and {found.right} do the same"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,6 +110,32 @@ def takes_flags(**lists: Iterable[OptionSpec]) -> Callable[[Command], Command]:
 def engine_flags(command: Command) -> Command:
     """``takes_flags`` for a command whose parameter ``engine`` holds engine options."""
     return takes_flags(engine=option_specs())(command)
+
+
+def takes_fields(**kinds: type[Any]) -> Callable[[Command], Command]:
+    """Replaces each named parameter of a command by a flag for each field of a dataclass.
+
+    The types of the fields are as typer wants them, and the command receives the dataclass.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapper(**arguments: Any) -> Any:
+            for parameter, kind in kinds.items():
+                given = {f.name: arguments.pop(f.name) for f in fields(kind)}
+                arguments[parameter] = kind(**given)
+            return command(**arguments)
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            kind = kinds.get(parameter.name)
+            own = inspect.signature(kind, eval_str=True).parameters if kind else {"": parameter}
+            parameters += [p.replace(kind=p.KEYWORD_ONLY) for p in own.values()]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate
 
 
 def _dest(spec: OptionSpec) -> str:

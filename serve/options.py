@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,19 @@ def load(options: dict[str, Any], *, text: bool = False) -> LLM:
     from ..engine.llm import LLM
 
     return LLM(**options)
+
+
+def stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, show: Callable[[str], object]
+) -> RequestOutput:
+    """Show the text of a request piece by piece as it comes; returns the finished output."""
+    num_shown, last = 0, None
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        show(text[num_shown:])
+        num_shown, last = len(text), output
+    assert last is not None, "a stream ends with a finished request"
+    return last
 
 
 def batch(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:

@@ -4,50 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ..bench.profile_options import PHASES, ProfileOptions
 from ..config import UserError
-from .flags import Model, engine_flags
+from .flags import Model, engine_flags, takes_fields
 from .options import load, to_measure
 from .table import table
-
-if TYPE_CHECKING:
-    from ..bench.profile_options import ProfileOptions
 
 _ROWS_SHOWN = 24
 _NAME_WIDTH = 64
 
 
 @engine_flags
+@takes_fields(wanted=ProfileOptions)
 def profile(
     engine: dict[str, Any],
     output: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Folder for the files; made if absent.")
     ],
     model_argument: Model = None,
-    phase: Annotated[
-        str, typer.Option(help="prefill, decode, or both: then a folder of DIR each.")
-    ] = "decode",
-    batch_size: Annotated[int, typer.Option(help="Equal requests at a time.")] = 1,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Output tokens; decode steps end there.")] = 128,
-    delay_iterations: Annotated[
-        int, typer.Option(help="Steps of the phase before the first recorded one.")
-    ] = 8,
-    max_iterations: Annotated[int, typer.Option(help="Most steps to record.")] = 16,
-    record_shapes: Annotated[
-        bool, typer.Option("--record-shapes", help="Rows by operator shapes, kernel grids.")
-    ] = False,
-    profile_memory: Annotated[
-        bool, typer.Option("--profile-memory", help="Allocations in the trace.")
-    ] = False,
-    with_stack: Annotated[
-        bool, typer.Option("--with-stack", help="Python frames in the trace.")
-    ] = False,
+    *,
+    wanted: ProfileOptions,
 ) -> None:
     """Kernels, layers and a CPU/GPU time line of steady steps, through captured graphs.
 
@@ -56,32 +39,17 @@ def profile(
     --record-expert-load also experts.json: the tokens of each expert, a layer.
     """
     options = to_measure(engine, model_argument)
-    from ..bench.profile_options import PHASES, ProfileOptions
-
+    phase = wanted.phase
     if phase not in (*PHASES, "both"):
         raise UserError(f"phase={phase!r}: expected prefill, decode or both")
-    to_profile = [
-        ProfileOptions(
-            name,
-            batch_size=batch_size,
-            input_len=input_len,
-            output_len=output_len,
-            delay_iterations=delay_iterations,
-            max_iterations=max_iterations,
-            record_shapes=record_shapes,
-            profile_memory=profile_memory,
-            with_stack=with_stack,
-        )
-        for name in (PHASES if phase == "both" else (phase,))
-    ]
-    folders = {
-        wanted.phase: output / wanted.phase if phase == "both" else output for wanted in to_profile
-    }
-    for wanted in to_profile:
-        wanted.check()
-    for folder in folders.values():
+    to_profile = {output: wanted}
+    if phase == "both":
+        to_profile = {output / name: replace(wanted, phase=name) for name in PHASES}
+    for each in to_profile.values():
+        each.check()
+    for folder in to_profile:
         make_folder(folder)
-    record_phases(options, {folders[wanted.phase]: wanted for wanted in to_profile}, output)
+    record_phases(options, to_profile, output)
 
 
 def record_phases(

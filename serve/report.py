@@ -118,7 +118,7 @@ def ready_s(startup: Mapping[str, Any]) -> float:
 
 
 def startup_line(startup: Mapping[str, Any]) -> str:
-    """What a start took in all, and its longest phases."""
+    """A line on the time of a start and of its longest phases."""
     phases = [("python and imports", startup["imports_s"])]
     phases += [(p["name"], p["seconds"]) for p in startup["phases"] if not p["beside"]]
     longest = [f"{name} {took:.1f}" for name, took in phases if took >= _SHORTEST_SAID_S]

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import UserError, option_specs
 from .flags import DEFAULT_MAX_TOKENS, SAMPLING, Model, takes_flags
-from .options import at, check_finished, load, merge
+from .options import at, check_finished, load, merge, stream
 from .prompts import GivenPrompt, read_prompts
 from .report import summary
 
@@ -180,16 +181,11 @@ def _print(request: _Request, output: RequestOutput) -> None:
 
 
 def _stream(llm: LLM, request: _Request) -> RequestOutput:
-    shown, last = 0, None
     try:
         with at(request.where):
-            for output in llm.stream(request.prompt, request.params):
-                text = output.outputs[0].text
-                typer.echo(text[shown:], nl=False)
-                shown, last = len(text), output
+            output = stream(llm, request.prompt, request.params, partial(typer.echo, nl=False))
     except KeyboardInterrupt:
         typer.echo()
         raise
     typer.echo()
-    assert last is not None, "a stream ends with a finished request"
-    return last
+    return output

@@ -100,7 +100,7 @@ def serve(
 
 
 def _import() -> tuple[Any, Any]:
-    """What serves, which imports packages that the engine does not need.
+    """The modules that serve HTTP, which import packages that the engine does not need.
 
     Raises:
         MachineError: one of them is not installed.

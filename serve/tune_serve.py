@@ -14,23 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..bench.profile_options import PHASES
 from ..config import EngineOptions, MachineError, UserError
-from .bench_engine import check_outputs
-from .bench_serve import show_times
-from .flags import Json, Model, engine_flags
+from .flags import Json, Model, engine_flags, takes_fields
+from .measured import check_outputs, show_times
 from .options import merge, to_measure, write_result
 from .profile import make_folder, record_phases
 from .table import table
-from .workload import (
-    GOODPUT_HELP,
-    Burstiness,
-    Dataset,
-    DatasetPath,
-    InputLen,
-    NumPrompts,
-    OutputLen,
-    Workload,
-)
+from .workload import GOODPUT_HELP, Workload
 
 if TYPE_CHECKING:
     from ..bench.tune_serve import ServedPoints
@@ -40,9 +31,11 @@ _SEQS, _TOKENS = "32,64,128,256,512", "1024,2048,4096,8192,16384"
 
 
 @engine_flags
+@takes_fields(workload=Workload)
 def serve(
     engine: dict[str, Any],
     model_argument: Model = None,
+    *,
     goodput: Annotated[list[str] | None, typer.Option(help=GOODPUT_HELP)] = None,
     try_seqs: Annotated[
         str, typer.Option(metavar="N,…", help="Values of --max-num-seqs, unless that is given.")
@@ -50,16 +43,7 @@ def serve(
     try_tokens: Annotated[
         str, typer.Option(metavar="N,…", help="Values of --max-num-batched-tokens, likewise.")
     ] = _TOKENS,
-    dataset: Dataset = "chat",
-    dataset_path: DatasetPath = None,
-    num_prompts: NumPrompts = 500,
-    input_len: InputLen = 1024,
-    output_len: OutputLen = 128,
-    request_rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests a second; if unset, the rate of most goodput is searched."),
-    ] = None,
-    burstiness: Burstiness = 1.0,
+    workload: Workload,
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Keeps each point; a run goes on from it.")
     ] = Path("tune-serve.json"),
@@ -77,21 +61,16 @@ def serve(
     """Find the limits of the scheduler that give the most requests a second within --goodput.
 
     Each point is a server of its own, started warm. Every round keeps the best third of the points
-    and sends twice the requests. On a GPU the best point is tried with more memory too, upward from
+    and sends twice the requests, at the rate of most goodput, which is searched unless
+    --request-rate is given. On a GPU the best point is tried with more memory too, upward from
     --gpu-memory-utilization until it no longer fits, unless that is given.
     """
     if not goodput:
         raise UserError("goodput: give the limits that a good request keeps, as --goodput ttft:500")
-    rates = tuple(request_rate or ())
-    workload = Workload(
-        dataset, dataset_path, num_prompts, input_len, output_len, rates, burstiness
-    )
     options = to_measure({**workload.implied, **engine}, model_argument)
     seqs = _values("try_seqs", try_seqs, options.pop("max_num_seqs", None))
     tokens = _values("try_tokens", try_tokens, options.pop("max_num_batched_tokens", None))
     check_outputs(output, plot)
-    from ..bench.profile_options import PHASES
-
     folder = output.with_suffix(".profile")
     for phase in PHASES if profile else ():
         make_folder(folder / phase)
@@ -100,9 +79,10 @@ def serve(
     from ..bench.tune_serve import ServedPoints
 
     limits, works = parse_limits(goodput), workload.works(options)
+    points = ServedPoints(options, works, limits, workload.rates, workload.burstiness)
     asked = {"options": options, "workload": asdict(workload), "limits_ms": limits}
     record = _record(output, asked)
-    _tune(record, output, (seqs, tokens), ServedPoints(options, works, limits, rates, burstiness))
+    _tune(record, output, (seqs, tokens), points)
     given = {**merge(engine, model=model_argument), **_point(record["best"])}
     model = str(given.pop("model", EngineOptions().model))
     record["command"] = shlex.join(["fusewright", "serve", model, *flags_of(given)])
@@ -262,13 +242,16 @@ def _progress(total: int) -> Iterator[Callable[[list[str]], None]]:
         count = itertools.count(1)
         yield lambda cells: typer.echo(f"{next(count)}/{total}: {_sentence(cells)}", err=True)
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeElapsedColumn as Elapsed
 
-    text = TextColumn("{task.description}")
-    columns = (BarColumn(), MofNCompleteColumn(), Elapsed(), text)
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    columns = (
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.description}"),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda cells: bar.update(task, advance=1, description=_sentence(cells))
 

@@ -14,45 +14,51 @@ from ..config.numbers import MOST_REQUESTS, check_counts
 if TYPE_CHECKING:
     from ..bench.workloads import Work
 
-Dataset = Annotated[
-    str,
-    typer.Option(help="chat, prefill-heavy, decode-heavy, random, prefix, sharegpt, sonnet, jsonl"),
-]
-DatasetPath = Annotated[
-    Path | None,
-    typer.Option(help='Of sharegpt; of sonnet: any text; of jsonl: {"prompt": "…"} a line.'),
-]
-NumPrompts = Annotated[int, typer.Option(help="Requests.")]
-InputLen = Annotated[int, typer.Option(help="Prompt tokens of random, prefix, sonnet.")]
-OutputLen = Annotated[int, typer.Option(help="Output tokens of random, prefix, sonnet, jsonl.")]
-Burstiness = Annotated[
-    float, typer.Option(help="1: Poisson arrivals; less: bursts; inf: constant.")
-]
 GOODPUT_HELP = "Limits in ms that a good request keeps: ttft:500, tpot, itl (longest), e2e."
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Which requests, and how they arrive.
+    """Which requests, and how they arrive; flags are made of the fields (``takes_fields``).
 
     Raises:
         UserError: a number is out of its range.
     """
 
-    dataset: str
-    dataset_path: Path | None
-    num_prompts: int
-    input_len: int
-    output_len: int
-    request_rate: tuple[float, ...]
-    burstiness: float
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="chat, prefill-heavy, decode-heavy, random, prefix, sharegpt, sonnet, jsonl"
+        ),
+    ] = "chat"
+    dataset_path: Annotated[
+        Path | None,
+        typer.Option(help='Of sharegpt; of sonnet: any text; of jsonl: {"prompt": "…"} a line.'),
+    ] = None
+    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500
+    input_len: Annotated[int, typer.Option(help="Prompt tokens of random, prefix, sonnet.")] = 1024
+    output_len: Annotated[
+        int, typer.Option(help="Output tokens of random, prefix, sonnet, jsonl.")
+    ] = 128
+    request_rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests a second; inf: all at once. Several: a run each."),
+    ] = None
+    burstiness: Annotated[
+        float, typer.Option(help="1: Poisson arrivals; less: bursts; inf: constant.")
+    ] = 1.0
 
     def __post_init__(self) -> None:
         check_counts(1, MOST_REQUESTS, num_prompts=self.num_prompts)
         check_counts(1, input_len=self.input_len, output_len=self.output_len)
-        for rate in (*self.request_rate, self.burstiness):
+        for rate in (*self.rates, self.burstiness):
             if not rate > 0:
                 raise UserError(f"request_rate or burstiness {rate}: expected more than 0")
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Requests a second, as given."""
+        return tuple(self.request_rate or ())
 
     @property
     def implied(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Figure:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is the same in another run, whichever implementation of ours was chosen there."""
+        """Identifies the figure in another run, whichever of our kernels was chosen there."""
         return self.op, self.label, self.contender if self.library else "ours"
 
 
@@ -72,7 +72,7 @@ def save(path: Path, environment: Mapping[str, Any], figures: Iterable[Figure]) 
 
 
 def add(path: Path, figure: Figure) -> None:
-    """As it is measured: a run that is cut short loses nothing."""
+    """Append a figure as soon as it is measured, so that a run that is cut short loses nothing."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(figure)) + "\n")
 
@@ -96,7 +96,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Figure]]:
 
 
 def load_all(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Figure]]:
-    """As ``load``, of results for different ops; their commits and commands one after the other.
+    """Load results for different ops as one; their commits and commands are joined.
 
     Raises:
         UserError: as ``load``; or they are of different machines or versions.

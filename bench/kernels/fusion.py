@@ -60,7 +60,7 @@ class InductorFusion:
 
     @property
     def key(self) -> Key:
-        """What is compiled once."""
+        """Identifies the code, which is compiled once."""
         return self.op, self.shape, self._range[0]
 
     @property

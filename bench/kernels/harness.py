@@ -83,12 +83,12 @@ class KernelWork:
         return replace(described, device="cuda")
 
     def implementation(self, sm: int) -> Implementation:
-        """What ``-O2`` runs there."""
+        """The implementation that ``-O2`` runs there."""
         op = BY_NAME[self.op]
         return op.implementation(choose(op, self.describe(sm), inline_first=False).implementation)
 
     def variants(self, sm: int) -> set[Variant]:
-        """What Triton must compile for it."""
+        """The variants that Triton must compile for it."""
         launches = self.implementation(sm).launches
         return set() if launches is None else variants_of(launches(*self.make(META))[0])
 

@@ -25,7 +25,7 @@ _FAMILIES = (
     "sampling",
 )
 _NONE_SELECTED = 5
-"""What pytest ends with."""
+"""Exit code of pytest when no test was selected."""
 
 
 def run_benchmarks(select: str | None, path: Path) -> tuple[dict[str, Any], list[Figure]]:

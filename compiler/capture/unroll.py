@@ -119,6 +119,7 @@ def _layer(number: int, nodes: list[fx.Node], given: set[fx.Node]) -> _Layer:
 
 
 def _carried_in(nodes: list[fx.Node], others: set[fx.Node]) -> Iterator[fx.Node]:
-    """What ``nodes`` read besides ``others``: themselves, and what every layer may read."""
+    """The inputs of ``nodes`` that are not among ``others``, which are these nodes and what every
+    layer may read."""
     for node in nodes:
         yield from (arg for arg in node.all_input_nodes if arg not in others)

@@ -32,7 +32,7 @@ class SequenceBlocks:
     num_sent: int = 0
     """Entries that the worker has been told of."""
     sent: list[int] = field(default_factory=list)
-    """Those of each table."""
+    """The blocks of each table."""
 
     def take_unsent(self, group: int) -> list[int]:
         """The entries of a table that the worker has not been told of; it is told now."""

@@ -39,7 +39,7 @@ class StepClock:
         self._at = perf_counter()
 
     def lap(self, phase: str) -> None:
-        """What was done since the last call was ``phase``."""
+        """Count the time since the last call as ``phase``."""
         now = perf_counter()
         self.phase_s[phase] += now - self._at
         self._at = now

@@ -322,7 +322,7 @@ class EngineClient:
 
     @property
     def counters(self) -> list[Counters]:
-        """What the replicas have told of themselves, by their number."""
+        """The newest counters of each replica that has sent some, in the order of their numbers."""
         return [replica.counters for replica in self.replicas if replica.counters is not None]
 
     def _stats(self) -> CoreStats:

@@ -57,19 +57,18 @@ def show_progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield Progress()
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn
-    from rich.progress import Progress as Display
-    from rich.progress import TimeElapsedColumn as Elapsed
 
     columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        Elapsed(),
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TimeElapsedColumn(),
     )
     # What is printed meanwhile goes where it is printed to, and not to stderr.
     console = Console(stderr=True)
-    with Display(*columns, console=console, transient=True, redirect_stdout=False) as display:
+    show = progress.Progress(*columns, console=console, transient=True, redirect_stdout=False)
+    with show as display:
         yield Progress(display)

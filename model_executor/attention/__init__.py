@@ -1,4 +1,4 @@
-"""What attention needs to know about a step, passed as an argument."""
+"""The facts of a step that attention reads, passed as an argument."""
 
 from .inputs import AttentionInputs, CacheInputs
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch
-from .tiles import cdiv, next_power_of_2
+from .._launch import Launch, Launches
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 # Below this many tokens the grid is small: short blocks spread the row over more SMs.
 _FEW_TOKENS = 32
 
 
 def _rows(x: Tensor) -> Tensor:
-    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+    return dense_rows(x).reshape(-1, x.shape[-1])
 
 
 def gated_activation(
@@ -25,7 +25,7 @@ def gated_activation(
     limit: float | None = None,
     up_offset: float = 0.0,
     interleaved: bool = False,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """``gate_up`` is the gate alone where ``up`` is given; the rest is what a ``Gate`` has."""
     intermediate = gate_up.shape[-1] // (2 if up is None else 1)
     out = torch.empty(

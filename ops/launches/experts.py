@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertTile
-from .._launch import Launch
-from .tiles import cdiv, next_power_of_2
+from .._launch import Launch, Launches
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 MOST_EXPERTS = 1024
 _GROUP_M = 8
@@ -88,7 +88,7 @@ def invariant_tile(itemsize: int) -> Tile:
 
 def sort_by_expert(
     topk_ids: Tensor, num_experts: int, first_expert: Tensor | None = None
-) -> tuple[list[Launch], Sorted]:
+) -> Launches[Sorted]:
     """One launch; above 1024 tokens two, so that no program reads all ids.  Nothing is read on the
     host.  With ``first_expert``, slots of experts that are not here have no place between the
     offsets, and one launch serves any number of tokens."""
@@ -167,13 +167,12 @@ def expert_linear(
     first_expert: Tensor | None,
     by_expert: Sorted | None,
     tile: Tile,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """The GEMM alone.  ``scheme``: "none", "tensor", "token" or "block", which the scales are of.
     ``by_expert``: the sorted slots; None: a tile is one slot."""
     num_experts, rows, k = weight.shape
     n = rows if activation is None else rows // 2
-    x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
-    weight = weight if weight.stride(2) == 1 or k == 1 else weight.contiguous()
+    x, weight = dense_rows(x), dense_rows(weight)
     num_slots = topk_ids.numel()
     # Slots of experts that are elsewhere are not written.
     allocate = torch.empty if first_expert is None else torch.zeros
@@ -233,14 +232,11 @@ def combine(
     shared: Tensor | None,
     shared_gate: Tensor | None,
     residual: Tensor | None,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     num_tokens, top_k = topk_weights.shape
     hidden = y.shape[1]
-    y = y if y.stride(1) == 1 or hidden == 1 else y.contiguous()
-    shared, residual = (
-        t if t is None or t.stride(1) == 1 or hidden == 1 else t.contiguous()
-        for t in (shared, residual)
-    )
+    y = dense_rows(y)
+    shared, residual = (None if t is None else dense_rows(t) for t in (shared, residual))
     out = torch.empty((num_tokens, hidden), dtype=y.dtype, device=y.device)
     block = min(next_power_of_2(max(hidden, 1)), 1024)
     parts = cdiv(hidden, block)
@@ -274,7 +270,7 @@ def combine_add_norm(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor]]:
     """``combine`` and ``add_rms_norm`` in one kernel, a program a token."""
     (launch,), total = combine(y, topk_weights, shared, shared_gate, residual)
     hidden = total.shape[1]

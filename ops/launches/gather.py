@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch
-from .tiles import cdiv, next_power_of_2
+from .._launch import Launch, Launches
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 def gather_rows(
@@ -17,7 +17,7 @@ def gather_rows(
     index_offset: int = 0,
     row_offset: int = 0,
     first: Tensor | None = None,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """``out[i] = table[clamp(index[i + index_offset] + row_offset)]``.
 
     With ``first`` [1] int32 the table's rows count from there, and rows outside of it are zeros
@@ -25,7 +25,7 @@ def gather_rows(
     """
     num_rows, width = table.shape
     out = torch.empty((num_items, width), dtype=table.dtype, device=table.device)
-    table = table if table.stride(1) == 1 else table.contiguous()
+    table = dense_rows(table)
     block = min(next_power_of_2(width), 2048)
     launch = Launch(
         kernel="gather:_gather_rows_kernel",

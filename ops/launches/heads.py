@@ -17,11 +17,6 @@ def heads_per_program(num_tokens: int, num_heads: int, few: int) -> int:
     return min(most, next_power_of_2(num_heads))
 
 
-def dense_heads(x: Tensor) -> Tensor:
-    """``x``, or a copy if its last dimension is strided."""
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
 def heads_args(name: str, x: Tensor) -> dict[str, Tensor | int]:
     """The kernel argument ``name: Heads``."""
     return {

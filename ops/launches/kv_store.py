@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._launch import Launch
-from .heads import cache_args, dense_heads, heads_args, heads_per_program
-from .tiles import cdiv, next_power_of_2
+from .._launch import Launch, Launches
+from .heads import cache_args, heads_args, heads_per_program
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 def kv_store(
     k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
-) -> list[Launch]:
+) -> Launches[None]:
     num_tokens, num_heads, head_dim = k.shape
-    k, v = dense_heads(k), dense_heads(v)
+    k, v = dense_rows(k), dense_rows(v)
     dim_block = next_power_of_2(head_dim)
     heads = heads_per_program(num_tokens, num_heads, few=2)
     launch = Launch(
@@ -35,4 +35,4 @@ def kv_store(
         },
         num_warps=min(max(heads * dim_block // 256, 1), 4),
     )
-    return [launch]
+    return [launch], None

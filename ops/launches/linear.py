@@ -7,8 +7,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._launch import Launch
-from .tiles import cdiv, next_power_of_2
+from .._launch import Launch, Launches
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8
@@ -42,13 +42,11 @@ def _invariant_tile(m: int, n: int, itemsize: int) -> Tile:
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, invariant: bool = False
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """``invariant``: a row has the same bits whatever the other rows are."""
     n, k = weight.shape
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    x = x if x.stride(-1) == 1 or k == 1 else x.contiguous()
-    weight = weight if weight.stride(-1) == 1 or k == 1 else weight.contiguous()
-    rows = x.reshape(-1, k)
+    weight, rows = dense_rows(weight), dense_rows(x).reshape(-1, k)
     m = rows.shape[0]
     tile = (_invariant_tile if invariant else _tile)(m, n, x.dtype.itemsize)
     block_m, block_n, block_k, num_warps, num_stages = tile

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._device_table import num_sms
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .counters import counters
-from .tiles import cdiv, next_power_of_2
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8
@@ -104,12 +104,11 @@ def linear_fp8(
     out_dtype: torch.dtype,
     *,
     invariant: bool = False,
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     """``scheme``: "tensor", "token" or "block", which the shapes of the scales are of.
     ``invariant``: a row has the same bits whatever the other rows are."""
     n, k = weight.shape
-    x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
-    weight = weight if weight.stride(1) == 1 or k == 1 else weight.contiguous()
+    x, weight = dense_rows(x), dense_rows(weight)
     m = x.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
     tile = _invariant_tile(m) if invariant else tile_of(scheme, m, n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .sampling import RowSplit, rows_of
 from .tiles import cdiv, next_power_of_2
 
@@ -26,7 +26,7 @@ def _split_row(vocab: int) -> RowSplit:
 
 def token_logprobs(
     logits: Tensor, token_ids: Tensor, num_logprobs: int
-) -> tuple[list[Launch], tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor, Tensor, Tensor]]:
     logits = rows_of(logits)
     num_seqs, vocab = logits.shape
     chosen = torch.empty(num_seqs, dtype=torch.float32, device=logits.device)

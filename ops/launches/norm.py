@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
 # Elements of a tile below which one program takes several rows (QK-norm has rows of 64 to 256).
@@ -115,7 +115,7 @@ def norm(
     weight: Tensor,
     eps: float,
     weight_offset: float | None = None,
-) -> tuple[list[Launch], tuple[Tensor, ...]]:
+) -> Launches[tuple[Tensor, ...]]:
     """The norm of ``x [+ residual]``; with a residual, the sum comes last."""
     launch, out, residual_out = _plan(x, residual, weight, eps, weight_offset)
     return [launch], (out,) if residual_out is None else (out, residual_out)

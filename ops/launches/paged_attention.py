@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .._device_table import num_sms
-from .._launch import Launch
-from .counters import MAX_COUNTERS
-from .counters import counters as _counters
+from .._launch import Launch, Launches
+from .counters import MAX_COUNTERS, counters as _counters
 from .paged_attention_plan import MAX_SEQS, AttentionPlan, plan
 
 
@@ -59,7 +58,7 @@ class AttentionArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class _KernelArgs:
-    """What both kernels take."""
+    """The arguments that both kernels share."""
 
     plan: AttentionPlan
     tensors: dict[str, Tensor | int | None]
@@ -163,7 +162,7 @@ def prefill(*args: Any, invariant: bool = False) -> list[Launch]:
     return [launch]
 
 
-def paged_attention(*args: Any, invariant: bool = False) -> tuple[list[Launch], None]:
+def paged_attention(*args: Any, invariant: bool = False) -> Launches[None]:
     """All launches of one call, of the op's arguments."""
     call = AttentionArgs(*args)
     if invariant:

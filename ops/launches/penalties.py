@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
 _COUNT_BLOCK = 256
@@ -17,7 +17,7 @@ def apply_penalties(
     prompt_mask: Tensor,
     slots: Tensor,
     *penalties: Tensor,
-) -> Launch:
+) -> Launches[None]:
     """``penalties``: repetition, frequency and presence, as of the op."""
     repetition, frequency, presence = penalties
     num_seqs, vocab = logits.shape
@@ -28,7 +28,7 @@ def apply_penalties(
                 f"expected rows of {vocab} contiguous columns"
             )
     block = min(2048, next_power_of_2(vocab))
-    return Launch(
+    launch = Launch(
         kernel="penalties:_penalties_kernel",
         grid=(num_seqs, cdiv(vocab, block)),
         args={
@@ -47,13 +47,14 @@ def apply_penalties(
         constexprs={"BLOCK": block},
         num_warps=8,
     )
+    return [launch], None
 
 
-def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Launch:
+def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Launches[None]:
     if output_counts.stride(-1) != 1:
         raise ValueError(f"output_counts has stride {output_counts.stride()}, expected (..., 1)")
     num_tokens = token_ids.shape[0]
-    return Launch(
+    launch = Launch(
         kernel="penalties:_count_tokens_kernel",
         grid=(cdiv(num_tokens, _COUNT_BLOCK),),
         args={
@@ -67,3 +68,4 @@ def count_tokens(token_ids: Tensor, slots: Tensor, output_counts: Tensor) -> Lau
         num_warps=4,
         dynamic=("num_tokens",),
     )
+    return [launch], None

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from .._device_table import num_sms
 from .._float8 import E4M3
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .counters import zeros_between_launches
-from .norm import check as check_norm
-from .norm import row_tile
-from .tiles import cdiv, next_power_of_2
+from .norm import check as check_norm, row_tile
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 # Elements of a tile below which one program takes several rows; as ``norm.py`` does.
 _TILE_ELEMENTS = 1024
@@ -38,10 +37,6 @@ Quantized: TypeAlias = tuple[Tensor, ...]
 """(q,), or with dynamic scales (q, scale)."""
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def empty_results(x: Tensor, width: int, scheme: Scheme) -> Quantized:
     """Memory for ``width`` columns quantized; scales are column-major, as GEMMs take them."""
     rows = x.shape[0]
@@ -61,9 +56,9 @@ def _group(scheme: Scheme, block: int) -> int:
     return 0 if isinstance(scheme, Tensor) else scheme or block
 
 
-def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> tuple[list[Launch], Quantized]:
+def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> Launches[Quantized]:
     """``x``, or the gated activation of x = gate | up, quantized."""
-    x = _rows(x)
+    x = dense_rows(x)
     rows, width = x.shape[0], x.shape[1] if activation == "none" else x.shape[1] // 2
     results = empty_results(x, width, scheme)
     if not isinstance(scheme, Tensor) and scheme == 0 and x.device.type != "cpu":
@@ -142,12 +137,12 @@ def _quantize_split(
 
 def norm_quantize(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scheme: Scheme
-) -> tuple[list[Launch], Quantized]:
+) -> Launches[Quantized]:
     """The norm of ``x [+ residual]``, quantized; with a residual, the sum comes last."""
     check_norm(x, residual, weight)
-    x = _rows(x)
+    x = dense_rows(x)
     rows, hidden = x.shape
-    added = None if residual is None else _rows(residual)
+    added = None if residual is None else dense_rows(residual)
     results = empty_results(x, hidden, scheme)
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     # The tile of the unfused kernel: a sum in another order could round to other bits.

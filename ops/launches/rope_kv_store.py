@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._launch import Launch
-from .heads import cache_args, dense_heads, heads_args, heads_per_program
-from .tiles import cdiv, next_power_of_2
+from .._launch import Launch, Launches
+from .heads import cache_args, heads_args, heads_per_program
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 class RopeStoreArgs(NamedTuple):
@@ -31,14 +31,14 @@ class RopeStoreArgs(NamedTuple):
     kv_scale: Any = None
 
 
-def rope_kv_store(*args: Any) -> tuple[list[Launch], Tensor]:
+def rope_kv_store(*args: Any) -> Launches[Tensor]:
     """The launch of a call of the op, and its result."""
     call = RopeStoreArgs(*args)
     q, k, v, cos_sin_cache, kv_cache = call[1:6]
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    q, k, v = map(dense_heads, (q, k, v))
+    q, k, v = map(dense_rows, (q, k, v))
     half = cos_sin_cache.shape[1] // 2
     half_block = next_power_of_2(half)
     heads = heads_per_program(num_tokens, max(num_q_heads, num_kv_heads), few=4)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import Launch
-from .heads import dense_heads, heads_args, heads_per_program
-from .tiles import cdiv, next_power_of_2
+from .._launch import Launch, Launches
+from .heads import heads_args, heads_per_program
+from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 def rotary_embedding(
@@ -19,12 +19,12 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     pairs_in: bool,
     pairs_out: bool,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor]]:
     num_tokens, num_q_heads, head_dim = q.shape
     num_k_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    q, k = dense_heads(q), dense_heads(k)
+    q, k = dense_rows(q), dense_rows(k)
     half = cos_sin_cache.shape[1] // 2
     half_block = next_power_of_2(half)
     rest_block = next_power_of_2(max(head_dim - 2 * half, 1))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...config.routing import Routing
-from .._launch import Launch
-from .tiles import next_power_of_2
+from .._launch import Launch, Launches
+from .tiles import dense_rows, next_power_of_2
 
 _MOST_EXPERTS = 1024
 
@@ -23,10 +23,10 @@ def route(
     logits: Tensor,
     bias: Tensor | None,
     how: Routing,
-) -> tuple[list[Launch], tuple[Tensor, Tensor]]:
+) -> Launches[tuple[Tensor, Tensor]]:
     """The launch that chooses, for checked arguments of ``ops.route``, and its results."""
     num_tokens, num_experts = logits.shape
-    logits = logits if logits.stride(1) == 1 or num_experts == 1 else logits.contiguous()
+    logits = dense_rows(logits)
     weights = torch.empty((num_tokens, how.top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_tokens, how.top_k), dtype=torch.int32, device=logits.device)
     size = num_experts // how.num_groups

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
 # Programs that fill an H200 several times over, so that reads overlap reductions.
@@ -47,7 +47,7 @@ def split_rows(num_seqs: int, vocab: int, *, largest: int = 4096) -> RowSplit:
 
 def _argmax_launches(
     logits: Tensor, sampling_args: dict[str, Tensor], *, draw: bool, filtered: bool
-) -> tuple[list[Launch], Tensor]:
+) -> Launches[Tensor]:
     num_seqs, vocab = logits.shape
     # The noise needs registers: with 4096 columns only two programs would fit a SM.
     split = split_rows(num_seqs, vocab, largest=2048 if draw else 4096)
@@ -81,7 +81,7 @@ def _argmax_launches(
     return [partial, reduce], out
 
 
-def argmax(logits: Tensor) -> tuple[list[Launch], Tensor]:
+def argmax(logits: Tensor) -> Launches[Tensor]:
     logits = rows_of(logits)
     unused = ("temperature_ptr", "threshold_ptr", "seeds_ptr", "positions_ptr")
     return _argmax_launches(logits, dict.fromkeys(unused, logits), draw=False, filtered=False)
@@ -92,7 +92,7 @@ def _search_rounds(dtype: torch.dtype) -> int:
     return {torch.bfloat16: 8, torch.float16: 10}.get(dtype, 16)  # 16, 19 -> 20 and 32 bits
 
 
-def sample(logits: Tensor, temperature: Tensor, *rest: Any) -> tuple[list[Launch], Tensor]:
+def sample(logits: Tensor, temperature: Tensor, *rest: Any) -> Launches[Tensor]:
     """``rest``: top_k, top_p, min_p, seeds and positions, as of the op."""
     logits = rows_of(logits)
     num_seqs, vocab = logits.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._launch import Launch
+from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
 _BLOCK = 256
@@ -12,7 +12,7 @@ _BLOCK = 256
 
 def write_inputs(
     columns: int, packed: Tensor, last_tokens: Tensor, tokens: Tensor, rows: Tensor, tables: Tensor
-) -> list[Launch]:
+) -> Launches[None]:
     num_tokens, (num_seqs, num_tables, _) = tokens.shape[1], tables.shape
     sizes = {
         "num_tokens": num_tokens,
@@ -44,23 +44,23 @@ def write_inputs(
         },
         dynamic=tuple(sizes),
     )
-    return [launch]
+    return [launch], None
 
 
 def keep_tokens(
     last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Tensor
-) -> list[Launch]:
-    args = {
-        "last_ptr": last_tokens,
-        "ids_ptr": token_ids,
-        "slots_ptr": slots,
-        "read_ptr": read,
-    }
+) -> Launches[None]:
     launch = Launch(
         kernel="tokens:_keep_tokens_kernel",
         grid=(cdiv(slots.shape[0], _BLOCK),),
-        args={**args, "num_seqs": slots.shape[0]},
+        args={
+            "last_ptr": last_tokens,
+            "ids_ptr": token_ids,
+            "slots_ptr": slots,
+            "read_ptr": read,
+            "num_seqs": slots.shape[0],
+        },
         constexprs={"BLOCK": _BLOCK},
         dynamic=("num_seqs",),
     )
-    return [launch]
+    return [launch], None

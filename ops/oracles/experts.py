@@ -79,7 +79,7 @@ def combine_experts(call: Call) -> Expected:
 
 
 def _quantized(call: Call, x: Floats, scale_of_input: str) -> Floats:
-    """What the quantized input of a layer stands for."""
+    """The values that the quantized input of a layer stands for."""
     if call["gate_up_scale"] is None:
         return x
     scale = call[scale_of_input]

@@ -16,7 +16,7 @@ from ...engine.frontend.outputs import RequestOutput
 from .body import read
 from .completions import sampling_params
 from .errors import ApiError, api_error, json_response
-from .events import Delta, EventStream, chunks, usage, whole
+from .events import Delta, EventStream, chunks, head, usage, whole
 from .form import grammar_of
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
@@ -110,10 +110,6 @@ async def render(
         raise api_error(error, "messages") from error
 
 
-def _head(job: Job, kind: str) -> dict[str, Any]:
-    return {"id": job.name, "object": kind, "created": job.created, "model": job.model}
-
-
 def _answer(
     job: Job, body: ChatRequest, output: RequestOutput, num_top: int, tools: Tools
 ) -> dict[str, Any]:
@@ -142,7 +138,7 @@ def _answer(
         choices.append(choice)
     num_output = sum(len(c.token_ids) for c in output.outputs)
     answer = {
-        **_head(job, "chat.completion"),
+        **head(job, "chat.completion"),
         "choices": choices,
         "usage": usage(job.num_prompt_tokens, num_output, output.num_cached_tokens),
     }
@@ -178,11 +174,11 @@ def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGen
             "stop_reason": delta.output.stop_reason,
         }
 
-    return chunks(job, body, _head(job, "chat.completion.chunk"), choice)
+    return chunks(job, body, head(job, "chat.completion.chunk"), choice)
 
 
 def _read(reader: CallReader, delta: Delta) -> dict[str, Any]:
-    """What a delta adds to a message: content and complete calls."""
+    """The content and the complete calls that a delta adds to a message."""
     first = reader.num_calls
     content, calls = reader.push(delta.text)
     if delta.output.finish_reason is not None:

@@ -14,7 +14,7 @@ from ...engine.frontend.outputs import RequestOutput
 from ...engine.messages.sampling_params import SamplingParams
 from .body import read
 from .errors import ApiError, api_error, json_response
-from .events import Delta, EventStream, chunks, usage, whole
+from .events import Delta, EventStream, chunks, head, usage, whole
 from .form import grammar_of
 from .logprobs import (
     completion_logprobs,
@@ -164,18 +164,9 @@ def _answer(
     num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return {
-        **_head(job),
+        **head(job, "text_completion"),
         "choices": choices,
         "usage": usage(job.num_prompt_tokens, 0 if hidden else num_output, num_cached),
-    }
-
-
-def _head(job: Job) -> dict[str, Any]:
-    return {
-        "id": job.name,
-        "object": "text_completion",
-        "created": job.created,
-        "model": job.model,
     }
 
 
@@ -200,4 +191,4 @@ def _stream(state: ServerState, job: Job, body: CompletionRequest) -> AsyncGener
             "stop_reason": delta.output.stop_reason,
         }
 
-    return chunks(job, body, _head(job), choice)
+    return chunks(job, body, head(job, "text_completion"), choice)

@@ -162,6 +162,11 @@ def event(content: Any) -> bytes:
     return b"data: " + _encoder.encode(content) + b"\n\n"
 
 
+def head(job: Job, kind: str) -> dict[str, Any]:
+    """What OpenAI's answers and their events begin with."""
+    return {"id": job.name, "object": kind, "created": job.created, "model": job.model}
+
+
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
     """OpenAI's count of tokens; ``num_cached`` of the prompts were in the prefix cache."""
     return {

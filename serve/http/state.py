@@ -84,7 +84,7 @@ class Job:
         return sum(len(each.requests[0].prompt_token_ids) for each in self.requests)
 
     def prompt_number(self, request_id: str) -> int:
-        """Which of the prompts a request of the engine is for."""
+        """The number of the prompt that a request of the engine is for."""
         if len(self.requests) == 1:
             return 0
         return next(i for i, each in enumerate(self.requests) if each.request_id == request_id)
@@ -109,7 +109,7 @@ class ServerState:
             client.on_finished = self.tracing.end
 
     def answer_peer(self, what: str, names: list[str]) -> Any:
-        """What another API process asks."""
+        """Answer a question of another API process."""
         if what == TALLY:
             return self.metrics.tally
         return self.abort_named(names) if what == ABORT else None

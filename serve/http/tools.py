@@ -139,7 +139,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def _of_all(answers: Awaitable[_T]) -> _T:
-    """What all API processes say."""
+    """The answers of all API processes."""
     try:
         return await answers
     except TimeoutError:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fusewright.bench.http_load import arrivals
 from fusewright.bench.workloads import Work, mix
+from fusewright.engine.core.scheduler import Scheduler
 
 from .test_scheduler import request, run, shape
 from .toy import Setup
@@ -24,6 +25,14 @@ SETUP = Setup(
 )
 
 
+def decoding() -> Scheduler:
+    """A scheduler with a request "a" whose prompt of 3 tokens has been computed."""
+    scheduler = SETUP.scheduler()
+    scheduler.add(request("a", 3))
+    run(scheduler, scheduler.schedule())
+    return scheduler
+
+
 def test_a_prompt_by_itself_has_the_whole_step() -> None:
     scheduler = SETUP.scheduler()
     scheduler.add(request("a", 900))
@@ -32,9 +41,7 @@ def test_a_prompt_by_itself_has_the_whole_step() -> None:
 
 
 def test_a_prompt_beside_decodes_fills_a_small_step() -> None:
-    scheduler = SETUP.scheduler()
-    scheduler.add(request("a", 3))
-    run(scheduler, scheduler.schedule())
+    scheduler = decoding()
     scheduler.add(request("b", 40))
     assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 0, 15)]
     assert shape(scheduler.schedule()) == [("a", 4, 1), ("b", 15, 15)]
@@ -42,9 +49,7 @@ def test_a_prompt_beside_decodes_fills_a_small_step() -> None:
 
 
 def test_what_a_small_step_has_left_goes_to_the_next_prompt() -> None:
-    scheduler = SETUP.scheduler()
-    scheduler.add(request("a", 3))
-    run(scheduler, scheduler.schedule())
+    scheduler = decoding()
     for name in "bc":
         scheduler.add(request(name, 10))
     assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 0, 10), ("c", 0, 5)]
@@ -63,9 +68,7 @@ def test_many_decodes_let_in_as_many_prompt_tokens() -> None:
 
 
 def test_chunks_grow_with_what_waits() -> None:
-    scheduler = SETUP.scheduler()
-    scheduler.add(request("a", 3))
-    run(scheduler, scheduler.schedule())
+    scheduler = decoding()
     scheduler.add(request("b", 160))
     scheduler.add(request("c", 160))
     assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 0, 40)], "an eighth of 320"
@@ -73,9 +76,7 @@ def test_chunks_grow_with_what_waits() -> None:
 
 
 def test_what_fills_a_step_has_all_of_it() -> None:
-    scheduler = SETUP.scheduler()
-    scheduler.add(request("a", 3))
-    run(scheduler, scheduler.schedule())
+    scheduler = decoding()
     for name in "bc":
         scheduler.add(request(name, 300))
     assert shape(scheduler.schedule()) == [("a", 3, 1), ("b", 0, 300), ("c", 0, 99)]
@@ -83,9 +84,7 @@ def test_what_fills_a_step_has_all_of_it() -> None:
 
 
 def test_an_aborted_prompt_waits_no_more() -> None:
-    scheduler = SETUP.scheduler()
-    scheduler.add(request("a", 3))
-    run(scheduler, scheduler.schedule())
+    scheduler = decoding()
     for name in "bc":
         scheduler.add(request(name, 240))
     scheduler.abort("b")

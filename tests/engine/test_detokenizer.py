@@ -6,8 +6,7 @@ import random
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models
 
 from fusewright.engine.frontend.detokenizer import Detokenizer, StopStrings, TextStream

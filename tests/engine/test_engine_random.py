@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.engine.frontend.outputs import CompletionOutput, RequestOutput

@@ -10,10 +10,10 @@ from fusewright.model_executor.layers import (
     Embedding,
     Linear,
     LMHead,
+    Part,
     Placement,
     RMSNorm,
     ShardRule,
-    column_linear,
     gate_up_linear,
     qkv_linear,
     replicated_linear,
@@ -99,10 +99,10 @@ def test_gate_up_keeps_a_rank_s_gate_before_its_up() -> None:
 def test_column_then_row_over_ranks_is_the_whole_matmul(world: int) -> None:
     up, down = torch.randn(8, HIDDEN), torch.randn(HIDDEN, 8)
     x = torch.randn(3, HIDDEN)
-    column, row = column_linear(HIDDEN, 8), row_linear(8, HIDDEN)
+    column, row = ShardRule(0, (Part("", 8, 8),)), row_linear(8, HIDDEN)
     total = torch.zeros(3, HIDDEN)
     for rank in range(world):
-        up_r = shard(column.rules["weight"], {"": up}, rank, world)
+        up_r = shard(column, {"": up}, rank, world)
         down_r = shard(row.rules["weight"], {"": down}, rank, world)
         assert up_r.shape == (8 // world, HIDDEN) and down_r.shape == (HIDDEN, 8 // world)
         total += x @ up_r.T @ down_r.T

@@ -22,8 +22,7 @@ from fusewright.model_executor.models.decoder import DecoderModel
 from fusewright.model_executor.parallel import check_parallel
 from fusewright.model_executor.quant.scheme import QuantKind
 from fusewright.model_executor.spec import ModelSpec, quantize_online
-from tests.model_executor.quant_checkpoints import BY_NAME as DIALECTS
-from tests.model_executor.quant_checkpoints import TINY, save
+from tests.model_executor.quant_checkpoints import BY_NAME as DIALECTS, TINY, save
 from tests.model_executor.tiny_models import BY_NAME
 
 WIDE = replace(TINY, options=TINY.options | {"head_dim": 128})

@@ -19,7 +19,6 @@ from fusewright.config.errors import UserError
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.layers import (
     Linear,
-    column_linear,
     gate_up_linear,
     qkv_linear,
     row_linear,
@@ -367,7 +366,7 @@ def test_a_format_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale for 64 x 32 numbers: shaped, quantized and sharded by what its row says."""
     made = QuantFormat(rows=64, columns=32)
     monkeypatch.setitem(FORMATS, "fp8 64 x 32", made)  # type: ignore[arg-type]
-    linear = column_linear(96, 128, quant="fp8 64 x 32")  # type: ignore[arg-type]
+    linear = gate_up_linear(96, 64, quant="fp8 64 x 32")  # type: ignore[arg-type]
     assert linear.weight_scale.shape == made.scale_shape(128, 96) == (2, 3)
     linear = linear.to_empty(device="cpu")
     weight = torch.randn(128, 96) * torch.logspace(-2, 2, 96)

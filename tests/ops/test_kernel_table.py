@@ -15,9 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.ops import BY_NAME, Binary, KernelMissingError, KernelTable, Launch, Variant
-from fusewright.ops import _driver as driver
-from fusewright.ops import _launch as launch_module
+from fusewright.ops import (
+    BY_NAME,
+    Binary,
+    KernelMissingError,
+    KernelTable,
+    Launch,
+    Variant,
+    _driver as driver,
+    _launch as launch_module,
+)
 from fusewright.ops._variant import param_layout, struct_format
 from fusewright.ops.conformance import compare
 

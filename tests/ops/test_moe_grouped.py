@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright.ops import BY_NAME, load_cuda_library
+from fusewright.ops._desc import Draw
 from fusewright.ops.fused_moe import moe_args
 
 # Rows of x are of tokens or of places, rows of y of places or of slots.
@@ -212,7 +213,7 @@ def test_refusals_name_the_argument(grouped: Any, name: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "times"), [(511, 0), (512, 2), (1024, 2)])
 def test_mixtures_of_many_tokens_run_it(tokens: int, times: int) -> None:
-    args = moe_args(torch.bfloat16, torch.device("cpu"), torch.Generator(), 16, 8, 2, 128, 64)
+    args = moe_args(Draw(torch.bfloat16, torch.device("cpu"), torch.Generator()), 16, 8, 2, 128, 64)
     on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
     on_meta[0] = torch.empty(tokens, 128, dtype=torch.bfloat16, device="meta")
     runs = BY_NAME["fused_moe"].implementation("cuda").runs

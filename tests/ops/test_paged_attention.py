@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.ops import PAGED_ATTENTION as OP
-from fusewright.ops import Case, load_cuda_library
+from fusewright.ops import PAGED_ATTENTION as OP, Case, load_cuda_library
 from fusewright.ops._desc import Tolerance
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.oracles import check_case

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.ops import PAGED_ATTENTION as OP
-from fusewright.ops import TensorDesc
+from fusewright.ops import PAGED_ATTENTION as OP, TensorDesc
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.launches.paged_attention_plan import plan
 from fusewright.ops.paged_attention import context_symbols

@@ -13,8 +13,7 @@ from fusewright import ops
 from fusewright.ops import BY_NAME, Case, SemanticOp
 from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
-from fusewright.ops.launches import norm as norm_kernels
-from fusewright.ops.launches import quant as kernels
+from fusewright.ops.launches import norm as norm_kernels, quant as kernels
 from fusewright.ops.launches.quant import GROUP
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

@@ -14,6 +14,12 @@ from fusewright.ops import rotary_embedding
 from fusewright.ops.rotary_cache import build_cos_sin_cache
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def yarn(**more: Any) -> RopeParameters:
+    return RopeParameters(kind="yarn", factor=4.0, original_max_position=512, **more)
+
+
 # name -> (our parameters, Hugging Face's rope_parameters without theta)
 SCALINGS = {
     "default": (RopeParameters(), {"rope_type": "default"}),
@@ -60,37 +66,19 @@ SCALINGS = {
             "original_max_position_embeddings": 64,
         },
     ),
-    "yarn": (RopeParameters(kind="yarn", factor=4.0, original_max_position=512), YARN),
+    "yarn": (yarn(), YARN),
     "yarn, betas": (
-        RopeParameters(
-            kind="yarn", factor=4.0, original_max_position=512, beta_fast=16.0, beta_slow=2.0
-        ),
+        yarn(beta_fast=16.0, beta_slow=2.0),
         {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
     ),
-    "yarn, attention factor": (
-        RopeParameters(kind="yarn", factor=4.0, original_max_position=512, attention_factor=0.7),
-        {**YARN, "attention_factor": 0.7},
-    ),
+    "yarn, attention factor": (yarn(attention_factor=0.7), {**YARN, "attention_factor": 0.7}),
     "yarn, mscale": (
-        RopeParameters(
-            kind="yarn", factor=4.0, original_max_position=512, mscale=1.2, mscale_all_dim=0.8
-        ),
+        yarn(mscale=1.2, mscale_all_dim=0.8),
         {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8},
     ),
-    "yarn, mscale alone": (
-        RopeParameters(kind="yarn", factor=4.0, original_max_position=512, mscale=1.2),
-        {**YARN, "mscale": 1.2},
-    ),
-    "yarn, not truncated": (
-        RopeParameters(kind="yarn", factor=4.0, original_max_position=512, truncate=False),
-        {**YARN, "truncate": False},
-    ),
-    "yarn partial": (
-        RopeParameters(
-            kind="yarn", factor=4.0, original_max_position=512, partial_rotary_factor=0.25
-        ),
-        {**YARN, "partial_rotary_factor": 0.25},
-    ),
+    "yarn, mscale alone": (yarn(mscale=1.2), {**YARN, "mscale": 1.2}),
+    "yarn, not truncated": (yarn(truncate=False), {**YARN, "truncate": False}),
+    "yarn partial": (yarn(partial_rotary_factor=0.25), {**YARN, "partial_rotary_factor": 0.25}),
 }
 MAX_POSITION = 2048
 
@@ -124,7 +112,7 @@ def test_frequencies_do_not_depend_on_the_position() -> None:
 
 
 def test_a_rotation_keeps_dot_products_of_equal_distance(device: torch.device) -> None:
-    cache = build_cos_sin_cache(RopeParameters(), 64, 200, device=device)
+    cache = build_cos_sin_cache(RopeParameters(), 64, 200).to(device)
     q = torch.randn(1, 1, 64, device=device).expand(2, 1, 64)
     k = torch.randn(1, 1, 64, device=device).expand(2, 1, 64)
     near = torch.tensor([3, 103], dtype=torch.int32, device=device)

@@ -11,8 +11,9 @@ from torch import Tensor, fx
 
 from fusewright import ops
 from fusewright.passes import PassReport, VerificationError, build_passes, run_passes
-from fusewright.passes.fuse_quant import NORM, FuseQuant
+from fusewright.passes.fuse_quant import NORM
 from fusewright.passes.rule import Context
+from fusewright.passes.sites import SitePass
 from tests.passes.graphs import capture, hidden, targets
 from tests.passes.quantizers import Quantize, per_group, per_token, static
 
@@ -152,7 +153,7 @@ def test_a_dynamic_quantization_not_read_once_is_a_miss(
 
 
 def test_verify_catches_a_fusion_that_swaps_its_scale() -> None:
-    class Wrong(FuseQuant):
+    class Wrong(SitePass):
         def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
             report = super().__call__(gm, context)
             (rewrite,) = context.rewrites
@@ -165,7 +166,7 @@ def test_verify_catches_a_fusion_that_swaps_its_scale() -> None:
 
     gm, _ = captured(norm, tensors(), static)
     with pytest.raises(VerificationError, match="fuse_norm_quant"):
-        run_passes(gm, [Wrong(NORM.name, NORM.tier, NORM.site)], verify=True)
+        run_passes(gm, [Wrong(NORM.name, NORM.tier, NORM.read)], verify=True)
 
 
 HEADS, KV_HEADS, DIM, BLOCK, SEQS = 4, 2, 32, 8, 5

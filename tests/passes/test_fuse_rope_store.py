@@ -15,8 +15,9 @@ from fusewright import ops
 from fusewright.compiler.lowering.lower import lower
 from fusewright.config import LEVELS
 from fusewright.passes import PassReport, VerificationError, build_passes, run_passes
-from fusewright.passes.fuse_rope_store import FuseRopeStore
+from fusewright.passes.fuse_rope_store import FUSE_ROPE_STORE
 from fusewright.passes.rule import Context, Tier
+from fusewright.passes.sites import SitePass
 from tests.compiler.test_unroll import SPEC, traced
 from tests.passes.graphs import capture, targets
 
@@ -255,11 +256,12 @@ def test_what_cannot_be_fused_is_left_and_explained(fn: Callable[..., Tensor], r
     assert targets(gm) == before
 
 
-class Wrong(FuseRopeStore):
+class Wrong(SitePass):
     """The rule, but for one change of the fused op's arguments."""
 
     def __init__(self, change: Callable[[fx.Graph, list[Any]], None]) -> None:
-        self.change, self.tier = change, Tier(1e-3, 1e-2)
+        super().__init__(FUSE_ROPE_STORE.name, Tier(1e-3, 1e-2), FUSE_ROPE_STORE.read)
+        self.change = change
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         return super().__call__(gm, _Changes(self.change, keep_rewrites=True, into=context))
@@ -270,7 +272,9 @@ class _Changes(Context):
         super().__init__(keep_rewrites, into.rewrites)
         self.change = change
 
-    def replace(self, rule: Any, site: Any, old: Any, outputs: Any, build: Any) -> None:
+    def replace(
+        self, rule: Any, site: Any, old: Any, outputs: Any, build: Any, tier: Any = None
+    ) -> None:
         def wrong(graph: fx.Graph) -> list[fx.Node]:
             (fused,) = build(graph)
             with graph.inserting_before(fused):
@@ -279,7 +283,7 @@ class _Changes(Context):
                 fused.args = tuple(args)
             return [fused]
 
-        super().replace(rule, site, old, outputs, wrong)
+        super().replace(rule, site, old, outputs, wrong, tier)
 
 
 Q, K, V, CACHE, SLOTS, Q_WEIGHT, K_WEIGHT, EPSILON = 1, 2, 3, 5, 6, 7, 8, 9

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fusewright import ops
 from fusewright.passes import PassReport, VerificationError, random_value, run_passes
-from fusewright.passes.fuse_add_norm import FuseAddNorm
+from fusewright.passes.fuse_add_norm import FUSE_ADD_NORM
 from fusewright.passes.rule import EXACT, Context, Tier, is_call
 from tests.passes.graphs import capture, hidden
 
@@ -146,7 +146,7 @@ def test_identical_sites_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pipeline, "check_rewrite", counted)
     gm = capture(deep, x=hidden(), residual=hidden(), weight=torch.randn(32))
-    (report,) = run_passes(gm, [FuseAddNorm()], verify=True)
+    (report,) = run_passes(gm, [FUSE_ADD_NORM], verify=True)
     assert report.matched == 6 and len(runs) == 6
     assert sum(bool(r) for r in runs) == 1
 
