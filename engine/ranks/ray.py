@@ -33,6 +33,8 @@ _ANOTHER = "another installation than rank 0 runs; install the same on all nodes
 LOST = "its connection broke, or its actor or its node has ended"
 _LOOK_S = 0.2
 """Time between two looks at what the start waits for, in seconds."""
+_CONNECT_S = 30.0
+"""Longest wait for the cluster, for which Ray itself would wait without end."""
 _FREE_S = 15.0
 """Longest wait for GPUs that others have.  Those of an engine that has just ended are free then."""
 _JOIN_S = 180.0
@@ -71,7 +73,8 @@ class RayRanks:
             )
         self._options = options
         self._sizes = options.tensor_parallel_size, options.pipeline_parallel_size
-        self._over, self._started = Event(), Event()
+        self._over, self._connected, self._started = Event(), Event(), Event()
+        self._connect_until = time.monotonic() + _CONNECT_S
         self._error: Exception | None = None
         self._is_ours = False
         self._bundles: Any = None
@@ -96,6 +99,11 @@ class RayRanks:
         while not self._started.wait(_LOOK_S):
             if gave_up():
                 self._over.set()
+            if not self._connected.is_set() and time.monotonic() > self._connect_until:
+                raise UserError(
+                    "distributed_executor=ray: the Ray cluster of this node does not answer, which "
+                    "`ray status` asks too; RAY_ADDRESS may name another"
+                )
         if self._error is not None:
             raise self._error
         others = [self._joined[rank] for rank in range(1, len(self._joined))]
@@ -118,6 +126,8 @@ class RayRanks:
     def close(self) -> None:
         """End the ranks that still run, and give back what Ray gave."""
         self._over.set()
+        if not self._connected.wait(max(0.0, self._connect_until - time.monotonic())):
+            return  # to a thread that waits in Ray
         self._started.wait()
         for _, link in self._joined.values():
             link.shut()
@@ -140,6 +150,8 @@ class RayRanks:
     def _start(self) -> None:
         try:
             self._connect()
+            self._connected.set()
+            self._check_going_on()
             unit, bundles, home = self._ask()
             self._reserve(unit, bundles, home)
             self._call(unit, len(bundles))
@@ -153,6 +165,7 @@ class RayRanks:
             line = (str(error).splitlines() or [type(error).__name__])[0]
             self._error = MachineError(f"distributed_executor=ray: {line}")
         finally:
+            self._connected.set()
             self._started.set()
 
     def _connect(self) -> None:
@@ -217,9 +230,9 @@ class RayRanks:
             if time.monotonic() > until:
                 free = int(ray.available_resources().get(unit, 0))
                 raise UserError(
-                    f"{describe_ranks(*self._sizes)}: {self._options.num_ranks} ranks need a "
-                    f"{unit} each, rank 0 on this node, and {free} of the Ray cluster's are free; "
-                    "end what has the others, which `ray status` shows"
+                    f"{describe_ranks(*self._sizes)}: within {_FREE_S:.0f} s Ray has not given "
+                    f"{len(bundles)} x {bundles[0][unit]:.0f} {unit}, the first on this node; "
+                    f"{free} of the cluster's are free; end what has the others: `ray status`"
                 )
 
     def _call(self, unit: str, num_bundles: int) -> None:
@@ -267,8 +280,17 @@ class RayRanks:
                 try:
                     ray.get(self._runs[rank])
                 except Exception as error:
-                    line = ([line for line in str(error).splitlines() if line] or [""])[-1]
-                    raise UserError(f"Ray cannot run rank {rank}: {line}") from error
+                    line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+                    raise UserError(f"rank {rank}{self._where(rank)}: {line}") from error
+
+    def _where(self, rank: int) -> str:
+        """The node to which Ray has given the bundle of a rank, for messages."""
+        import ray
+
+        given = ray.util.placement_group_table(self._bundles)["bundles_to_node_id"]
+        node = given.get(rank * len(given) // self._options.num_ranks)
+        found = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
+        return f" on Ray's node {found[0]}" if found else ""
 
     def _greet(self, end: socket.socket, secret: bytes) -> None:
         """Take a rank in; whoever does not know the secret is not listened to.

@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray.cluster_utils import Cluster
+
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineDeadError, EngineOptions, MachineError, UserError
 from fusewright.engine.ranks import ray as ray_ranks
@@ -32,16 +34,14 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": Fal
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Cluster]:
     """Two nodes, which our process finds as any user's does."""
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="ray-") as folder:
         patch.setenv("RAY_TMPDIR", folder)  # pytest's own are too long for sockets
         made = Cluster(initialize_head=True, head_node_args=NODE)
         try:
             made.add_node(**NODE)
-            yield
+            yield made
         finally:
             made.shutdown()
 
@@ -60,10 +60,9 @@ def tokens(llm: LLM) -> list[tuple[int, ...]]:
 
 def test_ranks_on_two_nodes_answer_as_one_rank() -> None:
     """Each node finds or compiles the program for itself."""
-    options = {**OPTIONS, "optimization_level": 1}
-    with LLM("abacus", **{**options, "tensor_parallel_size": 1}) as llm:
+    with LLM("abacus", **{**OPTIONS, "tensor_parallel_size": 1}) as llm:
         expected = tokens(llm)
-    with LLM("abacus", **options, distributed_executor="ray") as llm:
+    with LLM("abacus", **{**RAY, "optimization_level": 1}) as llm:
         (pid,) = others(llm)
         actor = parent(pid)
         assert actor != os.getpid()
@@ -141,7 +140,9 @@ def test_what_others_hold_is_named_when_it_stays_held(monkeypatch: pytest.Monkey
         ranks.processes()
         said = refused(EngineOptions(**RAY))
         ranks.close()
-    assert "2 ranks need a CPU each, rank 0 on this node, and 0 of the Ray cluster's" in said
+    assert (
+        "Ray has not given 2 x 1 CPU, the first on this node; 0 of the cluster's are free" in said
+    )
 
 
 def test_a_node_with_another_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +216,19 @@ def test_rank_0_numbers_gpus_by_its_own_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES=3,4: Ray gave ranks .* 5,3"):
         ray_ranks._as_numbered_here(place)
+
+
+def test_the_end_of_a_node_ends_the_engine(cluster: Cluster) -> None:
+    """This is the last test here: it leaves the cluster with one node."""
+    with LLM("abacus", **RAY) as llm:
+        (pid,) = others(llm)
+        (node,) = cluster.worker_nodes
+
+        def lose(_: object) -> None:
+            if cluster.worker_nodes:
+                cluster.remove_node(node, allow_graceful=False)
+
+        llm.engine.on_tokens = lose
+        with pytest.raises(EngineDeadError, match=r"^rank 1 of 2 on .* or its node has ended\)"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        wait_for(lambda: is_gone(pid))
