@@ -150,6 +150,11 @@ def _check_ranges(options: EngineOptions) -> None:
         raise UserError(
             "num_gpu_blocks_override and kv_cache_memory_bytes both size the KV cache: give one"
         )
+    if o.distributed_executor == "ray" and o.num_ranks == 1:
+        raise UserError(
+            "distributed_executor=ray: there is one rank, which nobody has to start; leave it out, "
+            "or give tensor_parallel_size or pipeline_parallel_size of 2 or more"
+        )
     if o.record_expert_load and o.pipeline_parallel_size > 1:
         raise UserError(
             f"record_expert_load with pipeline_parallel_size={o.pipeline_parallel_size}: the "

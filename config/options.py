@@ -61,6 +61,13 @@ class EngineOptions:
     pipeline_parallel_size: int = _option(
         1, "model", "stages of consecutive layers, each on ranks of its own: times the ranks above"
     )
+    distributed_executor: str = _option(
+        "mp",
+        "model",
+        "who starts the other ranks: this process on this host (mp), or Ray on the nodes of its "
+        "cluster",
+        ("mp", "ray"),
+    )
     enable_expert_parallel: bool = _option(
         False, "model", "each rank holds whole experts, in place of a part of each"
     )

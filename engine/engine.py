@@ -25,8 +25,8 @@ from .core.loop import EngineCore, make_core
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
 from .frontend.tokenizer import find_eos_token_ids
+from .ranks.executor import StartedRanks
 from .ranks.leader import Leader
-from .ranks.spawn import SpawnedRanks
 from .ranks.start import OneRank, on_all, start_ranks
 from .worker.hardware import detect_hardware
 from .worker.memory import report_kv_groups
@@ -50,7 +50,7 @@ class Engine(EngineLoop):
     Args:
         options: see ``EngineOptions``.
         hardware: what to run on; detected when None.
-        spawned: the processes of the other ranks, if they have been started.
+        others: the other ranks, if they have been started.
 
     Raises:
         UserError: the model folder or an option is bad, the model does not fit, or another rank
@@ -63,16 +63,18 @@ class Engine(EngineLoop):
         self,
         options: EngineOptions,
         hardware: Hardware | None = None,
-        spawned: SpawnedRanks | None = None,
+        others: StartedRanks | None = None,
     ) -> None:
         startup = StartupReport()
         with startup.phase("config"):
+            if others is not None:
+                others.take_gpu()
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware)
             inputs = input_processor(config, spec.vocab_size)
             eos_token_ids = find_eos_token_ids(folder, inputs.tokenizer)
         with ExitStack() as on_failure, show_progress() as progress:
-            ranks = start_ranks(options, spec, hardware, spawned)
+            ranks = start_ranks(options, spec, hardware, others)
             on_failure.callback(ranks.stop)
             with ranks.guard():
                 worker = Worker(folder, spec, config, startup, progress, ranks)

@@ -21,7 +21,7 @@ from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
 from .messages.sampling_params import SamplingParams
-from .ranks.spawn import spawned_ranks
+from .ranks.executor import started_ranks
 
 if TYPE_CHECKING:
     from .frontend.tokenizer import Tokenizer
@@ -213,11 +213,11 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
     """
     checked = engine_options(model, options)
     check_start(checked)
-    with spawned_ranks(checked) as spawned:
+    with started_ranks(checked) as others:
         # Only now: this imports torch, which takes seconds.
         from .engine import Engine
 
-        engine = Engine(checked, spawned=spawned)
+        engine = Engine(checked, others=others)
     if disable_log_stats:
         engine.stats = None
     return engine

@@ -1,6 +1,6 @@
 """Makes process groups by name, apart from torch.distributed's default group, which is the user's.
 
-Groups of one host: gloo speaks over the loopback device, NCCL as it finds.
+gloo speaks over the address that it is given, NCCL as it finds.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def process_group(
     *,
     timeout: timedelta,
     on_gpus: bool,
+    address: str = "127.0.0.1",
 ) -> Iterator[ProcessGroup]:
     """A group under ``name`` while the block runs; waits for the other ranks.
 
@@ -39,13 +40,14 @@ def process_group(
         store: where the ranks of this group alone meet.
         timeout: of each collective.
         on_gpus: each rank has a GPU of its own, whose tensors go over NCCL; else all go over gloo.
+        address: of this host, at which the other ranks reach gloo.
     """
     group = ProcessGroup(store, rank, world)
     if on_gpus:
         _add_nccl(group, store, rank, world, timeout)
     else:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timeout
         gloo = ProcessGroupGloo(store, rank, world, options)
         for device in ("cpu", "cuda"):

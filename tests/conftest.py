@@ -41,6 +41,7 @@ if not find_spec("zmq"):
             "pipeline_parallel",
             "process",
             "rank_faults",
+            "ray",
             "replicas",
             "torchrun",
         )

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ... import ops
 from ...compiler.lowering.tune import graph_us
-from ...engine.worker.peers import RankGroup
+from ...engine.worker.peers import RankGroup, meeting_store
+from ...engine.worker.place import places
 from ...model_executor.parallel import GROUP
 from ...ops import _peer_memory
 from ...ops.all_reduce import sum_over_ranks
@@ -65,7 +66,8 @@ def _measure(hidden: int) -> list[dict[str, Any]]:
 def _rank(rank: int, world: int, store: Path, hidden: int, to: Path) -> None:
     torch.cuda.set_device(rank)
     with torch.inference_mode():
-        group = RankGroup(store, rank, world, 1, "cuda")
+        place = places(world, 1)[rank]
+        group = RankGroup(place, lambda: meeting_store(str(store), world), "cuda")
         rows = _measure(hidden)
         group.close()
     to.with_suffix(f".{rank}").write_text(json.dumps(rows))

@@ -25,8 +25,8 @@ from ...config import EngineDeadError, EngineOptions, UserError
 from ..frontend.gc_pause import gc_paused
 from ..messages.codec import decode
 from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
+from ..ranks.executor import started_ranks
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
-from ..ranks.spawn import spawned_ranks
 from .heartbeat import Heartbeat
 from .owners import Owners
 from .wire import (
@@ -216,11 +216,11 @@ def _serve(
     outboxes: Sequence[zmq.Socket[bytes]],
     heartbeat: Heartbeat,
 ) -> None:
-    with spawned_ranks(options) as spawned:
+    with started_ranks(options) as others:
         # Only now, when this process ends with its parent: the import of torch takes seconds.
         from ..engine import Engine
 
-        engine = Engine(options.for_server(), spawned=spawned)
+        engine = Engine(options.for_server(), others=others)
     core = engine.core
     ready = Ready(
         vocab_size=engine.inputs.vocab_size,

@@ -72,7 +72,8 @@ class Replica:
 
     def _spawn(self, folder: Path, options: EngineOptions) -> subprocess.Popen[bytes]:
         place = Place(self.number, self._seat.count)
-        there = [] if options.device == "cpu" else visible_gpus()
+        divides = options.device != "cpu" and options.distributed_executor == "mp"
+        there = visible_gpus() if divides else []
         world, count = options.num_ranks, self._seat.num_replicas
         gpus = gpus_of_replica(self.number, count, world, there)
         return subprocess.Popen(

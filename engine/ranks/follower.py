@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..messages.codec import decode
 from ..messages.step import Batch
-from .lifetime import Failure, end_with, leave_signals_to_the_parent
+from .lifetime import LOST_LINK, Failure, end_with, leave_signals_to_the_parent
 from .link import ArtifactFolder, ArtifactKey, Kind, Link, RankFailed, Start
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as MeetingStore
+
     from ...compiler.artifacts.artifact import Artifact
     from ...compiler.artifacts.key import Key
     from ...compiler.artifacts.store import Store
@@ -39,8 +41,9 @@ class Follower:
     """The ``Peers`` of a rank other than 0: it speaks with rank 0 alone."""
 
     def __init__(self, link: Link, start: Start) -> None:
-        self.rank, self._link, self._start = start.rank, link, start
-        self._stage, self._tp_rank = divmod(start.rank, start.options.tensor_parallel_size)
+        self.rank, self._link, self._start = start.place.rank, link, start
+        self._stage = self.rank // start.place.size
+        self.compiles = start.place.first == self.rank
 
     def check(self) -> None:
         """Rank 0 watches; this process ends with it."""
@@ -52,12 +55,12 @@ class Follower:
 
     @contextmanager
     def store(self, config: StoreConfig) -> Iterator[Store]:
-        """This rank's own store if it is the first of its stage, else the one in which that rank's
-        artifact is; waits until it is there."""
+        """This rank's own store if it is the first of its stage on its host, else the one in which
+        that rank's artifact is; waits until it is there."""
         from ...compiler.artifacts.store import Store
         from ..worker.source import artifact_store
 
-        if self._tp_rank == 0:
+        if self.compiles:
             with artifact_store(config) as store:
                 yield store
             return
@@ -67,24 +70,26 @@ class Follower:
         )
 
     def share(self, artifact: Artifact) -> None:
-        """Tell rank 0 that the artifact is read, and where it is for the others of the stage, which
-        are waited for."""
-        if self._tp_rank == 0:
+        """Tell rank 0 that the artifact is read, and where it is for the others of the stage on
+        this host, which are waited for."""
+        if self.compiles:
             self._link.send(Kind.ARTIFACT, ArtifactFolder(str(artifact.path.parent.parent)))
         self._link.send(Kind.PROGRAM)
-        if self._tp_rank == 0:
+        if self.compiles:
             self._expect(Kind.PROGRAM)
 
     def meet(self) -> RankGroup:
         """Say that the weights are loaded, and join the others."""
-        from ..worker.peers import RankGroup
+        from ..worker.peers import RankGroup, meeting_store
 
         self._link.send(Kind.WEIGHTS)
         self._expect(Kind.MEET)
         start = self._start
-        options, device = start.options, start.hardware.device
-        sizes = options.tensor_parallel_size, options.pipeline_parallel_size
-        return RankGroup(Path(start.store), start.rank, *sizes, device)
+
+        def meeting() -> MeetingStore:
+            return meeting_store(start.store, start.options.num_ranks)
+
+        return RankGroup(start.place, meeting, start.hardware.device)
 
     def _expect(self, expected: Kind) -> bytes:
         kind, body = self._link.receive()
@@ -115,7 +120,9 @@ def start_worker(link: Link) -> Worker:
     torch.set_num_threads(start.num_threads)
     hardware = start.hardware
     if hardware.device == "cuda":
-        torch.cuda.set_device(start.rank)
+        if start.place.visible_gpus:  # CUDA reads it at its first call, which is the next
+            os.environ["CUDA_VISIBLE_DEVICES"] = start.place.visible_gpus
+        torch.cuda.set_device(start.place.gpu)
         # Its own GPU, which the key tells from rank 0's; limits follow rank 0's memory.
         hardware = replace(detect_hardware("cuda"), memory_bytes=hardware.memory_bytes)
     folder, spec, config = read_model(start.options, hardware)
@@ -158,8 +165,8 @@ def run(link: Link) -> int:
         gc.freeze()
         serve(link, worker)
         return 0
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # rank 0 has ended
-        return 1
+    except (EOFError, ConnectionError, TimeoutError):  # rank 0 may have ended
+        return LOST_LINK
     except Exception as error:
         failure = Failure.of(error)
         with suppress(OSError):

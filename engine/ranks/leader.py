@@ -6,18 +6,17 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
+from torch._C._distributed_c10d import Store as MeetingStore
 
 from ...compiler.artifacts.artifact import Artifact
 from ...compiler.artifacts.key import Key, differences
@@ -26,24 +25,26 @@ from ...compiler.artifacts.store import Store
 from ...config import EngineDeadError, EngineOptions, Hardware, StoreConfig, UserError
 from ...model_executor.parallel import describe_ranks
 from ..messages.codec import decode, encode
-from ..worker.peers import RankGroup
+from ..worker.peers import RankGroup, meeting_store
+from ..worker.place import LOOPBACK, places
 from ..worker.source import artifact_store
-from .link import ArtifactFolder, ArtifactKey, Kind, Link, RankFailed, Start
-from .spawn import SpawnedRanks
+from .executor import StartedRanks, start_others
+from .lifetime import BROKEN, LOOK_S, STOPPED, StoppedWatch, how_ended
+from .link import ArtifactFolder, ArtifactKey, Ended, Kind, Link, RankFailed, Start
+from .ray import LOST, RayRank, RayRanks
 from .torchrun import Joined, joined_ranks
 
 _logger = logging.getLogger("fusewright")
-_LOOK_S = 0.5
-"""Time between two looks at the states of the processes, in seconds."""
-_MOST_STOPPED = 8
-"""Looks at a stopped process in a row until it counts as lost."""
 _GATHER_S = 0.3
 """Time in which the causes of an end are gathered: a rank that loses its peer ends too."""
+_BROKEN_S = 2.0
+"""Longest time from the end of a connection to that of its process, which may free a GPU first."""
 _CAUSE_S = 3.0
 """Longest wait for what ended a rank, behind an error of rank 0 that may come of it."""
 _END_S = 5.0
 """Longest time that ranks may take to end when they are told to."""
 _UNKNOWN = "torchrun says how"
+_Process = subprocess.Popen[bytes] | Joined | RayRank
 _alone = threading.Lock()
 """Held by the process's one leader: programs know their process group by a fixed name."""
 
@@ -57,13 +58,13 @@ class Leader:
     Args:
         options, hardware: of rank 0; the others get the same.
         torchrun: the others are torchrun's processes, and are waited for.
-        spawned: the others, if they have been started; ended with this.
+        others: they, if they have been started; ended with this.
 
     Raises:
         UserError: this process already has an engine with several ranks.
     """
 
-    rank = 0
+    rank, compiles = 0, True
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Leader:
         hardware: Hardware,
         *,
         torchrun: bool = False,
-        spawned: SpawnedRanks | None = None,
+        others: StartedRanks | None = None,
     ) -> None:
         self.world, self._hardware = options.num_ranks, hardware
         self._sizes = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -82,7 +83,8 @@ class Leader:
             )
         try:
             self._scratch = scratch_folder()
-            self._store = self._scratch.__enter__() / "ranks"
+            self._folder = self._scratch.__enter__()
+            self._others = others if others or torchrun else start_others(options)
         except BaseException:
             _alone.release()
             raise
@@ -94,14 +96,12 @@ class Leader:
         self._stopping, self._closed, self._stopped_at = False, False, 0.0
         self._group: RankGroup | None = None
         self._links: dict[int, Link] = {}
-        self._processes: dict[int, subprocess.Popen[bytes] | Joined] = {}
-        self._torchrun = torchrun
-        self._spawned = spawned
-        if spawned is None and not torchrun:
-            self._spawned = SpawnedRanks(self.world - 1)
-        self._start = Start(options, hardware, 0, str(self._store), torch.get_num_threads())
-        self._stopped_looks: dict[int, int] = {}
-        self._not_going_on: set[int] = set()
+        self._processes: dict[int, _Process] = {}
+        self._torchrun, self._places = torchrun, places(*self._sizes)
+        store, num_threads = str(self._folder / "ranks"), torch.get_num_threads()
+        self._start = Start(options, hardware, self._places[0], store, num_threads)
+        self._stopped: dict[int, StoppedWatch] = {}
+        self._broken: dict[int, float] = {}
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._thread.start()
 
@@ -124,9 +124,9 @@ class Leader:
             found = differences(ours, decode(body, ArtifactKey).factors)
             if found:
                 raise UserError(
-                    f"rank {rank} would run another program than rank 0 (rank 0 -> rank {rank}): "
-                    f"{', '.join(map(str, found))}; start all ranks from one installation, on "
-                    "equal GPUs"
+                    f"rank {rank}{self._where(rank)} would run another program than rank 0 (rank 0 "
+                    f"-> rank {rank}): {', '.join(map(str, found))}; start all ranks from one "
+                    "installation, on equal GPUs"
                 )
 
     @contextmanager
@@ -136,32 +136,39 @@ class Leader:
             yield store
 
     def share(self, artifact: Artifact) -> None:
-        """Have every rank load the artifact of its stage's first rank, which for the first stage is
-        rank 0's."""
-        size = self._sizes[0]
+        """Have every rank load the artifact of its stage's first rank on its host, which for this
+        host and the first stage is rank 0's."""
         folder = encode(ArtifactFolder(str(artifact.path.parent.parent)))
-        for first in range(0, self.world, size):
+        firsts = sorted({place.first for place in self._places})
+        for first in firsts:
             if first:
                 folder = self._wait_for(Kind.ARTIFACT, first)[first]
-            self.send(Kind.ARTIFACT, folder, to=range(first + 1, first + size))
+            others = [place.rank for place in self._places if place.first == first]
+            self.send(Kind.ARTIFACT, folder, to=others[1:])
         self._wait_for(Kind.PROGRAM)
-        self.send(Kind.PROGRAM, to=range(size, self.world, size))
+        self.send(Kind.PROGRAM, to=firsts[1:])
 
     def meet(self) -> RankGroup:
         """Wait for the weights of all ranks, then join them."""
         self._wait_for(Kind.WEIGHTS)
         self.send(Kind.MEET)
+        place, device = self._places[0], self._hardware.device
         with self.guard():
-            group = RankGroup(self._store, 0, *self._sizes, self._hardware.device, self.check)
+            group = RankGroup(place, self._open_meeting, device, self.check)
         with self._changed:
             self._group = group
-        if self._hardware.device == "cuda" and self._sizes[0] > 1 and group.why_no_peer_memory:
+        if device == "cuda" and place.size > 1 and group.why_no_peer_memory:
             _logger.warning(
                 "NCCL alone sums over the ranks, which takes three times as long or more for few "
                 "tokens: %s",
                 group.why_no_peer_memory,
             )
         return group
+
+    def _open_meeting(self) -> MeetingStore:
+        ray = self._others if isinstance(self._others, RayRanks) else None
+        listener = ray.listener.detach() if ray and ray.listener else None
+        return meeting_store(self._start.store, self.world, listener)
 
     # What the engine calls
 
@@ -248,82 +255,90 @@ class Leader:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             try:
-                for rank, process, link in self._others():
+                for rank, process, link in self._come():
                     self._take(rank, process, link, selector)
                 lost_at: float | None = None
                 while self._failure is None and not self._all_stopped:
-                    for key, _ in selector.select(_LOOK_S if lost_at is None else _GATHER_S / 3):
+                    for key, _ in selector.select(LOOK_S if lost_at is None else _GATHER_S / 3):
                         key.data()
-                    self._look_for_stopped()
+                    self._look_for_lost()
                     if lost_at is None and (self._failed or self._ended) and not self._stopping:
                         lost_at = time.monotonic()
                     if lost_at is not None and time.monotonic() - lost_at > _GATHER_S:
                         self._fail(self._cause())
+            except UserError as error:
+                self._fail(error)
             except Exception as error:  # nobody sees what a thread raises
                 self._fail(EngineDeadError(f"the ranks cannot be watched: {error}"))
         self._reap()
 
     @property
     def _all_stopped(self) -> bool:
-        return self._stopping and (len(self._ended) == self.world - 1 or self._is_late)
+        is_late = time.monotonic() - self._stopped_at > _END_S
+        return self._stopping and (len(self._ended) == self.world - 1 or is_late)
 
-    @property
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._stopped_at > _END_S
-
-    def _others(self) -> Iterator[tuple[int, subprocess.Popen[bytes] | Joined, Link]]:
-        if self._spawned is None:
-            yield from joined_ranks(self.world, Path(self._store).parent, lambda: self._stopping)
+    def _come(self) -> Iterator[tuple[int, _Process, Link]]:
+        if self._others is None:
+            yield from joined_ranks(self.world, self._folder, lambda: self._stopping)
             return
-        for rank, (process, link) in enumerate(self._spawned.processes(), 1):
+        processes: list[tuple[_Process, Link]] = []
+        if isinstance(self._others, RayRanks):
+            processes += self._others.processes(lambda: self._stopping)
+            self._places = self._others.places
+            self._start = replace(self._start, store=self._others.store)
+        else:
+            processes += self._others.processes()
+        for rank, (process, link) in enumerate(processes, 1):
             yield rank, process, link
 
     def _take(
-        self,
-        rank: int,
-        process: subprocess.Popen[bytes] | Joined,
-        link: Link,
-        selector: selectors.BaseSelector,
+        self, rank: int, process: _Process, link: Link, selector: selectors.BaseSelector
     ) -> None:
         self._processes[rank], self._links[rank] = process, link
         with suppress(OSError):  # a rank that has ended at once is noticed below
-            link.send(Kind.START, replace(self._start, rank=rank))
-        exited = os.pidfd_open(process.pid)
+            link.send(Kind.START, replace(self._start, place=self._places[rank]))
 
         def hear() -> None:
             try:
                 self._hear(rank, *link.receive())
             except (OSError, EOFError):
                 selector.unregister(link)
+                self._broken[rank] = time.monotonic()
+                if isinstance(process, RayRank):  # whose actor has told how it ended, if it could
+                    self._ended.setdefault(rank, LOST)
+
+        selector.register(link, selectors.EVENT_READ, hear)
+        if isinstance(process, RayRank):
+            return
+        exited = os.pidfd_open(process.pid)
 
         def end() -> None:
             selector.unregister(exited)
             os.close(exited)
-            self._ended[rank] = _how(process.wait())
+            code = process.wait()
+            self._ended[rank] = _UNKNOWN if code is None else how_ended(code)
 
-        selector.register(link, selectors.EVENT_READ, hear)
         selector.register(exited, selectors.EVENT_READ, end)
+        self._stopped[rank] = StoppedWatch(process.pid)
 
     def _hear(self, rank: int, kind: Kind, body: bytes) -> None:
         with self._changed:
             if kind is Kind.FAILED:
                 self._failed[rank] = decode(body, RankFailed)
+            elif kind is Kind.ENDED:
+                self._ended[rank] = decode(body, Ended).how
             self._heard.setdefault(kind, {})[rank] = body
             self._changed.notify_all()
 
-    def _look_for_stopped(self) -> None:
-        """End all when somebody has stopped a process for seconds: others wait for it.  Counted in
-        looks and not in time, since a terminal may stop and continue all processes together."""
-        for rank, process in self._processes.items():
-            if rank in self._ended or rank in self._not_going_on:
-                continue
-            with suppress(OSError):
-                state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-                looks = self._stopped_looks.get(rank, 0) + 1 if state == "T" else 0
-                self._stopped_looks[rank] = looks
-                if looks > _MOST_STOPPED:
-                    self._not_going_on.add(rank)
-                    self._fail(self._lost(rank))
+    def _look_for_lost(self) -> None:
+        """End all when somebody has stopped a process, or a connection broke and its process goes
+        on: others wait for it."""
+        for rank, stopped in self._stopped.items():
+            if rank not in self._ended and stopped.look():
+                self._fail(self._lost(rank, STOPPED))
+        for rank, since in self._broken.items():
+            if rank not in self._ended and time.monotonic() - since > _BROKEN_S:
+                self._fail(self._lost(rank, BROKEN))
 
     def _cause(self) -> UserError:
         """What ended first, as far as one can tell: a process that was killed takes the others'
@@ -331,24 +346,27 @@ class Leader:
         killed = [
             rank
             for rank, how in self._ended.items()
-            if how.startswith("signal") or (how == _UNKNOWN and rank not in self._failed)
+            if not (how.startswith("exit code") or (rank in self._failed and how == _UNKNOWN))
         ]
         if self._failed and not killed:
             rank, failed = max(self._failed.items(), key=lambda item: item[1].exit_code)
             sys.stderr.write(failed.traceback)
             message = f"{self._name(rank)}: {failed.message}"
             return UserError(message) if failed.exit_code == 2 else EngineDeadError(message)
-        return self._lost((killed or list(self._ended))[0])
+        rank = (killed or list(self._ended))[0]
+        return self._lost(rank, self._ended[rank])
 
-    def _lost(self, rank: int) -> EngineDeadError:
-        stopped = rank in self._not_going_on
-        how = "it was stopped, and did not go on" if stopped else self._ended[rank]
+    def _lost(self, rank: int, how: str) -> EngineDeadError:
         return EngineDeadError(f"{self._name(rank)} has ended ({how}); restart the engine")
 
     def _name(self, rank: int) -> str:
         size, num_stages = self._sizes
         stage = f" (stage {rank // size} of {num_stages})" if num_stages > 1 else ""
-        return f"rank {rank} of {self.world}{stage}"
+        return f"rank {rank} of {self.world}{stage}{self._where(rank)}"
+
+    def _where(self, rank: int) -> str:
+        address = self._places[rank].address
+        return "" if address == LOOPBACK else f" on {address}"
 
     def _fail(self, failure: UserError) -> None:
         """Keep the first failure, and end what may still wait for the rank that is lost."""
@@ -371,12 +389,5 @@ class Leader:
                 process.kill()
             process.wait()
             self._links[rank].close()
-        if self._spawned is not None:
-            self._spawned.close()
-
-
-def _how(code: int | None) -> str:
-    """How a process has ended, from its exit code as ``Popen`` gives it."""
-    if code is None:
-        return _UNKNOWN
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if self._others is not None:
+            self._others.close()

@@ -6,11 +6,21 @@ import ctypes
 import os
 import signal
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from ...config import EngineDeadError, MachineError, UserError
 
+LOOK_S = 0.5
+"""Time between two looks at the state of a process, in seconds."""
+LOST_LINK = 3
+"""Exit code of a rank whose connection to rank 0 has broken."""
+STOPPED = "it was stopped, and did not go on"
+BROKEN = "its connection to rank 0 broke"
+_MOST_STOPPED = 8
+"""Looks at a stopped process in a row until it counts as lost."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,6 +40,28 @@ def leave_signals_to_the_parent() -> None:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """A handler and not SIG_IGN, which compilers that this process starts would inherit."""
+
+
+def how_ended(code: int) -> str:
+    """How a process has ended, from its exit code as ``Popen`` gives it."""
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return BROKEN if code == LOST_LINK else f"exit code {code}"
+
+
+class StoppedWatch:
+    """Tells whether somebody has stopped a process for seconds, for which others wait.  Counted in
+    looks and not in time, since a terminal may stop and continue all processes together."""
+
+    def __init__(self, pid: int) -> None:
+        self._stat, self._looks = Path(f"/proc/{pid}/stat"), 0
+
+    def look(self) -> bool:
+        """Look once, every ``LOOK_S``."""
+        with suppress(OSError):
+            state = self._stat.read_text().rpartition(")")[2].split()[0]
+            self._looks = self._looks + 1 if state == "T" else 0
+        return self._looks > _MOST_STOPPED
 
 
 class Failure(NamedTuple):

@@ -3,14 +3,17 @@ the message in msgpack."""
 
 from __future__ import annotations
 
+import hmac
 import socket
 import struct
+from contextlib import suppress
 from enum import IntEnum
 
 from msgspec import Struct
 
 from ...config import EngineOptions, Hardware
 from ..messages.codec import encode
+from ..worker.place import Place, Seat
 
 _HEAD = struct.Struct("=IB")
 
@@ -29,28 +32,43 @@ class Kind(IntEnum):
     CAPTURE = 9  # to a rank, without a body: capture one graph that no step has needed
     STOP = 10  # to a rank, without a body: end the process
     FAILED = 11  # from a rank: RankFailed; its process ends
-    HELLO = 12  # from a rank that torchrun has started: Hello
+    HELLO = 12  # from a rank that rank 0 has not started itself: Hello
+    ENDED = 13  # from a rank's actor in Ray: Ended
 
 
 class Start(Struct, frozen=True):
     """Who a rank is, and what it starts with.
 
     Attributes:
-        store: the file through which the process group is made.
+        store: where the process group is made, see ``meeting_store``.
         num_threads: of torch's kernels on a CPU: generated code depends on it.
     """
 
     options: EngineOptions
     hardware: Hardware
-    rank: int
+    place: Place
     store: str
     num_threads: int
 
 
 class Hello(Struct, frozen=True):
-    """Who has come."""
+    """Who has come; torchrun's ranks are known by the rest.
+
+    Attributes:
+        pid: of the rank's process.
+        versions: what must be equal on all hosts.
+    """
 
     rank: int
+    pid: int = 0
+    seat: Seat = Seat()
+    versions: dict[str, str] = {}
+
+
+class Ended(Struct, frozen=True):
+    """How a rank's process has ended."""
+
+    how: str
 
 
 class ArtifactKey(Struct, frozen=True):
@@ -108,6 +126,19 @@ class Link:
                 raise EOFError("the other rank has ended")
             data += part
         return bytes(data)
+
+    def begins_with(self, secret: bytes) -> bool:
+        """Whether the other side has sent the secret, ahead of any frame.
+
+        Raises:
+            OSError, EOFError: the other side has ended, or has not sent as much.
+        """
+        return hmac.compare_digest(self._read(len(secret)), secret)
+
+    def shut(self) -> None:
+        """Break the connection, for all processes that have this end."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._end.close()

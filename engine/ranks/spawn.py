@@ -1,4 +1,4 @@
-"""Starts the processes of the other ranks before rank 0 imports torch: all import it at once."""
+"""Starts the processes of the other ranks on this host."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread
 
-from ...config import EngineOptions
 from .link import Link
-from .torchrun import Torchrun
 
 
 class SpawnedRanks:
@@ -38,6 +35,9 @@ class SpawnedRanks:
             self._started.set()
         self._over.wait()
 
+    def take_gpu(self) -> None:
+        """Rank 0 has this thread's GPU."""
+
     def processes(self) -> list[tuple[subprocess.Popen[bytes], Link]]:
         """Each rank's process and rank 0's end of its socket.
 
@@ -59,33 +59,22 @@ class SpawnedRanks:
         self._over.set()
 
 
-@contextmanager
-def spawned_ranks(options: EngineOptions) -> Iterator[SpawnedRanks | None]:
-    """The ranks of an engine that the block makes, which ends them itself unless the block fails;
-    None for one rank, and under torchrun, which has started them.
-
-    Raises:
-        UserError: torchrun's environment is damaged.
-    """
-    if options.num_ranks == 1 or Torchrun.of_environment() is not None:
-        yield None
-        return
-    spawned = SpawnedRanks(options.num_ranks - 1)
-    try:
-        yield spawned
-    except BaseException:
-        spawned.close()
-        raise
-
-
 def _spawn() -> tuple[subprocess.Popen[bytes], Link]:
-    """Start the process of a rank, which the link tells what to be."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-P", "-m", f"{__package__}.follower"]
-        process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
-    return process, Link(ours)
+        return start_follower(theirs), Link(ours)
+
+
+def start_follower(end: socket.socket, folder: str | None = None) -> subprocess.Popen[bytes]:
+    """Start the process of a rank, which what comes from ``end`` tells what to be.
+
+    Args:
+        folder: the current folder of the process, if it is there.
+    """
+    command = [sys.executable, "-P", "-m", f"{__package__}.follower"]
+    return subprocess.Popen(
+        [*command, str(end.fileno()), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        cwd=folder if folder and Path(folder).is_dir() else None,
+        pass_fds=[end.fileno()],
+    )

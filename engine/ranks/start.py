@@ -9,9 +9,9 @@ from ...model_executor.parallel import describe_ranks, fitting
 from ...model_executor.spec import ModelSpec
 from ..messages.step import Runner
 from ..worker.peers import Alone
+from .executor import StartedRanks
 from .leader import Leader
 from .runner import RanksRunner
-from .spawn import SpawnedRanks
 from .torchrun import claim_ranks, join_torchrun
 
 
@@ -44,7 +44,7 @@ def start_ranks(
     options: EngineOptions,
     spec: ModelSpec,
     hardware: Hardware,
-    spawned: SpawnedRanks | None = None,
+    others: StartedRanks | None = None,
 ) -> OneRank | Leader:
     """Tell the processes of all ranks but 0, which is this one, what to be; returns at once.  They
     are started unless they have been.  Under torchrun, which has started them, another rank does
@@ -58,7 +58,8 @@ def start_ranks(
     launch = join_torchrun(*sizes)
     if options.num_ranks == 1:
         return OneRank()
-    if hardware.device == "cuda" and options.num_ranks > hardware.num_devices:
+    has_all = options.distributed_executor == "mp"  # the GPUs of all ranks are of this host
+    if hardware.device == "cuda" and has_all and options.num_ranks > hardware.num_devices:
         products = [
             f"{fits}" if sizes[1] == 1 else f"{fits} x {stages}"
             for stages in range(1, sizes[1] + 1)
@@ -70,7 +71,7 @@ def start_ranks(
         )
     if launch is not None:
         claim_ranks()
-    return Leader(options, hardware, torchrun=launch is not None, spawned=spawned)
+    return Leader(options, hardware, torchrun=launch is not None, others=others)
 
 
 def on_all(ranks: OneRank | Leader, runner: Runner) -> Runner:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from threading import Event, Thread
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroup
+from torch._C._distributed_c10d import (
+    FileStore,
+    PrefixStore,
+    ProcessGroup,
+    Store as MeetingStore,
+    TCPStore,
+)
 
 from ...compiler.artifacts.artifact import Artifact
 from ...compiler.artifacts.key import Key
@@ -20,6 +25,7 @@ from ...config import StoreConfig
 from ...model_executor.parallel import GROUP, STAGES
 from ...ops import _peer_memory
 from ...ops._process_group import process_group
+from .place import Place
 from .source import artifact_store
 
 _TIMEOUT = timedelta(seconds=120)
@@ -36,42 +42,37 @@ class RankGroup:
     stage.  What is exchanged is enqueued on the current stream.
 
     Args:
-        store: the file through which the ranks meet.
-        rank: of all; ranks of the first stage come first.
-        world: ranks of a stage.
-        num_stages: of the pipeline.
+        place: of this rank.
+        meeting: opens the store in which the ranks meet; called while they are watched.
         device: of the tensors; "cuda" ones go over NCCL and peer memory, others over gloo.
         check: raises if a rank has ended; called while the others are waited for.
     """
 
     def __init__(
         self,
-        store: Path,
-        rank: int,
-        world: int,
-        num_stages: int,
+        place: Place,
+        meeting: Callable[[], MeetingStore],
         device: str,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank, self.num_stages = rank, num_stages
-        self.stage, self.tp_rank = divmod(rank, world)
+        self.rank, self.num_stages = place.rank, place.num_stages
+        self.stage, self.tp_rank = divmod(place.rank, place.size)
         self._device, self._stack = device, ExitStack()
         self._groups: dict[str, ProcessGroup] = {}
         self.why_no_peer_memory = "" if device == "cuda" else f"on {device}, not CUDA"
         try:
-            wait_watched(lambda: self._meet(store, world), check)
+            wait_watched(lambda: self._meet(meeting(), place), check)
         except BaseException:
             self.close()
             raise
 
-    def _meet(self, store: Path, world: int) -> None:
+    def _meet(self, meeting: MeetingStore, place: Place) -> None:
         """Make the groups, and run a first collective in each: NCCL connects no sooner, and cannot
         be aborted until then."""
-        stage, tp_rank, num_stages = self.stage, self.tp_rank, self.num_stages
-        meeting = FileStore(str(store), world * num_stages)
+        stage, tp_rank = self.stage, self.tp_rank
         for name, which, number, size in (
-            (GROUP, stage, tp_rank, world),
-            (STAGES, tp_rank, stage, num_stages),
+            (GROUP, stage, tp_rank, place.size),
+            (STAGES, tp_rank, stage, place.num_stages),
         ):
             if size > 1:
                 self._groups[name] = self._stack.enter_context(
@@ -82,13 +83,15 @@ class RankGroup:
                         size,
                         timeout=_TIMEOUT,
                         on_gpus=self._device == "cuda",
+                        address=place.address,
                     )
                 )
         self.least(0)
-        if self._device == "cuda" and world > 1:
-            first = stage * world
-            devices = [*range(first, first + world)]
-            reason = _peer_memory.why_no_peers(devices)
+        if self._device == "cuda" and place.size > 1:
+            devices = place.stage_gpus
+            reason = "the ranks of the stage are on several hosts"
+            if devices:
+                reason = _peer_memory.why_no_peers(devices)
             # Ranks that differ in this would wait for each other.
             if reason or self._least_of(GROUP, value=int(not reason)) == 0:
                 self.why_no_peer_memory = reason or "another rank of the stage has none"
@@ -133,6 +136,26 @@ class RankGroup:
         self._stack.close()
 
 
+def meeting_store(name: str, num_ranks: int, listener: int | None = None) -> MeetingStore:
+    """The store in which ranks meet.
+
+    Args:
+        name: a file, for ranks of one host, or HOST:PORT, where rank 0 listens.
+        listener: the socket that listens there, on rank 0; the store closes it.
+    """
+    if name.startswith("/"):
+        return FileStore(name, num_ranks)
+    host, _, port = name.rpartition(":")
+    return TCPStore(
+        host,
+        int(port),
+        is_master=listener is not None,
+        wait_for_workers=False,
+        timeout=_TIMEOUT,
+        master_listen_fd=listener,
+    )
+
+
 def wait_watched(work: Callable[[], None], check: Callable[[], None]) -> None:
     """Run ``work``, which may wait for a rank that has ended, in a thread of its own.  Returns when
     it is done, or raises what ``check`` does; a thread that still waits is left behind."""
@@ -163,6 +186,10 @@ class Peers(Protocol):
     @property
     def rank(self) -> int: ...
 
+    @property
+    def compiles(self) -> bool:
+        """Whether this rank finds or compiles the program, for others of its stage too."""
+
     def check(self) -> None:
         """Raises if a rank has ended."""
 
@@ -183,7 +210,7 @@ class Peers(Protocol):
 class Alone:
     """One rank has no peers."""
 
-    rank = 0
+    rank, compiles = 0, True
 
     def check(self) -> None:
         """Nobody else can have ended."""

@@ -168,12 +168,11 @@ def compile_model(
     peers: Peers | None = None,
 ) -> Compiled:
     """Make the model a program with its weights bound.  The program is loaded or compiled while
-    the weights are read; at ``-O0`` it is the model as it is.  Of the ranks of a pipeline stage one
-    compiles."""
+    the weights are read; at ``-O0`` it is the model as it is.  Of the ranks of a pipeline stage on
+    one host, one compiles."""
     peers = peers or Alone()
-    stage, tp_rank = divmod(peers.rank, spec.tensor_parallel_size)
     peers.agree(lambda number: artifact_key(stage_of(spec, number), config))
-    spec = stage_of(spec, stage)
+    spec = stage_of(spec, peers.rank // spec.tensor_parallel_size)
     if not config.compile.trace:
         fields = step_schema(len(spec.cache_groups)).program
         names = list(dict.fromkeys([first_input(spec), *(field.name for field in fields)]))
@@ -199,7 +198,7 @@ def compile_model(
             spec,
             config,
             store,
-            require=config.store.require or tp_rank > 0,
+            require=config.store.require or not peers.compiles,
             before_build=before_build,
             on_phase=on_phase,
         )

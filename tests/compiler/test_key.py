@@ -142,12 +142,21 @@ def test_every_option_is_in_the_key_or_known_to_be_outside() -> None:
     elsewhere = {"model", "device", "enforce_eager"}  # the model itself; the target; -O0: no key
     # Their fields are flipped above.
     needs_experts = {"record_expert_load", "enable_expert_parallel"}
-    known = {*OUTSIDE_OPTIONS, *INSIDE_OPTIONS, *elsewhere, *needs_experts}
+    needs_ranks = {"distributed_executor"}
+    known = {*OUTSIDE_OPTIONS, *INSIDE_OPTIONS, *elsewhere, *needs_experts, *needs_ranks}
     assert known == {f.name for f in fields(EngineOptions)}
     for name, value in OUTSIDE_OPTIONS.items():
         assert artifact_key(*resolved(**{name: value})).digest == BASE, name
     for name, value in INSIDE_OPTIONS.items():
         assert artifact_key(*resolved(**{name: value})).digest != BASE, name
+
+
+def test_who_starts_the_ranks_is_not_in_the_key() -> None:
+    spawned, placed = (
+        artifact_key(*resolved(tensor_parallel_size=2, distributed_executor=name)).digest
+        for name in ("mp", "ray")
+    )
+    assert spawned == placed
 
 
 def test_the_models_place_is_not_in_the_key(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,47 @@ def test_a_rank_lost_in_a_step_ends_the_engine(number: signal.Signals, reason: s
             assert again.generate("37+58=", use_tqdm=False)[0].outputs[0].token_ids
 
 
+def connections(family: socket.AddressFamily) -> set[int]:
+    """Descriptors of this process's connections to other ranks: over Unix sockets it sends them
+    batches, over TCP gloo sums."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as end:
+            end.getpeername()  # a socket that listens has none
+            if end.family == family:
+                found.add(int(path.name))
+    return found
+
+
+def break_connections(descriptors: set[int]) -> None:
+    """Shut connections for both sides; all processes live on."""
+    assert descriptors
+    for number in descriptors:
+        with socket.socket(fileno=os.dup(number)) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (socket.AF_UNIX, r"^rank 1 of 2 has ended \(its connection to rank 0 broke\)"),
+        (socket.AF_INET, r"^rank 1 of 2: the engine failed: RuntimeError: .*gloo"),
+    ],
+)
+def test_a_connection_that_breaks_in_a_step_ends_the_engine(
+    family: socket.AddressFamily, reason: str
+) -> None:
+    before = connections(family)
+    with LLM("abacus", **OPTIONS) as llm:
+        (pid,) = others(llm)
+        llm.engine.on_tokens = lambda _: break_connections(connections(family) - before)
+        with pytest.raises(EngineDeadError, match=reason):
+            llm.generate(["12+34="] * 3, LONG, use_tqdm=False)
+        wait_for(lambda: is_gone(pid))
+    with LLM("abacus", **OPTIONS) as again:
+        assert again.generate("37+58=", use_tqdm=False)[0].outputs[0].token_ids
+
+
 def test_an_interrupt_in_a_step_of_all_ranks_is_the_caller_s_and_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,6 +132,19 @@ def test_a_rank_lost_in_the_start_ends_it() -> None:
     (pid,) = leader.report()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(signal SIGKILL\)"):
+        leader.ready()
+    leader.stop()
+    assert is_gone(pid)
+
+
+def test_a_connection_that_breaks_in_the_start_ends_it() -> None:
+    """A rank that does not listen, as one that compiles, is ended too."""
+    before = connections(socket.AF_UNIX)
+    leader = Leader(EngineOptions(**OPTIONS), detect_hardware("cpu"))
+    wait_for(leader.report)
+    (pid,) = leader.report()
+    break_connections(connections(socket.AF_UNIX) - before)
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 has ended \(its connection .* broke\)"):
         leader.ready()
     leader.stop()
     assert is_gone(pid)

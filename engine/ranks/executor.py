@@ -1,0 +1,51 @@
+"""Chooses who starts the other ranks of an engine: this process, Ray or torchrun.
+
+They start before rank 0 imports torch, so that all import it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...config import EngineOptions, UserError
+from .ray import RayRanks
+from .spawn import SpawnedRanks
+from .torchrun import Torchrun
+
+StartedRanks = SpawnedRanks | RayRanks
+
+
+def start_others(options: EngineOptions) -> StartedRanks:
+    """Start all ranks but 0.
+
+    Raises:
+        MachineError: Ray is asked for, and not installed.
+    """
+    if options.distributed_executor == "ray":
+        return RayRanks(options)
+    return SpawnedRanks(options.num_ranks - 1)
+
+
+@contextmanager
+def started_ranks(options: EngineOptions) -> Iterator[StartedRanks | None]:
+    """The ranks of an engine that the block makes, which ends them itself unless the block fails;
+    None for one rank, and under torchrun, which has started them.
+
+    Raises:
+        UserError: torchrun's environment is damaged, or Ray was to start them too.
+    """
+    under_torchrun = Torchrun.of_environment() is not None
+    if under_torchrun and options.distributed_executor == "ray":
+        raise UserError(
+            "distributed_executor=ray under torchrun: both start the ranks; use one of them"
+        )
+    if options.num_ranks == 1 or under_torchrun:
+        yield None
+        return
+    started = start_others(options)
+    try:
+        yield started
+    except BaseException:
+        started.close()
+        raise
