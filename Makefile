@@ -4,7 +4,7 @@
 #   make demo                               solved problems, fusions, times, with the bundled model
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
-#   make client-test                        a server, asked by lm-eval and guidellm; installs them
+#   make client-test                        a server, asked by lm-eval and guidellm
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -45,12 +45,15 @@ PY := $(CURDIR)/.venv/bin/python
 install: .venv/.installed
 endif
 
+# pip installs torch, which may be a wheel that only pip's configuration names; uv leaves it as it
+# is and adds what it needs. Modules are compiled when they are first imported: most never are.
 .venv/.installed: pyproject.toml constraints.txt
-	@echo '== environment: .venv (2 GB, a minute or more on a first run)'
+	@echo '== environment: .venv (2 GB, half a minute or more on a first run)'
 	test -x .venv/bin/python || $(BOOTSTRAP_PYTHON) -m venv .venv
-	$(PY) -m pip install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0
-	$(PY) -m pip install -c constraints.txt scikit-build-core
-	$(PY) -m pip install -c constraints.txt --no-build-isolation -C kernels=off \
+	$(PY) -m pip install -q --no-deps --no-compile -c constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0 uv
+	tools/install.sh $(PY) $(PY) -c constraints.txt scikit-build-core
+	tools/install.sh $(PY) $(PY) -c constraints.txt --no-build-isolation -C kernels=off \
 	  -e '.[dev,otlp,serve]'
 	touch $@
 
@@ -62,15 +65,18 @@ test: install
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) \
 	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage)
 
-# Not in CI: to install them takes minutes, and to run them another.
 client-test: install build/clients/.installed
-	@$(PKGROOT); $(PY) tools/client_test.py build/clients/bin
+	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) tools/client_test.py build/clients/bin
 
-build/clients/.installed:
-	test -x build/clients/bin/python || $(BOOTSTRAP_PYTHON) -m venv build/clients
-	build/clients/bin/python -m pip install -q \
-	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0 \
-	  'lm-eval[api]==0.4.13' guidellm==0.8.1
+# An environment of their own, as their versions are not those of constraints.txt; only torch comes
+# from where the package has it. The folder of that torch is searched last and its .pth files are
+# not read, so that the clients' own versions win and the package is not there.
+build/clients/.installed: tools/clients.txt
+	$(PY) -m venv --clear --without-pip build/clients
+	tools/install.sh $(PY) build/clients/bin/python --no-deps -r $<
+	$(PY) -c 'from importlib.util import find_spec; from pathlib import Path; \
+	  print(Path(find_spec("torch").origin).parent.parent)' \
+	  >"$$(echo build/clients/lib/python*/site-packages)/torch.pth"
 	touch $@
 
 coverage: install
@@ -97,7 +103,7 @@ style:
 ifndef PYTHON
 docs: .venv/.docs
 .venv/.docs: .venv/.installed
-	$(PY) -m pip install -c constraints.txt mkdocs-material
+	tools/install.sh $(PY) $(PY) -c constraints.txt mkdocs-material
 	touch $@
 endif
 docs: install

@@ -1,15 +1,17 @@
-"""Asks a server of the bundled model with lm-eval and guidellm, which are too large for CI.
+"""Asks one server of the bundled model with lm-eval and guidellm, both at once.
 
 ``python tools/client_test.py BIN``, where BIN is the folder of their commands; ``make client-test``
-makes an environment that has both.
+makes an environment that has both. Neither asks the network for anything.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,7 +50,10 @@ def run(folder: Path, name: str, *argv: str) -> None:
     Raises:
         SystemExit: it fails; its output says why.
     """
-    done = subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    environment = os.environ | {"HF_HOME": str(folder / "hugging-face"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        argv, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     if done.returncode != 0:
         sys.stdout.buffer.write(done.stdout)
         raise SystemExit(f"client-test: {name} has failed with code {done.returncode}; see above")
@@ -111,9 +116,15 @@ def ask_guidellm(binary: Path, folder: Path, url: str) -> str:
 def main() -> None:
     commands = Path(sys.argv[1]).resolve()
     options = {"model": "abacus", "device": "cpu", "optimization_level": 0}
-    with serving(options) as server, TemporaryDirectory() as folder:
-        for name, ask in (("lm-eval", ask_lm_eval), ("guidellm", ask_guidellm)):
-            print(ask(commands / name, Path(folder), server.target.url), flush=True)
+    clients = {"lm-eval": ask_lm_eval, "guidellm": ask_guidellm}
+
+    def ask(name: str) -> str:
+        with TemporaryDirectory() as folder:
+            return clients[name](commands / name, Path(folder), server.target.url)
+
+    with serving(options) as server, ThreadPoolExecutor(len(clients)) as threads:
+        for answer in threads.map(ask, clients):
+            print(answer, flush=True)
 
 
 if __name__ == "__main__":
