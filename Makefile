@@ -71,7 +71,7 @@ client-test: install build/clients/.installed
 # An environment of their own, as their versions are not those of constraints.txt; only torch comes
 # from where the package has it. The folder of that torch is searched last and its .pth files are
 # not read, so that the clients' own versions win and the package is not there.
-build/clients/.installed: tools/clients.txt
+build/clients/.installed: tools/clients.txt | install
 	$(PY) -m venv --clear --without-pip build/clients
 	tools/install.sh $(PY) build/clients/bin/python --no-deps -r $<
 	$(PY) -c 'from importlib.util import find_spec; from pathlib import Path; \
