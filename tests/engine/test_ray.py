@@ -38,6 +38,8 @@ def cluster() -> Iterator[Cluster]:
     """Two nodes, which our process finds as any user's does."""
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="ray-") as folder:
         patch.setenv("RAY_TMPDIR", folder)  # pytest's own are too long for sockets
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other tests take memory beside these
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         made = Cluster(initialize_head=True, head_node_args=NODE)
         try:
             made.add_node(**NODE)
