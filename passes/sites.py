@@ -1,4 +1,4 @@
-"""What most passes share: they look at every node, and replace each site or report why not."""
+"""Most passes share one loop: they look at every node, and replace each site or report why not."""
 
 from __future__ import annotations
 

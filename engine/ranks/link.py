@@ -52,7 +52,7 @@ class Start(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """Who has come; torchrun's ranks are known by the rest.
+    """A rank says who it is.  Ranks of torchrun give their number alone.
 
     Attributes:
         pid: of the rank's process.

@@ -184,8 +184,9 @@ class RayRanks:
         self._is_ours = True
 
     def _ask(self) -> tuple[str, list[dict[str, float]], str]:
-        """What a rank needs one of, the bundles to ask for, and this node.  There is one bundle a
-        stage, which lies on one node, if the nodes have room for that, else one a rank.
+        """Returns the resource of which a rank needs one, the bundles to ask for, and this node.  A
+        stage is one bundle, which lies on one node, if the nodes have room for that; else each rank
+        is one.
 
         Raises:
             UserError: the cluster, or this node, has too few.

@@ -1,4 +1,4 @@
-"""What Ray runs on the node of each rank: an actor that holds the rank's GPU and runs the rank.
+"""Ray runs this on the node of each rank: an actor that holds the rank's GPU and runs the rank.
 
 The rank is a process of its own, as a spawned one is, and its link is a TCP connection to rank 0.
 The actor looks on: it ends the rank when the connection breaks, and tells rank 0 how the rank has
@@ -101,7 +101,7 @@ def notice_lost_hosts(end: socket.socket) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What ranks must have in common before one reads the other's messages; the keys of their
+    """Ranks must have this in common before one reads the other's messages; the keys of their
     artifacts compare the rest."""
     sources = sha256()
     for folder in ("config", "engine", "model_executor"):

@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Seat(Struct, frozen=True):
-    """What one rank has been given.
+    """A host and a GPU that one rank has been given.
 
     Attributes:
         host: tells hosts apart.

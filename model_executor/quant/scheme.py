@@ -55,7 +55,7 @@ FORMATS: Mapping[str, QuantFormat] = {
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 """What is quantized in a layer unless left out; never norms, embedding and ``lm_head``."""
 MOE_LINEARS = ("mlp.experts.gate_up", "mlp.experts.down", "mlp.shared.gate_up", "mlp.shared.down")
-"""What is quantized in a layer with experts, in place of ``mlp``; never the router and the shared
+"""In a layer with experts these are quantized in place of ``mlp``; never the router and the shared
 gate."""
 
 

@@ -163,7 +163,7 @@ def event(content: Any) -> bytes:
 
 
 def head(job: Job, kind: str) -> dict[str, Any]:
-    """What OpenAI's answers and their events begin with."""
+    """OpenAI's answers and their events begin with these fields."""
     return {"id": job.name, "object": kind, "created": job.created, "model": job.model}
 
 

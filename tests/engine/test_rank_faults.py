@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -188,21 +189,34 @@ def test_ranks_are_started_before_rank_0_imports_torch() -> None:
 ORPHANS = """
 import sys, time
 from fusewright import LLM
-llm = LLM("abacus", tensor_parallel_size=2, optimization_level=0, device="cpu", max_num_seqs=4)
+llm = LLM(
+    "abacus", tensor_parallel_size=2, optimization_level=0, device="cpu", max_num_seqs=4,
+    distributed_executor=sys.argv[1],
+)
 print(*llm.report()["ranks"]["processes"], flush=True)
 time.sleep(600)
 """
 
 
-def test_no_rank_outlives_rank_0() -> None:
-    command = [sys.executable, "-P", "-c", ORPHANS]
+@contextmanager
+def rank_0_killed(executor: str) -> Iterator[int]:
+    """Another process is rank 0 of two ranks, and is killed at the end; the process of rank 1."""
+    command = [sys.executable, "-P", "-c", ORPHANS, executor]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        (pid,) = map(int, process.stdout.readline().split())
-        assert not is_gone(pid)
-        process.kill()
-        process.wait()
-        wait_for(lambda: is_gone(pid))
+        try:
+            (pid,) = map(int, process.stdout.readline().split())
+            assert not is_gone(pid)
+            yield pid
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_no_rank_outlives_rank_0() -> None:
+    with rank_0_killed("mp") as pid:
+        pass
+    wait_for(lambda: is_gone(pid))
 
 
 def test_a_rank_lost_at_rest_ends_the_server_s_engine() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from fusewright.engine.ranks.executor import started_ranks
 from fusewright.engine.ranks.link import Link
 from fusewright.engine.ranks.ray import RayRanks
 from fusewright.engine.worker.place import Seat, places
-from tests.engine.test_rank_faults import LONG, OPTIONS, is_gone, others
+from tests.engine.test_rank_faults import LONG, OPTIONS, is_gone, others, rank_0_killed
 from tests.serve.server_process import wait_for
 
 RAY: dict[str, Any] = {**OPTIONS, "distributed_executor": "ray"}
@@ -96,30 +95,13 @@ def test_a_rank_lost_in_a_step_ends_the_engine(
     wait_for(lambda: is_gone(actor))
 
 
-ORPHANS = """
-import sys, time
-from fusewright import LLM
-llm = LLM(
-    "abacus", tensor_parallel_size=2, optimization_level=0, device="cpu", max_num_seqs=4,
-    distributed_executor="ray",
-)
-print(*llm.report()["ranks"]["processes"], flush=True)
-time.sleep(600)
-"""
-
-
 def test_no_rank_outlives_rank_0() -> None:
-    command = [sys.executable, "-P", "-c", ORPHANS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        (pid,) = map(int, process.stdout.readline().split())
+    with rank_0_killed("ray") as pid:
         actor = parent(pid)
-        process.kill()
-        process.wait()
-        wait_for(lambda: is_gone(pid) and is_gone(actor))
+    wait_for(lambda: is_gone(pid) and is_gone(actor))
 
 
-# What cannot start says so
+# Refused starts
 
 
 def refused(options: EngineOptions) -> str:
