@@ -37,7 +37,7 @@ COVERED_FOLDERS = (
 )
 COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 # Tests that share the GPU run side by side: most of their time is the compiling of kernels.
-BYTES_A_WORKER = 8 << 30  # 24 workers had 6.6 GB each on two H100 and did not run out
+BYTES_A_WORKER = 8 << 30  # 24 workers had 6.6 GiB each on two H100 and did not run out
 ROUNDS = ("gpu and whole_gpu", "gpu and not whole_gpu")
 
 NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/tools/", "tests/test_layout.py")

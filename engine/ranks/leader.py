@@ -58,7 +58,7 @@ class Leader:
     Args:
         options, hardware: of rank 0; the others get the same.
         torchrun: the others are torchrun's processes, and are waited for.
-        others: they, if they have been started; ended with this.
+        others: the other ranks, if they have been started; they end with this.
 
     Raises:
         UserError: this process already has an engine with several ranks.

@@ -36,7 +36,7 @@ class SpawnedRanks:
         self._over.wait()
 
     def take_gpu(self) -> None:
-        """Rank 0 has this thread's GPU."""
+        """Rank 0 keeps the GPU of this thread."""
 
     def processes(self) -> list[tuple[subprocess.Popen[bytes], Link]]:
         """Each rank's process and rank 0's end of its socket.
@@ -66,9 +66,10 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Link]:
 
 
 def start_follower(end: socket.socket, folder: str | None = None) -> subprocess.Popen[bytes]:
-    """Start the process of a rank, which what comes from ``end`` tells what to be.
+    """Start the process of a rank.  Rank 0 tells it over the connection what to be.
 
     Args:
+        end: the rank's end of the connection.
         folder: the current folder of the process, if it is there.
     """
     command = [sys.executable, "-P", "-m", f"{__package__}.follower"]

@@ -200,7 +200,7 @@ time.sleep(600)
 
 @contextmanager
 def rank_0_killed(executor: str) -> Iterator[int]:
-    """Another process is rank 0 of two ranks, and is killed at the end; the process of rank 1."""
+    """Kill a process that is rank 0 of two ranks when the block ends; gives rank 1's process."""
     command = [sys.executable, "-P", "-c", ORPHANS, executor]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
