@@ -32,6 +32,7 @@ ROWS = (
     "push 2 ranks",
     "push 4 ranks",
     "push 8 ranks",
+    "in turn 2 ranks",
 )
 """The kernels whose most rows a table gives."""
 PORTABLE = {

@@ -41,6 +41,7 @@ PASSES: tuple[str, ...] = (
     "fuse_norm_linear",
     "fuse_norm_quant",
     "fuse_all_reduce_norm",
+    "fuse_async_tp",
     "fuse_act_quant",
     "fuse_attn_quant",
     "fuse_rope_store",
@@ -57,7 +58,9 @@ BATCH_INVARIANT: dict[str, dict[str, str]] = {
 not depend on the other rows.  What ``-O2`` chooses of the other ops has that property anyhow, but
 for those of ``LINEAR_FUSIONS``."""
 
-LINEAR_FUSIONS = ("fuse_gated_linear", "fuse_moe", "fuse_norm_moe", "fuse_norm_linear")
+LINEAR_FUSIONS = (
+    *("fuse_gated_linear", "fuse_moe", "fuse_norm_moe", "fuse_norm_linear", "fuse_async_tp"),
+)
 """Passes that attach more to a linear layer, whose kernels then follow the number of rows:
 ``batch_invariant`` leaves them out."""
 

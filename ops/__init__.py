@@ -36,6 +36,10 @@ from .kv_store import OP as KV_STORE, kv_store
 from .linear import OP as LINEAR, linear
 from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR, linear_add_norm_linear
 from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE, linear_add_norm_moe
+from .linear_all_reduce_add_norm_linear import (
+    OP as LINEAR_ALL_REDUCE_ADD_NORM_LINEAR,
+    linear_all_reduce_add_norm_linear,
+)
 from .norm import NORMS, rms_norm
 from .paged_attention import OP as PAGED_ATTENTION, paged_attention
 from .quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static
@@ -65,6 +69,7 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     COMBINE_EXPERTS,
     FUSED_MOE,
     LINEAR_ADD_NORM_MOE,
+    LINEAR_ALL_REDUCE_ADD_NORM_LINEAR,
     EMBEDDING,
     GATHER_LAST_TOKEN,
     ALL_REDUCE,
@@ -110,6 +115,7 @@ __all__ = [
     "linear",
     "linear_add_norm_linear",
     "linear_add_norm_moe",
+    "linear_all_reduce_add_norm_linear",
     "load_cuda_library",
     "paged_attention",
     "quant_fp8_dynamic",

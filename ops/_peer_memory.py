@@ -1,8 +1,9 @@
 """Groups of ranks whose GPUs write into each other's memory, as csrc's collectives do.
 
-Each rank of a group owns an inbox, to which the others store what they send (csrc/collective).  A
-group is connected once, when its ranks meet; the ops that reduce over it ask ``world_of`` here
-whether it is, and torch.distributed serves where it is not.
+Each rank of a group owns an inbox, to which the others store what they send, and a window, from
+which they copy what it holds (csrc/collective).  A group is connected once, when its ranks meet;
+the ops that reduce over it ask ``world_of`` here whether it is, and torch.distributed serves where
+it is not.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ MOST_COLUMNS = 16384
 PACKET = 8
 """Elements of a packet, the unit of what is sent."""
 _INBOX_BYTES = 256 << 20
+WINDOW_BYTES = 128 << 20
 _HANDLE_BYTES = 64
-_worlds: dict[str, int] = {}
+_members: dict[str, tuple[int, int]] = {}
+"""The connected groups -> (this rank, number of ranks)."""
 
 
 def part_bytes(world: int) -> int:
@@ -34,17 +37,24 @@ def part_bytes(world: int) -> int:
     return _INBOX_BYTES // (2 * world)
 
 
-def world_of(group_name: str) -> int:
-    """Ranks of a group that is connected over peer memory; 0 for any other."""
-    return _worlds.get(group_name, 0)
+def world_of(group_name: str, device: torch.device | None = None) -> int:
+    """Ranks of a group that is connected over peer memory; 0 for any other.
+
+    Tensors without memory, whose ``device`` says so, stand for a plan, whose group will be.
+    """
+    if device is not None and device.type == "meta":
+        return WORLDS[0]
+    return _members.get(group_name, (0, 0))[1]
+
+
+def rank_in(group_name: str) -> int:
+    """This process's rank in a group that is connected."""
+    return _members[group_name][0]
 
 
 def pushes(x: Tensor, group_name: str) -> bool:
-    """Whether the kernels serve a tensor of these rows over this group.
-
-    Tensors without memory stand for a plan, whose group will be connected.
-    """
-    world = WORLDS[0] if x.device.type == "meta" else world_of(group_name)
+    """Whether the kernels serve a tensor of these rows over this group."""
+    world = world_of(group_name, x.device)
     if not world or x.numel() % PACKET or x.nbytes > part_bytes(world):
         return False
     columns = x.shape[-1]
@@ -109,16 +119,16 @@ def peer_memory(group_name: str, store: Store, rank: int, devices: Sequence[int]
     world = len(devices)
     ops = torch.ops.fw_cuda
     handle = torch.empty((1, _HANDLE_BYTES), dtype=torch.uint8)
-    ops.peer_open(handle, group_name, devices[rank], rank, world, part_bytes(world))
+    ops.peer_open(handle, group_name, devices[rank], rank, world, part_bytes(world), WINDOW_BYTES)
     try:
         store.set(f"handle {rank}", handle.numpy().tobytes())  # type: ignore[arg-type]
         handles = b"".join(store.get(f"handle {peer}") for peer in range(world))
         table = torch.frombuffer(bytearray(handles), dtype=torch.uint8)
         ops.peer_connect(table.view(world, _HANDLE_BYTES), group_name)
-        _worlds[group_name] = world
+        _members[group_name] = (rank, world)
         yield
     finally:
-        _worlds.pop(group_name, None)
+        _members.pop(group_name, None)
         ops.peer_close(group_name)
 
 

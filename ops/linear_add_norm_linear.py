@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +65,12 @@ def linear_add_norm_linear(
     Raises:
         ValueError: shapes that are not these (native: PyTorch's RuntimeError).
     """
-    y = LINEAR.reference(x, weight, bias)
-    normed, total = ADD_RMS_NORM.reference(y, residual, norm_weight, eps)
-    return LINEAR.reference(normed, next_weight, next_bias, activation=activation), total
+    call = Chain(x, weight, bias, residual, norm_weight, eps, next_weight, next_bias, activation)
+    return in_turn(call, LINEAR.reference, ADD_RMS_NORM.reference)
 
 
-class _Call(NamedTuple):
-    """The arguments of a call, and those of the two ``linear`` that it consists of."""
+class Chain(NamedTuple):
+    """The arguments of a call, and those of the ops that it consists of."""
 
     x: Any
     weight: Any
@@ -97,7 +96,7 @@ class _Call(NamedTuple):
 
 
 def _fake(*args: Any) -> Results:
-    call = _Call(*args)
+    call = Chain(*args)
     total = LINEAR.fake(*call.first)
     if total.shape != call.residual.shape or call.norm_weight.shape != total.shape[-1:]:
         raise ValueError(
@@ -109,14 +108,19 @@ def _fake(*args: Any) -> Results:
     return LINEAR.fake(*call.second(total)), total
 
 
+def in_turn(call: Chain, layer: Callable[..., Tensor], add_norm: Callable[..., Any]) -> Results:
+    """One op after the other."""
+    normed, total = add_norm(*call.between(layer(*call.first)))
+    return layer(*call.second(normed)), total
+
+
 def _in_turn(name: str) -> Callable[..., Results]:
     """One op after the other, by this implementation of ``linear``."""
 
     def run(*args: Any) -> Results:
-        call, layer = _Call(*args), LINEAR.implementation(name).fn
+        call, layer = Chain(*args), LINEAR.implementation(name).fn
         add_norm = ADD_RMS_NORM.implementation("triton").fn
-        normed, total = add_norm(*call.between(layer(*call.first)))
-        return layer(*call.second(normed)), total
+        return in_turn(call, layer, add_norm)
 
     return run
 
@@ -126,7 +130,7 @@ _SKINNY_IN_TURN = _in_turn("skinny")
 
 def _skinny(*args: Any) -> Results:
     """Two streaming kernels for few rows, else the ops in turn."""
-    call = _Call(*args)
+    call = Chain(*args)
     rows = streamable(call.x, call.weight, call.next_weight)
     if rows is None or not _streams(call):
         return _SKINNY_IN_TURN(*args)
@@ -140,7 +144,7 @@ def _skinny(*args: Any) -> Results:
     return y.view(*shape[:-1], y.shape[1]), total.view(shape)
 
 
-def _layers(call: _Call) -> tuple[LinearDesc, LinearDesc]:
+def _layers(call: Chain) -> tuple[LinearDesc, LinearDesc]:
     """The descriptions of both layers."""
     hidden = TensorDesc(call.x.dtype, (call.x.shape[0], call.weight.shape[0]))
     first, second = describe(*call.first), describe(*call.second(hidden))
@@ -156,10 +160,10 @@ def _are_streamed(
     shapes: tuple[Any, ...], activation: str | None, rows: int, device: torch.device
 ) -> bool:
     held = [None if s is None else TensorDesc(*s) for s in shapes]
-    return not _why_not_streamed(_layers(_Call._make([*held, activation])), rows, here(device))
+    return not _why_not_streamed(_layers(Chain._make([*held, activation])), rows, here(device))
 
 
-def _streams(call: _Call) -> bool:
+def _streams(call: Chain) -> bool:
     """Whether the streaming kernels are selected for both layers of a call."""
     shapes = tuple([(t.dtype, t.shape) if isinstance(t, Tensor) else None for t in call[:-1]])
     rows = call.x.numel() // max(call.x.shape[-1], 1)
@@ -173,20 +177,23 @@ def _supports(desc: OpDesc) -> str:
 def _skinny_supports(desc: OpDesc) -> str:
     if reason := _supports(desc):
         return reason
-    layers = _layers(_Call(*(value for _, value in desc.args)))
+    layers = _layers(Chain(*(value for _, value in desc.args)))
     return _why_not_streamed(layers, 1, Target.of(desc))
 
 
-def _launches(*args: Any) -> Launches[Results]:
+def launches_in_turn(call: Chain, add_norm: Callable[..., Launches[Any]]) -> Launches[Results]:
     """The launches that must be compiled: those of the add and norm, and of the activation."""
-    call = _Call(*args)
-    planned, (_, total) = norm.norm(*call.between(LINEAR.fake(*call.first)))
+    planned, (_, total) = add_norm(*call.between(LINEAR.fake(*call.first)))
     more, y = plan_epilogue(LINEAR.fake(*call.second(total)[:3]), call.activation, None)
     return [*planned, *more], (y, total)
 
 
+def _launches(*args: Any) -> Launches[Results]:
+    return launches_in_turn(Chain(*args), norm.norm)
+
+
 def _runs(*args: Any) -> tuple[str, ...]:
-    if _streams(_Call(*args)):
+    if _streams(Chain(*args)):
         return f"{STREAM.name}, add", f"norm, {STREAM.name}"
     return _runs_in_turn(*args)
 
@@ -196,31 +203,33 @@ def _runs_in_turn(*args: Any) -> tuple[str, ...]:
     return "cuBLAS", names[0], "cuBLAS", *names[1:]
 
 
+def draw_chain(
+    draw: Draw,
+    label: str,
+    rows: tuple[int, ...],
+    k: int,
+    hidden: int,
+    n: int,
+    activation: str | None = None,
+    bias: bool = False,
+    first_bias: bool = False,
+) -> Case:
+    """One call of these sizes."""
+    dtype, randn = draw.dtype, draw.randn
+    residual = randn(*rows, hidden)
+    residual[randn(*rows, hidden) > 3] *= 20  # the residual stream has outliers
+    weights = randn(hidden, k) * k**-0.5, randn(n, hidden) * hidden**-0.5
+    x, first, then = (t.to(dtype) for t in (randn(*rows, k), *weights))
+    biases = [
+        randn(n).to(dtype) if there else None for n, there in ((hidden, first_bias), (n, bias))
+    ]
+    between = (residual.to(dtype), (1 + randn(hidden) / 4).to(dtype), 1e-5)
+    return Case(label, (x, first, biases[0], *between, then, biases[1], activation))
+
+
 @drawn
 def _cases(draw: Draw) -> Iterator[Case]:
-    dtype = draw.dtype
-
-    def call(
-        label: str,
-        rows: tuple[int, ...],
-        k: int,
-        hidden: int,
-        n: int,
-        activation: str | None = None,
-        bias: bool = False,
-        first_bias: bool = False,
-    ) -> Case:
-        randn = draw.randn
-        residual = randn(*rows, hidden)
-        residual[randn(*rows, hidden) > 3] *= 20  # the residual stream has outliers
-        weights = randn(hidden, k) * k**-0.5, randn(n, hidden) * hidden**-0.5
-        x, first, then = (t.to(dtype) for t in (randn(*rows, k), *weights))
-        biases = [
-            randn(n).to(dtype) if there else None for n, there in ((hidden, first_bias), (n, bias))
-        ]
-        between = (residual.to(dtype), (1 + randn(hidden) / 4).to(dtype), 1e-5)
-        return Case(label, (x, first, biases[0], *between, then, biases[1], activation))
-
+    call = partial(draw_chain, draw)
     yield call("one row", (1,), 64, 96, 80)
     yield call("SiLU", (5,), 40, 64, 2 * 48, "silu")
     yield call("bias, odd sizes", (19,), 37, 77, 31, bias=True)
@@ -237,7 +246,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
 
 
 def _cost(desc: OpDesc) -> Cost:
-    call = _Call(*(value for _, value in desc.args))
+    call = Chain(*(value for _, value in desc.args))
     first, second = (
         LINEAR.cost(_part(desc, **args._asdict()))
         for args in (call.first, call.second(call.residual))

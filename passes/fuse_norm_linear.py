@@ -29,26 +29,44 @@ def _read(second: fx.Node) -> Match | None:
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies the norm's scale to the sums.
     """
-    then = linear_args(second)
-    normed: Any = then["x"] if then else None
-    if then is None or not is_call(normed, operator.getitem) or normed.args[1] != 0:
-        return None
-    norm: Any = normed.args[0]
-    if not is_call(norm, torch.ops.fw.add_rms_norm.default):
+    norm = norm_before(second, torch.ops.fw.add_rms_norm.default)
+    if norm is None:
         return None
     if any(is_call(x, torch.ops.fw.all_reduce.default) for x in norm.args[:2]):
         return None
-    first, residual = summands(norm)
+    return join(norm, second, *summands(norm), torch.ops.fw.linear_add_norm_linear.default)
+
+
+def norm_before(second: fx.Node, target: Any) -> fx.Node | None:
+    """The call of this norm whose first result a linear layer reads."""
+    then = linear_args(second)
+    normed: Any = then["x"] if then else None
+    if not is_call(normed, operator.getitem) or normed.args[1] != 0:
+        return None
+    norm: Any = normed.args[0]
+    return norm if is_call(norm, target) else None
+
+
+def join(
+    norm: fx.Node, second: fx.Node, first: Any, residual: Any, target: Any, *group_name: Any
+) -> Match:
+    """Replace the layer before a norm, the norm and the layer behind it by a call of ``target``.
+
+    Raises:
+        Miss: why they cannot be.
+    """
+    made, then = linear_args(first) or {}, linear_args(second) or {}
+    normed = then["x"]
     if reason := _why_not(first, norm, normed, second):
         raise Miss(reason)
-    made = linear_args(first) or {}
     args = (
         *(made[name] for name in ("x", "weight", "bias")),
         *(residual, *norm.args[2:4]),
         *(then[name] for name in ("weight", "bias", "activation")),
+        *group_name,
     )
     totals = items(norm, 1)
-    fused = call_with_totals(torch.ops.fw.linear_add_norm_linear.default, args, len(totals))
+    fused = call_with_totals(target, args, len(totals))
     return Match(second, [first, norm, normed, *totals, second], [second, *totals], fused)
 
 
@@ -85,7 +103,7 @@ def _why_not(first: Any, norm: fx.Node, normed: fx.Node, second: fx.Node) -> str
         return f"what it adds comes from {_what(first)}, not from a linear layer"
     if made["x_scale"] is not None:
         return f"{first.name} has FP8 operands, for which there is no fused kernel"
-    if any(offset is not None for offset in norm.args[4:]):
+    if any(offset is not None for offset in norm.args[4:5]):
         return "the norm's weight has an offset"
     if norm.args[0] is norm.args[1]:
         return f"{first.name} is added to itself"

@@ -19,6 +19,7 @@ from .cleanup import Cleanup
 from .fuse_act import FuseAct
 from .fuse_add_norm import FUSE_ADD_NORM
 from .fuse_all_reduce_norm import FuseAllReduceNorm
+from .fuse_async_tp import FUSE_ASYNC_TP
 from .fuse_gated_linear import FUSE_GATED_LINEAR
 from .fuse_moe import FUSE_MOE
 from .fuse_norm_linear import FUSE_NORM_LINEAR
@@ -40,6 +41,7 @@ PIPELINE: tuple[Rule, ...] = (
     FUSE_NORM_LINEAR,
     NORM,
     FuseAllReduceNorm(),
+    FUSE_ASYNC_TP,
     ACTIVATION,
     ATTENTION,
     FUSE_ROPE_STORE,

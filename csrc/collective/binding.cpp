@@ -14,6 +14,11 @@ namespace {
 constexpr const char* kSum = "fw_cuda::peer_all_reduce";
 constexpr const char* kNorm = "fw_cuda::peer_all_reduce_norm";
 constexpr const char* kGather = "fw_cuda::peer_all_gather";
+constexpr const char* kWindow = "fw_cuda::peer_window";
+constexpr const char* kPost = "fw_cuda::peer_post";
+constexpr const char* kWait = "fw_cuda::peer_wait";
+constexpr const char* kFetch = "fw_cuda::peer_fetch";
+constexpr const char* kParts = "fw_cuda::peer_sum_parts_norm";
 
 Handle* check_handles(const char* op, const Tensor& t) {
   const bool bytes = t.scalar_type() == ScalarType::Byte;
@@ -26,11 +31,11 @@ Handle* check_handles(const char* op, const Tensor& t) {
 }
 
 void peer_open(const Tensor& handle, const std::string& group_name, int64_t device, int64_t rank,
-               int64_t world, int64_t part_bytes) {
+               int64_t world, int64_t part_bytes, int64_t window_bytes) {
   Handle* const to = check_handles("fw_cuda::peer_open", handle);
   const torch::stable::accelerator::DeviceGuard guard(static_cast<int32_t>(device));
-  const Handle made =
-      open_group(group_name, static_cast<int>(rank), static_cast<int>(world), part_bytes);
+  const Handle made = open_group(group_name, static_cast<int>(rank), static_cast<int>(world),
+                                 part_bytes, window_bytes);
   std::memcpy(to, &made, sizeof(Handle));
 }
 
@@ -209,13 +214,111 @@ Tensor peer_all_gather(const Tensor& x, const std::string& group_name) {
   return y;
 }
 
+void check_in_window(const char* op, const Peers& peers, int64_t offset, int64_t bytes) {
+  if (offset < 0 || bytes < 0 || offset % 16 != 0 || offset + bytes > peers.window_bytes) {
+    fail(op, bytes, " bytes at ", offset, ", expected a multiple of 16 and bytes within the ",
+         peers.window_bytes, " of a window");
+  }
+}
+
+int check_peer(const char* op, const Peers& peers, int64_t rank) {
+  if (rank < 0 || rank >= peers.world || rank == peers.rank) {
+    fail(op, "rank ", rank, " is no other one of ", peers.world);
+  }
+  return static_cast<int>(rank);
+}
+
+// A matrix of x's dtype in this rank's window, which lives as long as the group.
+Tensor peer_window(const Tensor& x, int64_t rows, int64_t columns, int64_t offset,
+                   const std::string& group_name) {
+  check_element(kWindow, x);
+  const Peers peers = find_group(kWindow, group_name, x.get_device_index());
+  check_in_window(kWindow, peers, offset, rows * columns * x.element_size());
+  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
+  AtenTensorHandle handle = nullptr;
+  check_torch(aoti_torch_create_tensor_from_blob(
+                  peers.window[peers.rank] + offset, 2, sizes, strides, 0, dtype_of(x),
+                  aoti_torch_device_type_cuda(), x.get_device_index(), &handle),
+              "tensor of a window");
+  return Tensor(handle);
+}
+
+void check_launch(const char* op, cudaError_t error) {
+  if (error != cudaSuccess) fail(op, "launch failed: ", cudaGetErrorString(error));
+}
+
+void peer_post(const Tensor& x, int64_t to, const std::string& group_name) {
+  const Peers peers = find_group(kPost, group_name, x.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream(x.get_device_index());
+  check_launch(kPost, launch_post(peers, check_peer(kPost, peers, to), stream));
+}
+
+void peer_wait(const Tensor& x, int64_t source, const std::string& group_name) {
+  const Peers peers = find_group(kWait, group_name, x.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const cudaStream_t stream = current_stream(x.get_device_index());
+  check_launch(kWait, launch_wait(peers, check_peer(kWait, peers, source), stream));
+}
+
+// Fills `to` by what lies at `offset` of a peer's window; a copy engine does it.
+void peer_fetch(Tensor to, int64_t source, int64_t offset, const std::string& group_name) {
+  check_packets(kFetch, to, "to", to);
+  const Peers peers = find_group(kFetch, group_name, to.get_device_index());
+  const int64_t bytes = to.numel() * to.element_size();
+  check_in_window(kFetch, peers, offset, bytes);
+  const char* const from = peers.window[check_peer(kFetch, peers, source)] + offset;
+  const torch::stable::accelerator::DeviceGuard guard(to.get_device_index());
+  check_launch(kFetch, cudaMemcpyAsync(to.data_ptr(), from, bytes, cudaMemcpyDeviceToDevice,
+                                       current_stream(to.get_device_index())));
+}
+
+void peer_sum_parts_norm(const Tensor& parts, const Tensor& residual, const Tensor& weight,
+                         double eps, Tensor y, Tensor total, Tensor total_copy,
+                         const std::string& group_name) {
+  SumArgs args = {};
+  args.element = check_element(kParts, parts);
+  args.peers = find_group(kParts, group_name, parts.get_device_index());
+  const bool matrices = parts.dim() == 3 && parts.size(0) == args.peers.world;
+  const int64_t rows = matrices ? parts.size(1) : 0, hidden = matrices ? parts.size(2) : 0;
+  if (!matrices || hidden < 1 || hidden > kMaxHidden || hidden % kPacketElements != 0) {
+    fail(kParts, "parts ", shape_of(parts), ", expected [", args.peers.world,
+         ", rows, hidden], hidden a multiple of ", kPacketElements, ", ", kMaxHidden, " or fewer");
+  }
+  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"residual", residual},
+                                {"y", y},
+                                {"total", total},
+                                {"total_copy", total_copy}}) {
+    check_packets(kParts, t, name, parts);
+    if (t.dim() != 2 || t.size(0) != rows || t.size(1) != hidden) {
+      fail(kParts, name, " has shape ", shape_of(t), ", expected [", rows, ", ", hidden, "]");
+    }
+  }
+  args.x = check_packets(kParts, parts, "parts", parts);
+  args.weight = check_packets(kParts, weight, "weight", parts);
+  if (weight.numel() != hidden) {
+    fail(kParts, "weight has shape ", shape_of(weight), ", expected [", hidden, "]");
+  }
+  args.residual = residual.data_ptr();
+  args.y = y.data_ptr();
+  args.total = total.data_ptr();
+  args.total_copy = total_copy.data_ptr();
+  args.rows = static_cast<int>(rows);
+  args.row_packets = static_cast<int>(hidden / kPacketElements);
+  args.num_packets = rows * args.row_packets;
+  args.x_row_stride = rows * hidden;
+  args.eps = static_cast<float>(eps);
+  const torch::stable::accelerator::DeviceGuard guard(parts.get_device_index());
+  if (rows > 0) run(kParts, args, parts, launch_sum_parts);
+}
+
 }  // namespace
 }  // namespace fusewright::collective
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "peer_open(Tensor(a!) handle, str group_name, int device, int rank, int world, "
-      "int part_bytes) -> ()");
+      "int part_bytes, int window_bytes) -> ()");
   m.def("peer_connect(Tensor handles, str group_name) -> ()");
   m.def("peer_abort(str group_name) -> ()");
   m.def("peer_close(str group_name) -> ()");
@@ -225,6 +328,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
       "float? weight_offset, Tensor? scale, int group_size, str group_name) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("peer_all_gather(Tensor x, str group_name) -> Tensor");
+  m.def("peer_window(Tensor x, int rows, int columns, int offset, str group_name) -> Tensor");
+  m.def("peer_post(Tensor x, int to, str group_name) -> ()");
+  m.def("peer_wait(Tensor x, int source, str group_name) -> ()");
+  m.def("peer_fetch(Tensor(a!) to, int source, int offset, str group_name) -> ()");
+  m.def(
+      "peer_sum_parts_norm(Tensor parts, Tensor residual, Tensor weight, float eps, Tensor(a!) y, "
+      "Tensor(b!) total, Tensor(c!) total_copy, str group_name) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CompositeExplicitAutograd, m) {
@@ -238,4 +348,9 @@ STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("peer_all_reduce", TORCH_BOX(&fusewright::collective::peer_all_reduce));
   m.impl("peer_all_reduce_norm", TORCH_BOX(&fusewright::collective::peer_all_reduce_norm));
   m.impl("peer_all_gather", TORCH_BOX(&fusewright::collective::peer_all_gather));
+  m.impl("peer_window", TORCH_BOX(&fusewright::collective::peer_window));
+  m.impl("peer_post", TORCH_BOX(&fusewright::collective::peer_post));
+  m.impl("peer_wait", TORCH_BOX(&fusewright::collective::peer_wait));
+  m.impl("peer_fetch", TORCH_BOX(&fusewright::collective::peer_fetch));
+  m.impl("peer_sum_parts_norm", TORCH_BOX(&fusewright::collective::peer_sum_parts_norm));
 }

@@ -40,6 +40,13 @@ Group& get(const std::string& name) {
   return found->second;
 }
 
+// The parts of a rank's memory, which begins with its inbox.
+void place(Peers& peers, int rank, void* memory) {
+  peers.inbox[rank] = static_cast<uint4*>(memory);
+  peers.window[rank] = static_cast<char*>(memory) + 2 * peers.world * peers.packets * 16;
+  peers.arrived[rank] = reinterpret_cast<unsigned*>(peers.window[rank] + peers.window_bytes);
+}
+
 void release(Group& group) {
   cudaSetDevice(group.device);
   for (int rank = 0; rank < group.peers.world; ++rank) {
@@ -49,35 +56,44 @@ void release(Group& group) {
   }
   cudaFree(group.peers.inbox[group.peers.rank]);
   cudaFree(group.peers.state);
+  cudaFree(group.peers.posted);
   cudaFreeHost(group.aborted);
   cudaGetLastError();
 }
 
 }  // namespace
 
-Handle open_group(const std::string& name, int rank, int world, int64_t part_bytes) {
+Handle open_group(const std::string& name, int rank, int world, int64_t part_bytes,
+                  int64_t window_bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (groups.count(name)) {
     throw std::runtime_error("peer memory: a group '" + name + "' is open in this process already");
   }
-  if (world < 2 || world > kMaxRanks || rank < 0 || rank >= world || part_bytes % 16 != 0) {
-    throw std::runtime_error("peer memory: rank " + std::to_string(rank) + " of " +
-                             std::to_string(world) + " with parts of " +
-                             std::to_string(part_bytes) +
-                             " bytes, expected 2 to 8 ranks and a multiple of 16");
+  if (world < 2 || world > kMaxRanks || rank < 0 || rank >= world || part_bytes % 16 != 0 ||
+      window_bytes % 16 != 0) {
+    throw std::runtime_error(
+        "peer memory: rank " + std::to_string(rank) + " of " + std::to_string(world) +
+        " with parts of " + std::to_string(part_bytes) + " bytes and a window of " +
+        std::to_string(window_bytes) + ", expected 2 to 8 ranks and multiples of 16");
   }
   Group group;
   Peers& peers = group.peers;
   peers.rank = rank;
   peers.world = world;
   peers.packets = part_bytes / 16;
+  peers.window_bytes = window_bytes;
   Handle handle = {};
   try {
     check(cudaGetDevice(&group.device), "current device");
     const int64_t packets = 2 * world * peers.packets;
-    peers.inbox[rank] = allocate<uint4>(packets * 16);
+    const int64_t counts = world * sizeof(unsigned);
+    place(peers, rank, allocate<char>(packets * 16 + window_bytes + counts));
     peers.state = allocate<unsigned>(2 * sizeof(unsigned));
     check(cudaMemset(peers.state, 0, 2 * sizeof(unsigned)), "its state");
+    peers.posted = allocate<unsigned>(2 * counts);
+    peers.taken = peers.posted + world;
+    check(cudaMemset(peers.posted, 0, 2 * counts), "its counts");
+    check(cudaMemset(peers.arrived[rank], 0, counts), "its counts");
     void* word = nullptr;
     check(cudaHostAlloc(&word, sizeof(unsigned), cudaHostAllocMapped), "a word of the host");
     group.aborted = static_cast<unsigned*>(word);
@@ -108,8 +124,8 @@ void connect_group(const std::string& name, const Handle* handles, int count) {
     if (rank == group.peers.rank) continue;
     void* mapped = nullptr;
     check(cudaIpcOpenMemHandle(&mapped, handles[rank].memory, cudaIpcMemLazyEnablePeerAccess),
-          "mapping the inbox of rank " + std::to_string(rank));
-    group.peers.inbox[rank] = static_cast<uint4*>(mapped);
+          "mapping the memory of rank " + std::to_string(rank));
+    place(group.peers, rank, mapped);
   }
   group.connected = true;
 }

@@ -9,15 +9,17 @@
 
 namespace fusewright::collective {
 
-// A rank gives this to the others, so that they can write to its inbox.
+// A rank gives this to the others, so that they can write to its inbox and read its window.
 struct Handle {
   cudaIpcMemHandle_t memory;
 };
 
-// Allocates this rank's inbox on the current device. Throws std::runtime_error, as all of these.
-Handle open_group(const std::string& name, int rank, int world, int64_t part_bytes);
+// Allocates this rank's inbox and window on the current device. Throws std::runtime_error, as all
+// of these.
+Handle open_group(const std::string& name, int rank, int world, int64_t part_bytes,
+                  int64_t window_bytes);
 
-// Maps the inboxes of all ranks, whose handles are in their order.
+// Maps the memory of all ranks, whose handles are in their order.
 void connect_group(const std::string& name, const Handle* handles, int count);
 
 // Ends all waits of the group's kernels, whose results are then void. Any thread may call it.

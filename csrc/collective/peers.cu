@@ -11,6 +11,18 @@ namespace {
 constexpr int kBlocks = 2 * gemm::kMultiprocessors;
 constexpr int kGatherThreads = 512, kGatherPackets = 4;
 
+template <typename T, int kWorld>
+cudaError_t run_sum_parts(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  constexpr int kBlocksEach = 4;
+  const int rounded = (args.row_packets + kWarpSize - 1) / kWarpSize * kWarpSize;
+  const bool twice = rounded > kMaxThreads;
+  const int blocks = std::min(args.rows, kBlocksEach * gemm::kMultiprocessors);
+  const gemm::LaunchConfig config(blocks, twice ? kMaxThreads : rounded, 0, 1, programmatic,
+                                  stream);
+  const auto kernel = twice ? sum_parts_kernel<T, kWorld, 2> : sum_parts_kernel<T, kWorld, 1>;
+  return cudaLaunchKernelEx(&config.config, kernel, args);
+}
+
 template <typename T, int kWorld, bool kNorm>
 cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
   const int rounded = (args.row_packets + kWarpSize - 1) / kWarpSize * kWarpSize;
@@ -82,6 +94,27 @@ __global__ void clear_kernel(uint4* inbox, int64_t packets) {
   }
 }
 
+// The stores before are those of earlier kernels of the stream.
+__global__ void post_kernel(const __grid_constant__ Peers peers, int to) {
+  const unsigned count = peers.posted[to] + 1;
+  peers.posted[to] = count;
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(peers.arrived[to] + peers.rank),
+               "r"(count)
+               : "memory");
+}
+
+__global__ void wait_kernel(const __grid_constant__ Peers peers, int source) {
+  const unsigned count = peers.taken[source] + 1;
+  peers.taken[source] = count;
+  const unsigned* const from = peers.arrived[peers.rank] + source;
+  unsigned found = 0;
+  for (int polls = 1;; ++polls) {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(from) : "memory");
+    if (static_cast<int>(found - count) >= 0) break;
+    if (polls % kPollsAnAbortCheck == 0 && *peers.aborted) break;
+  }
+}
+
 // The kernels are compiled for these numbers of ranks.
 template <typename Run>
 cudaError_t for_world(int world, const Run& run) {
@@ -109,6 +142,25 @@ cudaError_t launch_gather(const GatherArgs& args, bool programmatic, cudaStream_
   return for_world(args.peers.world, [&](auto world) {
     return run_gather<decltype(world)::value>(args, programmatic, stream);
   });
+}
+
+cudaError_t launch_sum_parts(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  return for_world(args.peers.world, [&](auto world) {
+    constexpr int kWorld = decltype(world)::value;
+    return args.element == Element::kHalf
+               ? run_sum_parts<__half, kWorld>(args, programmatic, stream)
+               : run_sum_parts<__nv_bfloat16, kWorld>(args, programmatic, stream);
+  });
+}
+
+cudaError_t launch_post(const Peers& peers, int to, cudaStream_t stream) {
+  post_kernel<<<1, 1, 0, stream>>>(peers, to);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_wait(const Peers& peers, int source, cudaStream_t stream) {
+  wait_kernel<<<1, 1, 0, stream>>>(peers, source);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_clear(uint4* inbox, int64_t packets, cudaStream_t stream) {

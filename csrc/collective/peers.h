@@ -16,10 +16,17 @@ constexpr int kScaleGroup = 128;  // columns that share a scale
 // A rank needs this to exchange data with the others. Each rank owns an inbox, to which
 // the others write: [2, world, packets] packets, the first index being the parity of the epoch, the
 // second the rank that writes. An epoch is one collective.
+//
+// Behind its inbox a rank has a window, which it fills and the others copy from, and `arrived`,
+// where each of them counts what it has posted. Who posts counts in `posted`, who waits in `taken`.
 struct Peers {
   int rank, world;
-  int64_t packets;                   // room for what one rank sends in an epoch
+  int64_t packets;  // room for what one rank sends in an epoch
+  int64_t window_bytes;
   uint4* inbox[kMaxRanks];           // of each rank, at this process's addresses
+  char* window[kMaxRanks];           // likewise
+  unsigned* arrived[kMaxRanks];      // [world], likewise
+  unsigned *posted, *taken;          // [world], in device memory
   unsigned* state;                   // {epoch, blocks that have finished it}, in device memory
   const volatile unsigned* aborted;  // in host memory: nonzero ends all waits
 };
@@ -35,6 +42,7 @@ struct SumArgs {
   const void* residual;   // [rows, hidden], contiguous; or nullptr
   const void* weight;     // [hidden]; or nullptr
   void* total;            // [rows, hidden]: the last sum
+  void* total_copy;       // the same again, of parts alone
   void* y;                // [rows, hidden]: the norm, or its FP8 values
   float* scales;          // dynamic: [groups, rows]
   const float* scale;     // static: one
@@ -58,6 +66,16 @@ struct GatherArgs {
 
 cudaError_t launch_sum(const SumArgs& args, bool programmatic, cudaStream_t stream);
 cudaError_t launch_gather(const GatherArgs& args, bool programmatic, cudaStream_t stream);
+
+// As launch_sum with a weight, of parts that are here already: x is [world, rows, hidden], the
+// matrices x_row_stride elements apart.
+cudaError_t launch_sum_parts(const SumArgs& args, bool programmatic, cudaStream_t stream);
+
+// Tells a peer that what this stream has written so far may be copied from the window.
+cudaError_t launch_post(const Peers& peers, int to, cudaStream_t stream);
+
+// Has the stream wait for the next post of a peer.
+cudaError_t launch_wait(const Peers& peers, int source, cudaStream_t stream);
 
 // Marks every packet of an inbox as not yet written.
 cudaError_t launch_clear(uint4* inbox, int64_t packets, cudaStream_t stream);

@@ -258,4 +258,48 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
   }
 }
 
+// The same of parts that lie here side by side.
+template <typename T, int kWorld, int kPackets>
+__global__ void __launch_bounds__(kMaxThreads) sum_parts_kernel(const __grid_constant__ SumArgs a) {
+  uint4 weight[kPackets];
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    const int packet = threadIdx.x + i * blockDim.x;
+    weight[i] = packet < a.row_packets ? static_cast<const uint4*>(a.weight)[packet] : uint4{};
+  }
+  start_next();
+  wait_for_previous();
+  const uint4* const parts = static_cast<const uint4*>(a.x);
+  const int64_t stride = a.x_row_stride / kPacketElements;
+  int turn = 0;
+  for (int row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const int64_t first = static_cast<int64_t>(row) * a.row_packets;
+    Values v[kPackets];
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = threadIdx.x + i * blockDim.x;
+      v[i] = {};
+      if (packet >= a.row_packets) continue;
+      const int64_t at = first + packet;
+      uint4 found[kWorld];
+#pragma unroll
+      for (int source = 0; source < kWorld; ++source) found[source] = parts[source * stride + at];
+      const uint4 added = static_cast<const uint4*>(a.residual)[at];
+      v[i] = Values::of<T>(sendable(found[0]));
+#pragma unroll
+      for (int source = 1; source < kWorld; ++source) {
+        v[i].add(Values::of<T>(sendable(found[source])));
+      }
+      v[i].round(T{});
+      v[i].add(Values::of<T>(added));
+      v[i].round(T{});
+      const uint4 total = v[i].packet(T{});
+      static_cast<uint4*>(a.total)[at] = total;
+      static_cast<uint4*>(a.total_copy)[at] = total;
+    }
+    store_norm<T, kPackets>(a, row, turn, v, weight);
+    turn ^= 1;
+  }
+}
+
 }  // namespace fusewright::collective

@@ -122,7 +122,10 @@ def test_every_combination_of_norms_is_there() -> None:
         for add in ("", "add_")
         for quant in ("", "_quant_static", "_quant_dynamic")
     }
-    assert {op.name for op in COLLECTIVES} == expected | {"all_reduce", "all_gather"}
+    assert {op.name for op in COLLECTIVES} == {
+        *expected,
+        *("all_reduce", "all_gather", "linear_all_reduce_add_norm_linear"),
+    }
 
 
 @pytest.mark.parametrize("op", COLLECTIVES, ids=lambda op: op.name)

@@ -95,14 +95,15 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
     elif op == "linear":
         yield from linear_calls(m, tokens)
-    elif op == "linear_add_norm_linear":
+    elif op in ("linear_add_norm_linear", "linear_all_reduce_add_norm_linear"):
         inner, gate_up = (
             empty(n, k, dtype=m.dtype)
             for n, k in ((tokens, m.intermediate), (2 * m.intermediate, m.hidden))
         )
         down, square = (empty(m.hidden, n, dtype=m.dtype) for n in (m.intermediate, m.hidden))
-        yield x, square, None, x, weight, 1e-5, gate_up, None, "silu"
-        yield inner, down, None, x, weight, 1e-5, square, None, None
+        group = ("tp",) if "all_reduce" in op else ()
+        yield x, square, None, x, weight, 1e-5, gate_up, None, "silu", *group
+        yield inner, down, None, x, weight, 1e-5, square, None, None, *group
     elif op in EXPERT_OPS:
         yield from expert_calls(op, m, tokens)
     elif op.startswith("all_reduce_"):

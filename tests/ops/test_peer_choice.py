@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fusewright import ops
-from fusewright.ops import _peer_memory
+from fusewright.ops import _overlap, _peer_memory
+from fusewright.ops.linear_all_reduce_add_norm_linear import OVERLAPPED
 
 META = torch.device("meta")
 ADD_NORM = ops.BY_NAME["all_reduce_add_rms_norm"]
@@ -81,6 +82,36 @@ def test_launches_are_named_by_the_number_of_rows() -> None:
 
     assert names(1) == ("push + add_rms_norm",)
     assert names(8193) == ("torch.distributed's sum", "_rms_norm_kernel")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "next_features", "hidden", "world", "overlapped"),
+    [
+        (2560, 3072, 4096, 2, False),
+        (2561, 3072, 4096, 2, True),
+        (8192, 3072, 4096, 2, True),
+        (8192, 14336, 4096, 2, False),  # no gain in front of so large a layer
+        (8192, 3072, 8192, 2, False),  # more than the window holds
+        (8192, 3072, 4096, 4, False),  # not measured
+    ],
+)
+def test_transfers_are_hidden_where_that_was_measured_to_gain(
+    num_rows: int, next_features: int, hidden: int, world: int, overlapped: bool
+) -> None:
+    assert _overlap.overlaps(num_rows, next_features, hidden, world) is overlapped
+    runs = ops.BY_NAME["linear_all_reduce_add_norm_linear"].implementation("cuda").runs
+    assert runs is not None
+    if world == 2:
+        call = (rows(num_rows, 512), rows(hidden, 512), None, rows(num_rows, hidden), rows(hidden))
+        named = runs(*call, 1e-5, rows(next_features, hidden), None, None, "any")
+        assert (named == (OVERLAPPED,)) is overlapped
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_parts_of_the_rows_are_whole_tiles_and_cover_them(world: int) -> None:
+    for num_rows in range(2000, 8193, 61):
+        part = _overlap.part_rows(num_rows, world)
+        assert part % 128 == 0 and (part - 128) * world < num_rows <= part * world
 
 
 def test_numbers_of_ranks_without_kernels_are_named() -> None:

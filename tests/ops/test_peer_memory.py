@@ -16,8 +16,10 @@ from torch import Tensor
 from fusewright import ops
 from fusewright.ops import _peer_memory
 from fusewright.ops._cuda import load_cuda_library
+from fusewright.ops._overlap import linear_sum_norm_linear
 from fusewright.ops.all_reduce import CASES_GROUP
 from fusewright.ops.conformance import check_case
+from fusewright.ops.linear_add_norm_linear import Chain, in_turn
 from tests.ranks import in_ranks, name_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
@@ -119,6 +121,51 @@ def replays(rank: int, world: int) -> int:
     return differing
 
 
+def overlapped(rank: int, world: int) -> list[str]:
+    """Two layers with hidden transfers, many times with changing sizes, eager and replayed, against
+    the layers in turn; returns what differed."""
+    wrong = []
+    with connected(rank, world) as device:
+        generator = torch.Generator().manual_seed(5)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+        def check(name: str, call: Chain, found: tuple[Tensor, Tensor]) -> None:
+            layer = ops.BY_NAME["linear"].reference
+            partial_sums = layer(*call.first).contiguous()
+            summed = torch.ops.fw_cuda.peer_all_reduce.default(partial_sums, CASES_GROUP)
+            expected = in_turn(
+                call._replace(
+                    weight=torch.eye(512, dtype=summed.dtype, device=device), bias=None
+                )._replace(x=summed),
+                layer,
+                ops.BY_NAME["add_rms_norm"].reference,
+            )
+            for which, got, want in zip(("y", "sum"), found, expected, strict=True):
+                if not torch.allclose(got.float(), want.float(), atol=6e-2, rtol=5e-2):
+                    wrong.append(f"{name}: {which} by {(got - want).abs().max().item()}")
+
+        for turn, (rows, activation, biased) in enumerate(
+            [(2688, None, True), (3001, "silu", False), (2690, "silu", True), (4096, None, False)]
+        ):
+            of_all = (randn(rows, 512), 1 + randn(512) / 4, 1e-5)
+            bias, next_bias = (randn(512), randn(256)) if biased else (None, None)
+            weight, then = randn(512, 384) / 20, randn(256, 512) / 20
+            x = of_rank(rank, (rows, 384), turn, torch.bfloat16).to(device)
+            call = Chain(x, weight, bias, *of_all, then, next_bias, activation)
+            for again in range(5):
+                found = linear_sum_norm_linear(*call, CASES_GROUP)
+                check(f"{rows} rows, call {again}", call, found)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = linear_sum_norm_linear(*call, CASES_GROUP)
+            for _ in range(3):
+                graph.replay()
+            check(f"{rows} rows, replayed", call, found)
+    return wrong
+
+
 def abandoned(rank: int, world: int) -> bool:
     """Rank 0 waits for a rank that does not come, until the abort; returns whether it waited."""
     waited = False
@@ -147,6 +194,12 @@ def test_sums_have_the_bits_of_the_order_of_the_ranks(world: int, tmp_path: Path
     results = in_ranks(sums, world, tmp_path)
     assert len(results[0]) == 4 * len(SHAPES)
     assert all(map(all, results)), results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_hidden_transfers_change_no_result(world: int, tmp_path: Path) -> None:
+    """Ranks that share a GPU too: the rows are then cut into four parts."""
+    assert in_ranks(overlapped, world, tmp_path) == [[]] * world
 
 
 @pytest.mark.parametrize("function", [replays, abandoned], ids=lambda function: function.__name__)

@@ -101,6 +101,12 @@ def reduced_norm(x: Tensor, w: Tensor) -> Any:
     return ops.rms_norm(total, w, 1e-5), total * 2
 
 
+def reduced_between_linears(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor) -> Any:
+    w = w.view(SIZE, SIZE)
+    total = r + ops.all_reduce(ops.linear(x, w, None), GROUP)
+    return ops.linear(ops.rms_norm(total, wn, 1e-5), w, w2), total
+
+
 def reduced_static(x: Tensor, r: Tensor, w: Tensor, s: Tensor) -> Any:
     scale = s[:1].view(1, 1)
     total = r + ops.all_reduce(x, GROUP)
@@ -152,7 +158,7 @@ def _given(model: Callable[..., Any]) -> dict[str, Tensor]:
     given = {name: value for name, value in _inputs().items() if name in names}
     if model is attention:
         given["table"] = torch.randint(0, 3, (TOKENS, 3)).int()
-    if model in (gated, gated_fp8, between_linears):
+    if model in (gated, gated_fp8, between_linears, reduced_between_linears):
         given["w"] = hidden(dtype=torch.bfloat16, size=SIZE, tokens=SIZE).flatten()
     if model is stores:
         given["kv"] = given["kv"].to(torch.bfloat16)

@@ -29,6 +29,10 @@ def test_every_sum_over_ranks_is_a_site_that_matches_or_says_why(capsys: Capture
     sites = [site for site in told["sites"] if site["name"] == "fuse_all_reduce_norm"]
     assert {site["outcome"] for site in sites} == {"matched"}
     assert sum(site["count"] for site in sites) == 11
+    overlapped = [site for site in told["sites"] if site["name"] == "fuse_async_tp"]
+    # All sums but the embedding's and the last are between two linear layers.
+    assert {site["outcome"] for site in overlapped} == {"matched"}
+    assert sum(site["count"] for site in overlapped) == 9
     assert "fuse_norm_linear" not in {site["name"] for site in told["sites"]}
     fused = facts(capsys, *ranks, "--passes", "cleanup,fuse_add_norm,fuse_all_reduce_norm")
     matched = {p["name"]: (p["sites"], p["matched"]) for p in fused["passes"]}
@@ -68,6 +72,7 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         "fuse_norm_linear": (9, 9),
         "fuse_norm_quant": (0, 0),
         "fuse_all_reduce_norm": (0, 0),
+        "fuse_async_tp": (0, 0),
         "fuse_act_quant": (0, 0),
         "fuse_attn_quant": (0, 0),
         "fuse_rope_store": (5, 5),

@@ -1,0 +1,191 @@
+"""``linear_all_reduce_add_norm_linear`` is ``linear_add_norm_linear`` with a sum over ranks inside.
+
+It is one op, because a transfer can only be hidden behind the GEMMs on both of its sides.  With
+few rows nothing is hidden: one kernel sums over ranks, adds and normalizes, between the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from . import _overlap, _peer_memory
+from ._desc import Case, Cost, Draw, OpDesc, drawn
+from ._launch import Launches
+from ._op import Implementation, SemanticOp, dispatched, on_gpu
+from .all_reduce import CASES_GROUP, sum_flops, wire_bytes
+from .linear import OP as LINEAR
+from .linear_add_norm_linear import (
+    OP as ONE_RANK,
+    Chain,
+    Results,
+    draw_chain,
+    in_turn,
+    launches_in_turn,
+)
+from .norm import NORMS, Norm
+
+_NORM = NORMS[Norm(reduce=True, add=True)]
+OVERLAPPED = "GEMMs with hidden transfers"
+"""What many rows run, as ``explain`` names it."""
+
+
+@dispatched
+def linear_all_reduce_add_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    next_weight: Tensor,
+    next_bias: Tensor | None,
+    activation: str | None,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """A linear layer whose results are summed over ranks, the residual add, RMSNorm, and the linear
+    layer that follows.
+
+    The arguments are those of ``linear_add_norm_linear``, then ``group_name``, a process group of
+    two ranks or more.  x, weights and biases are this rank's; the residual and the norm's weight
+    are the same on every rank, and where rows are many each rank reads only its part of them.
+
+    Returns:
+        (y, residual_out), as of ``linear_add_norm_linear``, with the sum over ranks of the first
+        layer in place of its result.  ``residual_out`` is the same on every rank.
+
+    Raises:
+        ValueError: no such group, a group of one rank, or shapes that do not fit.
+    """
+    call = Chain(x, weight, bias, residual, norm_weight, eps, next_weight, next_bias, activation)
+    return in_turn(call, LINEAR.reference, _over(group_name, _NORM.reference))
+
+
+def _over(group_name: str, norm: Callable[..., Any]) -> Callable[..., Any]:
+    """A norm with the arguments of ``add_rms_norm``, which sums over a group before."""
+
+    def run(*args: Any) -> Any:
+        return norm(*args, None, group_name)
+
+    return run
+
+
+def _split(args: tuple[Any, ...]) -> tuple[Chain, str]:
+    return Chain._make(args[:-1]), args[-1]
+
+
+def _fake(*args: Any) -> Results:
+    call, group_name = _split(args)
+    made: Results = ONE_RANK.fake(*call)
+    _NORM.fake(*call.between(made[1]), None, group_name)
+    return made
+
+
+def _in_turn(layer: str, norm: str) -> Callable[..., Results]:
+    """One op after the other, by these implementations."""
+
+    def run(*args: Any) -> Results:
+        call, group_name = _split(args)
+        add_norm = _over(group_name, _NORM.implementation(norm).fn)
+        return in_turn(call, LINEAR.implementation(layer).fn, add_norm)
+
+    return run
+
+
+_PUSHED = _in_turn("skinny", "cuda")
+
+
+def _overlaps(call: Chain, group_name: str) -> bool:
+    rows = call.x.numel() // max(call.x.shape[-1], 1)
+    world = _peer_memory.world_of(group_name, call.x.device)
+    return _overlap.overlaps(rows, *call.next_weight.shape, world)
+
+
+def _cuda(*args: Any) -> Results:
+    """With hidden transfers where rows are many, else the ops in turn."""
+    call, group_name = _split(args)
+    if not _overlaps(call, group_name):
+        return _PUSHED(*args)
+    shape = call.residual.shape
+    call = call._replace(
+        x=call.x.reshape(-1, call.x.shape[-1]),
+        residual=call.residual.reshape(-1, shape[-1]).contiguous(),
+    )
+    y, total = _overlap.linear_sum_norm_linear(*call, group_name)
+    return y.view(*shape[:-1], y.shape[1]), total.view(shape)
+
+
+def _supports(norm: str) -> Callable[[OpDesc], str]:
+    def supports(desc: OpDesc) -> str:
+        between = {"x": desc["residual"], "weight": desc["norm_weight"]}
+        part = replace(desc, args=tuple(between.items()))
+        return _NORM.implementation(norm).supports(part)
+
+    return supports
+
+
+def _launches(*args: Any) -> Launches[Results]:
+    """The launches that must be compiled: those of NCCL's sum, which may serve instead."""
+    call, group_name = _split(args)
+    norm = _NORM.implementation("triton").launches
+    assert norm is not None
+    return launches_in_turn(call, _over(group_name, norm))
+
+
+def _runs(layer: str, norm: str) -> Callable[..., tuple[str, ...]]:
+    """What a call launches that is computed by these implementations."""
+    first, between = LINEAR.implementation(layer).runs, _NORM.implementation(norm).runs
+    assert first is not None and between is not None
+
+    def runs(*args: Any) -> tuple[str, ...]:
+        call, group_name = _split(args)
+        if norm == "cuda" and _overlaps(call, group_name):
+            return (OVERLAPPED,)
+        made = LINEAR.fake(*call.first)
+        summed = between(*call.between(made), None, group_name)
+        return *first(*call.first), *summed, *first(*call.second(made))
+
+    return runs
+
+
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    for label, rows, k, hidden, n, activation in (
+        ("one row", (1,), 64, 96, 80, None),
+        ("SiLU", (5,), 40, 64, 2 * 48, "silu"),
+        ("three dimensions, GELU", (2, 3), 32, 40, 2 * 24, "gelu_tanh"),
+        ("two biases", (19,), 37, 72, 31, None),
+        ("no rows", (0,), 16, 32, 16, None),
+    ):
+        biases = (label == "two biases",) * 2
+        case = draw_chain(draw, label, rows, k, hidden, n, activation, *biases)
+        yield replace(case, args=(*case.args, CASES_GROUP))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    alone = ONE_RANK.cost(replace(desc, args=desc.args[:-1]))
+    x = desc["residual"]
+    return Cost(alone.bytes + wire_bytes(x), alone.flops + sum_flops(x))
+
+
+OP = SemanticOp(
+    reference=linear_all_reduce_add_norm_linear,
+    fake=_fake,
+    cases=_cases,
+    cost=_cost,
+    implementations=(
+        on_gpu("cuda", _cuda, _supports("cuda"), launches=_launches, runs=_runs("skinny", "cuda")),
+        on_gpu(
+            "library",
+            _in_turn("library", "triton"),
+            _supports("triton"),
+            launches=_launches,
+            runs=_runs("library", "triton"),
+        ),
+        Implementation("native", linear_all_reduce_add_norm_linear),
+    ),
+    tolerances=ONE_RANK.tolerances,
+)
