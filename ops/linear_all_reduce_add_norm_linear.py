@@ -101,7 +101,8 @@ _PUSHED = _in_turn("skinny", "cuda")
 def _overlaps(call: Chain, group_name: str) -> bool:
     rows = call.x.numel() // max(call.x.shape[-1], 1)
     world = _peer_memory.world_of(group_name, call.x.device)
-    return _overlap.overlaps(rows, *call.next_weight.shape, world)
+    next_features, hidden = call.next_weight.shape
+    return _overlap.overlaps(rows, next_features, hidden, world)
 
 
 def _cuda(*args: Any) -> Results:

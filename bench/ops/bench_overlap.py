@@ -43,7 +43,7 @@ def _chain(tokens: int, inner: int, then: int, activation: str | None) -> Chain:
 
 
 def _median_us(call: Callable[[Chain], Any], chains: list[Chain]) -> float:
-    times = []
+    times = list[float]()
     for _ in range(_ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()

@@ -95,15 +95,14 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
     elif op == "linear":
         yield from linear_calls(m, tokens)
-    elif op in ("linear_add_norm_linear", "linear_all_reduce_add_norm_linear"):
-        inner, gate_up = (
-            empty(n, k, dtype=m.dtype)
-            for n, k in ((tokens, m.intermediate), (2 * m.intermediate, m.hidden))
-        )
+    elif op.endswith("add_norm_linear"):
+        inner = empty(tokens, m.intermediate, dtype=m.dtype)
+        gate_up = empty(2 * m.intermediate, m.hidden, dtype=m.dtype)
         down, square = (empty(m.hidden, n, dtype=m.dtype) for n in (m.intermediate, m.hidden))
-        group = ("tp",) if "all_reduce" in op else ()
-        yield x, square, None, x, weight, 1e-5, gate_up, None, "silu", *group
-        yield inner, down, None, x, weight, 1e-5, square, None, None, *group
+        group = ("tp",) * ("all_reduce" in op)
+        layers = (x, square, gate_up, "silu"), (inner, down, square, None)
+        for made, first, then, act in layers:
+            yield made, first, None, x, weight, 1e-5, then, None, act, *group
     elif op in EXPERT_OPS:
         yield from expert_calls(op, m, tokens)
     elif op.startswith("all_reduce_"):
