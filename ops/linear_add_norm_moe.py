@@ -1,10 +1,10 @@
-"""``linear_add_norm_moe`` is a projection into the residual stream, the experts behind a norm, and,
-but in a model's last layer, the next norm and the projection behind it.
+"""``linear_add_norm_moe`` is a projection into the residual stream, a norm, and the experts.  In
+all layers but a model's last one it includes the next norm and the projection that follows.
 
-It is one op for the reason for which ``linear_add_norm_linear`` is: where sums and norms are best
-made depends on the number of tokens.  With few, five kernels do all of it, and each norm is applied
-where its result is read; with many, one kernel adds the experts' results, adds the residual and
-normalizes.
+It is one op for the same reason as ``linear_add_norm_linear``: the number of tokens decides where
+sums and norms are best computed.  For few tokens, five kernels do everything, and each norm is
+applied where its result is read.  For many tokens, one kernel adds the experts' results and the
+residual, and normalizes the sum.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .linear import OP as LINEAR
 from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]
-# What computes both layers of the experts from the router's logits.
+# Plans both layers of the experts, given the router's logits.
 Layers = Callable[[Experts, Tensor], Planned]
 
 
@@ -70,18 +70,19 @@ def linear_add_norm_moe(
 
     Args:
         x: [num_tokens, in_features], floating point.
-        weight, bias: of the first layer: [hidden, in_features] and [hidden], or None.
+        weight, bias: of the first layer, [hidden, in_features] and [hidden]; bias may be None.
         residual: [num_tokens, hidden].
         norm_weight, eps: of the norm before the experts.
-        router_weight, ..., activation: as of ``fused_moe``, not FP8.
-        next_norm_weight, next_eps: of the norm behind the experts; None in the last layer, as are
-            the two that follow.
-        next_weight, next_bias: of the last layer: [out_features, hidden], [out_features] or None.
+        router_weight, ..., activation: as in ``fused_moe``, without FP8.
+        next_norm_weight, next_eps: of the norm after the experts.  In a model's last layer,
+            ``next_norm_weight``, ``next_weight`` and ``next_bias`` are None.
+        next_weight, next_bias: of the second linear layer, [out_features, hidden] and
+            [out_features]; the bias may be None.
 
     Returns:
-        (y, residual_out), contiguous.  y is [num_tokens, out_features], and ``residual_out`` the
-        sum before the last norm.  Without ``next_norm_weight``, y is what the experts made, and
-        ``residual_out`` the sum before them, to which it is not added.
+        (y, residual_out), contiguous.  y is [num_tokens, out_features], and ``residual_out`` is the
+        sum that the last norm reads.  Without ``next_norm_weight``, y is the experts' result, and
+        ``residual_out`` is the sum before the experts; y is not added to it.
 
     Raises:
         ValueError: shapes are not these.
@@ -163,7 +164,7 @@ def _linear(*args: Any) -> Tensor:
 
 
 def _streams(call: Call) -> bool:
-    """Whether csrc serves all of a call: its dense layers and its experts."""
+    """Whether csrc's kernels for few tokens serve the whole call, dense layers and experts."""
     tensors = call[:5] + call.experts[1:5]
     if call.x.device.type != "meta" and not all(
         t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors
@@ -176,12 +177,12 @@ def _streams(call: Call) -> bool:
 
 
 def _groups(call: Call) -> bool:
-    """Whether csrc's GEMMs serve the experts of a call."""
+    """Whether csrc's grouped GEMM serves the experts of a call."""
     return csrc.groups(call.experts)
 
 
 def _layers(call: Call) -> list[LinearDesc]:
-    """The descriptions of the dense layers: one that adds, and one that reads a norm."""
+    """Describes the dense layers: the first adds a residual, the second reads a norm."""
     found = [replace(describe(call.x, call.weight, call.bias), add=True)]
     if not call.is_last:
         behind = describe(call.residual, call.next_weight, call.next_bias)
@@ -190,8 +191,8 @@ def _layers(call: Call) -> list[LinearDesc]:
 
 
 def _cuda(*args: Any) -> Results:
-    """Five kernels for few tokens, each of which streams weights; for many the ops in turn, the
-    experts' layers by csrc's GEMMs."""
+    """Few tokens run five kernels, each of which streams weights.  Many tokens run the ops in turn,
+    with csrc's grouped GEMM for the experts."""
     call = Call.of(args)
     if not _streams(call):
         return _in_turn(call, csrc.grouped_layers if _groups(call) else plan_layers)
@@ -233,7 +234,7 @@ def _triton(*args: Any) -> Results:
 
 
 def _in_turn(call: Call, layers: Layers) -> Results:
-    """The ops in turn, of which the last sum of the experts takes in the norm that follows."""
+    """Runs the ops in turn; the kernel that sums the experts also applies the norm that follows."""
     y = _linear(call.x, call.weight, call.bias)
     launches, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
     run_all(launches)
@@ -248,8 +249,8 @@ def _in_turn(call: Call, layers: Layers) -> Results:
 def _plan_experts(
     call: Call, normed: Tensor, total: Tensor, logits: Tensor, layers: Layers
 ) -> Launches[tuple[Tensor, ...]]:
-    """The launches behind the router's layer, and what the last layer reads: the experts' sum; or
-    the norm, and the sum that it is of."""
+    """The launches that follow the router's layer, with their results: the experts' sum in a
+    model's last layer, otherwise (the norm, the sum that was normalized)."""
     experts = call.experts._replace(x=normed)
     made = layers(experts, logits)
     if call.is_last:
@@ -259,7 +260,7 @@ def _plan_experts(
 
 
 def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
-    """The Triton launches before and behind the router's layer, and the results."""
+    """The Triton launches before the router's layer, those after it, and the results."""
     y = LINEAR.fake(call.x, call.weight, call.bias)
     first, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
     logits = LINEAR.fake(normed, call.experts.router_weight, None)
@@ -314,7 +315,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
     ) -> Case:
         randn = draw.randn
         made = Experts(*moe_args(draw, tokens, experts, top_k, hidden, inner, **given))
-        # What the norm is of are the tokens of ``moe_args``, which are far from any other choice.
+        # The norm reads the tokens of ``moe_args``: no rounding changes their choice of experts.
         first = randn(tokens, hidden) * 1e-3
         x, weight = (t.to(dtype) for t in (randn(tokens, k), randn(hidden, k) * 1e-3 * k**-0.5))
         biases = [randn(size).to(dtype) if bias else None for size in (hidden, n)]
