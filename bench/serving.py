@@ -23,8 +23,8 @@ MEASURES = ("ttft", "tpot", "itl", "e2e")
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One request in milliseconds: to the first token, a token after that, all of it, and the
-    longest time between two tokens."""
+    """Times of one request in milliseconds: until the first token (``ttft``), for each token after
+    it (``tpot``), for the whole request (``e2e``), and the longest between two tokens (``itl``)."""
 
     ttft: float
     tpot: float
@@ -34,8 +34,8 @@ class RequestTimes:
 
 @dataclass
 class Run:
-    """What a run took.  ``gaps`` are the times between two tokens of a request, ms;
-    ``token_ids`` what each gave."""
+    """The times of a run.  ``gaps`` are those between two tokens of a request, in ms; ``token_ids``
+    are the tokens that each request got."""
 
     seconds: float
     input_tokens: int
@@ -45,8 +45,8 @@ class Run:
     token_ids: list[list[int]] = field(default_factory=list)
 
     def to_json(self, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Rates a second, and mean and percentiles in ms; with ``limits`` in ms also goodput:
-        requests a second that keep all of them, the limit of ``itl`` at every token."""
+        """Rates per second, and means and percentiles in ms.  With ``limits``, in ms, goodput is
+        added: the requests per second that keep all limits, that of ``itl`` at every token."""
         count = len(self.requests)
         result: dict[str, Any] = {
             "seconds": round(self.seconds, 4),
@@ -81,7 +81,7 @@ def parse_limits(items: Iterable[str]) -> dict[str, float]:
     """``ttft:500 tpot:50`` as numbers.
 
     Raises:
-        UserError: another form, or a measure that requests have not.
+        UserError: an item has another form, or names no measure of requests.
     """
     limits: dict[str, float] = {}
     for item in items:
@@ -98,7 +98,7 @@ def parse_limits(items: Iterable[str]) -> dict[str, float]:
 
 
 def check_length(engine: EngineLoop, longest: int) -> None:
-    """Refuse requests of more tokens than the engine is for, before they are made up."""
+    """Refuse requests with more tokens than ``max_model_len``, before they are generated."""
     if longest > engine.inputs.max_model_len:
         raise UserError(
             f"the workload has requests of {longest} tokens, max_model_len is "
@@ -113,7 +113,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
         request_rate: requests a second, evenly; infinite: all at once.
 
     Raises:
-        UserError: the engine is for shorter requests than these.
+        UserError: a request is longer than ``max_model_len``.
     """
     check_length(engine, max(len(work.prompt_token_ids) + work.output_len for work in works))
     came: list[tuple[float, NewTokens]] = []

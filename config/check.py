@@ -11,6 +11,15 @@ from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
 
 _MAX_INT = 2**63 - 1
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
+_LIMITS = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override")
+_PROMPT_TOKENS = ("long_prefill_token_threshold", "max_num_mixed_tokens")
+# (the least value, how an error names it, integer options that may also be unset)
+_LEAST = (
+    (1, "at least 1", (*_PARALLEL, *_LIMITS)),
+    (1, "more than 0", ("kv_cache_memory_bytes",)),
+    (0, "0 (no limit) or a number of tokens", _PROMPT_TOKENS),
+)
 _LARGEST = {
     "tensor_parallel_size": 1024,
     "pipeline_parallel_size": 1024,
@@ -104,38 +113,12 @@ def _check_ranges(options: EngineOptions) -> None:
         (o.optimization_level in LEVELS, "optimization_level", "0, 1, 2 or 3"),
         (8 <= size <= 256 and size & (size - 1) == 0, "block_size", "a power of two in 8..256"),
         (0 < o.gpu_memory_utilization <= 1, "gpu_memory_utilization", "a number in (0, 1]"),
-        (o.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
-        (o.pipeline_parallel_size >= 1, "pipeline_parallel_size", "at least 1"),
-        (o.max_num_seqs is None or o.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
-        (o.max_model_len is None or o.max_model_len >= 1, "max_model_len", "at least 1"),
-        (
-            o.max_num_batched_tokens is None or o.max_num_batched_tokens >= 1,
-            "max_num_batched_tokens",
-            "at least 1",
-        ),
-        (
-            o.num_gpu_blocks_override is None or o.num_gpu_blocks_override >= 1,
-            "num_gpu_blocks_override",
-            "at least 1",
-        ),
-        (
-            o.kv_cache_memory_bytes is None or o.kv_cache_memory_bytes > 0,
-            "kv_cache_memory_bytes",
-            "more than 0",
-        ),
         (o.tune_seconds >= 0, "tune_seconds", "0 (measure none) or a number of seconds"),
         (o.compile_cache_limit_gb > 0, "compile_cache_limit_gb", "a number of more than 0"),
-        (
-            o.long_prefill_token_threshold >= 0,
-            "long_prefill_token_threshold",
-            "0 (no limit) or a number of tokens",
-        ),
-        (
-            o.max_num_mixed_tokens is None or o.max_num_mixed_tokens >= 0,
-            "max_num_mixed_tokens",
-            "0 (no limit) or a number of tokens",
-        ),
     ]
+    for least, expected, names in _LEAST:
+        given = [(name, getattr(o, name)) for name in names]
+        checks += [(value is None or value >= least, name, expected) for name, value in given]
     for ok, name, expected in checks:
         if not ok:
             raise UserError(f"{name}={getattr(o, name)!r}: expected {expected}")
@@ -200,15 +183,8 @@ def _check_batch_invariant(options: EngineOptions) -> None:
 
 
 def _check_store(options: EngineOptions, level: Level) -> None:
-    given = [
-        flag
-        for flag, is_given in [
-            ("require_cache", options.require_cache),
-            ("compile_cache_dir", bool(options.compile_cache_dir)),
-            ("trusted_keys", bool(options.trusted_keys)),
-        ]
-        if is_given
-    ]
+    names = ("require_cache", "compile_cache_dir", "trusted_keys")
+    given = [name for name in names if getattr(options, name)]
     if given and not options.compile_cache:
         raise UserError(f"{given[0]} contradicts no_cache: give one of them")
     if given and not level.trace:
@@ -236,7 +212,7 @@ def _check_scheduler(options: EngineOptions) -> None:
             f"max_num_batched_tokens={tokens} < max_num_seqs={seqs}: every running "
             "request needs one token a step; raise the former or lower the latter"
         )
-    for name in ("long_prefill_token_threshold", "max_num_mixed_tokens"):
+    for name in _PROMPT_TOKENS:
         if getattr(options, name) and not options.enable_chunked_prefill:
             raise UserError(
                 f"{name}={getattr(options, name)} splits prompts, which "

@@ -220,13 +220,9 @@ def option_specs() -> list[OptionSpec]:
     return [
         OptionSpec(
             name=f.name,
-            flag=f.metadata["flag"] or "--" + f.name.replace("_", "-"),
             type=str(f.type),
             default=f.default,
-            group=f.metadata["group"],
-            help=f.metadata["help"],
-            choices=f.metadata["choices"],
-            alias=f.metadata["alias"],
+            **{**f.metadata, "flag": f.metadata["flag"] or "--" + f.name.replace("_", "-")},
         )
         for f in fields(EngineOptions)
     ]

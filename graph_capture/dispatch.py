@@ -27,8 +27,9 @@ class GraphKind(StrEnum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The choice for one step: the kind of graph, and the sizes it runs at, padding included.
-    ``query_len`` is the number of tokens of every sequence in a FULL graph of decodes; else 0."""
+    """The choice for one step: the kind of graph, and the sizes at which it runs, with padding.
+    ``query_len`` is the number of tokens of every sequence in a FULL graph of decodes, otherwise 0.
+    """
 
     kind: GraphKind
     num_tokens: int
@@ -53,11 +54,11 @@ class Dispatcher:
     """Chooses graphs by batch shape; ``counters[step kind, graph kind]`` counts the choices.
 
     FULL graphs of uniform decode have ``decode_query_len`` tokens a sequence: one, or more where
-    tokens are drafted.  FULL graphs of mixed steps (mode FULL)
-    have a fixed number of sequences, of which the surplus is empty; this number never equals the
-    number of tokens, which would mean uniform decode to attention.  In mode FULL_AND_PIECEWISE a
-    prompt by itself has FULL graphs too, of one sequence and up to ``_MOST_PROMPT_TOKENS`` tokens:
-    in pieces, with attention between them, it would leave the device idle twice a layer.
+    tokens are drafted.  FULL graphs of mixed steps (mode FULL) have a fixed number of sequences;
+    those that a step does not need are empty.  This number never equals the number of tokens, which
+    attention would take for uniform decode.  In mode FULL_AND_PIECEWISE a prompt by itself has FULL
+    graphs too, of up to ``_MOST_PROMPT_TOKENS`` tokens: a piecewise graph would leave the device
+    idle twice a layer, before and after attention.
 
     A step beyond the captured sizes runs without a graph; ``outside`` counts such steps by kind,
     and the first of a kind is logged.

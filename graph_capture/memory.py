@@ -1,5 +1,8 @@
-"""``MemoryReport`` says where the device memory went: predicted before, measured after, and summed
-up against what the driver says."""
+"""``MemoryReport`` says what device memory is used for.
+
+Graphs are predicted before they are captured; all else is measured.  The sum can be compared with
+what the driver counts.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def say_free(device: torch.device) -> str:
 
 @dataclass
 class MemoryReport:
-    """Bytes by purpose; ``driver`` is all that is in use, as the driver counts it."""
+    """Bytes by purpose.  ``driver`` is all memory in use, as the driver counts it."""
 
     context: int = 0
     weights: int = 0

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class CapturableStep(Protocol):
-    """A unit of execution over an environment; ``per_token`` ones may be captured piecewise."""
+    """One step of a program; it reads and writes values of an environment by their slots.  A step
+    with ``per_token`` depends on the number of tokens alone, and may be captured piecewise."""
 
     @property
     def name(self) -> str: ...

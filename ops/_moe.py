@@ -1,7 +1,7 @@
-"""A mixture of experts as data, and the launches that compute it behind the router's layer.
+"""Describes a mixture of experts as data, and plans the launches that follow the router's layer.
 
-``Call`` has the arguments of ``fused_moe`` and those of the ops that it consists of.  What is
-planned here serves that op, and ``linear_add_norm_moe``.
+``Call`` holds the arguments of ``fused_moe`` and derives those of the ops that it consists of.
+``fused_moe`` and ``linear_add_norm_moe`` run the launches that are planned here.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Call(NamedTuple):
 
     @property
     def num_experts(self) -> Any:
-        """Experts that are here: all, but with ``first_expert``."""
+        """Number of experts on this rank: all of them, unless ``first_expert`` is given."""
         return self.gate_up.shape[0]
 
     @property
     def num_routed(self) -> Any:
-        """Experts that tokens choose among."""
+        """Number of experts that tokens can choose, on all ranks."""
         return self.router_weight.shape[0]
 
     def scheme(self, input_scale: Any) -> Any:
-        """How an input is quantized: by a scale, or in groups of a size; None: not at all."""
+        """How an input is quantized: by a static scale, in groups of this size, or not (None)."""
         if self.gate_up_scale is None:
             return None
         return self.group_size if input_scale is None else input_scale
@@ -72,7 +72,7 @@ class Call(NamedTuple):
         return logits, self.correction_bias, *self[12:18]
 
     def first(self, x: tuple[Any, ...], ids: Any) -> tuple[Any, ...]:
-        """The arguments of ``expert_linear`` for gate and up; ``x`` as ``finish`` makes it."""
+        """The arguments of ``expert_linear`` for gate and up; ``x`` is a result of ``finish``."""
         scale = self._scale(x, self.gate_up_input_scale)
         dtype = None if scale is None else self.x.dtype
         given = (dtype, self.activation, self.first_expert)
@@ -114,7 +114,7 @@ def check(call: Call) -> None:
 
 
 def _described(x: Any, scheme: Any) -> tuple[Any, ...]:
-    """Describes the results of ``finish`` on x."""
+    """The results of ``finish`` on x, as descriptions."""
     if scheme is None:
         return (x,)
     rows, columns = x.shape
@@ -125,7 +125,7 @@ def _described(x: Any, scheme: Any) -> tuple[Any, ...]:
 
 
 def plan_quantized(x: Tensor, scheme: Any) -> Launches[tuple[Tensor, ...]]:
-    """``finish`` by kernels."""
+    """The launches that do what ``finish`` does, and their results."""
     if scheme is None:
         return [], (x,)
     return plan_quantize(x, scheme)
@@ -158,7 +158,7 @@ def plan_routing(call: Call, logits: Tensor) -> Routed:
 
 
 def plan_layers(call: Call, logits: Tensor) -> Planned:
-    """Choice, sort for many tokens, and both layers of the experts."""
+    """The launches that choose experts, sort the slots of many tokens, and run both layers."""
     launches, topk_weights, ids, by_expert = plan_routing(call, logits)
     more, first = plan_quantized(call.x, call.scheme(call.gate_up_input_scale))
     launches += more
@@ -179,8 +179,8 @@ def plan_sum(call: Call, made: Planned) -> Launches[Tensor]:
 def plan_sum_and_norm(
     call: Call, made: Planned, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Launches[tuple[Tensor, Tensor]]:
-    """The launches up to the sum.  One kernel adds the experts and the residual and normalizes; its
-    results are the norm and that sum."""
+    """The launches up to (the norm, the sum).  One kernel adds the experts and the residual, and
+    normalizes the sum."""
     beside = (call.shared, call.shared_gate, residual)
     more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm_weight, eps)
     return [*made.launches, *more], results
@@ -191,9 +191,9 @@ def kernel_names(launches: list[Launch]) -> tuple[str, ...]:
 
 
 def cost_of_call(call: Call) -> Cost:
-    """The cost of the experts, their router among them."""
+    """The cost of the experts and of their router."""
     slots = call.x.shape[0] * call.top_k
-    if call.first_expert is not None:  # of ranks that share the experts, one has its share of slots
+    if call.first_expert is not None:  # the slots are spread over the ranks, as the experts are
         slots = slots * call.num_experts / call.num_routed
     held = [t for t in call[3:7] if t is not None]
     share = kernels.most_chosen(slots, call.num_experts)

@@ -1,9 +1,10 @@
-"""The kernels of csrc for mixtures of experts, of few tokens and of many.
+"""Chooses and calls csrc's kernels for mixtures of experts.
 
-With few tokens router, gate and up, and down stream the weights of the chosen experts alone.  The
-router's applies the scale of a norm to its sums, as do gate and up; down adds a residual, and makes
-what the next norm's reader takes.  With many, a grouped GEMM computes both layers behind Triton's
-choice and sort; Triton adds the results.  In between all kernels are Triton's.
+For few tokens there are three kernels: the router, gate and up, and down.  They read only the
+weights of the chosen experts.  The first two apply the scale of a norm to their sums; the third
+adds a residual and prepares the input of the next norm's reader.  For many tokens Triton chooses
+experts and sorts slots, a grouped GEMM computes both layers, and Triton adds the results.  For
+numbers of tokens in between, all kernels are Triton's.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from .launches.experts import MOST_EXPERTS
 
 MOST_TOKENS = 8
 LEAST_GROUPED_TOKENS = 512
-"""Fewest tokens of the grouped GEMM.  Beside Triton's kernels a block of Qwen3-30B-A3B takes 15 %
-less time with 1024 tokens, 31 % with 4096, and 4 % less with 256 (docs/decisions/experts.md)."""
+"""Fewest tokens for which the grouped GEMM runs.  A block of Qwen3-30B-A3B takes less time with it
+than with Triton's: 4 % at 256 tokens, 15 % at 1024, 31 % at 4096 (docs/decisions/experts.md)."""
 _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32
 _MOST_FEATURES = 16384
-# Elements of bfloat16 in a line of memory, which copies take, and rows that a tile has at least.
+# Bfloat16 elements in a 128-byte line, the unit of copies; and the fewest rows of a tile.
 _LINE, _ROWS = 64, 8
 
 
 def _why_not_csrc(call: Call, target: Target) -> str:
-    """Why no kernel of csrc serves a mixture, or nothing."""
+    """Why no kernel of csrc can serve a call, or an empty string."""
     if target.device.type not in ("cuda", "meta"):
         return f"on {target.device.type}, not CUDA"
     if target.sm != 90:
@@ -52,7 +53,7 @@ def _why_not_built(target: Target, op: str) -> str:
 
 
 def why_not_streamed(call: Call, rows: int, target: Target) -> str:
-    """Why the kernels for few tokens do not serve so many, or nothing; reads no data."""
+    """Why the kernels for few tokens do not serve this many, or an empty string; reads no data."""
     if reason := _why_not_csrc(call, target):
         return reason
     if call.shared_gate is not None:
@@ -74,7 +75,7 @@ def why_not_streamed(call: Call, rows: int, target: Target) -> str:
 
 
 def why_not_grouped(call: Call, rows: int, target: Target) -> str:
-    """Why the grouped GEMM does not serve so many tokens, or nothing; reads no data."""
+    """Why the grouped GEMM does not serve this many tokens, or an empty string; reads no data."""
     if reason := _why_not_csrc(call, target):
         return reason
     experts, both, hidden = call.gate_up.shape
@@ -107,7 +108,7 @@ def _refusal(
 def _serves(
     why_not: Callable[[Call, int, Target], str], call: Call, weights: tuple[Tensor, ...]
 ) -> bool:
-    """Whether kernels that read these weights serve a call of real tensors, or those of a plan."""
+    """Whether kernels that read ``weights`` serve a call, whose tensors are real or on "meta"."""
     if call.first_expert is not None:
         return False
     tensors = (*call[:9], *call[10:12])
@@ -129,7 +130,7 @@ def groups(call: Call) -> bool:
 
 
 def grouped_layers(call: Call, logits: Tensor) -> Planned:
-    """``plan_layers``, of which all has been launched.  x has to be contiguous."""
+    """Run at once what ``plan_layers`` plans: the result has no launches left.  x is contiguous."""
     launches, topk_weights, _, by_expert = plan_routing(call, logits)
     assert by_expert is not None
     run_all(launches)
@@ -142,8 +143,9 @@ def grouped_layers(call: Call, logits: Tensor) -> Planned:
 def route_and_gate_up(
     call: Call, squares: Tensor | None = None, eps: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, ids, what the down layer reads).  With ``squares``, sums of squares of 16 columns
-    each, x is multiplied by a norm's weight and lacks its scale."""
+    """Runs the router, gate and up; returns (weights, ids, the input of the down layer).  With
+    ``squares``, the sums of squares of every 16 columns, x has been multiplied by a norm's weight,
+    and these kernels apply the norm's scale."""
     kernels = torch.ops.fw_cuda
     weights, ids = kernels.moe_route.default(
         call.x,
@@ -163,7 +165,7 @@ def route_and_gate_up(
 
 
 def down(call: Call, made: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """The weighted sum of the experts' down layers, with a shared expert's result."""
+    """The weighted sum of the experts' down layers, plus a shared expert's result."""
     weights, ids, h = made
     y: Tensor = torch.ops.fw_cuda.moe_down.default(
         h, call.down, ids, weights, None, None, call.shared, True
@@ -174,7 +176,7 @@ def down(call: Call, made: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 def down_add_norm(
     call: Call, made: tuple[Tensor, Tensor, Tensor], residual: Tensor, norm_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the sum with a residual, that times the norm's weight, its sums of squares)."""
+    """(the sum plus a residual, that times the norm's weight, the sums of its squares)."""
     weights, ids, h = made
     total, weighted, squares = torch.ops.fw_cuda.moe_down_norm.default(
         h, call.down, ids, weights, norm_weight, None, residual, call.shared, True
@@ -188,5 +190,5 @@ STREAMED = ("moe_route", "moe_gate_up", "moe_down")
 
 
 def grouped_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The kernels of a call that the grouped GEMM serves, of those that Triton would launch."""
+    """The names of Triton's launches, with the grouped GEMM in place of the one it replaces."""
     return tuple(GROUPED if name == "_expert_linear_kernel" else name for name in names)

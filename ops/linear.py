@@ -313,6 +313,14 @@ def _cost(call: OpDesc) -> Cost:
     )
 
 
+def _by_table(
+    name: str, kernels: Any, why_not: Callable[[LinearDesc, OpDesc], str]
+) -> Implementation:
+    """The implementation for which the table selects among these kernels."""
+    run, runs = _with_defaults(runner(kernels)), _with_defaults(namer(kernels))
+    return on_gpu(name, run, _supports(why_not), launches=_with_defaults(plan), runs=runs)
+
+
 OP = SemanticOp(
     reference=linear,
     fake=_fake,
@@ -320,20 +328,8 @@ OP = SemanticOp(
     cost=_cost,
     # cuBLAS is faster than a plain Triton GEMM at every shape, so "triton" comes after the library.
     implementations=(
-        on_gpu(
-            "skinny",
-            _with_defaults(runner(KERNELS)),
-            _supports(_skinny_refuses),
-            launches=_with_defaults(plan),
-            runs=_with_defaults(namer(KERNELS)),
-        ),
-        on_gpu(
-            "library",
-            _with_defaults(runner(WITHOUT_CSRC)),
-            _supports(_library_refuses),
-            launches=_with_defaults(plan),
-            runs=_with_defaults(namer(WITHOUT_CSRC)),
-        ),
+        _by_table("skinny", KERNELS, _skinny_refuses),
+        _by_table("library", WITHOUT_CSRC, _library_refuses),
         Implementation("native", linear, _supports(_native_refuses), inline=True),
         Implementation("scaled_mm", _with_defaults(_torch), _supports(_torch_refuses)),
         triton(_with_defaults(_plan_tiled), _supports(lambda desc, call: "")),

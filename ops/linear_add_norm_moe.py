@@ -1,15 +1,15 @@
-"""``linear_add_norm_moe`` is a projection into the residual stream, the experts behind a norm, and,
-but in a model's last layer, the next norm and the projection behind it.
+"""``linear_add_norm_moe`` is a projection into the residual stream, a norm, and the experts.  In
+all layers but a model's last one it includes the next norm and the projection that follows.
 
-It is one op for the reason for which ``linear_add_norm_linear`` is: where sums and norms are best
-made depends on the number of tokens.  With few, five kernels do all of it, and each norm is applied
-where its result is read; with many, one kernel adds the experts' results, adds the residual and
-normalizes.
+It is one op for the same reason as ``linear_add_norm_linear``: the number of tokens decides where
+sums and norms are best computed.  For few tokens, five kernels do everything, and each norm is
+applied where its result is read.  For many tokens, one kernel adds the experts' results and the
+residual, and normalizes the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from .linear import OP as LINEAR
 from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]
-# What computes both layers of the experts from the router's logits.
+# Plans both layers of the experts, given the router's logits.
 Layers = Callable[[Experts, Tensor], Planned]
 
 
@@ -70,38 +70,43 @@ def linear_add_norm_moe(
 
     Args:
         x: [num_tokens, in_features], floating point.
-        weight, bias: of the first layer: [hidden, in_features] and [hidden], or None.
+        weight, bias: of the first layer, [hidden, in_features] and [hidden]; bias may be None.
         residual: [num_tokens, hidden].
         norm_weight, eps: of the norm before the experts.
-        router_weight, ..., activation: as of ``fused_moe``, not FP8.
-        next_norm_weight, next_eps: of the norm behind the experts; None in the last layer, as are
-            the two that follow.
-        next_weight, next_bias: of the last layer: [out_features, hidden], [out_features] or None.
+        router_weight, ..., activation: as in ``fused_moe``, without FP8.
+        next_norm_weight, next_eps: of the norm after the experts.  In a model's last layer,
+            ``next_norm_weight``, ``next_weight`` and ``next_bias`` are None.
+        next_weight, next_bias: of the second linear layer, [out_features, hidden] and
+            [out_features]; the bias may be None.
 
     Returns:
-        (y, residual_out), contiguous.  y is [num_tokens, out_features], and ``residual_out`` the
-        sum before the last norm.  Without ``next_norm_weight``, y is what the experts made, and
-        ``residual_out`` the sum before them, to which it is not added.
+        (y, residual_out), contiguous.  y is [num_tokens, out_features], and ``residual_out`` is the
+        sum that the last norm reads.  Without ``next_norm_weight``, y is the experts' result, and
+        ``residual_out`` is the sum before the experts; y is not added to it.
 
     Raises:
         ValueError: shapes are not these.
     """
-    call = Call(
-        *(x, weight, bias, residual, norm_weight, eps, router_weight, correction_bias, gate_up),
-        *(down, top_k, scoring, renormalize, num_groups, topk_groups, scaling, activation),
-        *(next_norm_weight, next_eps, next_weight, next_bias),
+    experts = Experts(
+        *(residual, router_weight, correction_bias, gate_up, down, *_PLAIN, top_k, scoring),
+        *(renormalize, num_groups, topk_groups, scaling, activation),
     )
-    y = LINEAR.reference(x, weight, bias)
-    normed, total = ADD_RMS_NORM.reference(y, residual, norm_weight, eps)
-    y = FUSED_MOE.reference(*call.experts(normed))
-    if call.is_last:
+    normed, total = ADD_RMS_NORM.reference(
+        LINEAR.reference(x, weight, bias), residual, norm_weight, eps
+    )
+    y = FUSED_MOE.reference(*experts._replace(x=normed))
+    if next_norm_weight is None:
         return y, total
     normed, total = ADD_RMS_NORM.reference(y, total, next_norm_weight, next_eps)
     return LINEAR.reference(normed, next_weight, next_bias), total
 
 
+# The arguments of ``fused_moe`` for FP8 weights and a shared expert, which this op does not take.
+_PLAIN = (None, None, None, None, 0, None, None)
+
+
 class Call(NamedTuple):
-    """The arguments of a call, and those of the ops that it consists of."""
+    """The arguments of a call.  Those of the experts are ``fused_moe``'s, on the residual."""
 
     x: Any
     weight: Any
@@ -109,31 +114,21 @@ class Call(NamedTuple):
     residual: Any
     norm_weight: Any
     eps: Any
-    router_weight: Any
-    correction_bias: Any
-    gate_up: Any
-    down: Any
-    top_k: Any
-    scoring: Any
-    renormalize: Any
-    num_groups: Any
-    topk_groups: Any
-    scaling: Any
-    activation: Any
+    experts: Experts
     next_norm_weight: Any
     next_eps: Any
     next_weight: Any
     next_bias: Any
 
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> Call:
+        experts = Experts._make((args[3], *args[6:10], *_PLAIN, *args[10:17], None))
+        return cls._make((*args[:6], experts, *args[17:]))
+
     @property
     def is_last(self) -> bool:
         """Whether nothing follows the experts."""
         return self.next_norm_weight is None
-
-    def experts(self, normed: Any) -> Experts:
-        """The arguments of ``fused_moe``."""
-        scales = (None, None, None, None, 0, None, None)
-        return Experts(normed, *self[6:10], *scales, *self[10:17])
 
 
 def check(call: Call) -> None:
@@ -150,11 +145,11 @@ def check(call: Call) -> None:
             "linear_add_norm_moe: one of next_norm_weight and next_weight is given, expected both "
             "or none"
         )
-    check_experts(call.experts(call.residual))
+    check_experts(call.experts)
 
 
 def _fake(*args: Any) -> Results:
-    call = Call(*args)
+    call = Call.of(args)
     check(call)
     total = LINEAR.fake(call.x, call.weight, call.bias)
     if call.is_last:
@@ -169,8 +164,8 @@ def _linear(*args: Any) -> Tensor:
 
 
 def _streams(call: Call) -> bool:
-    """Whether csrc serves all of a call: its dense layers and its experts."""
-    tensors = call[:5] + call[6:10]
+    """Whether csrc's kernels for few tokens serve the whole call, dense layers and experts."""
+    tensors = call[:5] + call.experts[1:5]
     if call.x.device.type != "meta" and not all(
         t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors
     ):
@@ -178,16 +173,16 @@ def _streams(call: Call) -> bool:
     rows, target = call.x.shape[0], here(call.x.device)
     if any(STREAM.refuses(desc, rows, target) for desc in _layers(call)):
         return False
-    return csrc.streams(call.experts(call.residual))
+    return csrc.streams(call.experts)
 
 
 def _groups(call: Call) -> bool:
-    """Whether csrc's GEMMs serve the experts of a call."""
-    return csrc.groups(call.experts(call.residual))
+    """Whether csrc's grouped GEMM serves the experts of a call."""
+    return csrc.groups(call.experts)
 
 
 def _layers(call: Call) -> list[LinearDesc]:
-    """The descriptions of the dense layers: one that adds, and one that reads a norm."""
+    """Describes the dense layers: the first adds a residual, the second reads a norm."""
     found = [replace(describe(call.x, call.weight, call.bias), add=True)]
     if not call.is_last:
         behind = describe(call.residual, call.next_weight, call.next_bias)
@@ -196,15 +191,15 @@ def _layers(call: Call) -> list[LinearDesc]:
 
 
 def _cuda(*args: Any) -> Results:
-    """Five kernels for few tokens, each of which streams weights; for many the ops in turn, the
-    experts' layers by csrc's GEMMs."""
-    call = Call(*args)
+    """Few tokens run five kernels, each of which streams weights.  Many tokens run the ops in turn,
+    with csrc's grouped GEMM for the experts."""
+    call = Call.of(args)
     if not _streams(call):
         return _in_turn(call, csrc.grouped_layers if _groups(call) else plan_layers)
     weighted, total, squares = torch.ops.fw_cuda.skinny_linear_add.default(
         call.x, call.weight, call.bias, call.residual, call.norm_weight
     )
-    experts = call.experts(weighted)
+    experts = call.experts._replace(x=weighted)
     made = csrc.route_and_gate_up(experts, squares, float(call.eps))
     if call.is_last:
         return csrc.down(experts, made), total
@@ -216,7 +211,7 @@ def _cuda(*args: Any) -> Results:
 
 
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
-    call = Call(*args)
+    call = Call.of(args)
     if not _streams(call):
         return csrc.grouped_names(_runs(*args)) if _groups(call) else _runs(*args)
     names = (f"{STREAM.name}, add", *csrc.STREAMED)
@@ -226,8 +221,8 @@ def _cuda_runs(*args: Any) -> tuple[str, ...]:
 def _cuda_supports(desc: OpDesc) -> str:
     if reason := _supports(desc):
         return reason
-    call, target = Call(*(value for _, value in desc.args)), Target.of(desc)
-    experts = call.experts(call.residual)
+    call, target = Call.of([value for _, value in desc.args]), Target.of(desc)
+    experts = call.experts
     if not csrc.why_not_grouped(experts, csrc.LEAST_GROUPED_TOKENS, target):
         return ""
     reasons = [STREAM.refuses(layer, 1, target) for layer in _layers(call)]
@@ -235,15 +230,15 @@ def _cuda_supports(desc: OpDesc) -> str:
 
 
 def _triton(*args: Any) -> Results:
-    return _in_turn(Call(*args), plan_layers)
+    return _in_turn(Call.of(args), plan_layers)
 
 
 def _in_turn(call: Call, layers: Layers) -> Results:
-    """The ops in turn, of which the last sum of the experts takes in the norm that follows."""
+    """Runs the ops in turn; the kernel that sums the experts also applies the norm that follows."""
     y = _linear(call.x, call.weight, call.bias)
     launches, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
     run_all(launches)
-    logits = _linear(normed, call.router_weight, None)
+    logits = _linear(normed, call.experts.router_weight, None)
     launches, results = _plan_experts(call, normed, total, logits, layers)
     run_all(launches)
     if call.is_last:
@@ -254,9 +249,9 @@ def _in_turn(call: Call, layers: Layers) -> Results:
 def _plan_experts(
     call: Call, normed: Tensor, total: Tensor, logits: Tensor, layers: Layers
 ) -> Launches[tuple[Tensor, ...]]:
-    """The launches behind the router's layer, and what the last layer reads: the experts' sum; or
-    the norm, and the sum that it is of."""
-    experts = call.experts(normed)
+    """The launches that follow the router's layer, with their results: the experts' sum in a
+    model's last layer, otherwise (the norm, the sum that was normalized)."""
+    experts = call.experts._replace(x=normed)
     made = layers(experts, logits)
     if call.is_last:
         launches, y = plan_sum(experts, made)
@@ -265,10 +260,10 @@ def _plan_experts(
 
 
 def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
-    """The Triton launches before and behind the router's layer, and the results."""
+    """The Triton launches before the router's layer, those after it, and the results."""
     y = LINEAR.fake(call.x, call.weight, call.bias)
     first, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
-    logits = LINEAR.fake(normed, call.router_weight, None)
+    logits = LINEAR.fake(normed, call.experts.router_weight, None)
     then, results = _plan_experts(call, normed, total, logits, plan_layers)
     if call.is_last:
         return first, then, (results[0], total)
@@ -277,12 +272,12 @@ def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
 
 def _launches(*args: Any) -> Launches[Results]:
     """The launches that must be compiled: all but the GEMMs of dense layers."""
-    first, then, results = _planned(Call(*args))
+    first, then, results = _planned(Call.of(args))
     return [*first, *then], results
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
-    call = Call(*args)
+    call = Call.of(args)
     first, then, _ = _planned(call)
     of_linear = LINEAR.implementation("skinny").runs
     assert of_linear is not None
@@ -295,11 +290,11 @@ def _runs(*args: Any) -> tuple[str, ...]:
 
 
 def _supports(desc: OpDesc) -> str:
-    call = Call(*(value for _, value in desc.args))
+    call = Call.of([value for _, value in desc.args])
     part = OpDesc(desc.op, (("x", call.residual),), desc.device, desc.sm)
     if reason := ADD_RMS_NORM.implementation("triton").supports(part):
         return reason
-    return supports_call(call.experts(call.residual), desc)
+    return supports_call(call.experts, desc)
 
 
 @drawn
@@ -320,7 +315,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
     ) -> Case:
         randn = draw.randn
         made = Experts(*moe_args(draw, tokens, experts, top_k, hidden, inner, **given))
-        # What the norm is of are the tokens of ``moe_args``, which are far from any other choice.
+        # The norm reads the tokens of ``moe_args``: no rounding changes their choice of experts.
         first = randn(tokens, hidden) * 1e-3
         x, weight = (t.to(dtype) for t in (randn(tokens, k), randn(hidden, k) * 1e-3 * k**-0.5))
         biases = [randn(size).to(dtype) if bias else None for size in (hidden, n)]
@@ -346,10 +341,10 @@ def _cases(draw: Draw) -> Iterator[Case]:
 
 
 def _cost(desc: OpDesc) -> Cost:
-    call = Call(*(value for _, value in desc.args))
+    call = Call.of([value for _, value in desc.args])
     normed = call.residual
-    experts = cost_of_call(call.experts(normed))
-    held = [t for t in (*call[:5], *call[17:]) if hasattr(t, "nbytes")]
+    experts = cost_of_call(call.experts)
+    held = [t for t in (*call[:5], *call[7:]) if hasattr(t, "nbytes")]
     rows, hidden = normed.shape
     columns = hidden if call.is_last else call.next_weight.shape[0]
     moved = sum(t.nbytes for t in held) + experts.bytes - 2 * normed.nbytes

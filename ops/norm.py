@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -278,14 +279,10 @@ def _op(axes: Norm) -> SemanticOp:
     ]
     results = (SCHEMES[axes.quant].results if axes.quant else 1) + axes.sums
 
+    supports, in_turn = partial(_supports, axes), partial(_in_turn_launches, axes)
+
     def reference(*args: Any) -> Any:
         return definition(axes, *args)
-
-    def launches(*args: Any) -> tuple[list[Launch], Any]:
-        return _launches(axes, *args)
-
-    def supports(desc: OpDesc) -> str:
-        return _supports(axes, desc)
 
     def native_supports(desc: OpDesc) -> str:
         return refuses_device(desc) if axes.quant else ""
@@ -294,26 +291,29 @@ def _op(axes: Norm) -> SemanticOp:
     summed = (
         on_gpu(
             "cuda",
-            lambda *args: _push(axes, *args),
-            lambda desc: _push_supports(axes, desc),
-            launches=lambda *args: _in_turn_launches(axes, *args),
-            runs=lambda *args: _push_runs(axes, *args),
+            partial(_push, axes),
+            partial(_push_supports, axes),
+            launches=in_turn,
+            runs=partial(_push_runs, axes),
         ),
         on_gpu(
             "triton",
-            lambda *args: _in_turn(axes, *args),
+            partial(_in_turn, axes),
             supports,
-            launches=lambda *args: _in_turn_launches(axes, *args),
-            runs=lambda *args: _in_turn_runs(axes, *args),
+            launches=in_turn,
+            runs=partial(_in_turn_runs, axes),
         ),
     )
     return SemanticOp(
         name=axes.name,
         reference=signed(reference, parameters, results),
-        fake=lambda *args: _fake(axes, *args),
-        cases=lambda *given: _cases(axes, *given),
-        cost=lambda desc: _cost(axes, desc),
-        implementations=(*(summed if axes.reduce else (triton(launches, supports),)), native),
+        fake=partial(_fake, axes),
+        cases=partial(_cases, axes),
+        cost=partial(_cost, axes),
+        implementations=(
+            *(summed if axes.reduce else (triton(partial(_launches, axes), supports),)),
+            native,
+        ),
         tolerances=ONE_STEP if axes.quant else TOLERANCES,
     )
 

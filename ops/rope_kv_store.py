@@ -99,8 +99,6 @@ def _launches(*args: Any) -> Launches[Tensor]:
 
 @drawn
 def _cases(draw: Draw) -> Iterator[Case]:
-    dtype = draw.dtype
-
     def call(
         label: str,
         tokens: int,
@@ -115,7 +113,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
     ) -> Case:
         num_q, num_kv = heads
         packed = draw.randn(tokens, num_q + 2 * num_kv, dim)
-        q, k, v = packed.to(dtype).split([num_q, num_kv, num_kv], dim=1)
+        q, k, v = packed.to(draw.dtype).split([num_q, num_kv, num_kv], dim=1)
         angle = draw.rand(50, rotary // 2) * 6.3
         table = torch.cat((angle.cos(), angle.sin()), dim=-1)
         positions = draw.integers(-2, 53, tokens).int()
@@ -125,12 +123,12 @@ def _cases(draw: Draw) -> Iterator[Case]:
         slots[draw.permutation(tokens)[:padding]] = -1
         weights: list[Any] = [None, None]
         if norm:
-            weights = [(draw.rand(dim) + 0.5).to(dtype) for _ in range(2)]
+            weights = [(draw.rand(dim) + 0.5).to(draw.dtype) for _ in range(2)]
         eps, kv_scale = 1e-6 if norm else 0.0, None
         if fp8:
             kv_scale = draw.rand(2, num_kv) + 0.5
             v.mul_(300)  # some of it saturates
-        cache = cache.to(E4M3 if fp8 else dtype)
+        cache = cache.to(E4M3 if fp8 else draw.dtype)
         return Case(label, (positions, q, k, v, table, cache, slots, *weights, eps, kv_scale))
 
     yield call("one token, MHA", 1, (4, 4), 64, 64)

@@ -15,7 +15,7 @@ from .report import (
     check_required,
 )
 from .rule import Context, Rule
-from .subgraph import Subgraph, digest, extract, fake_value
+from .subgraph import Subgraph, digest, external_inputs, extract, fake_value
 from .verify import random_value
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "check_references",
     "check_required",
     "digest",
+    "external_inputs",
     "extract",
     "fake_value",
     "random_value",

@@ -92,9 +92,9 @@ class StageFacts:
     """One pipeline stage.
 
     Attributes:
-        layers, ranks: the first and the last of them.
-        sends: what one of its ranks sends in the step, and where.
-        bytes: of that.
+        layers, ranks: the first and the last of each.
+        sends: what one of its ranks sends in the step, and to which rank.
+        bytes: size of what is sent.
     """
 
     layers: tuple[int, int]
@@ -110,14 +110,14 @@ class Explanation:
     Attributes:
         passes: reports of the passes, as plain data.
         sites: every expected site, also those of passes that are off.
-        fusions: which neighbours can be one kernel, and how often they are here.
-        choices: kernel choice, printed -> how many calls got it.
+        fusions: which neighbouring ops one kernel can do, and how many calls here are such.
+        choices: the printed choice of a kernel -> the number of calls for which it was made.
         pieces: the distinct pieces.
         layers: each kind of layer, then what lies outside of them.
-        launches, bytes, flops: of the whole step, on one rank; launches are None if those of a call
-            are.
+        launches, bytes, flops: of the whole step on one rank; ``launches`` is None if it is not
+            known for one of the calls.
         notes: what these figures do not include.
-        stages: of a pipeline, one of which the rest is about; none where there is no pipeline.
+        stages: the stages of a pipeline, empty without one.  All else is about one stage.
     """
 
     num_seqs: int
@@ -161,13 +161,13 @@ def explain(
     """Explain a decode step.
 
     Args:
-        before: the graph as the passes found it.
+        before: the graph before the passes.
         where: the model's layers.
         sites: see ``expected_sites``.
         num_seqs: sequences, one token each.
         context: KV positions of each.
         world_size: ranks of the groups over which the model reduces.
-        notes, stages: kept in the explanation.
+        notes, stages: become those of the explanation.
 
     Raises:
         UserError: the model reduces over ranks, and ``world_size`` is 1.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...passes import Subgraph, extract, fake_value
+from ...passes import Subgraph, external_inputs, extract, fake_value
 
 SPLIT_OPS: tuple[Any, ...] = (
     torch.ops.fw.paged_attention.default,
@@ -55,16 +55,10 @@ def partition(gm: fx.GraphModule) -> list[Region]:
 
 
 def _region(nodes: list[fx.Node]) -> Region:
-    inside = set(nodes)
-    inputs: dict[fx.Node, None] = {}
-    for node in nodes:
-        for arg in node.all_input_nodes:
-            if arg not in inside:
-                inputs.setdefault(arg)
+    inside, inputs = set(nodes), external_inputs(nodes)
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]
-    for symbol in _size_inputs(nodes[0].graph, [*inputs, *nodes]):
-        inputs.setdefault(symbol)
-    return Region(tuple(nodes), tuple(inputs), tuple(outputs))
+    symbols = _size_inputs(nodes[0].graph, [*inputs, *nodes])
+    return Region(tuple(nodes), tuple(dict.fromkeys([*inputs, *symbols])), tuple(outputs))
 
 
 def _size_inputs(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:

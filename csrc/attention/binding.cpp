@@ -65,12 +65,7 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
                       double scale, int64_t sliding_window, double soft_cap,
                       const std::optional<Tensor>& kv_scale,
                       const std::optional<Tensor>& out_scale) {
-  if (!q.is_cuda()) fail(kOp, "q is not on a CUDA device");
-  check_device(kOp, kv_cache, "kv_cache", q);
-  check_device(kOp, block_table, "block_table", q);
-  check_device(kOp, seq_lens, "seq_lens", q);
-  check_device(kOp, query_start_loc, "query_start_loc", q);
-  check_device(kOp, out, "out", q);
+  check_devices(kOp, q, kv_cache, block_table, seq_lens, query_start_loc, out);
   const Call call{q, kv_cache, out, kv_scale, out_scale};
   check_q(kOp, q);
   check_cache(kOp, kv_cache, q, true, kMaxGroup);

@@ -30,6 +30,17 @@ inline void check_q(const char* op, const Tensor& q) {
   check_aligned(op, q, "q");
 }
 
+inline void check_devices(const char* op, const Tensor& q, const Tensor& kv_cache,
+                          const Tensor& block_table, const Tensor& seq_lens,
+                          const Tensor& query_start_loc, const Tensor& out) {
+  if (!q.is_cuda()) fail(op, "q is not on a CUDA device");
+  check_device(op, kv_cache, "kv_cache", q);
+  check_device(op, block_table, "block_table", q);
+  check_device(op, seq_lens, "seq_lens", q);
+  check_device(op, query_start_loc, "query_start_loc", q);
+  check_device(op, out, "out", q);
+}
+
 // `takes_fp8`: float8_e4m3fn besides q's dtype.
 inline void check_cache(const char* op, const Tensor& kv_cache, const Tensor& q, bool takes_fp8,
                         int64_t max_group) {

@@ -30,12 +30,7 @@ void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
                        const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& out,
                        double scale, int64_t sliding_window, double soft_cap,
                        const std::optional<Tensor>& out_scale, int64_t fewest) {
-  if (!q.is_cuda()) fail(kOp, "q is not on a CUDA device");
-  check_device(kOp, kv_cache, "kv_cache", q);
-  check_device(kOp, block_table, "block_table", q);
-  check_device(kOp, seq_lens, "seq_lens", q);
-  check_device(kOp, query_start_loc, "query_start_loc", q);
-  check_device(kOp, out, "out", q);
+  check_devices(kOp, q, kv_cache, block_table, seq_lens, query_start_loc, out);
   check_q(kOp, q);
   check_cache(kOp, kv_cache, q, false, q.size(1));
   check_batch(kOp, block_table, seq_lens, query_start_loc);

@@ -1,8 +1,7 @@
 // Launches of the streaming GEMMs: tensor maps, shared memory, the tile of a call, the grid.
 #pragma once
 
-#include <atomic>
-
+#include "../common/prepare.h"
 #include "../common/tensor_map.h"
 #include "skinny_linear.cuh"
 
@@ -29,25 +28,6 @@ cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, in
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// Shared memory beyond 48 KB, once a device and kernel; and all of it, not what one block needs:
-// two kernels' blocks are to share a multiprocessor.
-template <typename T>
-cudaError_t allow_shared_memory() {
-  static std::atomic<uint64_t> done{0};
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (done.load() & bit) return cudaSuccess;
-  cudaError_t error = cudaFuncSetAttribute(
-      skinny_linear_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kSharedBytes);
-  if (error != cudaSuccess) return error;
-  error =
-      cudaFuncSetAttribute(skinny_linear_kernel<T>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                           cudaSharedmemCarveoutMaxShared);
-  if (error == cudaSuccess) done.fetch_or(bit);
-  return error;
 }
 
 // A launch's grid and what may precede its start.
@@ -85,7 +65,7 @@ cudaError_t launch(const SkinnyLinearArgs& args, int splits, bool programmatic,
   error = describe_matrix<typename T::Format>(&x_map, args.x, args.num_tokens, args.in_features,
                                               args.x_row_stride, args.num_tokens);
   if (error != cudaSuccess) return error;
-  error = allow_shared_memory<T>();
+  error = allow_shared_memory<skinny_linear_kernel<T>>(T::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int outputs = T::kRows / halves;
   const int blocks = (args.out_features + outputs - 1) / outputs * splits;

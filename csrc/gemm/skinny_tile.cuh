@@ -61,44 +61,26 @@ struct Tile {
 // weight that one round of these covers.  Shallow: room for the next kernel's blocks beside, where
 // blocks are short and several.  Tall: for a weight that a round of two taller blocks covers. Many:
 // for many rounds.
-template <typename Format, typename Batch>
+template <typename F, typename B, int kDeep, int kMedium, int kShallow, int kTall, int kManyRows,
+          int kManyStages>
+struct RingsOf {
+  using Deep = Tile<F, B, 16, kDeep>;
+  using Medium = Tile<F, B, 16, kMedium>;
+  using Shallow = Tile<F, B, 16, kShallow>;
+  using Tall = Tile<F, B, 64, kTall>;
+  using Many = Tile<F, B, kManyRows, kManyStages>;
+};
+template <typename F, typename Batch>
 struct Rings;
 template <typename F>
-struct Rings<F, Batch<8, 2>> {
-  using B = Batch<8, 2>;
-  using Deep = Tile<F, B, 16, 12>;
-  using Medium = Tile<F, B, 16, 8>;
-  using Shallow = Tile<F, B, 16, 6>;
-  using Tall = Tile<F, B, 64, 3>;
-  using Many = Tile<F, B, 16, 4>;
-};
+struct Rings<F, Batch<8, 2>> : RingsOf<F, Batch<8, 2>, 12, 8, 6, 3, 16, 4> {};
 template <typename F>
-struct Rings<F, Batch<8, 8>> {
-  using B = Batch<8, 8>;
-  using Deep = Tile<F, B, 16, 9>;
-  using Medium = Tile<F, B, 16, 6>;
-  using Shallow = Tile<F, B, 16, 4>;
-  using Tall = Tile<F, B, 64, 3>;
-  using Many = Tile<F, B, 16, 4>;
-};
+struct Rings<F, Batch<8, 8>> : RingsOf<F, Batch<8, 8>, 9, 6, 4, 3, 16, 4> {};
 template <typename F>
-struct Rings<F, Batch<16, 16>> {
-  using B = Batch<16, 16>;
-  using Deep = Tile<F, B, 16, 6>;
-  using Medium = Tile<F, B, 16, 4>;
-  using Shallow = Tile<F, B, 16, 4>;
-  using Tall = Tile<F, B, 64, 2>;
-  using Many = Tile<F, B, 32, 4>;
-};
+struct Rings<F, Batch<16, 16>> : RingsOf<F, Batch<16, 16>, 6, 4, 4, 2, 32, 4> {};
 template <typename F>
-struct Rings<F, Batch<32, 32>> {
-  using B = Batch<32, 32>;
-  using Deep = Tile<F, B, 16, 4>;
-  using Medium = Tile<F, B, 16, 3>;
-  using Shallow = Tile<F, B, 16, 3>;
-  using Tall = Tile<F, B, 64, 2>;
-  using Many = Tile<F, B, F::kBytes == 2 ? 64 : 32, F::kBytes == 2 ? 2 : 3>;
-};
+struct Rings<F, Batch<32, 32>>
+    : RingsOf<F, Batch<32, 32>, 4, 3, 3, 2, F::kBytes == 2 ? 64 : 32, F::kBytes == 2 ? 2 : 3> {};
 
 enum class Ring { kDeep, kMedium, kShallow, kTall, kMany };
 

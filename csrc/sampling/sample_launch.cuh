@@ -1,8 +1,7 @@
 // The launch of a sampling step: how many blocks a row, and their shared memory.
 #pragma once
 
-#include <atomic>
-
+#include "../common/prepare.h"
 #include "sample.cuh"
 
 namespace fusewright::sampling {
@@ -37,25 +36,15 @@ int blocks_for(const SampleArgs& args) {
   return blocks;
 }
 
-// Shared memory beyond 48 KB, once a device and kernel.
-template <typename F>
-cudaError_t allow_shared_memory() {
-  static std::atomic<uint64_t> done{0};
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (done.load() & bit) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(
-      sample_kernel<F>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes);
-  if (error == cudaSuccess) done.fetch_or(bit);
-  return error;
-}
-
 // All of args but the slice must be set.
 template <typename F>
 cudaError_t launch_sample(SampleArgs args, cudaStream_t stream) {
   constexpr int kUnit = 16 / sizeof(typename F::Raw);
-  if (const cudaError_t error = allow_shared_memory<F>(); error != cudaSuccess) return error;
+  const cudaError_t error = prepare_once<Identity<sample_kernel<F>>>([] {  // for more than 48 KB
+    return cudaFuncSetAttribute(sample_kernel<F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                kMaxSharedBytes);
+  });
+  if (error != cudaSuccess) return error;
   const int blocks = blocks_for<F>(args);
   args.slice = (args.vocab + blocks * kUnit - 1) / (blocks * kUnit) * kUnit;
   cudaLaunchAttribute attributes[2] = {};

@@ -1,4 +1,6 @@
-"""Describes the launches of the experts: sort, GEMMs over gathered rows, and their sum."""
+"""Describes the launches of the experts: the sort of slots, the GEMMs over gathered rows, and the
+weighted sum of their results.  The ops call these functions, and run what they return.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,17 @@ MOST_EXPERTS = 1024
 _GROUP_M = 8
 _SORT_BLOCK = 2048
 _CHUNKS_A_PROGRAM = 4
-"""Chunks of _SORT_BLOCK slots in which a program places the slots of one expert."""
-# Above so many tokens tiles are the same: no other variants are compiled (representative_sizes).
+"""Number of chunks of _SORT_BLOCK slots in which one program places the slots of its expert."""
+# The tile no longer changes above this many tokens, so no more variants are compiled
+# (representative_sizes).
 _MOST_TOKENS = 2048
-# Fewer rows are the second operand of a matrix instruction, whose first has 64.
+# The first operand of a matrix instruction has 64 rows.  A tile with fewer is its second operand.
 _LEAST_UNSWAPPED = 64
 
 
 class Sorted(NamedTuple):
-    """Slots by expert: ``order`` [num_slots] int32, and where each expert's begin, ``offsets``
-    [num_experts + 1] int32."""
+    """Slots sorted by expert: ``order`` [num_slots] int32, and ``offsets`` [num_experts + 1] int32,
+    which says where each expert's slots begin."""
 
     order: Tensor
     offsets: Tensor
@@ -33,9 +36,9 @@ class Sorted(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile that a program computes; ``swapped``: the weight is the tensor core's first operand,
-    of which less idles for few rows.  ``group`` row tiles are walked before the next column tile,
-    so that weight tiles stay in L2."""
+    """The tile that a program computes.  With ``swapped``, the weight is the tensor core's first
+    operand, so that less of the core idles for few rows.  The programs of ``group`` row tiles run
+    before those of the next column tile, so that weight tiles stay in L2."""
 
     rows: int
     columns: int
@@ -47,26 +50,20 @@ class Tile:
 
 
 def counted_tokens(num_tokens: int) -> int:
-    """The number of tokens that a tile is chosen by: the next power of two, up to a limit."""
+    """The number of tokens that selects a tile: the next power of two, up to a limit."""
     return min(next_power_of_2(max(num_tokens, 1)), _MOST_TOKENS)
 
 
 def tuned_tile(tile: ExpertTile, *, gated: bool) -> Tile:
-    """A tuned tile, whose columns count gate and up."""
+    """The ``Tile`` of a tuned one, whose columns count gate and up together."""
     columns = tile.columns // 2 if gated else tile.columns
-    return Tile(
-        tile.rows,
-        columns,
-        tile.depth,
-        warps=tile.warps,
-        stages=tile.stages,
-        swapped=tile.rows < _LEAST_UNSWAPPED,
-        group=tile.group,
-    )
+    shape = (tile.rows, columns, tile.depth)
+    return Tile(*shape, tile.warps, tile.stages, tile.rows < _LEAST_UNSWAPPED, tile.group)
 
 
 def tile_of(num_tokens: int, top_k: int, num_experts: int, itemsize: int, *, gated: bool) -> Tile:
-    """The tile for so many tokens, by the next power of two: rows for about what an expert has."""
+    """The tile for this many tokens.  Its rows are about those of one expert, with the number of
+    tokens rounded up to a power of two."""
     of_expert = counted_tokens(num_tokens) * top_k / num_experts
     if itemsize > 2:  # float32 runs on the plain cores: keep its tiles in registers
         return Tile(16 if of_expert <= 16 else 32, 32, 32)
@@ -81,17 +78,20 @@ def tile_of(num_tokens: int, top_k: int, num_experts: int, itemsize: int, *, gat
 
 
 def invariant_tile(itemsize: int) -> Tile:
-    """One tile for any number of tokens: a row's sums run in the same order whatever the others
-    are."""
+    """The one tile for any number of tokens: a row's sums then run in the same order whatever the
+    other rows are."""
     return Tile(16, 32, 32) if itemsize > 2 else Tile(64, 64, 64)
 
 
 def sort_by_expert(
     topk_ids: Tensor, num_experts: int, first_expert: Tensor | None = None
 ) -> Launches[Sorted]:
-    """One launch; above 1024 tokens two, so that no program reads all ids.  Nothing is read on the
-    host.  With ``first_expert``, slots of experts that are not here have no place between the
-    offsets, and one launch serves any number of tokens."""
+    """Sort slots by expert, without reading anything on the host.
+
+    There is one launch.  Above 1024 tokens there are two, so that no program reads all ids.  With
+    ``first_expert``, the slots of other ranks' experts lie outside of the offsets, and one launch
+    serves any number of tokens.
+    """
     num_slots = topk_ids.numel()
     ids = topk_ids.contiguous()
     order = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
@@ -118,7 +118,7 @@ def sort_by_expert(
 
 
 def _sort_by_counts(ids: Tensor, num_experts: int, by_expert: Sorted) -> list[Launch]:
-    """Counts the slots of each expert in each chunk, then places them chunk by chunk."""
+    """Count the slots of each expert in each chunk, then place them chunk by chunk."""
     num_slots = ids.numel()
     num_chunks = cdiv(num_slots, _SORT_BLOCK)
     experts_block = max(next_power_of_2(num_experts), 32)  # tl.histogram wants a bin a lane
@@ -168,8 +168,12 @@ def expert_linear(
     by_expert: Sorted | None,
     tile: Tile,
 ) -> Launches[Tensor]:
-    """The GEMM alone.  ``scheme``: "none", "tensor", "token" or "block", which the scales are of.
-    ``by_expert``: the sorted slots; None: a tile is one slot."""
+    """The GEMM by itself.
+
+    Args:
+        scheme: what a scale belongs to: "tensor", "token" or "block"; "none" without scales.
+        by_expert: the sorted slots.  None makes each slot a tile of its own.
+    """
     num_experts, rows, k = weight.shape
     n = rows if activation is None else rows // 2
     x, weight = dense_rows(x), dense_rows(weight)

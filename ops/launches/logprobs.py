@@ -1,4 +1,8 @@
-"""Describes the launches of log-sum-exp, rank and top-K by parts of a row, and their reduction."""
+"""Describes the launches of log-probabilities: log-sum-exp, rank and top-K of rows of logits.
+
+Programs compute them for parts of a row and leave partial results in scratch memory, which one
+more launch reduces to a result for each row.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ from .._launch import Launch, Launches
 from .sampling import RowSplit, rows_of
 from .tiles import cdiv, next_power_of_2
 
-# One selection round each; the rounds see all keys of a row at once.
+# Each takes one round of selection, and a round sees all keys of a row at once.
 MAX_LOGPROBS = 32
-# Programs a row at most: a few rows should fill a GPU.
+# Most programs of a row: so many that a few rows fill a GPU.
 _SPLITS = 64
 
 
 def _split_row(vocab: int) -> RowSplit:
-    """Whatever the number of rows, so that a row's sum has the same bits in every batch."""
+    """The split, independent of the number of rows: a row's sum has the same bits in any batch."""
     block = min(1024, next_power_of_2(vocab))
     blocks = cdiv(vocab, block)
     num_blocks = cdiv(blocks, _SPLITS)

@@ -1,4 +1,8 @@
-"""Describes the launches of RMSNorm and add + RMSNorm."""
+"""Describes the launches of RMSNorm and add + RMSNorm.
+
+``norm`` checks its arguments, views them as rows, chooses a tile by their width, and returns the
+launch with the tensors that it will write.  Ops that quantize a norm share the tile.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,19 @@ from torch import Tensor
 from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
-# Elements of a tile below which one program takes several rows (QK-norm has rows of 64 to 256).
+# A program takes several rows if one has fewer elements than this (QK-norm: rows of 64 to 256).
 _TILE_ELEMENTS = 1024
 _MAX_HIDDEN = 16384
-# With so many elements, rows that are added to another have half the warps, where they have these:
-# all run at once then.  Measured; with more elements it is all the same.
+# Rows that are added to others have half the warps if there are this many elements, and if a row
+# would have this many warps: all programs then run at once.  Measured; with more elements, the
+# number of warps makes no difference.
 _ELEMENTS_HALVED, _WARPS_HALVED = ((1 << 20) + 1, 1 << 22), (4, 8)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """``x`` as rows: (tensor, rows, inner rows, outer stride, inner stride), copied if it must be.
-
-    Two strides, because heads of a packed qkv tensor [tokens, heads, head_dim] have two.
+    """View ``x`` as rows: (tensor, rows, inner rows, outer stride, inner stride).  x is copied only
+    if no view exists.  Rows have two strides because the heads of a packed qkv tensor [tokens,
+    heads, head_dim] do.
     """
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
@@ -51,7 +56,7 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
 
 
 def too_wide(hidden: Any) -> str:
-    """Why no kernel takes rows of this width, or nothing."""
+    """Why no kernel takes rows of this width, or an empty string."""
     if getattr(hidden, "free_symbols", None):
         return f"hidden {hidden} is dynamic: a kernel is compiled for one width"
     return "" if hidden <= _MAX_HIDDEN else f"hidden {hidden} > {_MAX_HIDDEN}: a row is one tile"
@@ -61,7 +66,7 @@ def row_tile(x: Tensor, num_rows: int, adds: bool) -> tuple[dict[str, int], int]
     """(constants of a norm kernel over rows like those of ``x``, warps of a program)."""
     hidden = x.shape[-1]
     block = next_power_of_2(hidden)
-    # Whatever the number of rows: in another layout a row's sum would run in another order.
+    # Independent of the number of rows: in another layout, a row's sum would run in another order.
     tile_rows = max(_TILE_ELEMENTS // block, 1)
     warps, as_warps = min(max(tile_rows * block // 512, 1), 16), 0
     least, most = _ELEMENTS_HALVED

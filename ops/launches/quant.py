@@ -1,6 +1,7 @@
-"""Describes the launches of FP8 quantization, alone or fused behind a norm or a gated activation.
+"""Describes the launches of FP8 quantization, by itself or after a norm or a gated activation.
 
-A scheme is a static scale [1, 1], or the size of the groups that share a scale, 0 for whole rows.
+A scheme is a static scale [1, 1], or the number of columns that share a dynamic scale; 0 means a
+scale for each row.  Each function returns launches, and the tensors that they will write.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from .counters import zeros_between_launches
 from .norm import check as check_norm, row_tile
 from .tiles import cdiv, dense_rows, next_power_of_2
 
-# Elements of a tile below which one program takes several rows; as ``norm.py`` does.
+# A program takes several rows if one has fewer elements than this, as in ``norm.py``.
 _TILE_ELEMENTS = 1024
 
-# Few wide rows with a scale each: columns of a program, and programs, which must all run at once.
+# A few wide rows with a scale each are split, this many columns a program.  The programs wait for
+# each other, so all of them must run at once.
 _SPLIT_BLOCK, _LEAST_SPLIT_WIDTH, _MAX_PARTS = 1024, 8192, 32
 _MOST_PROGRAMS_WAITING, _MOST_SPLIT_ROWS = 128, 16
-# More rows than this are normed by programs that take several in turn: as many as run at once, with
-# the registers that they may then have.  A scale for each 128 columns or a residual needs more.
+# More rows than this are normalized by programs that take several in turn, as many programs as run
+# at once: (warps of a multiprocessor, registers of a thread).  A scale for each 128 columns or a
+# residual needs "more" registers.
 _MANY_ROWS = 1024
 _MANY_ADDED_ROWS, _WIDEST_ADDED = 2048, 2048
 _WARPS_OF_MANY = {"more": (32, 64), "few": (40, 48)}
 
 GROUP = 128
-"""Columns that share a scale in the block scheme."""
+"""Number of columns that share a scale in the block scheme."""
 
 Scheme: TypeAlias = Tensor | int
 Quantized: TypeAlias = tuple[Tensor, ...]
@@ -38,7 +41,7 @@ Quantized: TypeAlias = tuple[Tensor, ...]
 
 
 def empty_results(x: Tensor, width: int, scheme: Scheme) -> Quantized:
-    """Memory for ``width`` columns quantized; scales are column-major, as GEMMs take them."""
+    """Empty results of ``width`` columns.  Scales are column-major, as GEMMs read them."""
     rows = x.shape[0]
     q = x.new_empty((rows, width), dtype=E4M3)
     if isinstance(scheme, Tensor):
@@ -52,7 +55,7 @@ def _tile_rows(block: int) -> int:
 
 
 def _group(scheme: Scheme, block: int) -> int:
-    """Columns that share a scale as the kernel counts them: 0 for a static one."""
+    """The kernel's GROUP: the number of columns that share a scale, or 0 for a static scale."""
     return 0 if isinstance(scheme, Tensor) else scheme or block
 
 
@@ -62,7 +65,8 @@ def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> Launches[Qu
     rows, width = x.shape[0], x.shape[1] if activation == "none" else x.shape[1] // 2
     results = empty_results(x, width, scheme)
     if not isinstance(scheme, Tensor) and scheme == 0 and x.device.type != "cpu":
-        state = _split_state(x.device)  # also where it is not split: a capture may come next
+        # Allocated even if these rows are not split: the next call may be captured.
+        state = _split_state(x.device)
         if width >= _LEAST_SPLIT_WIDTH and rows <= _most_split_rows(width):
             return [_quantize_split(x, width, results, state, activation)], results
     elements = 512 if activation == "none" else 256  # of a warp
@@ -70,7 +74,7 @@ def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> Launches[Qu
     if isinstance(scheme, Tensor) or scheme:
         block = min(block, 8 * elements)
         divisor = width & -width
-        if block > divisor >= 256:  # whole tiles: masked lanes take as long
+        if block > divisor >= 256:  # whole tiles: masked lanes would take as long as others
             block = divisor
     parts = cdiv(width, block)
     tile_rows = _tile_rows(block)
@@ -99,20 +103,20 @@ def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> Launches[Qu
 
 
 def _most_split_rows(width: int) -> int:
-    """The largest power of two whose rows' programs all run at once; 0 for rows too wide."""
+    """The largest power of two of rows whose programs all run at once; 0 if rows are too wide."""
     parts = cdiv(width, _SPLIT_BLOCK)
     return 0 if parts > _MAX_PARTS else 1 << ((_MOST_PROGRAMS_WAITING // parts).bit_length() - 1)
 
 
 def _split_state(device: torch.device) -> Tensor:
-    """For each row a word of each part, and whose turn it is."""
+    """The state of split rows: for each row, a word for each part and the number of the turn."""
     return zeros_between_launches(device, _MOST_SPLIT_ROWS * (_MAX_PARTS + 1), torch.int64)
 
 
 def _quantize_split(
     x: Tensor, width: int, results: Quantized, state: Tensor, activation: str
 ) -> Launch:
-    """Several programs a row, which wait for each other: not under an interpreter."""
+    """Several programs a row.  They wait for each other, which an interpreter cannot run."""
     parts = cdiv(width, _SPLIT_BLOCK)
     return Launch(
         kernel="quant:_quant_split_kernel",
@@ -184,6 +188,6 @@ def _takes_rows_in_turn(x: Tensor, added: Tensor | None) -> bool:
     widest, both = (8192, (x,)) if added is None else (_WIDEST_ADDED, (x, added))
     if rows <= (_MANY_ROWS if added is None else _MANY_ADDED_ROWS):
         return False
-    # It reads 16 aligned bytes, elements by pairs, and a thread holds 16 of them.
+    # The kernel reads 16 aligned bytes at a time, in pairs of elements; a thread holds 16 of these.
     aligned = all(t.storage_offset() % 8 == t.stride(0) % 8 == 0 for t in both) and hidden % 2 == 0
     return x.dtype.itemsize == 2 and aligned and _TILE_ELEMENTS <= hidden <= widest

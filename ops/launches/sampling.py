@@ -1,4 +1,9 @@
-"""Describes the launches of the sampling kernels over rows of logits [num_seqs, vocab]."""
+"""Describes the launches of the sampling kernels over rows of logits [num_seqs, vocab].
+
+Rows are split among programs by ``split_rows``.  ``argmax`` is two launches: one finds a candidate
+for each split, the other reduces them.  ``sample`` is the same with noise added to the logits; a
+launch before these finds the threshold of top-k, top-p and min-p, if one is given.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from torch import Tensor
 from .._launch import Launch, Launches
 from .tiles import cdiv, next_power_of_2
 
-# Programs that fill an H200 several times over, so that reads overlap reductions.
+# This many programs fill an H200 several times over, so that reads overlap reductions.
 _TARGET_PROGRAMS = 1056
 _SEARCH_BLOCK = 8192
 
@@ -26,8 +31,11 @@ def rows_of(logits: Tensor) -> Tensor:
 class RowSplit:
     """How a row is divided among programs.
 
-    Columns a ``block``; blocks a program, ``num_blocks``; programs a row, ``splits``; ``lanes``: a
-    power of two, no less than ``splits``, the same for any number of rows above 4.
+    Attributes:
+        block: columns that a program reads at a time.
+        num_blocks: blocks of one program.
+        splits: programs of one row.
+        lanes: a power of two, ``splits`` or more; the same for any number of rows above 4.
     """
 
     block: int
@@ -37,7 +45,8 @@ class RowSplit:
 
 
 def split_rows(num_seqs: int, vocab: int, *, largest: int = 4096) -> RowSplit:
-    """Split rows of ``vocab`` columns so that the device is full; blocks of at most ``largest``."""
+    """Split rows of ``vocab`` columns into enough programs to fill the device.  A block has at most
+    ``largest`` columns."""
     block = min(1024 if num_seqs <= 4 else largest, next_power_of_2(vocab))
     blocks = cdiv(vocab, block)
     wanted = min(max(cdiv(_TARGET_PROGRAMS, max(num_seqs, 1)), 1), blocks)
@@ -49,7 +58,7 @@ def _argmax_launches(
     logits: Tensor, sampling_args: dict[str, Tensor], *, draw: bool, filtered: bool
 ) -> Launches[Tensor]:
     num_seqs, vocab = logits.shape
-    # The noise needs registers: with 4096 columns only two programs would fit a SM.
+    # Noise needs registers: with blocks of 4096 columns, only two programs would fit an SM.
     split = split_rows(num_seqs, vocab, largest=2048 if draw else 4096)
     best = torch.empty((num_seqs, split.splits), dtype=torch.float32, device=logits.device)
     index = torch.empty((num_seqs, split.splits), dtype=torch.int32, device=logits.device)
@@ -88,12 +97,12 @@ def argmax(logits: Tensor) -> Launches[Tensor]:
 
 
 def _search_rounds(dtype: torch.dtype) -> int:
-    """Rounds of two bits after which the radix search tells all values of a dtype apart."""
+    """Number of two-bit rounds after which the radix search tells all values of a dtype apart."""
     return {torch.bfloat16: 8, torch.float16: 10}.get(dtype, 16)  # 16, 19 -> 20 and 32 bits
 
 
 def sample(logits: Tensor, temperature: Tensor, *rest: Any) -> Launches[Tensor]:
-    """``rest``: top_k, top_p, min_p, seeds and positions, as of the op."""
+    """The launches of ``ops.sample``; ``rest`` is its top_k, top_p, min_p, seeds and positions."""
     logits = rows_of(logits)
     num_seqs, vocab = logits.shape
     *given, seeds, positions = rest

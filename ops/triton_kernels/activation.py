@@ -47,21 +47,10 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_activation_kernel(
-    gate_up_ptr,
-    up_ptr,
-    out_ptr,
-    intermediate,
-    row_stride,
-    up_row_stride,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    gate_up_ptr, up_ptr, out_ptr, intermediate, row_stride, up_row_stride, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     start_next_and_wait(PROGRAMMATIC)
     # Neighbours in the grid are neighbours in memory: 4 % faster than rows first.
     row = (tl.program_id(0) // PARTS).to(tl.int64)

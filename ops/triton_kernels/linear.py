@@ -16,22 +16,10 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _linear_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    x_stride,
-    weight_stride,
-    HAS_BIAS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, K, x_stride, weight_stride, HAS_BIAS: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     wait_for_previous(PROGRAMMATIC)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent import wait_for_previous
-from .sampling import FLOAT32_MAX, load_clean, ordered_bits
+from .sampling import FLOAT32_MAX, load_clean, ordered_bits, this_row
 
 _NO_KEY = tl.constexpr(-(2**63))
 
@@ -24,10 +23,8 @@ def _logsumexp_partial_kernel(
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    wait_for_previous(PROGRAMMATIC)
-    row = tl.program_id(0).to(tl.int64)
+    row, row_ptr = this_row(logits_ptr, row_stride, PROGRAMMATIC)
     split = tl.program_id(1)
-    row_ptr = logits_ptr + row * row_stride
     chosen_id = tl.minimum(tl.maximum(tl.load(token_ids_ptr + row), 0), vocab - 1)
     chosen = load_clean(row_ptr, chosen_id, vocab)
     cols = split * num_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -59,10 +56,9 @@ def _top_partial_kernel(
     PROGRAMMATIC: tl.constexpr,
 ):
     """The best of one block of a row as int64 keys: ordered value above, inverted index below."""
-    wait_for_previous(PROGRAMMATIC)
-    row = tl.program_id(0).to(tl.int64)
+    row, row_ptr = this_row(logits_ptr, row_stride, PROGRAMMATIC)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = load_clean(logits_ptr + row * row_stride, cols, vocab)
+    values = load_clean(row_ptr, cols, vocab)
     keys = (ordered_bits(values).to(tl.int64) << 32) | (0xFFFFFFFF - cols.to(tl.int64))
     keys = tl.where(cols < vocab, keys, _NO_KEY)
     out_ptr = keys_ptr + (row * tl.num_programs(1) + tl.program_id(1)) * num_logprobs
@@ -74,28 +70,11 @@ def _top_partial_kernel(
 
 @triton.jit
 def _logprobs_reduce_kernel(
-    logits_ptr,
-    token_ids_ptr,
-    best_ptr,
-    sum_ptr,
-    ahead_ptr,
-    keys_ptr,
-    chosen_logprob_ptr,
-    chosen_rank_ptr,
-    top_logprobs_ptr,
-    top_ids_ptr,
-    vocab,
-    row_stride,
-    splits,
-    num_keys,
-    num_logprobs,
-    SPLITS_BLOCK: tl.constexpr,
-    KEYS_BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
-    wait_for_previous(PROGRAMMATIC)
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
+    logits_ptr, token_ids_ptr, best_ptr, sum_ptr, ahead_ptr, keys_ptr, chosen_logprob_ptr,
+    chosen_rank_ptr, top_logprobs_ptr, top_ids_ptr, vocab, row_stride, splits, num_keys,
+    num_logprobs, SPLITS_BLOCK: tl.constexpr, KEYS_BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    row, row_ptr = this_row(logits_ptr, row_stride, PROGRAMMATIC)
     lanes = tl.arange(0, SPLITS_BLOCK)
     mask = lanes < splits
     best = tl.load(best_ptr + row * splits + lanes, mask=mask, other=-FLOAT32_MAX)

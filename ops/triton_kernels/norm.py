@@ -38,23 +38,10 @@ def sum_of_squares(x, AS_WARPS: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x: InnerRows,
-    residual: InnerRows,
-    weight_ptr,
-    out_ptr,
-    residual_out_ptr,
-    num_rows,
-    inner,
-    hidden,
-    eps,
-    weight_offset,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    AS_WARPS: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    x: InnerRows, residual: InnerRows, weight_ptr, out_ptr, residual_out_ptr, num_rows, inner,
+    hidden, eps, weight_offset, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, AS_WARPS: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     """WHOLE: rows are BLOCK wide."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -10,20 +10,10 @@ from .dependent import wait_for_previous
 
 @triton.jit
 def _penalties_kernel(
-    logits_ptr,
-    counts_ptr,
-    prompt_mask_ptr,
-    slots_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    vocab,
-    logits_stride,
-    counts_stride,
-    mask_stride,
-    BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    logits_ptr, counts_ptr, prompt_mask_ptr, slots_ptr, repetition_ptr, frequency_ptr, presence_ptr,
+    vocab, logits_stride, counts_stride, mask_stride, BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)

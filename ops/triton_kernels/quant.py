@@ -195,23 +195,10 @@ def _normed(x, weight, hidden, eps, AS_WARPS: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def _norm_quant_kernel(
-    x: Rows,
-    residual: Rows,
-    weight_ptr,
-    q_ptr,
-    scale_ptr,
-    residual_out_ptr,
-    num_rows,
-    hidden,
-    eps,
-    ADD: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    AS_WARPS: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    x: Rows, residual: Rows, weight_ptr, q_ptr, scale_ptr, residual_out_ptr, num_rows, hidden, eps,
+    ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, AS_WARPS: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     """``rms_norm(x [+ residual])``, quantized."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -262,21 +249,10 @@ def _apart(words, dtype: tl.constexpr):
 
 @triton.jit
 def _norm_quant_rows_kernel(
-    x: Rows,
-    residual: Rows,
-    weight_ptr,
-    q_ptr,
-    scale_ptr,
-    residual_out_ptr,
-    num_rows,
-    hidden,
-    eps,
-    ADD: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    x: Rows, residual: Rows, weight_ptr, q_ptr, scale_ptr, residual_out_ptr, num_rows, hidden, eps,
+    ADD: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     """``_norm_quant_kernel`` for many rows: each program takes several in turn, reads the next
     while it works on one, and the weight once.  Elements have two bytes; rows are aligned to 16."""
     start_next_and_wait(PROGRAMMATIC, AT_ONCE=True)

@@ -74,24 +74,11 @@ def _rotate(
 
 @triton.jit
 def _rotary_kernel(
-    positions_ptr,
-    q: Heads,
-    k: Heads,
-    cache_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    num_q_heads,
-    num_k_heads,
-    max_position,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    positions_ptr, q: Heads, k: Heads, cache_ptr, q_out_ptr, k_out_ptr, num_q_heads, num_k_heads,
+    max_position, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     wait_for_previous(PROGRAMMATIC)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

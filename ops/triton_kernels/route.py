@@ -32,23 +32,11 @@ def _comparable(values, exists):
 
 @triton.jit
 def _route_kernel(
-    logits_ptr,
-    bias_ptr,
-    weights_ptr,
-    ids_ptr,
-    row_stride,
-    scaling,
-    TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
-    SCORING: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr, row_stride, scaling, TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     start_next_and_wait(PROGRAMMATIC)
     token = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, GROUPS_BLOCK)

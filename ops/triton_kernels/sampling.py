@@ -21,6 +21,14 @@ _NOTHING_LEFT = tl.constexpr(_sampling.NOTHING_LEFT)
 
 
 @triton.jit
+def this_row(logits_ptr, row_stride, PROGRAMMATIC: tl.constexpr):
+    """The first line of a kernel that reads rows of logits: the program's row, and its address."""
+    wait_for_previous(PROGRAMMATIC)
+    row = tl.program_id(0).to(tl.int64)
+    return row, logits_ptr + row * row_stride
+
+
+@triton.jit
 def load_clean(row_ptr, cols, vocab):
     """Float32 logits; NaN and columns past the end are -inf, +inf is the largest finite value."""
     values = tl.load(row_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
@@ -60,25 +68,12 @@ def _gumbel(cols, key0, key1):
 
 @triton.jit
 def _argmax_partial_kernel(
-    logits_ptr,
-    temperature_ptr,
-    threshold_ptr,
-    seeds_ptr,
-    positions_ptr,
-    best_ptr,
-    index_ptr,
-    vocab,
-    row_stride,
-    num_blocks,
-    SAMPLE: tl.constexpr,
-    FILTER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
-    wait_for_previous(PROGRAMMATIC)
-    row = tl.program_id(0).to(tl.int64)
+    logits_ptr, temperature_ptr, threshold_ptr, seeds_ptr, positions_ptr, best_ptr, index_ptr,
+    vocab, row_stride, num_blocks, SAMPLE: tl.constexpr, FILTER: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    row, row_ptr = this_row(logits_ptr, row_stride, PROGRAMMATIC)
     split = tl.program_id(1)
-    row_ptr = logits_ptr + row * row_stride
     cols = split * num_blocks * BLOCK + tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     index = tl.full((BLOCK,), _NOTHING_LEFT, tl.int32)
@@ -222,24 +217,11 @@ def _radix_search(
 
 @triton.jit
 def _threshold_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    threshold_ptr,
-    vocab,
-    row_stride,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
-    wait_for_previous(PROGRAMMATIC)
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, vocab, row_stride,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    row, row_ptr = this_row(logits_ptr, row_stride, PROGRAMMATIC)
     temperature = tl.load(temperature_ptr + row)
     threshold = tl.full((), float("-inf"), tl.float32)
     if temperature >= _GREEDY_TEMPERATURE:  # a greedy row needs no filter

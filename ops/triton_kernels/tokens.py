@@ -12,25 +12,11 @@ NOW: tl.constexpr = tl.constexpr(".cv")  # not what a cache has of the host's me
 
 @triton.jit
 def _write_inputs_kernel(
-    packed_ptr,
-    last_ptr,
-    tokens_ptr,
-    rows_ptr,
-    tables_ptr,
-    num_tokens,
-    num_seqs,
-    columns,
-    tokens_stride,
-    rows_stride,
-    sequence_stride,
-    table_stride,
-    TOKEN_FIELDS: tl.constexpr,
-    ROW_FIELDS: tl.constexpr,
-    TABLES: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
-):
+    packed_ptr, last_ptr, tokens_ptr, rows_ptr, tables_ptr, num_tokens, num_seqs, columns,
+    tokens_stride, rows_stride, sequence_stride, table_stride, TOKEN_FIELDS: tl.constexpr,
+    ROW_FIELDS: tl.constexpr, TABLES: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
     """Item i of every field in ``packed``; they lie one behind the other as in ``write_inputs``.
     FIELDS is a power of two that holds the fields of tokens and of rows.  All loads of ``packed``
     come before all stores: it may be the host's memory, microseconds away."""

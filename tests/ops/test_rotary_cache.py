@@ -20,6 +20,19 @@ def yarn(**more: Any) -> RopeParameters:
     return RopeParameters(kind="yarn", factor=4.0, original_max_position=512, **more)
 
 
+def llama3(
+    theta: float, factor: float, original: int, low: float, high: float
+) -> tuple[RopeParameters, dict[str, Any]]:
+    ours = {"theta": theta, "factor": factor, "original_max_position": original}
+    theirs = {"rope_theta": theta, "factor": factor, "original_max_position_embeddings": original}
+    bands = {"low_freq_factor": low, "high_freq_factor": high}
+    return RopeParameters(kind="llama3", **ours, **bands), {
+        "rope_type": "llama3",
+        **theirs,
+        **bands,
+    }
+
+
 # name -> (our parameters, Hugging Face's rope_parameters without theta)
 SCALINGS = {
     "default": (RopeParameters(), {"rope_type": "default"}),
@@ -32,40 +45,8 @@ SCALINGS = {
         RopeParameters(kind="linear", factor=2.0, partial_rotary_factor=0.5),
         {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
     ),
-    "llama3": (
-        RopeParameters(
-            theta=5e5,
-            kind="llama3",
-            factor=8.0,
-            original_max_position=8192,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-        ),
-        {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "llama3, all bands": (
-        RopeParameters(
-            kind="llama3",
-            factor=32.0,
-            original_max_position=64,
-            low_freq_factor=1.5,
-            high_freq_factor=2.5,
-        ),
-        {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.5,
-            "high_freq_factor": 2.5,
-            "original_max_position_embeddings": 64,
-        },
-    ),
+    "llama3": llama3(5e5, 8.0, 8192, 1.0, 4.0),
+    "llama3, all bands": llama3(1e4, 32.0, 64, 1.5, 2.5),
     "yarn": (yarn(), YARN),
     "yarn, betas": (
         yarn(beta_fast=16.0, beta_slow=2.0),

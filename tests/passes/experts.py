@@ -33,10 +33,16 @@ def weights(flat: Tensor) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, _SIZES.values(), strict=True)]
 
 
-def moe(x: Tensor, flat: Tensor) -> Tensor:
+def moe(
+    x: Tensor,
+    flat: Tensor,
+    *,
+    routed: Callable[[Tensor, Tensor], Tensor] = ops.linear,
+    gated: Callable[[Tensor], Tensor] = ops.silu_mul,
+) -> Tensor:
     router, gate_up, down = weights(flat)
-    topk_weights, ids = ops.route(ops.linear(x, router), None, TOP_K)
-    h = ops.silu_mul(ops.expert_linear(x, gate_up, ids))
+    topk_weights, ids = ops.route(routed(x, router), None, TOP_K)
+    h = gated(ops.expert_linear(x, gate_up, ids))
     return ops.combine_experts(ops.expert_linear(h, down, ids), topk_weights)
 
 
@@ -79,24 +85,15 @@ def weights_read(x: Tensor, flat: Tensor) -> Tensor:
 
 
 def other_input(x: Tensor, flat: Tensor) -> Tensor:
-    router, gate_up, down = weights(flat)
-    topk_weights, ids = ops.route(ops.linear(x * 2, router), None, TOP_K)
-    h = ops.silu_mul(ops.expert_linear(x, gate_up, ids))
-    return ops.combine_experts(ops.expert_linear(h, down, ids), topk_weights)
+    return moe(x, flat, routed=lambda x, router: ops.linear(x * 2, router))
 
 
 def no_gate(x: Tensor, flat: Tensor) -> Tensor:
-    router, gate_up, down = weights(flat)
-    topk_weights, ids = ops.route(ops.linear(x, router), None, TOP_K)
-    h = ops.expert_linear(x, gate_up, ids)[:, :INNER].relu()
-    return ops.combine_experts(ops.expert_linear(h, down, ids), topk_weights)
+    return moe(x, flat, gated=lambda y: y[:, :INNER].relu())
 
 
 def logits_added(x: Tensor, flat: Tensor) -> Tensor:
-    router, gate_up, down = weights(flat)
-    topk_weights, ids = ops.route(ops.linear(x, router) + 1, None, TOP_K)
-    h = ops.silu_mul(ops.expert_linear(x, gate_up, ids))
-    return ops.combine_experts(ops.expert_linear(h, down, ids), topk_weights)
+    return moe(x, flat, routed=lambda x, router: ops.linear(x, router) + 1)
 
 
 def gate_up_read(x: Tensor, flat: Tensor) -> Tensor:

@@ -138,11 +138,31 @@ def _not_stored(**t: Tensor) -> Tensor:
     return q + k.repeat(1, 2, 1)
 
 
-def _read_too(**t: Tensor) -> Tensor:
-    q, k, v = heads(t["qkv"])
-    q, k = rotated(t, q, k)
-    store(t, k, v)
-    return q + k.repeat(1, 2, 1)
+Heads = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def _with(
+    rotates: Heads = lambda q, k, v: (q, k),
+    stores: Heads = lambda q, k, v: (k, v),
+    returns: Heads = lambda q, k, v: q,
+) -> Callable[..., Tensor]:
+    """``rope``, but for the heads that it rotates, stores or returns."""
+
+    def changed(**t: Tensor) -> Any:
+        q, k, v = heads(t["qkv"])
+        q, k = rotated(t, *rotates(q, k, v))
+        store(t, *stores(q, k, v))
+        return returns(q, k, v)
+
+    return changed
+
+
+_read_too = _with(returns=lambda q, k, v: q + k.repeat(1, 2, 1))
+_as_values = _with(stores=lambda q, k, v: (v, k))
+_as_both = _with(stores=lambda q, k, v: (k, k))
+_q_unused = _with(returns=lambda q, k, v: v)
+_q_in_the_values = _with(stores=lambda q, k, v: (k, q[:, :KV_HEADS]))
+_q_as_values = _with(rotates=lambda q, k, v: (v, k), stores=lambda q, k, v: (k, q))
 
 
 def _stored_twice(**t: Tensor) -> Tensor:
@@ -150,41 +170,6 @@ def _stored_twice(**t: Tensor) -> Tensor:
     q, k = rotated(t, q, k)
     store(t, k, v)
     store(t, k, v)
-    return q
-
-
-def _as_values(**t: Tensor) -> Tensor:
-    q, k, v = heads(t["qkv"])
-    q, k = rotated(t, q, k)
-    store(t, v, k)
-    return q
-
-
-def _as_both(**t: Tensor) -> Tensor:
-    q, k, _ = heads(t["qkv"])
-    q, k = rotated(t, q, k)
-    store(t, k, k)
-    return q
-
-
-def _q_unused(**t: Tensor) -> Tensor:
-    q, k, v = heads(t["qkv"])
-    _, k = rotated(t, q, k)
-    store(t, k, v)
-    return v
-
-
-def _q_in_the_values(**t: Tensor) -> Tensor:
-    q, k, _ = heads(t["qkv"])
-    q, k = rotated(t, q, k)
-    store(t, k, q[:, :KV_HEADS])
-    return q
-
-
-def _q_as_values(**t: Tensor) -> Tensor:
-    _, k, v = heads(t["qkv"])
-    q, k = rotated(t, v, k)
-    store(t, k, q)
     return q
 
 

@@ -142,6 +142,25 @@ void assign(P& p, FiCall const* c) {
   p.sm_scale = c->scale;
 }
 
+// What a plan put into the workspaces, with the partial results if it splits the KV.
+struct Partials {
+  nv_bfloat16* v = nullptr;
+  float* s = nullptr;
+};
+
+template <typename P, typename Info>
+Partials assign_plan(P& p, Info const& info, FiCall const* c) {
+  auto at = [&](int64_t offset) { return GetPtrFromBaseOffset<int32_t>(c->int_ws, offset); };
+  p.request_indices = at(info.request_indices_offset);
+  p.kv_tile_indices = at(info.kv_tile_indices_offset);
+  p.o_indptr = at(info.o_indptr_offset);
+  p.kv_chunk_size_ptr = at(info.kv_chunk_size_ptr_offset);
+  p.padded_batch_size = info.padded_batch_size;
+  if (!info.split_kv) return {};
+  return {GetPtrFromBaseOffset<nv_bfloat16>(c->float_ws, info.v_offset),
+          GetPtrFromBaseOffset<float>(c->float_ws, info.s_offset)};
+}
+
 using Variant = DefaultAttention<false, false, false, false>;
 #endif
 
@@ -175,20 +194,10 @@ cudaError_t run(FiCall* c, cudaStream_t stream) {
   assign(p, c);
   p.q_indptr = c->qo_indptr;
   p.group_size = uint_fastdiv(c->num_heads / c->kv_heads);
+  auto const [v, s] = assign_plan(p, info, c);
   auto at = [&](int64_t offset) { return GetPtrFromBaseOffset<int32_t>(c->int_ws, offset); };
-  p.request_indices = at(info.request_indices_offset);
   p.qo_tile_indices = at(info.qo_tile_indices_offset);
-  p.kv_tile_indices = at(info.kv_tile_indices_offset);
-  p.o_indptr = at(info.o_indptr_offset);
-  p.kv_chunk_size_ptr = at(info.kv_chunk_size_ptr_offset);
-  nv_bfloat16* v = nullptr;
-  float* s = nullptr;
-  if (info.split_kv) {
-    p.merge_indptr = at(info.merge_indptr_offset);
-    v = GetPtrFromBaseOffset<nv_bfloat16>(c->float_ws, info.v_offset);
-    s = GetPtrFromBaseOffset<float>(c->float_ws, info.s_offset);
-  }
-  p.padded_batch_size = info.padded_batch_size;
+  if (info.split_kv) p.merge_indptr = at(info.merge_indptr_offset);
   p.max_total_num_rows = info.total_num_rows;
   if (info.enable_cuda_graph) {
     p.block_valid_mask = GetPtrFromBaseOffset<bool>(c->int_ws, info.block_valid_mask_offset);
@@ -219,20 +228,9 @@ cudaError_t run(FiCall* c, cudaStream_t stream) {
   info.FromVector(std::vector<int64_t>(c->info, c->info + 10));
   Params p;
   assign(p, c);
-  auto at = [&](int64_t offset) { return GetPtrFromBaseOffset<int32_t>(c->int_ws, offset); };
-  p.request_indices = at(info.request_indices_offset);
-  p.kv_tile_indices = at(info.kv_tile_indices_offset);
-  p.o_indptr = at(info.o_indptr_offset);
-  p.kv_chunk_size_ptr = at(info.kv_chunk_size_ptr_offset);
-  nv_bfloat16* v = nullptr;
-  float* s = nullptr;
-  if (info.split_kv) {
-    v = GetPtrFromBaseOffset<nv_bfloat16>(c->float_ws, info.v_offset);
-    s = GetPtrFromBaseOffset<float>(c->float_ws, info.s_offset);
-    if (info.enable_cuda_graph)
-      p.block_valid_mask = GetPtrFromBaseOffset<bool>(c->int_ws, info.block_valid_mask_offset);
-  }
-  p.padded_batch_size = info.padded_batch_size;
+  auto const [v, s] = assign_plan(p, info, c);
+  if (info.split_kv && info.enable_cuda_graph)
+    p.block_valid_mask = GetPtrFromBaseOffset<bool>(c->int_ws, info.block_valid_mask_offset);
   return BatchDecodeWithPagedKVCacheDispatched<kHeadDim, PosEncodingMode::kNone, Variant>(
       p, v, s, c->pdl, stream);
 }
