@@ -100,6 +100,8 @@ def _size(value: Any, dims: Mapping[str, str], sizes: Sizes) -> int:
     if not isinstance(value, torch.SymInt):
         return int(value)
     expression = value.node.expr
+    if expression.is_Symbol:  # most sizes are, and a lookup is far cheaper than a substitution
+        return sizes[dims[str(expression)]]
     known: dict[sympy.Symbol, int] = {s: sizes[dims[str(s)]] for s in expression.free_symbols}
     return int(expression.subs(known))
 

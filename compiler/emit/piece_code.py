@@ -45,6 +45,8 @@ def describe(value: Any, dims: Mapping[str, str]) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
     if isinstance(value, torch.SymInt):
         expression = value.node.expr
+        if expression.is_Symbol:
+            return dims.get(str(expression), str(expression))
         return str(expression.subs({s: dims.get(str(s), s) for s in expression.free_symbols}))
     if isinstance(value, (list, tuple)):
         return ", ".join(describe(v, dims) for v in value)

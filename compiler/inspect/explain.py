@@ -294,9 +294,14 @@ def _facts(
     return OpFacts(
         op_name(node),
         None if kernels is None else len(kernels),
-        int(sympy.sympify(cost.bytes).subs(figures)),
-        int(sympy.sympify(cost.flops).subs(figures)),
+        _value(cost.bytes, figures),
+        _value(cost.flops, figures),
     )
+
+
+def _value(cost: Any, figures: Mapping[str, int]) -> int:
+    expression = sympy.sympify(cost)
+    return int(expression if expression.is_Integer else expression.subs(figures))
 
 
 def arguments(node: fx.Node, traced: Traced, num_tokens: int, num_seqs: int) -> list[Any]:
