@@ -123,4 +123,5 @@ def test_the_kernels_it_forces_are_in_the_key() -> None:
         "fuse_moe",
         "fuse_norm_moe",
         "fuse_norm_linear",
+        "fuse_async_tp",
     }

@@ -299,6 +299,13 @@ def reduce(b: Builder, i: int, j: int) -> None:
     b.hidden.append(b.op("all_reduce", b.pick(i), GROUPS[i % 2]))
 
 
+def linears_and_reduced_norm(b: Builder, i: int, j: int) -> None:
+    linear(b, i, 0)
+    reduce(b, 0, j)
+    add_norm(b, 0, 1 + j)
+    linear(b, 0, j)
+
+
 def gather(b: Builder, i: int, j: int) -> None:
     """The columns of two ranks, halved again by an activation."""
     y = b.op("all_gather", b.pick(i), 2, GROUPS[i % 2])
@@ -344,7 +351,7 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
 )
 RANK_STEPS = (
     *(reduce, gather, reduce_norm, reduce_norm_quantize, reduce_norm_quantize),
-    *(reduce_norm_quantize, norm_quantize, add, write),
+    *(reduce_norm_quantize, norm_quantize, add, write, linears_and_reduced_norm),
 )
 GROUPS = ("tp", "dp")
 

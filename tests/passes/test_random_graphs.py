@@ -142,8 +142,9 @@ def verify_many(names: tuple[str, ...], steps: Any, heads: Any, examples: int) -
     proven()
 
 
-ONE_RANK = tuple(name for name in PASSES if name != "fuse_all_reduce_norm")
-REDUCING = ("cleanup", "fuse_add_norm", "fuse_norm_quant", "fuse_all_reduce_norm")
+OF_RANKS = ("fuse_all_reduce_norm", "fuse_async_tp")
+ONE_RANK = tuple(name for name in PASSES if name not in OF_RANKS)
+REDUCING = ("cleanup", "fuse_add_norm", "fuse_norm_quant", *OF_RANKS)
 LISTS = {"-O1": LEVELS[1].passes, "-O2, -O3": ONE_RANK}
 FUSED = {
     *("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotary_embedding", "kv_store"),
