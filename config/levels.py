@@ -59,7 +59,11 @@ not depend on the other rows.  What ``-O2`` chooses of the other ops has that pr
 for those of ``LINEAR_FUSIONS``."""
 
 LINEAR_FUSIONS = (
-    *("fuse_gated_linear", "fuse_moe", "fuse_norm_moe", "fuse_norm_linear", "fuse_async_tp"),
+    "fuse_gated_linear",
+    "fuse_moe",
+    "fuse_norm_moe",
+    "fuse_norm_linear",
+    "fuse_async_tp",
 )
 """Passes that attach more to a linear layer, whose kernels then follow the number of rows:
 ``batch_invariant`` leaves them out."""

@@ -1,4 +1,4 @@
-"""Two linear layers with a sum over ranks between them, of which the transfers cost no time.
+"""Runs two linear layers with a sum over ranks between them, and hides the sum's transfers.
 
 A rank sums, adds and normalizes only its own part of the rows, so the sum is a reduce-scatter and
 an all-gather.  Both travel by copy engines while a GEMM runs, which takes the rows of the others
@@ -9,8 +9,8 @@ first before the sum and its own rows first behind it:
     copies:       partial sums of own rows while the first layer runs, norms of others' rows and
                   then their sums while the second does
 
-Known as sequence parallelism with asynchronous tensor parallelism (Korthikanti et al., 2022; Wang
-et al., 2022, ASPLOS).  Every rank ends with all rows of both results, as without it.
+This is sequence parallelism with asynchronous tensor parallelism (Korthikanti et al., 2022; Wang et
+al., 2022, ASPLOS).  Every rank ends with all rows of both results, as without it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from . import _peer_memory
 from ._device_table import most_rows
 from ._launch import run_launches
 from .launches.activation import gated_activation
+from .linear_add_norm_linear import Chain, Results
 
-_MEASURED = (2,)
-"""Numbers of ranks of which device tables know from which rows on there is a gain."""
 _TILE = 128
 """Parts of the rows begin at multiples of a GEMM's tile."""
 _activate = run_launches(gated_activation)
@@ -38,9 +37,9 @@ def part_rows(rows: int, world: int) -> int:
 
 
 def overlaps(rows: int, next_features: int, hidden: int, world: int) -> bool:
-    """Whether rows are enough for a gain in front of a layer of so many features, and few enough
-    for the window."""
-    in_turn = most_rows(f"in turn {world} ranks", next_features) if world in _MEASURED else 0
+    """Whether there are enough rows for a gain in front of a layer of so many features, and few
+    enough for the window.  There are not where no device table knows of a gain."""
+    in_turn = most_rows(f"in turn {world} ranks", next_features) if world else 0
     if not 0 < in_turn < rows:
         return False
     part = part_rows(rows, world)
@@ -50,8 +49,8 @@ def overlaps(rows: int, next_features: int, hidden: int, world: int) -> bool:
 
 @lru_cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which copies are waited for.  What waits is a block of one thread, and without
-    priority it would begin when the last tile of a GEMM does."""
+    """The stream of the copies.  It has priority, so that the kernel that waits for a peer need not
+    queue behind the tiles of a GEMM."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -62,21 +61,10 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear_sum_norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    activation: str | None,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
-    """(y, residual_out) of ``linear_all_reduce_add_norm_linear`` for matrices x and residual, where
-    ``overlaps`` says so."""
-    ops = torch.ops.fw_cuda
+def linear_sum_norm_linear(call: Chain, group_name: str) -> Results:
+    """Compute ``linear_all_reduce_add_norm_linear`` where ``overlaps`` says so; x and the residual
+    are matrices."""
+    ops, x, residual = torch.ops.fw_cuda, call.x, call.residual
     rank, world = _peer_memory.rank_in(group_name), _peer_memory.world_of(group_name)
     rows, hidden = residual.shape
     part = part_rows(rows, world)
@@ -86,31 +74,32 @@ def linear_sum_norm_linear(
     slot_bytes = part * hidden * x.element_size()
 
     def slot(index: int, num_rows: int) -> Tensor:
-        """A matrix in the window: sums for the rank of this number, then norms, then totals."""
+        """A matrix in this rank's window.  Slot i holds the partial sums for rank i, the rank's own
+        slot the sums, and the last slot their norms."""
         return ops.peer_window(x, num_rows, hidden, index * slot_bytes, group_name)  # type: ignore[no-any-return]
 
     parts = x.new_empty((world, num_own, hidden))
     total = torch.empty_like(residual)
     normed = torch.empty_like(residual)
-    sums = x.new_empty((rows, next_weight.shape[0]))
+    sums = x.new_empty((rows, call.next_weight.shape[0]))
     stream, copies = torch.cuda.current_stream(x.device), _copies(x.device)
     copies.wait_stream(stream)  # their memory may still be in use there
 
     for other in others:
         span = spans[other]
-        _multiply(x[span], weight, bias, slot(other, span.stop - span.start))
+        _multiply(x[span], call.weight, call.bias, slot(other, span.stop - span.start))
         ops.peer_post(x, other, group_name)
     with torch.cuda.stream(copies):
         for other in others:
             ops.peer_wait(x, other, group_name)
             ops.peer_fetch(parts[other], other, rank * slot_bytes, group_name)
-    _multiply(x[own], weight, bias, parts[rank])
+    _multiply(x[own], call.weight, call.bias, parts[rank])
     stream.wait_stream(copies)
 
     norms = slot(world, num_own)
     totals = slot(rank, num_own)  # of the slots for sums, a rank's own is free
     ops.peer_sum_parts_norm(
-        parts, residual[own], norm_weight, eps, norms, totals, total[own], group_name
+        parts, residual[own], call.norm_weight, call.eps, norms, totals, total[own], group_name
     )
     for other in others:
         ops.peer_post(x, other, group_name)
@@ -122,10 +111,10 @@ def linear_sum_norm_linear(
             arrived.append(copies.record_event())
         for other in others:
             ops.peer_fetch(total[spans[other]], other, other * slot_bytes, group_name)
-    _multiply(norms, next_weight, next_bias, sums[own])
+    _multiply(norms, call.next_weight, call.next_bias, sums[own])
     for other, event in zip(others, arrived, strict=True):
         stream.wait_event(event)
-        _multiply(normed[spans[other]], next_weight, next_bias, sums[spans[other]])
+        _multiply(normed[spans[other]], call.next_weight, call.next_bias, sums[spans[other]])
     stream.wait_stream(copies)
-    y = sums if activation is None else _activate(sums, None, activation)
+    y = sums if call.activation is None else _activate(sums, None, call.activation)
     return y, total

@@ -109,13 +109,13 @@ def _fake(*args: Any) -> Results:
 
 
 def in_turn(call: Chain, layer: Callable[..., Tensor], add_norm: Callable[..., Any]) -> Results:
-    """One op after the other."""
+    """Run the two layers and the norm between them, each by its own function."""
     normed, total = add_norm(*call.between(layer(*call.first)))
     return layer(*call.second(normed)), total
 
 
 def _in_turn(name: str) -> Callable[..., Results]:
-    """One op after the other, by this implementation of ``linear``."""
+    """Make the function that runs one op after the other, by this implementation of ``linear``."""
 
     def run(*args: Any) -> Results:
         call, layer = Chain(*args), LINEAR.implementation(name).fn
@@ -214,7 +214,7 @@ def draw_chain(
     bias: bool = False,
     first_bias: bool = False,
 ) -> Case:
-    """One call of these sizes."""
+    """Draw the arguments of one call of these sizes."""
     dtype, randn = draw.dtype, draw.randn
     residual = randn(*rows, hidden)
     residual[randn(*rows, hidden) > 3] *= 20  # the residual stream has outliers

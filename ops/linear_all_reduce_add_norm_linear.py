@@ -30,7 +30,7 @@ from .norm import NORMS, Norm
 
 _NORM = NORMS[Norm(reduce=True, add=True)]
 OVERLAPPED = "GEMMs with hidden transfers"
-"""What many rows run, as ``explain`` names it."""
+"""``explain`` says that this runs where rows are many."""
 
 
 @dispatched
@@ -65,7 +65,7 @@ def linear_all_reduce_add_norm_linear(
 
 
 def _over(group_name: str, norm: Callable[..., Any]) -> Callable[..., Any]:
-    """A norm with the arguments of ``add_rms_norm``, which sums over a group before."""
+    """Give a norm that sums over a group the arguments of ``add_rms_norm``."""
 
     def run(*args: Any) -> Any:
         return norm(*args, None, group_name)
@@ -85,7 +85,7 @@ def _fake(*args: Any) -> Results:
 
 
 def _in_turn(layer: str, norm: str) -> Callable[..., Results]:
-    """One op after the other, by these implementations."""
+    """Make the function that runs one op after the other, by these implementations."""
 
     def run(*args: Any) -> Results:
         call, group_name = _split(args)
@@ -106,7 +106,7 @@ def _overlaps(call: Chain, group_name: str) -> bool:
 
 
 def _cuda(*args: Any) -> Results:
-    """With hidden transfers where rows are many, else the ops in turn."""
+    """Hides the transfers where rows are many, and runs the ops in turn where they are few."""
     call, group_name = _split(args)
     if not _overlaps(call, group_name):
         return _PUSHED(*args)
@@ -115,7 +115,7 @@ def _cuda(*args: Any) -> Results:
         x=call.x.reshape(-1, call.x.shape[-1]),
         residual=call.residual.reshape(-1, shape[-1]).contiguous(),
     )
-    y, total = _overlap.linear_sum_norm_linear(*call, group_name)
+    y, total = _overlap.linear_sum_norm_linear(call, group_name)
     return y.view(*shape[:-1], y.shape[1]), total.view(shape)
 
 
@@ -129,7 +129,7 @@ def _supports(norm: str) -> Callable[[OpDesc], str]:
 
 
 def _launches(*args: Any) -> Launches[Results]:
-    """The launches that must be compiled: those of NCCL's sum, which may serve instead."""
+    """The Triton launches that must be compiled: NCCL may have to sum, and they follow it."""
     call, group_name = _split(args)
     norm = _NORM.implementation("triton").launches
     assert norm is not None
@@ -137,7 +137,7 @@ def _launches(*args: Any) -> Launches[Results]:
 
 
 def _runs(layer: str, norm: str) -> Callable[..., tuple[str, ...]]:
-    """What a call launches that is computed by these implementations."""
+    """Make the function that names the kernels of a call, given the implementations it uses."""
     first, between = LINEAR.implementation(layer).runs, _NORM.implementation(norm).runs
     assert first is not None and between is not None
 

@@ -38,7 +38,8 @@ def _read(second: fx.Node) -> Match | None:
 
 
 def norm_before(second: fx.Node, target: Any) -> fx.Node | None:
-    """The call of this norm whose first result a linear layer reads."""
+    """The call of the norm ``target`` whose first result a linear layer reads; None if there is no
+    such call."""
     then = linear_args(second)
     normed: Any = then["x"] if then else None
     if not is_call(normed, operator.getitem) or normed.args[1] != 0:

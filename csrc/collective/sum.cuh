@@ -196,16 +196,20 @@ __device__ void store_norm(const SumArgs& a, int row, int turn, Values (&v)[kPac
   }
 }
 
+// The norm's weight, of which this thread has kPackets packets.
+template <int kPackets>
+__device__ __forceinline__ void load_weight(const SumArgs& a, uint4 (&weight)[kPackets]) {
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    const int packet = threadIdx.x + i * blockDim.x;
+    weight[i] = packet < a.row_packets ? static_cast<const uint4*>(a.weight)[packet] : uint4{};
+  }
+}
+
 template <typename T, int kWorld, int kPackets, bool kNorm>
 __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant__ SumArgs a) {
   uint4 weight[kPackets];
-  if constexpr (kNorm) {
-#pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      const int packet = threadIdx.x + i * blockDim.x;
-      weight[i] = packet < a.row_packets ? static_cast<const uint4*>(a.weight)[packet] : uint4{};
-    }
-  }
+  if constexpr (kNorm) load_weight(a, weight);
   start_next();
   wait_for_previous();
   const Exchange<kWorld> exchange(a.peers);
@@ -258,15 +262,11 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
   }
 }
 
-// The same of parts that lie here side by side.
+// Sums parts that lie side by side in this rank's memory, then adds and normalizes likewise.
 template <typename T, int kWorld, int kPackets>
 __global__ void __launch_bounds__(kMaxThreads) sum_parts_kernel(const __grid_constant__ SumArgs a) {
   uint4 weight[kPackets];
-#pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const int packet = threadIdx.x + i * blockDim.x;
-    weight[i] = packet < a.row_packets ? static_cast<const uint4*>(a.weight)[packet] : uint4{};
-  }
+  load_weight(a, weight);
   start_next();
   wait_for_previous();
   const uint4* const parts = static_cast<const uint4*>(a.x);

@@ -70,8 +70,8 @@ _NAME = [{"name": "name", "in": "path", "required": True, "schema": {"type": "st
 class _Direct(Route):
     """A route that calls its endpoint, where FastAPI's would first look for what to inject.
 
-    It comes before the route of the same path that describes it in the OpenAPI schema, and saves a
-    third of the time that a request spends before its endpoint.
+    It comes before the route of the same path that describes it in the OpenAPI schema.  A request
+    reaches its endpoint 60 to 80 us earlier (docs/decisions/engine.md).
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

@@ -125,7 +125,6 @@ class Life:
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
-                proxy_headers=False,  # nothing here asks who the client is
                 server_header=False,
                 date_header=False,
                 timeout_keep_alive=75,

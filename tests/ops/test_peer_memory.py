@@ -155,11 +155,11 @@ def overlapped(rank: int, world: int) -> list[str]:
             x = of_rank(rank, (rows, 384), turn, torch.bfloat16).to(device)
             call = Chain(x, weight, bias, *of_all, then, next_bias, activation)
             for again in range(5):
-                found = linear_sum_norm_linear(*call, CASES_GROUP)
+                found = linear_sum_norm_linear(call, CASES_GROUP)
                 check(f"{rows} rows, call {again}", call, found)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                found = linear_sum_norm_linear(*call, CASES_GROUP)
+                found = linear_sum_norm_linear(call, CASES_GROUP)
             for _ in range(3):
                 graph.replay()
             check(f"{rows} rows, replayed", call, found)

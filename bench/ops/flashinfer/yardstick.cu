@@ -142,12 +142,13 @@ void assign(P& p, FiCall const* c) {
   p.sm_scale = c->scale;
 }
 
-// What a plan put into the workspaces, with the partial results if it splits the KV.
+// Partials point to the partial results of a plan that splits the KV; other plans have none.
 struct Partials {
   nv_bfloat16* v = nullptr;
   float* s = nullptr;
 };
 
+// Sets what both kinds of kernels read from a plan's workspaces.
 template <typename P, typename Info>
 Partials assign_plan(P& p, Info const& info, FiCall const* c) {
   auto at = [&](int64_t offset) { return GetPtrFromBaseOffset<int32_t>(c->int_ws, offset); };
