@@ -54,7 +54,7 @@ def measure_prefix(
         scheduler.pool.forget_all()
         scheduler.prefix_caching = had
     rows = [{"prefix": name, **found.to_json()} for name, found in runs.items()]
-    ttft = {name: _mean_ttft(found) for name, found in runs.items()}
+    ttft = {name: statistics.mean(r.ttft for r in found.requests) for name, found in runs.items()}
     pairs = zip(runs["without"].token_ids, runs["cached"].token_ids, strict=True)
     return {
         "num_prompts": num_prompts,
@@ -66,7 +66,3 @@ def measure_prefix(
         "identical": sum(a == b for a, b in pairs),
         "rows": rows,
     }
-
-
-def _mean_ttft(found: Run) -> float:
-    return statistics.mean(request.ttft for request in found.requests)

@@ -1,7 +1,7 @@
-"""``Launch`` describes a Triton kernel launch as data: what runs, interprets and compiles reads it.
+"""``Launch`` describes a Triton kernel launch as data, which can be run, interpreted or compiled.
 
-An op's arguments become launches in ``ops/launches``.  What a kernel is specialized on is decided
-here, by rule: see ``Launch``.
+The functions in ``ops/launches`` turn an op's arguments into launches.  The rules by which a kernel
+is specialized are those of ``Launch``.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ def variants_of(launches: Iterable[Launch]) -> set[Variant]:
 
 
 def representative_sizes() -> list[tuple[int, int]]:
-    """Pairs (num_tokens, num_seqs) that together need every variant that any batch needs.
+    """Pairs (num_tokens, num_seqs) whose batches together need every variant that any batch needs.
 
-    Tiles follow the number of tokens by powers of two up to 1024, and the number of sequences in
-    few steps: sampling above 4, attention above 1, 64 and 1024.  At each step, attention sees a
-    uniform decode, the smallest mixed batch, and one that fills any GPU.
+    Tiles depend on the number of tokens, by powers of two up to 1024, and on whether the number of
+    sequences exceeds certain limits: 4 for sampling, 1, 64 and 1024 for attention.  Above each
+    limit there is a uniform decode, the smallest mixed batch, and a batch that fills any GPU.
     """
     by_tokens = [(1 << n, 1) for n in range(11)]
     by_seqs = [

@@ -26,7 +26,7 @@ def _read(rotary: fx.Node) -> Match | None:
     """
     if not is_call(rotary, torch.ops.fw.rotary_embedding.default):
         return None
-    norms = _norms(rotary)
+    norms = [x for x in rotary.args[1:3] if is_call(x, torch.ops.fw.rms_norm.default)]
     store, reason = _store(rotary)
     if rotary.args[4:] not in ((), ("halves",)):
         reason = f"it rotates {rotary.args[4]}, for which there is no fused kernel"
@@ -36,10 +36,6 @@ def _read(rotary: fx.Node) -> Match | None:
     (q,) = (item for item in rotated if item.args[1] == 0)
     fused = call(torch.ops.fw.rope_kv_store.default, _arguments(rotary, store, norms))
     return Match(store, [*norms, rotary, *rotated, store], [q], fused)
-
-
-def _norms(rotary: fx.Node) -> list[fx.Node]:
-    return [x for x in rotary.args[1:3] if is_call(x, torch.ops.fw.rms_norm.default)]
 
 
 def _why_no_norms(norms: list[fx.Node]) -> str:

@@ -82,7 +82,10 @@ def emit_inductor(piece: Subgraph, dims: Mapping[str, str], *, tune: bool) -> Pi
         f"Compiled by Inductor, torch {torch.__version__}; kernels lie beside this file and are\n"
         "read through `kernel_files`, which the loader puts here."
     )
-    sizes = [f"{n.name}_1 = {describe(fake_value(n), dims)}" for n in _size_inputs(piece)]
+    values = {n.name: fake_value(n) for n in placeholders(piece)}
+    sizes = [
+        f"{n}_1 = {describe(v, dims)}" for n, v in values.items() if isinstance(v, torch.SymInt)
+    ]
     imports = runtime_imports(body)
     return PieceCode(f"{module_docstring(piece, how, sizes)}\n{imports}\n{body}", "inductor", files)
 
@@ -178,10 +181,6 @@ def check_guards(guards: list[Any]) -> None:
                     f"Inductor's code holds only if {guard.expr}, which it does not for {size}: "
                     "the program must run for every size"
                 )
-
-
-def _size_inputs(piece: Subgraph) -> list[fx.Node]:
-    return [n for n in placeholders(piece) if isinstance(fake_value(n), torch.SymInt)]
 
 
 def _kernel_definitions(tree: ast.Module) -> Iterator[tuple[str, str, str]]:

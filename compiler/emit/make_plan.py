@@ -11,7 +11,7 @@ from torch import fx
 
 from ...config import Per
 from ...passes import Subgraph, digest, fake_value
-from ..capture.trace import GraphInput, Traced
+from ..capture.trace import Traced
 from ..lowering.partition import Region, free_symbols
 from ..run.plan import Dtype, OpStep, PieceStep, Plan, TensorInput, Value
 from .inductor import MAX_SIZE
@@ -35,8 +35,9 @@ def make_plan(traced: Traced, regions: list[Region]) -> tuple[Plan, dict[str, Su
     names: dict[fx.Node, str] = {}
     sizes: dict[str, tuple[str, int]] = {}
     for node, source in zip(placeholders, traced.inputs, strict=True):
-        names[node] = _input_name(source)
+        names[node] = source.name
         if source.dim is not None:
+            names[node] = f"size:{source.name}:{source.dim}"
             sizes[names[node]] = (source.name, source.dim)
     pieces: dict[str, Subgraph] = {}
     steps: list[PieceStep | OpStep] = []
@@ -111,10 +112,6 @@ def _op_name(node: fx.Node) -> str:
     if not isinstance(node.target, torch._ops.OpOverload):
         raise TypeError(f"{node.format_node()} does not call a dispatcher op")
     return str(node.target.name())
-
-
-def _input_name(source: GraphInput) -> str:
-    return source.name if source.dim is None else f"size:{source.name}:{source.dim}"
 
 
 def _counts_sequences(traced: Traced, region: Region) -> bool:

@@ -26,7 +26,7 @@ def llama(config: HfConfig, architecture: str) -> ModelSpec:
         architecture,
         **_attention_bias(config),
         mlp_bias=config.flag("mlp_bias", False),
-        sliding_windows=_no_windows(config),
+        sliding_windows=(0,) * _num_layers(config),
     )
 
 
@@ -187,10 +187,6 @@ def _dense(
         sliding_windows=sliding_windows,
         dtype_name=_dtype(config),
     )
-
-
-def _no_windows(config: HfConfig) -> tuple[int, ...]:
-    return (0,) * _num_layers(config)
 
 
 def _num_layers(config: HfConfig) -> int:

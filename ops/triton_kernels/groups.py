@@ -1,7 +1,9 @@
-"""Names the arguments of kernels that belong together: a tensor with its strides is one parameter.
+"""Groups arguments of kernels that belong together, so that a tensor and its strides are one
+parameter.
 
-A kernel's parameter annotated with one of these holds its fields.  Launches, and variants in
-artifacts, name them flat: the field ``token_stride`` of the parameter ``q`` is ``q_token_stride``.
+A kernel annotates a parameter with one of these classes and reads its fields.  Launches, and
+variants in artifacts, have flat names: the field ``token_stride`` of the parameter ``q`` is
+``q_token_stride`` there.
 """
 
 from __future__ import annotations

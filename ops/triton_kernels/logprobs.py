@@ -1,4 +1,8 @@
-"""Log-probabilities: log-sum-exp, rank and top-K by parts of a row, then one reduction a row."""
+"""Log-probabilities of rows of logits.
+
+Two kernels read parts of each row: one for log-sum-exp and rank, one for the top K.  A third
+reduces their partial results to those of a row.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,8 @@ def _top_partial_kernel(
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """The best of one block of a row as int64 keys: ordered value above, inverted index below."""
+    """The best logits of one block of a row, as int64 keys: the ordered value in the upper half,
+    the inverted index in the lower."""
     row, row_ptr = this_row(logits_ptr, row_stride, PROGRAMMATIC)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = load_clean(row_ptr, cols, vocab)

@@ -1,8 +1,8 @@
-"""RMSNorm and add + RMSNorm: a tile of whole rows a program, held in registers.
+"""RMSNorm and add + RMSNorm.  A program holds a tile of whole rows in registers.
 
-Bandwidth-bound: a row is read once and written once; nothing is read twice.  Rows that are
-added to others have half the warps each from 2^20 elements to 2^22, and more bytes in flight; a
-row's sum is the same to the bit whatever holds it.
+The kernel is bandwidth-bound: each row is read once and written once.  Between 2^20 and 2^22
+elements, rows that are added to others have half the warps, so that more bytes are in flight.  The
+bits of a row's sum do not depend on the number of warps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .groups import InnerRows
 def sum_of_squares(x, AS_WARPS: tl.constexpr):
     """The sum of squares of each row of ``x``, which is float32 [ROWS, BLOCK].
 
-    AS_WARPS: 0, or the number of warps in whose order one row is added, even where fewer hold it.
-    A lane loads 16 bytes of two-byte elements at a time; sums are taken over a lane, then a warp,
-    then by halves of the warps.
+    If AS_WARPS is not 0, one row is added in the order of that many warps, even if fewer hold it.
+    A lane loads 16 bytes of two-byte elements at a time.  The sum is taken within lanes, then
+    within warps, then over halves of the warps.
     """
     if AS_WARPS == 0:
         return tl.sum(x * x, axis=1)
@@ -42,7 +42,7 @@ def _rms_norm_kernel(
     hidden, eps, weight_offset, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr, AS_WARPS: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """WHOLE: rows are BLOCK wide."""
+    """Normalize ROWS rows, with ADD the sums with ``residual``.  WHOLE: rows are BLOCK wide."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""FP8 quantization, alone or behind the op that makes the values: a tile of rows a program.
+"""FP8 quantization, by itself or after a norm or a gated activation.  A program has a tile of rows.
 
-Bandwidth-bound: rows are read once and stay in registers while their largest value is found; what
-is quantized never lies in memory unquantized.
+The kernels are bandwidth-bound: rows are read once and stay in registers while their largest
+magnitude is found.  The values before quantization are never written to memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _larger(a, b):
 
 @triton.jit
 def _scale_of(values, axis: tl.constexpr):
-    """What makes the largest magnitude along ``axis`` 448; that of zeros still has an inverse."""
-    if _INTERPRETED:  # the interpreter would call _larger in Python, once an element
+    """The scale by which the largest magnitude along ``axis`` becomes 448; never zero."""
+    if _INTERPRETED:  # the interpreter would call _larger in Python for each element
         is_nan = values != values
         largest = tl.max(tl.where(is_nan, 0.0, tl.abs(values)), axis)
         largest = tl.where(tl.max(is_nan.to(tl.int32), axis) > 0, float("nan"), largest)
@@ -63,8 +63,8 @@ def _store_quantized(
 ):
     """Store ``values`` [ROWS, BLOCK] (float32, 0 outside of the matrix) as FP8, and their scales.
 
-    GROUP: the columns that share a scale; 0 for ``known_scale``, BLOCK for whole rows.  A scale is
-    at [group][row].  ``part``: which BLOCK of columns these are.
+    GROUP columns share a scale, which is stored at [group][row].  GROUP is BLOCK if the rows are
+    whole, and 0 if all use ``known_scale``.  ``part`` is the index of this BLOCK of columns.
     """
     in_rows = row < num_rows if ROWS > 1 else tl.full((1,), True, tl.int1)
     if GROUP == 0:
@@ -88,8 +88,8 @@ def _store_quantized(
 
 @triton.jit
 def _activated(at, mask, width, ACTIVATION: tl.constexpr):
-    """float32 of what ``at`` points to, or of the gated activation of that and what is ``width``
-    behind it; 0 where ``mask`` is not."""
+    """The values at ``at`` in float32; or with an activation, that of gates at ``at`` and of ups
+    ``width`` elements after them.  Masked values are 0."""
     values = to_float32(tl.load(at, mask=mask, other=0.0))
     if ACTIVATION != "none":
         up = to_float32(tl.load(at + width, mask=mask, other=0.0))
@@ -132,10 +132,11 @@ def _quant_kernel(
 
 @triton.jit
 def _largest_of_parts(largest, part, row, state_ptr, PARTS: tl.constexpr, MAX_PARTS: tl.constexpr):
-    """The largest of a row's ``PARTS`` programs, which run at once and wait for each other.
+    """The largest value of a row among its ``PARTS`` programs, which run at once.
 
-    Each publishes its own with the number of the row's turn in one word, and reads until the words
-    of all are of this turn.  So no word need be reset; the first program counts the turn.
+    Each program publishes its value and the number of the row's turn in one word, then reads the
+    words of all programs until they are of this turn.  So no word needs to be reset.  The first
+    program increments the number of the turn.
     """
     words = state_ptr + row * (MAX_PARTS + 1)
     turn = tl.load(words + MAX_PARTS, volatile=True).to(tl.int32) + 1
@@ -167,9 +168,9 @@ def _quant_split_kernel(
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    """``_quant_kernel`` with a scale a row, for few rows: PARTS programs share one.
+    """``_quant_kernel`` with a scale for each row, for few rows, each shared by PARTS programs.
 
-    Alone, one multiprocessor's arithmetic is the time.
+    With one program a row, the arithmetic of one multiprocessor would take most of the time.
     """
     start_next_and_wait(PROGRAMMATIC)
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -187,7 +188,7 @@ def _quant_split_kernel(
 
 @triton.jit
 def _normed(x, weight, hidden, eps, AS_WARPS: tl.constexpr, dtype: tl.constexpr):
-    """The norm of float32 rows, rounded on the way as the unfused kernels do."""
+    """The norm of float32 rows, with the roundings of the unfused kernels."""
     inverse_rms = tl.rsqrt(sum_of_squares(x, AS_WARPS) / hidden + eps)
     normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
     return to_float32((normed * weight[None, :]).to(dtype))
@@ -199,12 +200,12 @@ def _norm_quant_kernel(
     ADD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WHOLE: tl.constexpr, AS_WARPS: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """``rms_norm(x [+ residual])``, quantized."""
+    """Quantize ``rms_norm(x [+ residual])``."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dtype: tl.constexpr = x.ptr.dtype.element_ty
-    # 16 bytes of x a thread, as in the unfused kernel, though FP8 could be stored by 16 elements:
-    # other threads would hold other elements, and the sum of squares round to other bits.
+    # A thread holds 16 bytes of x, as in the unfused kernel, although FP8 could be stored by 16
+    # elements.  In another layout, the sum of squares would be rounded to other bits.
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
     width = BLOCK if WHOLE else hidden
     mask = (cols < width)[None, :]
@@ -230,8 +231,8 @@ def _norm_quant_kernel(
 
 @triton.jit
 def _pairs(at, pair, mask):
-    """The two-byte elements of an aligned row as they lie in memory, two in a word: kept from one
-    turn of a loop to the next they take no instruction."""
+    """The two-byte elements of an aligned row as they lie in memory, two in a word.  Words can be
+    kept for the next iteration of a loop without an instruction."""
     words = tl.multiple_of(at.to(tl.pointer_type(tl.int32)), 16)
     return tl.load(words + pair[None, :], mask=mask, other=0)
 

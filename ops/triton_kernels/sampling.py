@@ -1,8 +1,9 @@
 """Sampling kernels over rows of logits [num_seqs, vocab].
 
-Whatever takes an argmax splits each row over several programs that write one candidate each, and a
-second small launch reduces them: no atomics, no state between calls, the same result for any split.
-Top-k and top-p search their threshold by radix digits of the float's bits, one program a row.
+An argmax splits each row over several programs, which write one candidate each, and a second small
+launch reduces the candidates.  There are no atomics and no state between calls, and the result is
+the same for any split.  The thresholds of top-k and top-p are found by a radix search over the bits
+of the floats, with one program a row.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _row_keys(seed, position):
 
 @triton.jit
 def _gumbel(cols, key0, key1):
-    """As ``_sampling.gumbel_noise``, operation for operation."""
+    """The noise of ``_sampling.gumbel_noise``, computed by the same operations."""
     h = _mix(_mix(cols.to(tl.uint32) ^ key0) + key1)
     w = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.960464477539063e-08)
     series = w * (1.0 + w * (0.5 + w * (1.0 / 3.0 + w * 0.25)))
@@ -94,7 +95,7 @@ def _argmax_partial_kernel(
         index = tl.where(values > best, cols, index)
         best = tl.maximum(values, best, propagate_nan=tl.PropagateNan.ALL)
         cols += BLOCK
-    # NaN wins over all, in every reduction from here on, by its index.
+    # A NaN wins every reduction from here on; its index says that it is one.
     broken = best != best
     best = tl.where(broken, float("inf"), best)
     index = tl.where(broken, _NOT_A_NUMBER, index)
@@ -133,7 +134,7 @@ def _radix_key(values):
 
 @triton.jit
 def _key_to_float(key):
-    """Inverse of ``_radix_key``; keys that are no number give -inf."""
+    """The inverse of ``_radix_key``.  Keys of no number give -inf."""
     sign = tl.full((), 0x80000000, tl.uint32)
     bits = (key ^ sign).to(tl.int32, bitcast=True)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -178,10 +179,11 @@ def _radix_search(
     ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest t for which logits of t or more number, or weigh, at least ``target``.
+    """The largest t such that the logits of t or more have at least ``target`` members, or with
+    BY_MASS at least that mass.
 
-    Two bits a round, from the top: the three candidate digits are counted in one pass.  Sums of
-    non-negative terms in one fixed order are monotone in t even after rounding.
+    Each round finds two bits of t, from the top: one pass over the row counts all three candidate
+    digits.  Sums of non-negative terms in one fixed order are monotone in t even after rounding.
     """
     key = tl.zeros((), tl.uint32)
     digit = tl.full((), 1 << 30, tl.uint32)
@@ -207,7 +209,7 @@ def _radix_search(
         total1 = tl.sum(sum1, axis=0)
         total2 = tl.sum(sum2, axis=0)
         total3 = tl.sum(sum3, axis=0)
-        # Some mass at all: a target of 0 (top_p = 0) must keep the best token, not none.
+        # With a target of 0 (top_p = 0), the best token must stay: require some mass.
         key = tl.where((total1 >= target) & (total1 > 0), first, key)
         key = tl.where((total2 >= target) & (total2 > 0), second, key)
         key = tl.where((total3 >= target) & (total3 > 0), third, key)

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusewright.ops import BY_NAME, load_cuda_library
+from fusewright.ops import BY_NAME
 from fusewright.ops._linear_desc import LinearDesc
 from fusewright.ops._linear_kernels import stream_rows
+from tests.ops.csrc import csrc_kernels
 
 OP = BY_NAME["linear"]
 
@@ -80,10 +81,7 @@ def test_the_streaming_kernel_is_for_large_weights_of_whole_lines(
 
 @pytest.fixture
 def kernel() -> Callable[..., Tensor]:
-    device = torch.device("cuda")
-    if sm_of(device) != 90 or not load_cuda_library():
-        pytest.skip("needs csrc and SM 9.0")
-    kernel: Callable[..., Tensor] = torch.ops.fw_cuda.skinny_linear.default
+    kernel: Callable[..., Tensor] = csrc_kernels().skinny_linear.default
     return kernel
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusewright.ops import load_cuda_library
 from fusewright.ops._float8 import E4M3
+from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import check_replays
 
 TOKENS = (1, 2, 3, 5, 8)
@@ -24,9 +24,7 @@ EPS = 1e-6
 
 @pytest.fixture
 def kernels() -> Any:
-    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
-        pytest.skip("needs csrc and SM 9.0")
-    return torch.ops.fw_cuda
+    return csrc_kernels()
 
 
 def draw_exact(rows: int, columns: int) -> Tensor:

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusewright.ops import BY_NAME, load_cuda_library
+from fusewright.ops import BY_NAME
 from fusewright.ops._desc import Draw
 from fusewright.ops.fused_moe import moe_args
+from tests.ops.csrc import csrc_kernels
 
 # Rows of x are of tokens or of places, rows of y of places or of slots.
 LAYOUTS = {"up": (False, True), "down": (True, False), "as expert_linear": (False, False)}
@@ -39,10 +40,8 @@ ODD = Sizes(5, 192, 320, 2, 333)
 
 @pytest.fixture
 def grouped() -> Any:
-    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
-        pytest.skip("needs csrc and SM 9.0")
     torch.manual_seed(0)
-    return torch.ops.fw_cuda.moe_grouped_linear
+    return csrc_kernels().moe_grouped_linear
 
 
 def draw_edges(experts: int, slots: int) -> Tensor:

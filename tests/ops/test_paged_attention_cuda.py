@@ -16,7 +16,6 @@ from fusewright.ops import (
     Case,
     OpDesc,
     choose,
-    load_cuda_library,
     representative_sizes,
     variants_of,
 )
@@ -24,6 +23,7 @@ from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.paged_attention_cases import batch
+from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import AttentionReplays
 
 IMPL = PAGED_ATTENTION.implementation("cuda")
@@ -138,9 +138,7 @@ def test_representative_sizes_need_every_variant_it_launches(fw_seed: int) -> No
 
 @pytest.fixture
 def kernel() -> Callable[..., None]:
-    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
-        pytest.skip("needs csrc and SM 9.0")
-    kernel: Callable[..., None] = torch.ops.fw_cuda.decode_attention.default
+    kernel: Callable[..., None] = csrc_kernels().decode_attention.default
     return kernel
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops import PAGED_ATTENTION, Case, load_cuda_library
+from fusewright.ops import PAGED_ATTENTION, Case
 from fusewright.ops.conformance import check_case
 from fusewright.ops.paged_attention_cases import batch
+from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import AttentionReplays
 
 pytestmark = pytest.mark.gpu
@@ -24,9 +25,7 @@ Kernel = Callable[..., None]
 
 @pytest.fixture
 def kernel() -> Kernel:
-    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
-        pytest.skip("needs csrc and SM 9.0")
-    op: Kernel = torch.ops.fw_cuda.prefill_attention.default
+    op: Kernel = csrc_kernels().prefill_attention.default
 
     def run(*args: Any, fewest: int = 1) -> None:
         op(*args[:9], args[10], fewest)

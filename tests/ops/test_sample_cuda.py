@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops import BY_NAME, OpDesc, choose, load_cuda_library, variants_of
+from fusewright.ops import BY_NAME, OpDesc, choose, variants_of
 from fusewright.ops._sampling import clean_logits, gumbel_noise
 from fusewright.ops.sample import keep_threshold
+from tests.ops.csrc import csrc_kernels
 
 SAMPLE = BY_NAME["sample"]
 IMPL = SAMPLE.implementation("cuda")
@@ -81,9 +82,7 @@ def test_few_rows_without_a_filter_are_left_to_triton(
 
 @pytest.fixture
 def kernel() -> Callable[..., Tensor]:
-    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
-        pytest.skip("needs csrc and SM 9.0")
-    kernel: Callable[..., Tensor] = torch.ops.fw_cuda.draw_tokens.default
+    kernel: Callable[..., Tensor] = csrc_kernels().draw_tokens.default
     return kernel
 
 

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusewright.ops import BY_NAME, load_cuda_library
+from fusewright.ops import BY_NAME
 from fusewright.ops._float8 import E4M3
 from fusewright.ops.norm import RMS_NORM
+from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import check_replays
 
 ROWS = (1, 2, 3, 8, 9, 16, 17, 32)
@@ -24,9 +25,7 @@ ROWS = (1, 2, 3, 8, 9, 16, 17, 32)
 
 @pytest.fixture
 def kernels() -> Any:
-    if torch.cuda.get_device_capability() != (9, 0) or not load_cuda_library():
-        pytest.skip("needs csrc and SM 9.0")
-    return torch.ops.fw_cuda
+    return csrc_kernels()
 
 
 def draw_fp8(rows: int, n: int, k: int, scheme: str) -> tuple[Any, ...]:

@@ -97,35 +97,32 @@ def test_an_exact_rule_may_not_move_a_bit() -> None:
         run_passes(gm, [WrongRule(rounded_later)], verify=True)
 
 
+class Breaks:
+    """A pass that replaces the calls of ``target`` by ``call`` of their arguments at ``places``."""
+
+    name, tier = "breaks", EXACT
+
+    def __init__(self, target: Any, call: Any, places: tuple[int, int]) -> None:
+        self.target, self.call, self.places = target, call, places
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        for node in gm.graph.nodes:
+            if is_call(node, self.target):
+                node.args = tuple(node.args[place] for place in self.places)
+                node.target = self.call
+        return PassReport(self.name)
+
+
 def test_a_changed_shape_or_dtype_is_caught_by_the_graph_check() -> None:
-    class Transposes:
-        name, tier = "transposes", EXACT
-
-        def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-            for node in gm.graph.nodes:
-                if is_call(node, operator.add):
-                    node.args = (node.args[0], node.args[1])
-                    node.target = operator.eq
-            return PassReport(self.name)
-
     gm = capture(lambda x: x + x, x=hidden())
-    with pytest.raises(VerificationError, match=r"pass transposes changed .*float32.*bool"):
-        run_passes(gm, [Transposes()], verify=True)
+    with pytest.raises(VerificationError, match=r"pass breaks changed .*float32.*bool"):
+        run_passes(gm, [Breaks(operator.add, operator.eq, (0, 1))], verify=True)
 
 
 def test_an_op_that_does_not_run_is_caught() -> None:
-    class Breaks:
-        name, tier = "breaks", EXACT
-
-        def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
-            for node in gm.graph.nodes:
-                if is_call(node, operator.matmul):
-                    node.args = (node.args[0], node.args[0])
-            return PassReport(self.name)
-
     gm = capture(lambda x, w: x @ w, x=hidden(), w=torch.randn(1, 32)[0])
     with pytest.raises(VerificationError, match="which does not run"):
-        run_passes(gm, [Breaks()], verify=True)
+        run_passes(gm, [Breaks(operator.matmul, operator.matmul, (0, 0))], verify=True)
 
 
 def test_identical_sites_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
