@@ -46,7 +46,7 @@ constexpr int kSharedBytes = T::kRingBytes + static_cast<int>(sizeof(S<T>));
 struct GateUpPlan {
   int blocks, lines, stages;
 };
-constexpr GateUpPlan kFewTokens = {2, 8, 3}, kManyTokens = {3, 4, 4};
+constexpr GateUpPlan kFewTokens = {1, 8, 6}, kManyTokens = {3, 4, 4};
 
 template <typename W, int kXRows>
 cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t stream) {
@@ -66,10 +66,10 @@ cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t
   return cudaLaunchKernelEx(&config.config, gate_up_kernel<T>, maps.weight, maps.x, args);
 }
 
-// Two blocks of down share a multiprocessor; for few tokens, one and gate_up's do.
+// Two blocks of down share a multiprocessor; for few tokens, both start beside gate_up's one.
 template <typename W, int kXRows, int kLines>
 cudaError_t run_down(const ExpertsArgs& args, bool programmatic, cudaStream_t stream) {
-  constexpr int kMaxBytes = (kXRows <= 2 ? 106 : 108) * 1024;
+  constexpr int kMaxBytes = (kXRows <= 2 ? 55 : 108) * 1024;
   using One = Tile<W, kTileRows, kXRows, kLines, 1>;  // what lies beside a ring is the same for all
   constexpr int kStages = (kMaxBytes - static_cast<int>(sizeof(DownShared<One>))) / One::kRingBytes;
   using T = Tile<W, kTileRows, kXRows, kLines, kStages>;

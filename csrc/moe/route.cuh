@@ -17,14 +17,16 @@
 
 namespace fusewright::moe {
 
-constexpr int kRouteWarps = 8;                  // of a block
-constexpr int kNormWarps = 2;                   // more, for the norm's scales: eight lanes a token
-constexpr int kTileExperts = 16;                // of a block at most: the rows of an MMA
+constexpr int kRouteWarps = 8;  // of a block
+constexpr int kNormWarps = 2;   // more, for the norm's scales: eight lanes a token
+template <bool kWide>
+constexpr int kTileExperts = kWide ? 16 : 8;    // of a block at most: an MMA's rows, or half
 constexpr int kVectors = 8;                     // of 16 bytes, that a lane holds of a row
 constexpr int kWarpColumns = kVectors * 4 * 8;  // four lanes share a row
 constexpr int kSpan = kRouteWarps * kWarpColumns;
 
-struct RouteShared {
+// What the block that chooses for a token works with.
+struct Choice {
   Inbox inbox;
   float norm_scale[kMaxTokens];
   float group_score[kMaxGroups];
@@ -34,8 +36,15 @@ struct RouteShared {
   alignas(16) uint32_t key[kMaxExperts];  // its order, of integers
   float score[kMaxExperts];
   float logits[kMaxExperts];  // of this block's token, as messages fill them
-  float sums[kRouteWarps][kTileExperts][kMaxTokens];
 };
+
+// Where two blocks of the streaming GEMM run, their deep rings leave 8.5 KB: a block of few experts
+// starts beside them, and not behind them.
+template <bool kWide>
+struct RouteShared : Choice {
+  float sums[kRouteWarps][kTileExperts<kWide>][kMaxTokens];
+};
+static_assert(sizeof(RouteShared<false>) + 1024 <= 8704);
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
@@ -74,8 +83,8 @@ __device__ __forceinline__ void load_all(uint4 (&v)[kVectors]) {
   }
 }
 
-// Sums of 16 experts by 8 tokens over this warp's columns. The first span's weights are read before
-// the wait. kWide: more than eight experts; else the MMA's other rows are zeros.
+// Sums of up to 16 experts by 8 tokens over this warp's columns. The first span's weights are read
+// before the wait. kWide: more than eight experts; else the MMA's other rows are zeros.
 template <bool kWide>
 __device__ __forceinline__ void add_logits(const RouteArgs& args, int first_expert, int num_experts,
                                            int first_token, int num_tokens, float (&sums)[4]) {
@@ -113,7 +122,7 @@ __device__ __forceinline__ void add_logits(const RouteArgs& args, int first_expe
 
 // Choices of experts outside the best groups become minus infinity. A group's score is its best
 // expert's choice or, with a correction bias, the sum of its best two.
-__device__ __forceinline__ void mask_groups(const RouteArgs& args, RouteShared& shared) {
+__device__ __forceinline__ void mask_groups(const RouteArgs& args, Choice& shared) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int size = args.num_experts / args.num_groups;
   for (int group = warp; group < args.num_groups; group += blockDim.x / kWarpSize) {
@@ -152,7 +161,7 @@ __device__ __forceinline__ bool chosen_suffice(const RouteArgs& args) {
 
 // Logits to scores and to what experts are chosen by: a softmax keeps the order of logits, which do
 // not tie where it rounds two to one value.
-__device__ __forceinline__ void score_experts(const RouteArgs& args, RouteShared& shared,
+__device__ __forceinline__ void score_experts(const RouteArgs& args, Choice& shared,
                                               float norm_scale) {
   const int num_experts = args.num_experts, lane = threadIdx.x % kWarpSize;
   for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
@@ -190,7 +199,7 @@ __device__ __forceinline__ uint32_t key_of(float v) {
 
 // The expert whose choice is ahead of all but `rank` others', to shared.chosen[rank], of top_k
 // ranks. Adjacent threads, as many as there are, share an expert's comparisons.
-__device__ __forceinline__ void rank_experts(const RouteArgs& args, RouteShared& shared) {
+__device__ __forceinline__ void rank_experts(const RouteArgs& args, Choice& shared) {
   const int num_experts = args.num_experts, quads = (num_experts + 3) / 4;
   for (int expert = threadIdx.x; expert < 4 * quads; expert += blockDim.x) {
     shared.key[expert] = expert < num_experts ? key_of(shared.choice[expert]) : 0;
@@ -224,8 +233,8 @@ __device__ __forceinline__ void rank_experts(const RouteArgs& args, RouteShared&
 }
 
 // By one warp.
-__device__ __forceinline__ void write_choice(const RouteArgs& args, const RouteShared& shared,
-                                             int token, bool real) {
+__device__ __forceinline__ void write_choice(const RouteArgs& args, const Choice& shared, int token,
+                                             bool real) {
   const int slot = threadIdx.x;
   float weight = 0.0f;
   if (slot < args.top_k) {
@@ -241,7 +250,7 @@ __device__ __forceinline__ void write_choice(const RouteArgs& args, const RouteS
 
 // This block's logits of every token, to the blocks that choose; and the norm's scales.
 template <bool kWide>
-__device__ __forceinline__ void send_logits(const RouteArgs& args, RouteShared& shared,
+__device__ __forceinline__ void send_logits(const RouteArgs& args, RouteShared<kWide>& shared,
                                             int block_experts, int first_token, int num_tokens) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int first_expert = block_rank() * block_experts;
@@ -249,10 +258,10 @@ __device__ __forceinline__ void send_logits(const RouteArgs& args, RouteShared& 
   if (warp < kRouteWarps) {
     float sums[4] = {};
     add_logits<kWide>(args, first_expert, num_experts, first_token, num_tokens, sums);
-    float (&to)[kTileExperts][kMaxTokens] = shared.sums[warp];
+    float (&to)[kTileExperts<kWide>][kMaxTokens] = shared.sums[warp];
     const int row = lane / 4, token = lane % 4 * 2;
     *reinterpret_cast<float2*>(&to[row][token]) = {sums[0], sums[1]};
-    *reinterpret_cast<float2*>(&to[row + 8][token]) = {sums[2], sums[3]};
+    if constexpr (kWide) *reinterpret_cast<float2*>(&to[row + 8][token]) = {sums[2], sums[3]};
   } else {
     wait_for_previous();
     const int groups = args.num_square_groups, thread = threadIdx.x % (kMaxTokens * 8);
@@ -262,7 +271,7 @@ __device__ __forceinline__ void send_logits(const RouteArgs& args, RouteShared& 
   }
   cluster_wait();  // every inbox of the cluster is ready
   __syncthreads();
-  if (threadIdx.x >= kTileExperts * kMaxTokens) return;
+  if (threadIdx.x >= kTileExperts<kWide> * kMaxTokens) return;
   const int expert = threadIdx.x / kMaxTokens, token = threadIdx.x % kMaxTokens;
   float sum = 0.0f;
 #pragma unroll
@@ -276,7 +285,7 @@ __device__ __forceinline__ void send_logits(const RouteArgs& args, RouteShared& 
 template <bool kWide>
 __global__ void __launch_bounds__((kRouteWarps + kNormWarps) * kWarpSize)
     route_kernel(const __grid_constant__ RouteArgs args, int block_experts, int cluster) {
-  __shared__ RouteShared shared;
+  __shared__ RouteShared<kWide> shared;
   const int warp = threadIdx.x / kWarpSize;
   const int rank = block_rank(), first_token = blockIdx.x / cluster * kMaxTokens;
   const int num_tokens = min(kMaxTokens, args.num_tokens - first_token);
