@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ..config import UserError
+from ..engine.process.awake import Awake
 from .serving import RequestTimes, Run
 from .workloads import Work
 
@@ -131,7 +132,8 @@ def _run_loop(work: Coroutine[Any, Any, _T]) -> _T:
 
 def first_tokens(target: HttpTarget, work: Work, count: int, pause_s: float) -> list[float]:
     """Times to the first token, in seconds, of requests one after another over one connection,
-    with a pause before each.
+    with a pause before each.  This process does not sleep while it waits: what it would take to
+    wake up is no part of what the server takes.
 
     Raises:
         UserError: the server answers with an error.
@@ -139,9 +141,11 @@ def first_tokens(target: HttpTarget, work: Work, count: int, pause_s: float) -> 
 
     async def ask() -> list[float]:
         client, body, times = _Client(target), target.body(work), []
+        awake = Awake(asyncio.get_running_loop())
         try:
             for _ in range(count):
                 await asyncio.sleep(pause_s)
+                awake.stay()
                 answer = _Answer(time.perf_counter(), len(work.prompt_token_ids))
                 await client.ask(body, answer)
                 times.append(answer.stamps[0] - answer.due)

@@ -27,6 +27,7 @@ from ..messages.codec import decode
 from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
 from ..ranks.executor import started_ranks
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
+from .awake import AWAKE_S
 from .heartbeat import Heartbeat
 from .owners import Owners
 from .wire import (
@@ -48,9 +49,6 @@ _TAKEN_AT_ONCE = 32
 """Requests taken in between two steps, which takes about a millisecond."""
 _BEAT_S = 0.5
 """Longest time between two beats at rest, in seconds."""
-_QUIET_S = 0.05
-"""Time without a request after which work that can wait is begun, in seconds: a client that sends
-its next request when it has an answer is not made to wait for it."""
 _COUNTERS_S = 0.1
 """Least time between two messages of counters, in seconds."""
 
@@ -65,8 +63,9 @@ class CoreServer:
         replica: the number of this engine.
         heartbeat: is written at every step, and at rest twice a second.
         at_rest: does a piece of work that can wait; returns False if there is none.
-        quiet_s: time without a request after which it is called, in seconds; before the first
-            request it is called at once.
+        quiet_s: time behind a step in which it is not called, and this process does not sleep, in
+            seconds: whoever has an answer may send a next request.  Before the first request it
+            is called at once.
         report: what ``REPORT`` is answered with.
         step_kinds: as in ``Counters``.
     """
@@ -80,7 +79,7 @@ class CoreServer:
         *,
         replica: int = 0,
         at_rest: Callable[[], bool] = lambda: False,
-        quiet_s: float = _QUIET_S,
+        quiet_s: float = AWAKE_S,
         report: Callable[[], dict[str, object]] = dict,
         step_kinds: Callable[[], dict[str, int]] = dict,
     ) -> None:
@@ -137,14 +136,21 @@ class CoreServer:
         self._outboxes[frontend].send(frame(kind, self._replica, message), zmq.NOBLOCK)
 
     def _rest(self) -> None:
-        """Do what can wait until a message comes, or sleep."""
+        """Do what can wait, or sleep until a message comes; not right behind a step."""
         start = time.monotonic()
         self._heartbeat.beat(self._num_steps)
-        timeout_s = min(self._quiet_from - start, _BEAT_S)
-        if timeout_s <= 0 and not self._at_rest():
-            timeout_s = _BEAT_S
-        self._inbox.poll(max(0, ceil(timeout_s * 1e3)))
+        if not self._comes_soon():
+            self._inbox.poll(0 if self._at_rest() else ceil(_BEAT_S * 1e3))
         self._rest_s += time.monotonic() - start
+
+    def _comes_soon(self) -> bool:
+        """Look for a message until ``quiet_s`` after the last step, without sleeping: to wake up
+        takes longer than what a message takes."""
+        while time.monotonic() < self._quiet_from:
+            if self._inbox.poll(0):
+                return True
+            os.sched_yield()  # whoever else wants this processor comes first
+        return False
 
     def _take_in(self) -> None:
         for _ in range(_TAKEN_AT_ONCE):

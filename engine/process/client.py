@@ -29,6 +29,7 @@ from ..frontend.tokenizer import Tokenizer, load_tokenizer
 from ..messages.codec import decode
 from ..messages.requests import CoreStats, StepOutputs
 from ..messages.sampling_params import SamplingParams
+from .awake import Awake
 from .peers import Peers
 from .remote_core import RemoteCore
 from .replica import Replica
@@ -52,6 +53,8 @@ _FRAMES_AT_ONCE = 8
 _SHORT_TEXT = 1000
 """Characters of a prompt that are encoded at once: a thread would take longer to wake up."""
 _TOKENIZER_THREADS = 4
+_FEW = 4
+"""Open outputs up to which the event loop does not sleep behind a request: more keep it busy."""
 _ALONE = Seat()
 
 
@@ -149,6 +152,7 @@ class EngineClient:
         """
         seat = self.seat
         self._event_loop = asyncio.get_running_loop()
+        self._awake = Awake(self._event_loop)
         starts = seat.index == 0
         self.folder = self._folder.enter_context(scratch_folder()) if starts else Path(seat.folder)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -275,6 +279,10 @@ class EngineClient:
         for request in requests:
             self.loop.queue(request)
             self._streams[request.request_id] = stream
+        if self.num_open <= _FEW:
+            self._awake.stay()
+        else:
+            self._awake.sleep()
         return stream
 
     def abort(self, stream: OutputStream) -> None:

@@ -234,7 +234,7 @@ def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
     quiet_s: float, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a client that asks again at once would wait for it.  A message ends the rest by itself:
-    nothing looks for one now and then."""
+    nothing looks for one now and then, and behind a step nothing sleeps."""
     monkeypatch.setattr(child, "_BEAT_S", 3600.0)
 
     class OneStep:
@@ -255,6 +255,14 @@ def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
     outputs.bind("inproc://outputs")
     outbox.connect("inproc://outputs")
     calls: list[None] = []
+    slept: list[int] = []
+
+    class Inbox:
+        recv = inbox.recv
+
+        def poll(self, timeout_ms: int) -> int:
+            slept.append(timeout_ms)
+            return int(inbox.poll(timeout_ms))
 
     def work() -> bool:
         calls.append(None)
@@ -263,7 +271,7 @@ def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
     heartbeat = Heartbeat(tmp_path / "heartbeat")
     server = child.CoreServer(
         OneStep(),  # type: ignore[arg-type]
-        inbox,
+        Inbox(),  # type: ignore[arg-type]
         [outbox],
         heartbeat,
         at_rest=work,
@@ -281,3 +289,4 @@ def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
         thread.join()
         context.destroy()
     assert bool(calls) is begun
+    assert any(slept) is begun

@@ -1,0 +1,43 @@
+"""An event loop that stays awake for a while, where processors are plenty."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from itertools import count
+
+import pytest
+
+from fusewright.engine.process.awake import AWAKE_S, Awake
+
+
+def polls(monkeypatch: pytest.MonkeyPatch, processors: int, *, sleeps: bool = False) -> int:
+    """How often a loop with nothing to do looks for work.  It has to stop."""
+    looks = count()
+    monkeypatch.setattr(os, "sched_yield", lambda: next(looks))
+
+    async def work() -> int:
+        awake = Awake(asyncio.get_running_loop(), processors)
+        awake.stay()
+        awake.stay()  # it polls already, and goes on
+        if sleeps:
+            awake.sleep()
+        await asyncio.sleep(3 * AWAKE_S)
+        found = next(looks)
+        await asyncio.sleep(AWAKE_S)
+        assert next(looks) == found + 1, "it has not stopped"
+        return found
+
+    return asyncio.run(work())
+
+
+def test_the_loop_polls_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert polls(monkeypatch, 16) > 2
+
+
+def test_it_polls_no_more_when_there_is_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert polls(monkeypatch, 16, sleeps=True) <= 2
+
+
+def test_with_few_processors_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert polls(monkeypatch, 2) == 0
