@@ -1,10 +1,11 @@
 """Chooses and calls csrc's kernels for mixtures of experts.
 
 For few tokens there are three kernels: the router, gate and up, and down.  They read only the
-weights of the chosen experts.  The first two apply the scale of a norm to their sums; the third
-adds a residual and prepares the input of the next norm's reader.  For many tokens Triton chooses
-experts and sorts slots, a grouped GEMM computes both layers, and Triton adds the results.  For
-numbers of tokens in between, all kernels are Triton's.
+weights of the chosen experts, in bfloat16 or FP8.  FP8 weights meet bfloat16 activations: to round
+these too would save no bytes.  The first two kernels apply the scale of a norm to their sums; the
+third adds a residual and prepares the input of the next norm's reader.  For many tokens Triton
+chooses experts and sorts slots, a grouped GEMM of bfloat16 computes both layers, and Triton adds the
+results.  For numbers of tokens in between, all kernels are Triton's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32
 _MOST_FEATURES = 16384
 # Bfloat16 elements in a 128-byte line, the unit of copies; and the fewest rows of a tile.
 _LINE, _ROWS = 64, 8
+_SCALE_BLOCK = 128
 
 
 def _why_not_csrc(call: Call, target: Target) -> str:
@@ -39,9 +41,28 @@ def _why_not_csrc(call: Call, target: Target) -> str:
         return f"on {target.device.type}, not CUDA"
     if target.sm != 90:
         return f"built for SM 9.0, not {target.sm / 10 if target.sm else 'an unknown one'}"
-    if call.x.dtype != torch.bfloat16 or call.gate_up.dtype != torch.bfloat16:
-        return f"dtypes {call.x.dtype} and {call.gate_up.dtype}, not bfloat16"
+    if call.x.dtype != torch.bfloat16:
+        return f"x is {call.x.dtype}, not bfloat16"
     return "" if call.first_expert is None else "the experts are spread over ranks"
+
+
+def _why_not_weights(call: Call) -> str:
+    """Why the kernels for few tokens do not read these weights, or an empty string."""
+    if call.gate_up_scale is None:
+        served = call.gate_up.dtype == torch.bfloat16
+        return "" if served else f"weights of {call.gate_up.dtype}, not bfloat16"
+    if call.gate_up_input_scale is not None or call.down_input_scale is not None:
+        return "activations have a static scale"
+    layers = ((call.gate_up, call.gate_up_scale, 2), (call.down, call.down_scale, 1))
+    for weight, scale, halves in layers:
+        experts, rows, columns = weight.shape
+        if columns % _SCALE_BLOCK:
+            return f"{columns} features of FP8: not a multiple of {_SCALE_BLOCK}"
+        of_blocks = (experts, rows // _SCALE_BLOCK, columns // _SCALE_BLOCK)
+        is_blocks = tuple(scale.shape) == of_blocks and rows % (halves * _SCALE_BLOCK) == 0
+        if not is_blocks and tuple(scale.shape) != (experts, rows, 1):
+            return f"weights of {rows} rows with scales {[*scale.shape]}"
+    return ""
 
 
 def _why_not_built(target: Target, op: str) -> str:
@@ -54,7 +75,7 @@ def _why_not_built(target: Target, op: str) -> str:
 
 def why_not_streamed(call: Call, rows: int, target: Target) -> str:
     """Why the kernels for few tokens do not serve this many, or an empty string; reads no data."""
-    if reason := _why_not_csrc(call, target):
+    if reason := _why_not_csrc(call, target) or _why_not_weights(call):
         return reason
     if call.shared_gate is not None:
         return "a shared expert has a gate"
@@ -78,6 +99,8 @@ def why_not_grouped(call: Call, rows: int, target: Target) -> str:
     """Why the grouped GEMM does not serve this many tokens, or an empty string; reads no data."""
     if reason := _why_not_csrc(call, target):
         return reason
+    if call.gate_up.dtype != torch.bfloat16:
+        return f"weights of {call.gate_up.dtype}, not bfloat16"
     experts, both, hidden = call.gate_up.shape
     if hidden % _LINE or both % (2 * _LINE):
         return f"{hidden} and {both // 2} features: not multiples of {_LINE}"
@@ -121,7 +144,8 @@ def _serves(
 
 def streams(call: Call) -> bool:
     """Whether the kernels for few tokens serve a call."""
-    return _serves(why_not_streamed, call, (call.router_weight, call.gate_up, call.down))
+    scales = [t for t in (call.gate_up_scale, call.down_scale) if t is not None]
+    return _serves(why_not_streamed, call, (call.router_weight, call.gate_up, call.down, *scales))
 
 
 def groups(call: Call) -> bool:
@@ -160,7 +184,9 @@ def route_and_gate_up(
         squares,
         eps,
     )
-    h = kernels.moe_gate_up.default(call.x, call.gate_up, ids, None, call.activation, squares, eps)
+    h = kernels.moe_gate_up.default(
+        call.x, call.gate_up, ids, call.gate_up_scale, call.activation, squares, eps
+    )
     return weights, ids, h
 
 
@@ -168,7 +194,7 @@ def down(call: Call, made: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """The weighted sum of the experts' down layers, plus a shared expert's result."""
     weights, ids, h = made
     y: Tensor = torch.ops.fw_cuda.moe_down.default(
-        h, call.down, ids, weights, None, None, call.shared, True
+        h, call.down, ids, weights, call.down_scale, None, call.shared, True
     )
     return y
 

@@ -14,7 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusewright.ops import BY_NAME
+from fusewright.ops._desc import Draw
 from fusewright.ops._float8 import E4M3
+from fusewright.ops._moe_cuda import STREAMED
+from fusewright.ops.fused_moe import moe_args
 from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import check_replays
 
@@ -317,3 +321,26 @@ def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
         kernels.moe_down(x[:1], weight, ids, weights)
     with pytest.raises(RuntimeError, match=r"residual has shape .*\[2, 64\]"):
         kernels.moe_down(x, weight, ids, weights, residual=x)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "fp8", "streamed"),
+    [
+        (8, 128, "block", True),
+        (8, 128, "token", True),
+        (9, 128, "block", False),
+        (8, 128, "tensor", False),  # its activations have a static scale
+        (8, 64, "token", False),  # down's rows are no whole lines
+    ],
+)
+def test_fp8_weights_are_streamed_for_few_tokens(
+    tokens: int, inner: int, fp8: str, streamed: bool
+) -> None:
+    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
+    args = [
+        t.to("meta") if isinstance(t, Tensor) else t
+        for t in moe_args(draw, tokens, 8, 2, 128, inner, fp8=fp8)
+    ]
+    runs = BY_NAME["fused_moe"].implementation("cuda").runs
+    assert runs is not None
+    assert (runs(*args) == STREAMED) is streamed
