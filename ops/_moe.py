@@ -150,18 +150,27 @@ class Planned(NamedTuple):
 
 def plan_routing(call: Call, logits: Tensor) -> Routed:
     launches, (topk_weights, ids) = route_plans.route(logits, call.correction_bias, call.routing)
-    by_expert = None
-    if call.x.shape[0] > kernels.MOST_UNSORTED:
-        more, by_expert = plans.sort_by_expert(ids, call.num_experts, call.first_expert)
-        launches += more
-    return Routed(launches, topk_weights, ids, by_expert)
+    return plan_sort(call, launches, topk_weights, ids)
+
+
+def plan_sort(call: Call, launches: list[Launch], topk_weights: Tensor, ids: Tensor) -> Routed:
+    """What ``launches`` have chosen, with the launches that sort the slots of many tokens."""
+    if call.x.shape[0] <= kernels.MOST_UNSORTED:
+        return Routed(launches, topk_weights, ids, None)
+    more, by_expert = plans.sort_by_expert(ids, call.num_experts, call.first_expert)
+    return Routed([*launches, *more], topk_weights, ids, by_expert)
 
 
 def plan_layers(call: Call, logits: Tensor) -> Planned:
     """The launches that choose experts, sort the slots of many tokens, and run both layers."""
-    launches, topk_weights, ids, by_expert = plan_routing(call, logits)
+    return plan_experts(call, plan_routing(call, logits))
+
+
+def plan_experts(call: Call, routed: Routed) -> Planned:
+    """The launches up to both layers of the experts that were chosen."""
+    launches, topk_weights, ids, by_expert = routed
     more, first = plan_quantized(call.x, call.scheme(call.gate_up_input_scale))
-    launches += more
+    launches = [*launches, *more]
     more, h = kernels.plan_gemm(by_expert, *call.first(first, ids))
     launches += more
     more, second = plan_quantized(h, call.scheme(call.down_input_scale))

@@ -3,9 +3,10 @@
 For few tokens there are three kernels: the router, gate and up, and down.  They read only the
 weights of the chosen experts, in bfloat16 or FP8.  FP8 weights meet bfloat16 activations: to round
 these too would save no bytes.  The first two kernels apply the scale of a norm to their sums; the
-third adds a residual and prepares the input of the next norm's reader.  For many tokens Triton
-chooses experts and sorts slots, a grouped GEMM of bfloat16 computes both layers, and Triton adds the
-results.  For numbers of tokens in between, all kernels are Triton's.
+third adds a residual and prepares the input of the next norm's reader.  For some more tokens the
+same router chooses, and all else is Triton's.  For many tokens Triton chooses experts and sorts
+slots, a grouped GEMM of bfloat16 computes both layers, and Triton adds the results.  For numbers of
+tokens in between, all kernels are Triton's.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from ._cuda import load_cuda_library
 from ._desc import TensorDesc
 from ._launch import run_all
 from ._linear_kernels import Target, here
-from ._moe import Call, Planned, plan_routing
+from ._moe import Call, Planned, plan_experts, plan_layers, plan_routing, plan_sort
 from .launches.experts import MOST_EXPERTS
 
 MOST_TOKENS = 8
+MOST_ROUTED_TOKENS = 64
+"""Most tokens for which csrc's router runs.  With 128 experts and 2048 features it takes 4.2, 6.6
+and 13.1 us at 16, 64 and 128 tokens, where a GEMM and Triton's choice take 7.3, 7.7 and 7.7."""
 LEAST_GROUPED_TOKENS = 512
 """Fewest tokens for which the grouped GEMM runs.  A block of Qwen3-30B-A3B takes less time with it
 than with Triton's: 4 % at 256 tokens, 15 % at 1024, 31 % at 4096 (docs/decisions/experts.md)."""
@@ -73,9 +77,33 @@ def _why_not_built(target: Target, op: str) -> str:
     return ""
 
 
+def _why_not_routed(call: Call) -> str:
+    experts, hidden = call.router_weight.shape
+    if call.router_weight.dtype != torch.bfloat16 or hidden % _ROWS:
+        return f"a router of {call.router_weight.dtype} and {hidden} features"
+    if experts > _MOST_EXPERTS or call.top_k > _MOST_TOP_K or call.num_groups > _MOST_GROUPS:
+        return (
+            f"top {call.top_k} of {experts} experts in {call.num_groups} groups: at most "
+            f"{_MOST_TOP_K} of {_MOST_EXPERTS} in {_MOST_GROUPS}"
+        )
+    return ""
+
+
+def why_not_routed(call: Call, rows: int, target: Target) -> str:
+    """Why csrc's router does not choose the experts of this many tokens for Triton's layers, or an
+    empty string; reads no data."""
+    if reason := _why_not_csrc(call, target) or _why_not_routed(call):
+        return reason
+    if not 0 < rows <= MOST_ROUTED_TOKENS:
+        return f"{rows} tokens: fastest from 1 to {MOST_ROUTED_TOKENS}"
+    return _why_not_built(target, "moe_route")
+
+
 def why_not_streamed(call: Call, rows: int, target: Target) -> str:
     """Why the kernels for few tokens do not serve this many, or an empty string; reads no data."""
     if reason := _why_not_csrc(call, target) or _why_not_weights(call):
+        return reason
+    if reason := _why_not_routed(call):
         return reason
     if call.shared_gate is not None:
         return "a shared expert has a gate"
@@ -85,11 +113,6 @@ def why_not_streamed(call: Call, rows: int, target: Target) -> str:
         return f"{hidden} and {inner} features: not multiples of {_LINE} up to {_MOST_FEATURES}"
     if inner % _ROWS or experts * max(both, hidden) >= 1 << 30:
         return f"weights of {experts} x {both} rows"
-    if experts > _MOST_EXPERTS or call.top_k > _MOST_TOP_K or call.num_groups > _MOST_GROUPS:
-        return (
-            f"top {call.top_k} of {experts} experts in {call.num_groups} groups: at most "
-            f"{_MOST_TOP_K} of {_MOST_EXPERTS} in {_MOST_GROUPS}"
-        )
     if not 0 < rows <= MOST_TOKENS:
         return f"{rows} tokens: fastest from 1 to {MOST_TOKENS}"
     return _why_not_built(target, "moe_route")
@@ -148,6 +171,11 @@ def streams(call: Call) -> bool:
     return _serves(why_not_streamed, call, (call.router_weight, call.gate_up, call.down, *scales))
 
 
+def routes(call: Call) -> bool:
+    """Whether the router's kernel serves a call, whose x is contiguous."""
+    return _serves(why_not_routed, call, (call.router_weight,))
+
+
 def groups(call: Call) -> bool:
     """Whether the grouped GEMM serves a call."""
     return _serves(why_not_grouped, call, (call.gate_up, call.down))
@@ -164,14 +192,28 @@ def grouped_layers(call: Call, logits: Tensor) -> Planned:
     return Planned([], multiply(h, call.down, *by_expert, 1, "", True, False), topk_weights)
 
 
-def route_and_gate_up(
-    call: Call, squares: Tensor | None = None, eps: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the router, gate and up; returns (weights, ids, the input of the down layer).  With
-    ``squares``, the sums of squares of every 16 columns, x has been multiplied by a norm's weight,
-    and these kernels apply the norm's scale."""
-    kernels = torch.ops.fw_cuda
-    weights, ids = kernels.moe_route.default(
+def layers(call: Call, logits: Callable[[Call], Tensor]) -> Planned:
+    """The choice of experts and their layers, by csrc's kernels where it has some for this many
+    tokens, else by Triton's.  ``logits`` runs the router's layer; x is contiguous."""
+    if routes(call):
+        return routed_layers(call)
+    return (grouped_layers if groups(call) else plan_layers)(call, logits(call))
+
+
+def names(call: Call, of_triton: tuple[str, ...]) -> tuple[str, ...]:
+    """What ``layers`` runs, given the names of Triton's launches."""
+    if routes(call):
+        return routed_names(of_triton)
+    return grouped_names(of_triton) if groups(call) else of_triton
+
+
+def routed_layers(call: Call) -> Planned:
+    """Run the router at once, and plan the layers behind it as ``plan_layers`` does."""
+    return plan_experts(call, plan_sort(call, [], *_route(call)))
+
+
+def _route(call: Call, squares: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.ops.fw_cuda.moe_route.default(
         call.x,
         call.router_weight,
         call.top_k,
@@ -184,7 +226,17 @@ def route_and_gate_up(
         squares,
         eps,
     )
-    h = kernels.moe_gate_up.default(
+    return weights, ids
+
+
+def route_and_gate_up(
+    call: Call, squares: Tensor | None = None, eps: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs the router, gate and up; returns (weights, ids, the input of the down layer).  With
+    ``squares``, the sums of squares of every 16 columns, x has been multiplied by a norm's weight,
+    and these kernels apply the norm's scale."""
+    weights, ids = _route(call, squares, eps)
+    h = torch.ops.fw_cuda.moe_gate_up.default(
         call.x, call.gate_up, ids, call.gate_up_scale, call.activation, squares, eps
     )
     return weights, ids, h
@@ -213,6 +265,12 @@ def down_add_norm(
 GROUPED = "moe_grouped_linear"
 STREAMED = ("moe_route", "moe_gate_up", "moe_down")
 """The names by which ``explain`` calls the launches."""
+
+
+def routed_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of Triton's launches, with csrc's router in place of a GEMM and the choice."""
+    at = names.index("_route_kernel")
+    return (*names[: at - 1], STREAMED[0], *names[at + 1 :])
 
 
 def grouped_names(names: tuple[str, ...]) -> tuple[str, ...]:

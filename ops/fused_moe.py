@@ -7,29 +7,18 @@ many, slots are sorted by expert once, and that index serves both layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _moe_cuda as csrc
 from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ._float8 import E4M3
 from ._launch import Launches, run_all
 from ._linear_kernels import Target
 from ._moe import Call, Planned, check, cost_of_call, kernel_names, plan_layers, plan_sum
-from ._moe_cuda import (
-    LEAST_GROUPED_TOKENS,
-    STREAMED,
-    down,
-    grouped_layers,
-    grouped_names,
-    groups,
-    route_and_gate_up,
-    streams,
-    why_not_grouped,
-    why_not_streamed,
-)
 from ._op import Implementation, SemanticOp, dispatched, on_gpu
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
@@ -105,23 +94,27 @@ def _fake(*args: Any) -> Tensor:
 
 
 def _cuda(*args: Any) -> Tensor:
-    """Three kernels of csrc for few tokens, its GEMMs for many, else Triton's."""
+    """Three kernels of csrc for few tokens, its router for some more, its GEMMs for many; all else
+    is Triton's."""
     call = Call(*args)
-    is_streamed = streams(call)
-    if not is_streamed and not groups(call):
-        return _triton(*args)
     x = call.x if call.x.is_contiguous() and call.x.data_ptr() % 16 == 0 else call.x.clone()
     shared = None if call.shared is None else call.shared.contiguous()
     call = call._replace(x=x.contiguous(), shared=shared)
-    return down(call, route_and_gate_up(call)) if is_streamed else _in_turn(call, grouped_layers)
+    if csrc.streams(call):
+        return csrc.down(call, csrc.route_and_gate_up(call))
+    return _sum(call, csrc.layers(call, _logits))
 
 
 def _triton(*args: Any) -> Tensor:
-    return _in_turn(Call(*args), plan_layers)
+    call = Call(*args)
+    return _sum(call, plan_layers(call, _logits(call)))
 
 
-def _in_turn(call: Call, layers: Callable[[Call, Tensor], Planned]) -> Tensor:
-    made = layers(call, torch.nn.functional.linear(call.x, call.router_weight))
+def _logits(call: Call) -> Tensor:
+    return torch.nn.functional.linear(call.x, call.router_weight)
+
+
+def _sum(call: Call, made: Planned) -> Tensor:
     launches, out = plan_sum(call, made)
     run_all(launches)
     return out
@@ -143,18 +136,16 @@ def _runs(*args: Any) -> tuple[str, ...]:
 
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
     call = Call(*args)
-    if streams(call):
-        return STREAMED
-    return grouped_names(_runs(*args)) if groups(call) else _runs(*args)
+    return csrc.STREAMED if csrc.streams(call) else csrc.names(call, _runs(*args))
 
 
 def _cuda_supports(desc: OpDesc) -> str:
     call, target = Call(*(value for _, value in desc.args)), Target.of(desc)
     if reason := supports(desc):
         return reason
-    if not why_not_grouped(call, LEAST_GROUPED_TOKENS, target):
+    if not csrc.why_not_grouped(call, csrc.LEAST_GROUPED_TOKENS, target):
         return ""
-    return why_not_streamed(call, 1, target)
+    return csrc.why_not_streamed(call, 1, target)
 
 
 def supports(desc: OpDesc) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,8 @@ from .linear import OP as LINEAR
 from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]
-# Plans both layers of the experts, given the router's logits.
-Layers = Callable[[Experts, Tensor], Planned]
+# Plans a choice of experts and both of their layers.
+Layers = Callable[[Experts], Planned]
 
 
 @dispatched
@@ -176,11 +177,6 @@ def _streams(call: Call) -> bool:
     return csrc.streams(call.experts)
 
 
-def _groups(call: Call) -> bool:
-    """Whether csrc's grouped GEMM serves the experts of a call."""
-    return csrc.groups(call.experts)
-
-
 def _layers(call: Call) -> list[LinearDesc]:
     """Describes the dense layers: the first adds a residual, the second reads a norm."""
     found = [replace(describe(call.x, call.weight, call.bias), add=True)]
@@ -191,11 +187,11 @@ def _layers(call: Call) -> list[LinearDesc]:
 
 
 def _cuda(*args: Any) -> Results:
-    """Few tokens run five kernels, each of which streams weights.  Many tokens run the ops in turn,
-    with csrc's grouped GEMM for the experts."""
+    """Few tokens run five kernels, each of which streams weights.  More run the ops in turn, some
+    with csrc's router, many with its grouped GEMM for the experts."""
     call = Call.of(args)
     if not _streams(call):
-        return _in_turn(call, csrc.grouped_layers if _groups(call) else plan_layers)
+        return _in_turn(call, _cuda_layers)
     weighted, total, squares = torch.ops.fw_cuda.skinny_linear_add.default(
         call.x, call.weight, call.bias, call.residual, call.norm_weight
     )
@@ -213,7 +209,7 @@ def _cuda(*args: Any) -> Results:
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
     call = Call.of(args)
     if not _streams(call):
-        return csrc.grouped_names(_runs(*args)) if _groups(call) else _runs(*args)
+        return csrc.names(call.experts, _runs(*args))
     names = (f"{STREAM.name}, add", *csrc.STREAMED)
     return names if call.is_last else (*names[:-1], f"{names[-1]}, add", f"norm, {STREAM.name}")
 
@@ -230,7 +226,19 @@ def _cuda_supports(desc: OpDesc) -> str:
 
 
 def _triton(*args: Any) -> Results:
-    return _in_turn(Call.of(args), plan_layers)
+    return _in_turn(Call.of(args), _triton_layers)
+
+
+def _cuda_layers(experts: Experts) -> Planned:
+    return csrc.layers(experts, _logits)
+
+
+def _triton_layers(experts: Experts) -> Planned:
+    return plan_layers(experts, _logits(experts))
+
+
+def _logits(experts: Experts) -> Tensor:
+    return _linear(experts.x, experts.router_weight, None)
 
 
 def _in_turn(call: Call, layers: Layers) -> Results:
@@ -238,8 +246,7 @@ def _in_turn(call: Call, layers: Layers) -> Results:
     y = _linear(call.x, call.weight, call.bias)
     launches, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
     run_all(launches)
-    logits = _linear(normed, call.experts.router_weight, None)
-    launches, results = _plan_experts(call, normed, total, logits, layers)
+    launches, results = _plan_experts(call, normed, total, layers)
     run_all(launches)
     if call.is_last:
         return results[0], total
@@ -247,12 +254,12 @@ def _in_turn(call: Call, layers: Layers) -> Results:
 
 
 def _plan_experts(
-    call: Call, normed: Tensor, total: Tensor, logits: Tensor, layers: Layers
+    call: Call, normed: Tensor, total: Tensor, layers: Layers
 ) -> Launches[tuple[Tensor, ...]]:
-    """The launches that follow the router's layer, with their results: the experts' sum in a
-    model's last layer, otherwise (the norm, the sum that was normalized)."""
+    """The launches that follow the first norm, with their results: the experts' sum in a model's
+    last layer, otherwise (the norm, the sum that was normalized)."""
     experts = call.experts._replace(x=normed)
-    made = layers(experts, logits)
+    made = layers(experts)
     if call.is_last:
         launches, y = plan_sum(experts, made)
         return launches, (y,)
@@ -264,7 +271,7 @@ def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
     y = LINEAR.fake(call.x, call.weight, call.bias)
     first, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
     logits = LINEAR.fake(normed, call.experts.router_weight, None)
-    then, results = _plan_experts(call, normed, total, logits, plan_layers)
+    then, results = _plan_experts(call, normed, total, partial(plan_layers, logits=logits))
     if call.is_last:
         return first, then, (results[0], total)
     return first, then, (LINEAR.fake(results[0], call.next_weight, call.next_bias), results[1])

@@ -14,7 +14,8 @@ from ...config import UserError
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.loop import CheckedRequest
 from ...engine.messages.sampling_params import SamplingParams
-from ...engine.process.client import EngineClient, OutputStream
+from ...engine.process.client import EngineClient
+from ...engine.process.output_stream import OutputStream
 from .errors import ApiError
 from .metrics import TALLY, Metrics
 from .protocol import Generation

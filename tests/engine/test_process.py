@@ -22,8 +22,9 @@ from fusewright.config import EngineDeadError, EngineOptions, UserError
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.requests import CoreStats, StepOutputs
 from fusewright.engine.process import child
-from fusewright.engine.process.client import EngineClient, OutputStream
+from fusewright.engine.process.client import EngineClient
 from fusewright.engine.process.heartbeat import Heartbeat
+from fusewright.engine.process.output_stream import OutputStream
 from fusewright.engine.process.wire import Kind, frame, make_socket, unframed
 from tests.serve.server_process import is_running, wait_for
 

@@ -210,8 +210,9 @@ def test_refusals_name_the_argument(grouped: Any, name: str) -> None:
         grouped(*args)
 
 
-@pytest.mark.parametrize(("tokens", "times"), [(511, 0), (512, 2), (1024, 2)])
+@pytest.mark.parametrize(("tokens", "times"), [(9, 0), (64, 0), (65, 0), (511, 0), (512, 2)])
 def test_mixtures_of_many_tokens_run_it(tokens: int, times: int) -> None:
+    """And some tokens run csrc's router before Triton's layers."""
     args = moe_args(Draw(torch.bfloat16, torch.device("cpu"), torch.Generator()), 16, 8, 2, 128, 64)
     on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
     on_meta[0] = torch.empty(tokens, 128, dtype=torch.bfloat16, device="meta")
@@ -220,6 +221,8 @@ def test_mixtures_of_many_tokens_run_it(tokens: int, times: int) -> None:
     names = runs(*on_meta)
     assert names.count("moe_grouped_linear") == times
     assert names.count("_expert_linear_kernel") == 2 - times
+    assert ("moe_route" in names) is (tokens <= 64)
+    assert ("cuBLAS" in names) is ("_route_kernel" in names) is (tokens > 64)
     on_meta[3] = on_meta[3][:, :-32]
     on_meta[4] = on_meta[4][:, :, :-16]
     assert "moe_grouped_linear" not in runs(*on_meta), "48 features are no whole lines"
