@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
 from ...compiler.artifacts.artifact import Artifact
 from ...compiler.artifacts.key import Key
 from ...compiler.artifacts.store import Store
-from ...config import StoreConfig
+from ...config import EngineDeadError, StoreConfig
 from ...model_executor.parallel import GROUP, STAGES
 from ...ops import _peer_memory
 from ...ops._process_group import process_group
@@ -46,6 +46,9 @@ class RankGroup:
         meeting: opens the store in which the ranks meet; called while they are watched.
         device: of the tensors; "cuda" ones go over NCCL and peer memory, others over gloo.
         check: raises if a rank has ended; called while the others are waited for.
+
+    Raises:
+        EngineDeadError: a connection broke; or what ``check`` raises.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class RankGroup:
         self.why_no_peer_memory = "" if device == "cuda" else f"on {device}, not CUDA"
         try:
             wait_watched(lambda: self._meet(meeting(), place), check)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, RuntimeError):  # of gloo or NCCL
+                why = str(error).splitlines()[0]
+                raise EngineDeadError(f"the ranks cannot meet: {why}; start again") from error
             raise
 
     def _meet(self, meeting: MeetingStore, place: Place) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -73,10 +74,13 @@ def connections(family: socket.AddressFamily) -> set[int]:
     batches, over TCP gloo sums."""
     found = set()
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as end:
-            end.getpeername()  # a socket that listens has none
-            if end.family == family:
-                found.add(int(path.name))
+        with suppress(OSError):
+            if not str(path.readlink()).startswith("socket:"):
+                continue  # no socket is made of it, which would leave its descriptor open
+            with socket.socket(fileno=os.dup(int(path.name))) as end:
+                end.getpeername()  # a socket that listens has none
+                if end.family == family:
+                    found.add(int(path.name))
     return found
 
 
@@ -149,6 +153,28 @@ def test_a_connection_that_breaks_in_the_start_ends_it() -> None:
         leader.ready()
     leader.stop()
     assert is_gone(pid)
+
+
+def test_sums_that_break_in_the_start_end_it() -> None:
+    """Each is broken as soon as it stands, until the start has ended."""
+    before, started = connections(socket.AF_INET), Event()
+
+    def lose() -> None:
+        while not started.is_set():
+            if found := connections(socket.AF_INET) - before:
+                with suppress(OSError):  # one has been closed
+                    break_connections(found)
+
+    thread = Thread(target=lose)
+    thread.start()
+    try:
+        with pytest.raises(EngineDeadError, match=r"^(rank 1 of 2: )?the (ranks|engine) .*gloo"):
+            LLM("abacus", **OPTIONS)
+    finally:
+        started.set()
+        thread.join()
+    with LLM("abacus", **OPTIONS) as again:
+        assert again.generate("37+58=", use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_a_mistake_that_only_another_rank_meets_is_told_as_its_own(tmp_path: Path) -> None:
