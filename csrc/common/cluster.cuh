@@ -32,10 +32,6 @@ struct Inbox {
                  : "memory");
   }
 
-  __device__ static void fence_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-
   __device__ void expect(int bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
