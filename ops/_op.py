@@ -256,8 +256,8 @@ def choose(
 
     Args:
         inline_first: prefer implementations that Inductor can fuse (``-O1``).
-        override: the implementation that must be used, or several with "/" between, of which the
-            first that fits is.
+        override: the implementation that must be used, or several separated by "/": then the
+            first of them that fits is used.
         order: replaces the op's own order of preference.
 
     Raises:
