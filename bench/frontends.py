@@ -1,5 +1,5 @@
-"""The same requests through ``LLM.generate``, as one batch, and through ``AsyncLLM``, a coroutine
-each: what streaming every token to an event loop costs."""
+"""Measures what it costs to stream every token to an event loop.  The same requests run through
+``LLM.generate`` as one batch, and through ``AsyncLLM`` as a coroutine each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _REPEATS = 3
 
 
 def measure_frontends(llm: LLM, works: Sequence[Work]) -> list[dict[str, Any]]:
-    """The best time of each in seconds, taken in turn, and its throughput beside that of the
-    batch.  "async" reads every output, "async, final only" the last."""
+    """The best time of each frontend in seconds, and its throughput as a share of the batch's.
+
+    They run by turns.  "async" reads every output of a request, "async, final only" just the last.
+    """
     asynchronous = AsyncLLM.from_engine(llm.engine)
     prompts = [{"prompt_token_ids": work.prompt_token_ids} for work in works]
     params = [

@@ -1,11 +1,11 @@
-"""What each pass gains in a whole model: a step with it against a step without it.
+"""Measures what each pass gains in a whole model: a step with it against a step without it.
 
-One engine; a program for each configuration over its weights and KV caches
-(``engine/recompile.py``): what the options resolve to, that again, and that less one pass, or, of a
-pass that is off, with it.  They take turns over the steps of the same requests.  One of the first
-two, in alternation, stands between every two others, which are compared with the steps right before
-and right after them: contexts that grow and clocks that drift change both alike.  What the first
-two differ by is noise.
+One engine compiles several programs over the same weights and KV caches (``engine/recompile.py``):
+two with the passes that the options resolve to, and one for each pass, without it, or with it if it
+was off.  The programs take turns over the steps of the same requests.  One of the first two runs
+between every two others, and each of the others is compared with the steps right before and right
+after its own: contexts that grow and clocks that drift change both alike.  The difference between
+the first two is noise.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from .workloads import equal
 
 BATCHES = (1, 64, 256)
 CPU_BATCHES = (1, 8)
-"""Where more would take many minutes, for figures that decide nothing."""
+"""A CPU would take many minutes for more, and its figures decide nothing."""
 PREFILL = 2048
 INPUT_LEN = 128
 _BASES = ("as it is", "as it is, again")
 _SETTLE = 12
 """Steps behind a prefill that are not measured: it leaves other clocks (docs/decisions)."""
 _SPARE = 64
-"""Steps of the first sequences until the last has its first token, and those after the measured."""
+"""Room for the steps of the first sequences until the last has its first token, and for those after
+the measured ones."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What is timed of every configuration: decode steps of ``batches`` sequences, a prompt of
-    ``prefill`` tokens.  A turn is so many decodes, or one prompt; in a round every pass has one."""
+    """What is timed for every configuration: decode steps of ``batches`` sequences, and a prompt of
+    ``prefill`` tokens.  A turn is ``turn`` decode steps, or one prompt.  Every pass has one turn in
+    each of the ``rounds``."""
 
     batches: Sequence[int] = BATCHES
     prefill: int = PREFILL
@@ -66,8 +68,11 @@ class Steps:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A program: the passes it ran, how often each matched, seconds of its compilation, and for
-    each kind of step a pair a round: ms of its turn, and of the turns of ``_BASES`` beside it."""
+    """A program: the passes that it ran, how often each matched, and how long it compiled.
+
+    ``rounds`` has, for each kind of step, a pair for each round: ms of the program's turn, and of
+    the turns of ``_BASES`` beside it.
+    """
 
     title: str
     passes: tuple[str, ...]
@@ -88,7 +93,7 @@ class Configuration:
 
     @property
     def ms(self) -> dict[str, float]:
-        """These, times the medians of its ratios."""
+        """The medians of ``_BASES``, times the medians of the ratios."""
         return {
             work: round(beside * statistics.median(self.ratios(work)), 4)
             for work, beside in self.beside_ms.items()
@@ -105,7 +110,7 @@ def measure_passes(
     """Time ``options`` with and without each pass.
 
     Args:
-        options: of the engine.
+        options: options of the engine.
         names: the passes to measure; all that match in this model if empty.
         say: told of each configuration when it is compiled and when it is measured.
 
@@ -158,8 +163,8 @@ def _engine(options: dict[str, Any], steps: Steps) -> Engine:
 
 
 def fitting_prefill(options: dict[str, Any]) -> int:
-    """Tokens of the prompt where nobody says how many: ``PREFILL``, or as many as the model takes
-    with the token behind them."""
+    """The default number of tokens of the prompt: ``PREFILL``, or as many as the model takes with
+    one token behind them."""
     return min(PREFILL, max(_model_len(options) - 1, 1))
 
 
@@ -209,8 +214,8 @@ def _programs(
 def _rounds(
     engine: Engine, programs: Sequence[Recompiled], steps: Steps, progress: Progress
 ) -> dict[str, list[list[tuple[float, float]]]]:
-    """For each kind of step, a list a round, with a pair a program.  An extra round comes first, in
-    which graphs are captured, and is dropped."""
+    """For each kind of step, a list for each round, with a pair for each program.  An extra round,
+    in which graphs are captured, comes first and is dropped."""
     seed = iter(range(2**31))
     found: dict[str, list[list[tuple[float, float]]]] = {}
     total = (1 + steps.rounds) * len(steps.works)
@@ -236,7 +241,7 @@ def _rounds(
 
 @contextmanager
 def _restored(engine: Engine) -> Iterator[None]:
-    """The engine has its own runner and listener again behind the block, however that ends."""
+    """Give the engine its own runner and listener back after the block, however that ends."""
     runner, on_tokens = engine.core.runner, engine.on_tokens
     try:
         yield
@@ -245,8 +250,8 @@ def _restored(engine: Engine) -> Iterator[None]:
 
 
 def _order(count: int, number: int) -> list[int]:
-    """The order of a round: the programs from 2 on, another first in each round, and before,
-    between and behind them 0 and 1 in alternation."""
+    """The order of a round: the programs from 2 on, with another one first in each round.  Programs
+    0 and 1 alternate before, between and behind them."""
     others = [2 + (i + number) % (count - 2) for i in range(count - 2)]
     order = [0]
     for i, other in enumerate(others):
@@ -255,8 +260,8 @@ def _order(count: int, number: int) -> list[int]:
 
 
 def _pairs(order: Sequence[int], times: Sequence[float]) -> list[tuple[float, float]]:
-    """For each program the time of its turn, and the mean of the turns of 0 and 1 right before and
-    behind it; for these two, of all such turns but the first and the last."""
+    """For each program, the time of its turn, and the mean of the turns of 0 and 1 right before and
+    behind it.  For these two, both are means over all their turns but the first and the last."""
     bases = range(0, len(order), 2)
     found: dict[int, list[tuple[float, float]]] = {}
     for place, index in enumerate(order):
@@ -276,7 +281,7 @@ def _pairs(order: Sequence[int], times: Sequence[float]) -> list[tuple[float, fl
 def _decode(
     engine: Engine, programs: Sequence[Recompiled], order: Sequence[int], batch: int, turn: int
 ) -> list[float]:
-    """ms between the ends of two successive steps, the mean of each turn."""
+    """Mean ms between the ends of two successive steps, for each turn."""
     ended: list[float] = []
     started: set[str] = set()
     num_launched = 0
@@ -311,7 +316,7 @@ def _decode(
             for _ in range(turn):
                 step(index)
         step(0)  # so that the last of them has ended
-    # From the end of a turn's first step, behind which nothing of the turn before is left.
+    # A turn is timed from the end of its first step, when nothing of the turn before is left.
     begins = range(first, first + turn * len(order), turn)
     return [(ended[i + turn - 1] - ended[i]) / (turn - 1) * 1e3 for i in begins]
 
@@ -323,7 +328,7 @@ def _prefill(
     size: int,
     seed: Iterator[int],
 ) -> list[float]:
-    """ms from a prompt to its first token, for each turn; one more comes first."""
+    """ms from a prompt to its first token, for each turn.  A first prompt does not count."""
     prompts = [
         equal(1, size, 1, engine.inputs.vocab_size, next(seed)) for _ in range(1 + len(order))
     ]
@@ -335,8 +340,8 @@ def _prefill(
 
 
 def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]) -> Measured:
-    """Noise is what rounds differ by, and what programs differ by that are equal: captured twice,
-    the same kernels find their memory elsewhere."""
+    """Noise is the difference between rounds, plus that between the two equal programs: the same
+    kernels, captured twice, find their memory elsewhere."""
     how, name = other.title.split()
     on, off = other.beside_ms, other.ms
     if how == "with":

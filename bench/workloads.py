@@ -1,4 +1,4 @@
-"""The requests that vLLM was measured with: lengths and tokens by fixed seeds."""
+"""Draws the requests that vLLM was measured with: fixed seeds decide lengths and tokens."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def equal(
 
 
 def tpot_ms(whole_s: float, first_s: float, output_len: int) -> float:
-    """Time per output token: of a batch without the time of the same batch for one token."""
+    """Time per output token: that of a batch, less that of the same batch for one token."""
     return round((whole_s - first_s) / (output_len - 1) * 1e3, 4)

@@ -1,4 +1,4 @@
-"""Checkpoint -> module: parameters get memory once, tensors are copied into them one by one.
+"""Loads a checkpoint into a module: parameters get memory, then tensors are copied one by one.
 
 Every name, type and shape is checked against the checkpoint files' headers before the first byte is
 copied.
@@ -31,7 +31,8 @@ from .slots import Read, all_slots, elsewhere, plan_reads
 from .spec import ModelSpec, stage_of
 
 ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
-"""(label, total) -> a context that gives what advances the bar by a number of units."""
+"""Takes a label and a total.  The context manager that it returns gives a function, which advances
+the bar by a number of units."""
 
 
 @contextmanager
@@ -54,16 +55,16 @@ def load_model(
     of them.
 
     Args:
-        spec: of ``read_spec(folder)``; weights are cast to its ``dtype``, or quantized by its
-            ``quant``, a parameter at a time.
+        spec: from ``read_spec(folder)``; weights are cast to its ``dtype``, or quantized by its
+            ``quant``, one parameter at a time.
         folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its files.
         device: where the parameters live; tensors go there one at a time.
         load_format: "auto" or "safetensors" reads the folder; "dummy" reads nothing and fills
             the weights at random from ``seed``: FP8 ones are those of the same model without
             ``quant``, quantized.
         progress: shows the bytes that are loaded, see ``ProgressBar``.
-        rank: of all that hold the model.  Ranks of the first stage come first, and a rank reads
-            only its slices of its stage's layers.
+        rank: number of this rank among all that hold the model, those of the first stage first.
+            It reads only its slices of its stage's layers.
 
     Raises:
         UserError: a checkpoint file is missing or damaged, its tensors are not those of the model,
@@ -169,7 +170,7 @@ def load_weights(
 
 
 def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantized]]:
-    """FP8 layers by their weights' names; those of experts as a whole, and each alone."""
+    """FP8 layers by the names of their weights: a layer of experts as a whole, then each expert."""
     for name, module in modules.items():
         if isinstance(module, Linear | ExpertLinear) and module.quant:
             yield f"{name}.weight", module
@@ -179,8 +180,8 @@ def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantize
 
 
 def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
-    """The model with weights of the right shapes and nothing in them; under ``FakeTensorMode``
-    without memory either."""
+    """The model with uninitialized weights of the right shapes; under ``FakeTensorMode`` they have
+    no memory either."""
     model = DecoderModel(spec)
     _replace_tensors(
         model,
@@ -249,9 +250,11 @@ def stream(
     advance: Callable[[int], Any],
     filled: Callable[[Read, Tensor], None] = lambda read, part: None,
 ) -> None:
-    """Copy tensors into their parameters, casting, one in memory at a time; ``reads`` are in file
-    order, ``advance`` is told the bytes of each, and ``filled`` the part of a parameter that holds
-    it now."""
+    """Copy tensors into their parameters and cast them, with one tensor in memory at a time.
+
+    ``reads`` are in file order.  After each, ``advance`` is told its bytes, and ``filled`` the part
+    of a parameter that now holds it.
+    """
     for file, of_file in groupby(reads, key=lambda read: read.source.file):
         with open_checkpoint_file(file) as opened, torch.no_grad():
             for read in of_file:

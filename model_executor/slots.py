@@ -1,6 +1,6 @@
 """The tensors of a checkpoint that a model reads, and where they go.
 
-Every name, type and shape is checked before anything is read: of what other ranks read too.
+Every name, type and shape is checked before anything is read, also of what other ranks read.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def elsewhere(slot: Slot) -> Slot:
 def names_in(
     found: Mapping[str, TensorInfo], spec: ModelSpec
 ) -> tuple[tuple[str, ModulePart], ...]:
-    """The names of a model's tensors, as a checkpoint spells them: experts apart, or all in one.  A
-    tied embedding is that of the first stage and the ``lm_head`` of the last."""
+    """The names of a model's tensors, as a checkpoint spells them: one for each expert, or one for
+    all.  A tied tensor is the embedding of the first stage and the ``lm_head`` of the last."""
     fused = any(name.endswith(".experts.gate_up_proj") for name in found)
     weights = dict(FUSED_EXPERTS if fused else ARCHITECTURES[spec.architecture].weights)
     if spec.tie_word_embeddings:
@@ -88,10 +88,10 @@ def slots(
     tp: TensorParallelRank,
     names: Iterable[tuple[str, ModulePart]] | None = None,
 ) -> dict[str, Slot]:
-    """Checkpoint tensor name -> slot, for every tensor that the model needs but scales.
+    """Checkpoint tensor name -> slot, for every tensor that the model needs except scales.
 
     Args:
-        names: of ``names_in``; those of checkpoints with experts apart unless given.
+        names: from ``names_in``; by default, those of a checkpoint with a tensor for each expert.
     """
     spec = model.spec
     modules = dict(model.named_modules())

@@ -28,17 +28,16 @@ from .combine_experts import OP as COMBINE_EXPERTS, combine_experts
 from .count_tokens import OP as COUNT_TOKENS, count_tokens
 from .embedding import OP as EMBEDDING, embedding
 from .expert_linear import OP as EXPERT_LINEAR, expert_linear
-from .fused_moe import OP as FUSED_MOE, fused_moe
+from .fused_moe import OP as FUSED_MOE
 from .gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
 from .gather_last_token import OP as GATHER_LAST_TOKEN, gather_last_token
 from .keep_tokens import OP as KEEP_TOKENS, keep_tokens
 from .kv_store import OP as KV_STORE, kv_store
 from .linear import OP as LINEAR, linear
-from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR, linear_add_norm_linear
-from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE, linear_add_norm_moe
+from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
+from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE
 from .linear_all_reduce_add_norm_linear import (
     OP as LINEAR_ALL_REDUCE_ADD_NORM_LINEAR,
-    linear_all_reduce_add_norm_linear,
 )
 from .norm import NORMS, rms_norm
 from .paged_attention import OP as PAGED_ATTENTION, paged_attention
@@ -106,16 +105,12 @@ __all__ = [
     "embedding",
     "expert_linear",
     "find_cuda_library",
-    "fused_moe",
     "gather_last_token",
     "gelu_tanh_mul",
     "installed_cublaslt",
     "keep_tokens",
     "kv_store",
     "linear",
-    "linear_add_norm_linear",
-    "linear_add_norm_moe",
-    "linear_all_reduce_add_norm_linear",
     "load_cuda_library",
     "paged_attention",
     "quant_fp8_dynamic",

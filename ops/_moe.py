@@ -23,28 +23,43 @@ from .route import check as check_route
 
 
 class Call(NamedTuple):
-    """The arguments of a call, and those of the ops that it consists of."""
+    """The arguments of a call, and those of the ops that it consists of.
 
-    x: Any
-    router_weight: Any
-    correction_bias: Any
-    gate_up: Any
-    down: Any
-    gate_up_scale: Any
-    down_scale: Any
-    gate_up_input_scale: Any
-    down_input_scale: Any
-    group_size: Any
-    shared: Any
-    shared_gate: Any
-    top_k: Any
-    scoring: Any
-    renormalize: Any
-    num_groups: Any
-    topk_groups: Any
-    scaling: Any
-    activation: Any
-    first_expert: Any = None
+    Attributes:
+        x: [num_tokens, hidden], floating point.
+        router_weight: [num_experts, hidden], same dtype; with ``first_expert`` of all ranks'.
+        correction_bias: as of ``route``.
+        gate_up, down: [num_experts, 2 * intermediate, hidden] and [num_experts, hidden,
+            intermediate], same dtype; or float8_e4m3fn, then their inputs are quantized first.
+        gate_up_scale, down_scale: of FP8: as of ``expert_linear``.
+        gate_up_input_scale, down_input_scale: [1, 1] float32, by which inputs are quantized; None:
+            by scales found in them, for groups of ``group_size``, 0 for whole rows.
+        shared, shared_gate: as of ``combine_experts``.
+        top_k, scoring, renormalize, num_groups, topk_groups, scaling: as of ``route``.
+        activation: "silu" or "gelu_tanh".
+        first_expert: as of ``expert_linear``: the result is the summand of one rank.
+    """
+
+    x: Tensor
+    router_weight: Tensor
+    correction_bias: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scale: Tensor | None
+    down_scale: Tensor | None
+    gate_up_input_scale: Tensor | None
+    down_input_scale: Tensor | None
+    group_size: int
+    shared: Tensor | None
+    shared_gate: Tensor | None
+    top_k: int
+    scoring: str
+    renormalize: bool
+    num_groups: int
+    topk_groups: int
+    scaling: float
+    activation: str
+    first_expert: Tensor | None = None
 
     @property
     def num_experts(self) -> Any:
@@ -201,7 +216,8 @@ def kernel_names(launches: list[Launch]) -> tuple[str, ...]:
 
 def cost_of_call(call: Call) -> Cost:
     """The cost of the experts and of their router."""
-    slots = call.x.shape[0] * call.top_k
+    num_tokens, hidden = call.x.shape
+    slots = num_tokens * call.top_k
     if call.first_expert is not None:  # the slots are spread over the ranks, as the experts are
         slots = slots * call.num_experts / call.num_routed
     held = [t for t in call[3:7] if t is not None]
@@ -209,6 +225,6 @@ def cost_of_call(call: Call) -> Cost:
     beside = (call.router_weight, *call[2:3], *call[7:9], *call[10:12])
     read = call.x.nbytes + sum(t.nbytes for t in beside if t is not None)
     read += share * sum(t.nbytes for t in held) / call.num_experts
-    inner, hidden = call.gate_up.shape[1] // 2, call.x.shape[1]
-    flops = 2 * call.x.numel * call.num_routed + 2 * slots * 3 * inner * hidden
+    inner = call.gate_up.shape[1] // 2
+    flops = 2 * num_tokens * hidden * call.num_routed + 2 * slots * 3 * inner * hidden
     return Cost(bytes=read + call.x.nbytes, flops=flops + slots * (5 * inner + 2 * hidden))

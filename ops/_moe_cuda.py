@@ -52,7 +52,7 @@ def _why_not_csrc(call: Call, target: Target) -> str:
 
 def _why_not_weights(call: Call) -> str:
     """Why the kernels for few tokens do not read these weights, or an empty string."""
-    if call.gate_up_scale is None:
+    if call.gate_up_scale is None or call.down_scale is None:
         served = call.gate_up.dtype == torch.bfloat16
         return "" if served else f"weights of {call.gate_up.dtype}, not bfloat16"
     if call.gate_up_input_scale is not None or call.down_input_scale is not None:

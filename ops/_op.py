@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -45,6 +45,25 @@ def dispatched(reference: Callable[_P, _R]) -> Callable[_P, _R]:
 def definition(public: Callable[_P, _R]) -> Callable[_P, _R]:
     """The definition behind a ``dispatched`` function, which runs as plain torch."""
     return inspect.unwrap(public)  # type: ignore[no-any-return]
+
+
+def parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    where = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, where, annotation=kind, default=default)
+
+
+def parameters_of(call: type[tuple[Any, ...]]) -> list[inspect.Parameter]:
+    """The fields of a NamedTuple, which holds arguments of a call, as parameters."""
+    kinds = get_type_hints(call)
+    fields = inspect.signature(call).parameters.values()
+    return [parameter(field.name, kinds[field.name], field.default) for field in fields]
+
+
+def signed(fn: Any, parameters: Iterable[inspect.Parameter], results: int) -> Any:
+    """``fn``, which takes ``*args``, with the signature that the schema of its op is made of."""
+    returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
+    fn.__signature__ = inspect.Signature(list(parameters), return_annotation=returned)
+    return fn
 
 
 def always(desc: OpDesc) -> str:
@@ -237,8 +256,8 @@ def choose(
 
     Args:
         inline_first: prefer implementations that Inductor can fuse (``-O1``).
-        override: the implementation that must be used, or several with "/" between, of which the
-            first that fits is.
+        override: the implementation that must be used, or several separated by "/": then the
+            first of them that fits is used.
         order: replaces the op's own order of preference.
 
     Raises:

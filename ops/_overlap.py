@@ -64,7 +64,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 def linear_sum_norm_linear(call: Chain, group_name: str) -> Results:
     """Compute ``linear_all_reduce_add_norm_linear`` where ``overlaps`` says so; x and the residual
     are matrices."""
-    ops, x, residual = torch.ops.fw_cuda, call.x, call.residual
+    ops, (x, weight, bias, residual, norm_weight, eps) = torch.ops.fw_cuda, call.head
     rank, world = _peer_memory.rank_in(group_name), _peer_memory.world_of(group_name)
     rows, hidden = residual.shape
     part = part_rows(rows, world)
@@ -87,19 +87,19 @@ def linear_sum_norm_linear(call: Chain, group_name: str) -> Results:
 
     for other in others:
         span = spans[other]
-        _multiply(x[span], call.weight, call.bias, slot(other, span.stop - span.start))
+        _multiply(x[span], weight, bias, slot(other, span.stop - span.start))
         ops.peer_post(x, other, group_name)
     with torch.cuda.stream(copies):
         for other in others:
             ops.peer_wait(x, other, group_name)
             ops.peer_fetch(parts[other], other, rank * slot_bytes, group_name)
-    _multiply(x[own], call.weight, call.bias, parts[rank])
+    _multiply(x[own], weight, bias, parts[rank])
     stream.wait_stream(copies)
 
     norms = slot(world, num_own)
     totals = slot(rank, num_own)  # of the slots for sums, a rank's own is free
     ops.peer_sum_parts_norm(
-        parts, residual[own], call.norm_weight, call.eps, norms, totals, total[own], group_name
+        parts, residual[own], norm_weight, eps, norms, totals, total[own], group_name
     )
     for other in others:
         ops.peer_post(x, other, group_name)

@@ -19,7 +19,7 @@ from ._float8 import E4M3
 from ._launch import Launches, run_all
 from ._linear_kernels import Target
 from ._moe import Call, Planned, check, cost_of_call, kernel_names, plan_layers, plan_sum
-from ._op import Implementation, SemanticOp, dispatched, on_gpu
+from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
 from .launches import experts as plans, route as route_plans
@@ -28,44 +28,8 @@ from .quantize import finish, refuses_device
 from .route import OP as ROUTE
 
 
-@dispatched
-def fused_moe(
-    x: Tensor,
-    router_weight: Tensor,
-    correction_bias: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None,
-    down_scale: Tensor | None,
-    gate_up_input_scale: Tensor | None,
-    down_input_scale: Tensor | None,
-    group_size: int,
-    shared: Tensor | None,
-    shared_gate: Tensor | None,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    num_groups: int,
-    topk_groups: int,
-    scaling: float,
-    activation: str,
-    first_expert: Tensor | None = None,
-) -> Tensor:
+def _reference(*args: Any) -> Tensor:
     """Router, ``route``, two ``expert_linear`` and ``combine_experts``, rounded as in turn.
-
-    Args:
-        x: [num_tokens, hidden], floating point.
-        router_weight: [num_experts, hidden], same dtype; with ``first_expert`` of all ranks'.
-        correction_bias: as of ``route``.
-        gate_up, down: [num_experts, 2 * intermediate, hidden] and [num_experts, hidden,
-            intermediate], same dtype; or float8_e4m3fn, then their inputs are quantized first.
-        gate_up_scale, down_scale: of FP8: as of ``expert_linear``.
-        gate_up_input_scale, down_input_scale: [1, 1] float32, by which inputs are quantized; None:
-            by scales found in them, for groups of ``group_size``, 0 for whole rows.
-        shared, shared_gate: as of ``combine_experts``.
-        top_k, scoring, renormalize, num_groups, topk_groups, scaling: as of ``route``.
-        activation: "silu" or "gelu_tanh".
-        first_expert: as of ``expert_linear``: the result is the summand of one rank.
 
     Returns:
         [num_tokens, hidden] in x's dtype, contiguous.
@@ -73,16 +37,12 @@ def fused_moe(
     Raises:
         ValueError: shapes, dtypes or attributes are not these.
     """
-    call = Call(
-        *(x, router_weight, correction_bias, gate_up, down, gate_up_scale, down_scale),
-        *(gate_up_input_scale, down_input_scale, group_size, shared, shared_gate, top_k, scoring),
-        *(renormalize, num_groups, topk_groups, scaling, activation, first_expert),
-    )
-    topk_weights, ids = ROUTE.reference(*call.routed(LINEAR.reference(x, router_weight)))
-    first = finish(x, call.scheme(call.gate_up_input_scale))
+    call = Call(*args)
+    topk_weights, ids = ROUTE.reference(*call.routed(LINEAR.reference(call.x, call.router_weight)))
+    first = finish(call.x, call.scheme(call.gate_up_input_scale))
     h = EXPERT_LINEAR.reference(*call.first(first, ids))
     y = EXPERT_LINEAR.reference(*call.second(finish(h, call.scheme(call.down_input_scale)), ids))
-    result: Tensor = COMBINE_EXPERTS.reference(y, topk_weights, shared, shared_gate)
+    result: Tensor = COMBINE_EXPERTS.reference(y, topk_weights, call.shared, call.shared_gate)
     return result
 
 
@@ -269,14 +229,15 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    reference=fused_moe,
+    name="fused_moe",
+    reference=signed(_reference, parameters_of(Call), results=1),
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, opt_in=True, runs=_cuda_runs),
         on_gpu("triton", _triton, supports, launches=_launches, runs=_runs),
-        Implementation("native", fused_moe, on_host=True),
+        Implementation("native", _reference, on_host=True),
     ),
     tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},
 )

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ._desc import Case, Cases, Cost, Draw, OpDesc, drawn
 from ._launch import Launches
-from ._op import Implementation, SemanticOp, triton
+from ._op import Implementation, SemanticOp, parameter, signed, triton
 from .launches import activation as kernels
-from .quantize import ONE_STEP, SCHEMES, parameter, quantizing_op, schemes, signed
+from .quantize import ONE_STEP, SCHEMES, quantizing_op, schemes
 
 
 @dataclass(frozen=True)

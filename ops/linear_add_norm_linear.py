@@ -11,7 +11,7 @@ Both layers are of the linear family: the first has the epilogue ``add``, the se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._launch import Launches
 from ._linear_desc import LinearArgs, LinearDesc, describe
 from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
-from ._op import Implementation, SemanticOp, dispatched, on_gpu
+from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from .launches import norm
 from .linear import GATED, OP as LINEAR
 from .norm import ADD_RMS_NORM
@@ -31,30 +31,70 @@ from .norm import ADD_RMS_NORM
 Results = tuple[Tensor, Tensor]
 
 
-@dispatched
-def linear_add_norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    activation: str | None,
-) -> tuple[Tensor, Tensor]:
-    """A linear layer, the residual add, RMSNorm, and the linear layer that follows.
+class LinearAddNorm(NamedTuple):
+    """The arguments of a linear layer, the residual add and RMSNorm, with which fused ops begin.
 
-    Args:
+    Attributes:
         x: [..., in_features], floating point.
         weight: [hidden, in_features], same dtype, as all that follow.
         bias: [hidden], or None.
         residual: [..., hidden].
         norm_weight: [hidden].
         eps: added to the mean square.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor
+    norm_weight: Tensor
+    eps: float
+
+    @property
+    def layer(self) -> LinearArgs:
+        """The arguments of ``linear``."""
+        return LinearArgs(self.x, self.weight, self.bias)
+
+    def between(self, y: Any) -> tuple[Any, ...]:
+        """The arguments of ``add_rms_norm`` on the result of the layer."""
+        return y, self.residual, self.norm_weight, self.eps
+
+    @property
+    def rows(self) -> int:
+        return self.x.numel() // max(self.x.shape[-1], 1)
+
+
+class Chain(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        head: the first linear layer, the residual add and the norm.
         next_weight: [out_features, hidden]; with an activation gate rows, then as many up rows.
         next_bias: [out_features], or None.
         activation: None, or "silu" or "gelu_tanh", as of ``linear``.
+    """
+
+    head: LinearAddNorm
+    next_weight: Tensor
+    next_bias: Tensor | None
+    activation: str | None
+
+    @classmethod
+    def of(cls, args: Iterable[Any]) -> Chain:
+        """The call with these arguments, in the order of ``PARAMETERS``."""
+        *head, weight, bias, activation = args
+        return cls(LinearAddNorm(*head), weight, bias, activation)
+
+    def second(self, normed: Any) -> LinearArgs:
+        activation = self.activation
+        return LinearArgs(normed, self.next_weight, self.next_bias, activation=activation)
+
+
+PARAMETERS = (*parameters_of(LinearAddNorm), *parameters_of(Chain)[1:])
+
+
+def _reference(*args: Any) -> Results:
+    """A linear layer, the residual add, RMSNorm, and the linear layer that follows.
 
     Returns:
         (y, residual_out), contiguous.  ``residual_out`` is [..., hidden]: ``linear`` of x, rounded,
@@ -65,52 +105,25 @@ def linear_add_norm_linear(
     Raises:
         ValueError: shapes that are not these (native: PyTorch's RuntimeError).
     """
-    call = Chain(x, weight, bias, residual, norm_weight, eps, next_weight, next_bias, activation)
-    return in_turn(call, LINEAR.reference, ADD_RMS_NORM.reference)
-
-
-class Chain(NamedTuple):
-    """The arguments of a call, and those of the ops that it consists of."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    residual: Any
-    norm_weight: Any
-    eps: Any
-    next_weight: Any
-    next_bias: Any
-    activation: Any
-
-    @property
-    def first(self) -> LinearArgs:
-        return LinearArgs(self.x, self.weight, self.bias)
-
-    def second(self, normed: Any) -> LinearArgs:
-        activation = self.activation
-        return LinearArgs(normed, self.next_weight, self.next_bias, activation=activation)
-
-    def between(self, y: Any) -> tuple[Any, ...]:
-        """The arguments of ``add_rms_norm``."""
-        return y, self.residual, self.norm_weight, self.eps
+    return in_turn(Chain.of(args), LINEAR.reference, ADD_RMS_NORM.reference)
 
 
 def _fake(*args: Any) -> Results:
-    call = Chain(*args)
-    total = LINEAR.fake(*call.first)
-    if total.shape != call.residual.shape or call.norm_weight.shape != total.shape[-1:]:
+    call = Chain.of(args)
+    head, total = call.head, LINEAR.fake(*call.head.layer)
+    if total.shape != head.residual.shape or head.norm_weight.shape != total.shape[-1:]:
         raise ValueError(
-            f"linear_add_norm_linear: x {list(call.x.shape)} times weight "
-            f"{list(call.weight.shape)} is {list(total.shape)}: expected a residual like it, found "
-            f"{list(call.residual.shape)}, and a norm of {total.shape[-1]}, found "
-            f"{list(call.norm_weight.shape)}"
+            f"linear_add_norm_linear: x {list(head.x.shape)} times weight "
+            f"{list(head.weight.shape)} is {list(total.shape)}: expected a residual like it, found "
+            f"{list(head.residual.shape)}, and a norm of {total.shape[-1]}, found "
+            f"{list(head.norm_weight.shape)}"
         )
     return LINEAR.fake(*call.second(total)), total
 
 
 def in_turn(call: Chain, layer: Callable[..., Tensor], add_norm: Callable[..., Any]) -> Results:
     """Run the two layers and the norm between them, each by its own function."""
-    normed, total = add_norm(*call.between(layer(*call.first)))
+    normed, total = add_norm(*call.head.between(layer(*call.head.layer)))
     return layer(*call.second(normed)), total
 
 
@@ -118,7 +131,7 @@ def _in_turn(name: str) -> Callable[..., Results]:
     """Make the function that runs one op after the other, by this implementation of ``linear``."""
 
     def run(*args: Any) -> Results:
-        call, layer = Chain(*args), LINEAR.implementation(name).fn
+        call, layer = Chain.of(args), LINEAR.implementation(name).fn
         add_norm = ADD_RMS_NORM.implementation("triton").fn
         return in_turn(call, layer, add_norm)
 
@@ -130,24 +143,26 @@ _SKINNY_IN_TURN = _in_turn("skinny")
 
 def _skinny(*args: Any) -> Results:
     """Two streaming kernels for few rows, else the ops in turn."""
-    call = Chain(*args)
-    rows = streamable(call.x, call.weight, call.next_weight)
+    call = Chain.of(args)
+    head = call.head
+    rows = streamable(head.x, head.weight, call.next_weight)
     if rows is None or not _streams(call):
         return _SKINNY_IN_TURN(*args)
-    shape = call.residual.shape
-    call = call._replace(
+    shape = head.residual.shape
+    head = head._replace(
         x=rows,
-        residual=call.residual.reshape(rows.shape[0], -1).contiguous(),
-        norm_weight=call.norm_weight.contiguous(),
+        residual=head.residual.reshape(rows.shape[0], -1).contiguous(),
+        norm_weight=head.norm_weight.contiguous(),
     )
-    y, total = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default(*call)
+    y, total = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default(*head, *call[1:])
     return y.view(*shape[:-1], y.shape[1]), total.view(shape)
 
 
 def _layers(call: Chain) -> tuple[LinearDesc, LinearDesc]:
     """The descriptions of both layers."""
-    hidden = TensorDesc(call.x.dtype, (call.x.shape[0], call.weight.shape[0]))
-    first, second = describe(*call.first), describe(*call.second(hidden))
+    x, weight, *_ = call.head
+    hidden = TensorDesc(x.dtype, (x.shape[0], weight.shape[0]))
+    first, second = describe(*call.head.layer), describe(*call.second(hidden))
     return replace(first, add=True), replace(second, prologue="norm")
 
 
@@ -160,14 +175,14 @@ def _are_streamed(
     shapes: tuple[Any, ...], activation: str | None, rows: int, device: torch.device
 ) -> bool:
     held = [None if s is None else TensorDesc(*s) for s in shapes]
-    return not _why_not_streamed(_layers(Chain._make([*held, activation])), rows, here(device))
+    return not _why_not_streamed(_layers(Chain.of([*held, activation])), rows, here(device))
 
 
 def _streams(call: Chain) -> bool:
     """Whether the streaming kernels are selected for both layers of a call."""
-    shapes = tuple([(t.dtype, t.shape) if isinstance(t, Tensor) else None for t in call[:-1]])
-    rows = call.x.numel() // max(call.x.shape[-1], 1)
-    return _are_streamed(shapes, call.activation, rows, call.x.device)
+    *args, activation = *call.head, *call[1:]
+    shapes = tuple([(t.dtype, t.shape) if isinstance(t, Tensor) else None for t in args])
+    return _are_streamed(shapes, activation, call.head.rows, call.head.x.device)
 
 
 def _supports(desc: OpDesc) -> str:
@@ -177,23 +192,23 @@ def _supports(desc: OpDesc) -> str:
 def _skinny_supports(desc: OpDesc) -> str:
     if reason := _supports(desc):
         return reason
-    layers = _layers(Chain(*(value for _, value in desc.args)))
+    layers = _layers(Chain.of(value for _, value in desc.args))
     return _why_not_streamed(layers, 1, Target.of(desc))
 
 
 def launches_in_turn(call: Chain, add_norm: Callable[..., Launches[Any]]) -> Launches[Results]:
     """The launches that must be compiled: those of the add and norm, and of the activation."""
-    planned, (_, total) = add_norm(*call.between(LINEAR.fake(*call.first)))
+    planned, (_, total) = add_norm(*call.head.between(LINEAR.fake(*call.head.layer)))
     more, y = plan_epilogue(LINEAR.fake(*call.second(total)[:3]), call.activation, None)
     return [*planned, *more], (y, total)
 
 
 def _launches(*args: Any) -> Launches[Results]:
-    return launches_in_turn(Chain(*args), norm.norm)
+    return launches_in_turn(Chain.of(args), norm.norm)
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
-    if _streams(Chain(*args)):
+    if _streams(Chain.of(args)):
         return f"{STREAM.name}, add", f"norm, {STREAM.name}"
     return _runs_in_turn(*args)
 
@@ -246,14 +261,14 @@ def _cases(draw: Draw) -> Iterator[Case]:
 
 
 def _cost(desc: OpDesc) -> Cost:
-    call = Chain(*(value for _, value in desc.args))
+    call, residual = Chain.of(value for _, value in desc.args), desc["residual"]
     first, second = (
         LINEAR.cost(_part(desc, **args._asdict()))
-        for args in (call.first, call.second(call.residual))
+        for args in (call.head.layer, call.second(residual))
     )
     return Cost(
-        bytes=first.bytes + call.residual.nbytes + call.norm_weight.nbytes + second.bytes,
-        flops=first.flops + 5 * call.residual.numel + second.flops,
+        bytes=first.bytes + residual.nbytes + desc["norm_weight"].nbytes + second.bytes,
+        flops=first.flops + 5 * residual.numel + second.flops,
     )
 
 
@@ -263,14 +278,15 @@ def _part(desc: OpDesc, **args: Any) -> OpDesc:
 
 
 OP = SemanticOp(
-    reference=linear_add_norm_linear,
+    name="linear_add_norm_linear",
+    reference=signed(_reference, PARAMETERS, results=2),
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         on_gpu("skinny", _skinny, _skinny_supports, launches=_launches, runs=_runs),
         on_gpu("library", _in_turn("library"), _supports, launches=_launches, runs=_runs_in_turn),
-        Implementation("native", linear_add_norm_linear, inline=True),
+        Implementation("native", _reference, inline=True),
     ),
     # Those of gated layers, wider in bfloat16: the streaming kernels leave out a rounding.
     tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},

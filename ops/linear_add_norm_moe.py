@@ -9,7 +9,7 @@ residual, and normalizes the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,10 +32,11 @@ from ._moe import (
     plan_sum,
     plan_sum_and_norm,
 )
-from ._op import Implementation, SemanticOp, dispatched, on_gpu
+from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from .fused_moe import OP as FUSED_MOE, moe_args, supports_call
 from .launches import norm
 from .linear import OP as LINEAR
+from .linear_add_norm_linear import LinearAddNorm
 from .norm import ADD_RMS_NORM
 
 Results = tuple[Tensor, Tensor]
@@ -43,42 +44,53 @@ Results = tuple[Tensor, Tensor]
 Layers = Callable[[Experts], Planned]
 
 
-@dispatched
-def linear_add_norm_moe(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    router_weight: Tensor,
-    correction_bias: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    num_groups: int,
-    topk_groups: int,
-    scaling: float,
-    activation: str,
-    next_norm_weight: Tensor | None,
-    next_eps: float,
-    next_weight: Tensor | None,
-    next_bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """``linear``, ``add_rms_norm``, ``fused_moe``, and again ``add_rms_norm`` and ``linear``.
+# The arguments of ``fused_moe`` for FP8 weights and a shared expert, which this op does not take.
+_PLAIN = (None, None, None, None, 0, None, None)
 
-    Args:
-        x: [num_tokens, in_features], floating point.
-        weight, bias: of the first layer, [hidden, in_features] and [hidden]; bias may be None.
-        residual: [num_tokens, hidden].
-        norm_weight, eps: of the norm before the experts.
-        router_weight, ..., activation: as in ``fused_moe``, without FP8.
+
+class Call(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        head: the first layer, with x a matrix, and the norm before the experts.
+        experts: the arguments of ``fused_moe``, on the residual in place of the norm.
         next_norm_weight, next_eps: of the norm after the experts.  In a model's last layer,
             ``next_norm_weight``, ``next_weight`` and ``next_bias`` are None.
         next_weight, next_bias: of the second linear layer, [out_features, hidden] and
             [out_features]; the bias may be None.
+    """
+
+    head: LinearAddNorm
+    experts: Experts
+    next_norm_weight: Tensor | None
+    next_eps: float
+    next_weight: Tensor | None
+    next_bias: Tensor | None
+
+    @classmethod
+    def of(cls, args: Iterable[Any]) -> Call:
+        """The call with these arguments, in the order of ``_PARAMETERS``."""
+        args = tuple(args)
+        head = LinearAddNorm(*args[:6])
+        experts = Experts._make((head.residual, *args[6:10], *_PLAIN, *args[10:17], None))
+        return cls(head, experts, *args[17:])
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows the experts."""
+        return self.next_norm_weight is None
+
+
+_EXPERTS = parameters_of(Experts)
+_PARAMETERS = (
+    *parameters_of(LinearAddNorm),
+    *(*_EXPERTS[1:5], *_EXPERTS[12:19]),
+    *parameters_of(Call)[2:],
+)
+
+
+def _reference(*args: Any) -> Results:
+    """``linear``, ``add_rms_norm``, ``fused_moe``, and again ``add_rms_norm`` and ``linear``.
 
     Returns:
         (y, residual_out), contiguous.  y is [num_tokens, out_features], and ``residual_out`` is the
@@ -88,57 +100,23 @@ def linear_add_norm_moe(
     Raises:
         ValueError: shapes are not these.
     """
-    experts = Experts(
-        *(residual, router_weight, correction_bias, gate_up, down, *_PLAIN, top_k, scoring),
-        *(renormalize, num_groups, topk_groups, scaling, activation),
-    )
-    normed, total = ADD_RMS_NORM.reference(
-        LINEAR.reference(x, weight, bias), residual, norm_weight, eps
-    )
-    y = FUSED_MOE.reference(*experts._replace(x=normed))
-    if next_norm_weight is None:
+    call = Call.of(args)
+    first = LINEAR.reference(*call.head.layer)
+    normed, total = ADD_RMS_NORM.reference(*call.head.between(first))
+    y = FUSED_MOE.reference(*call.experts._replace(x=normed))
+    if call.is_last:
         return y, total
-    normed, total = ADD_RMS_NORM.reference(y, total, next_norm_weight, next_eps)
-    return LINEAR.reference(normed, next_weight, next_bias), total
-
-
-# The arguments of ``fused_moe`` for FP8 weights and a shared expert, which this op does not take.
-_PLAIN = (None, None, None, None, 0, None, None)
-
-
-class Call(NamedTuple):
-    """The arguments of a call.  Those of the experts are ``fused_moe``'s, on the residual."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    residual: Any
-    norm_weight: Any
-    eps: Any
-    experts: Experts
-    next_norm_weight: Any
-    next_eps: Any
-    next_weight: Any
-    next_bias: Any
-
-    @classmethod
-    def of(cls, args: Sequence[Any]) -> Call:
-        experts = Experts._make((args[3], *args[6:10], *_PLAIN, *args[10:17], None))
-        return cls._make((*args[:6], experts, *args[17:]))
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing follows the experts."""
-        return self.next_norm_weight is None
+    normed, total = ADD_RMS_NORM.reference(y, total, call.next_norm_weight, call.next_eps)
+    return LINEAR.reference(normed, call.next_weight, call.next_bias), total
 
 
 def check(call: Call) -> None:
     """Raises ValueError: shapes do not fit; names what was expected."""
-    hidden = call.weight.shape[0]
-    if len(call.x.shape) != 2 or tuple(call.residual.shape) != (call.x.shape[0], hidden):
+    x, residual, hidden = call.head.x, call.head.residual, call.head.weight.shape[0]
+    if len(x.shape) != 2 or tuple(residual.shape) != (x.shape[0], hidden):
         raise ValueError(
-            f"linear_add_norm_moe: x is {[*call.x.shape]} and the residual "
-            f"{[*call.residual.shape]}, expected [num_tokens, in_features] and [num_tokens, "
+            f"linear_add_norm_moe: x is {[*x.shape]} and the residual "
+            f"{[*residual.shape]}, expected [num_tokens, in_features] and [num_tokens, "
             f"{hidden}]"
         )
     if (call.next_norm_weight is None) is not (call.next_weight is None):
@@ -152,7 +130,7 @@ def check(call: Call) -> None:
 def _fake(*args: Any) -> Results:
     call = Call.of(args)
     check(call)
-    total = LINEAR.fake(call.x, call.weight, call.bias)
+    total = LINEAR.fake(*call.head.layer)
     if call.is_last:
         return torch.empty_like(total), total
     return LINEAR.fake(total, call.next_weight, call.next_bias), total
@@ -166,12 +144,12 @@ def _linear(*args: Any) -> Tensor:
 
 def _streams(call: Call) -> bool:
     """Whether csrc's kernels for few tokens serve the whole call, dense layers and experts."""
-    tensors = call[:5] + call.experts[1:5]
-    if call.x.device.type != "meta" and not all(
+    x, tensors = call.head.x, call.head[:5] + call.experts[1:5]
+    if x.device.type != "meta" and not all(
         t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors
     ):
         return False
-    rows, target = call.x.shape[0], here(call.x.device)
+    rows, target = x.shape[0], here(x.device)
     if any(STREAM.refuses(desc, rows, target) for desc in _layers(call)):
         return False
     return csrc.streams(call.experts)
@@ -179,9 +157,9 @@ def _streams(call: Call) -> bool:
 
 def _layers(call: Call) -> list[LinearDesc]:
     """Describes the dense layers: the first adds a residual, the second reads a norm."""
-    found = [replace(describe(call.x, call.weight, call.bias), add=True)]
+    found = [replace(describe(*call.head.layer), add=True)]
     if not call.is_last:
-        behind = describe(call.residual, call.next_weight, call.next_bias)
+        behind = describe(call.head.residual, call.next_weight, call.next_bias)
         found.append(replace(behind, prologue="norm"))
     return found
 
@@ -192,12 +170,10 @@ def _cuda(*args: Any) -> Results:
     call = Call.of(args)
     if not _streams(call):
         return _in_turn(call, _cuda_layers)
-    weighted, total, squares = torch.ops.fw_cuda.skinny_linear_add.default(
-        call.x, call.weight, call.bias, call.residual, call.norm_weight
-    )
+    weighted, total, squares = torch.ops.fw_cuda.skinny_linear_add.default(*call.head[:5])
     experts = call.experts._replace(x=weighted)
-    made = csrc.route_and_gate_up(experts, squares, float(call.eps))
-    if call.is_last:
+    made = csrc.route_and_gate_up(experts, squares, float(call.head.eps))
+    if call.next_norm_weight is None:
         return csrc.down(experts, made), total
     total, weighted, squares = csrc.down_add_norm(experts, made, total, call.next_norm_weight)
     y = torch.ops.fw_cuda.skinny_norm_linear.default(
@@ -243,8 +219,8 @@ def _logits(experts: Experts) -> Tensor:
 
 def _in_turn(call: Call, layers: Layers) -> Results:
     """Runs the ops in turn; the kernel that sums the experts also applies the norm that follows."""
-    y = _linear(call.x, call.weight, call.bias)
-    launches, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
+    y = _linear(*call.head.layer)
+    launches, (normed, total) = norm.norm(*call.head.between(y))
     run_all(launches)
     launches, results = _plan_experts(call, normed, total, layers)
     run_all(launches)
@@ -260,7 +236,7 @@ def _plan_experts(
     last layer, otherwise (the norm, the sum that was normalized)."""
     experts = call.experts._replace(x=normed)
     made = layers(experts)
-    if call.is_last:
+    if call.next_norm_weight is None:
         launches, y = plan_sum(experts, made)
         return launches, (y,)
     return plan_sum_and_norm(experts, made, total, call.next_norm_weight, float(call.next_eps))
@@ -268,8 +244,8 @@ def _plan_experts(
 
 def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
     """The Triton launches before the router's layer, those after it, and the results."""
-    y = LINEAR.fake(call.x, call.weight, call.bias)
-    first, (normed, total) = norm.norm(y, call.residual, call.norm_weight, call.eps)
+    y = LINEAR.fake(*call.head.layer)
+    first, (normed, total) = norm.norm(*call.head.between(y))
     logits = LINEAR.fake(normed, call.experts.router_weight, None)
     then, results = _plan_experts(call, normed, total, partial(plan_layers, logits=logits))
     if call.is_last:
@@ -289,16 +265,16 @@ def _runs(*args: Any) -> tuple[str, ...]:
     of_linear = LINEAR.implementation("skinny").runs
     assert of_linear is not None
     rest = (None,) * 5
-    names = of_linear(call.x, call.weight, call.bias, *rest)
+    names = of_linear(*call.head.layer)
     names += (*kernel_names(first), "cuBLAS", *kernel_names(then))
     if call.is_last:
         return names
-    return (*names, *of_linear(call.residual, call.next_weight, call.next_bias, *rest))
+    return (*names, *of_linear(call.head.residual, call.next_weight, call.next_bias, *rest))
 
 
 def _supports(desc: OpDesc) -> str:
     call = Call.of([value for _, value in desc.args])
-    part = OpDesc(desc.op, (("x", call.residual),), desc.device, desc.sm)
+    part = OpDesc(desc.op, (("x", desc["residual"]),), desc.device, desc.sm)
     if reason := ADD_RMS_NORM.implementation("triton").supports(part):
         return reason
     return supports_call(call.experts, desc)
@@ -349,28 +325,29 @@ def _cases(draw: Draw) -> Iterator[Case]:
 
 def _cost(desc: OpDesc) -> Cost:
     call = Call.of([value for _, value in desc.args])
-    normed = call.residual
+    normed = desc["residual"]
     experts = cost_of_call(call.experts)
-    held = [t for t in (*call[:5], *call[7:]) if hasattr(t, "nbytes")]
+    held: list[Any] = [t for t in (*call.head, *call[2:]) if hasattr(t, "nbytes")]
     rows, hidden = normed.shape
-    columns = hidden if call.is_last else call.next_weight.shape[0]
+    columns = hidden if call.is_last else desc["next_weight"].shape[0]
     moved = sum(t.nbytes for t in held) + experts.bytes - 2 * normed.nbytes
-    flops = 2 * call.x.numel * hidden + experts.flops + 5 * normed.numel
+    flops = 2 * desc["x"].numel * hidden + experts.flops + 5 * normed.numel
     if not call.is_last:
         flops += 5 * normed.numel + 2 * rows * hidden * columns
-    written = (rows * columns + normed.numel) * call.x.dtype.itemsize
+    written = (rows * columns + normed.numel) * normed.dtype.itemsize
     return Cost(bytes=moved + written, flops=flops)
 
 
 OP = SemanticOp(
-    reference=linear_add_norm_moe,
+    name="linear_add_norm_moe",
+    reference=signed(_reference, _PARAMETERS, results=2),
     fake=_fake,
     cases=_cases,
     cost=_cost,
     implementations=(
         on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, runs=_cuda_runs),
         on_gpu("triton", _triton, _supports, launches=_launches, runs=_runs),
-        Implementation("native", linear_add_norm_moe, on_host=True),
+        Implementation("native", _reference, on_host=True),
     ),
     tolerances={
         torch.float32: Tolerance(1e-4, 1e-4),

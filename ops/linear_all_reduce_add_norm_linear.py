@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from . import _overlap, _peer_memory
 from ._desc import Case, Cost, Draw, OpDesc, drawn
 from ._launch import Launches
-from ._op import Implementation, SemanticOp, dispatched, on_gpu
+from ._op import Implementation, SemanticOp, on_gpu, parameter, signed
 from .all_reduce import CASES_GROUP, sum_flops, wire_bytes
 from .linear import OP as LINEAR
 from .linear_add_norm_linear import (
     OP as ONE_RANK,
+    PARAMETERS,
     Chain,
     Results,
     draw_chain,
@@ -33,19 +32,7 @@ OVERLAPPED = "GEMMs with hidden transfers"
 """``explain`` says that this runs where rows are many."""
 
 
-@dispatched
-def linear_all_reduce_add_norm_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    next_weight: Tensor,
-    next_bias: Tensor | None,
-    activation: str | None,
-    group_name: str,
-) -> tuple[Tensor, Tensor]:
+def _reference(*args: Any) -> Results:
     """A linear layer whose results are summed over ranks, the residual add, RMSNorm, and the linear
     layer that follows.
 
@@ -60,7 +47,7 @@ def linear_all_reduce_add_norm_linear(
     Raises:
         ValueError: no such group, a group of one rank, or shapes that do not fit.
     """
-    call = Chain(x, weight, bias, residual, norm_weight, eps, next_weight, next_bias, activation)
+    call, group_name = _split(args)
     return in_turn(call, LINEAR.reference, _over(group_name, _NORM.reference))
 
 
@@ -74,13 +61,13 @@ def _over(group_name: str, norm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Chain, str]:
-    return Chain._make(args[:-1]), args[-1]
+    return Chain.of(args[:-1]), args[-1]
 
 
 def _fake(*args: Any) -> Results:
-    call, group_name = _split(args)
-    made: Results = ONE_RANK.fake(*call)
-    _NORM.fake(*call.between(made[1]), None, group_name)
+    *chain, group_name = args
+    made: Results = ONE_RANK.fake(*chain)
+    _NORM.fake(*Chain.of(chain).head.between(made[1]), None, group_name)
     return made
 
 
@@ -99,10 +86,9 @@ _PUSHED = _in_turn("skinny", "cuda")
 
 
 def _overlaps(call: Chain, group_name: str) -> bool:
-    rows = call.x.numel() // max(call.x.shape[-1], 1)
-    world = _peer_memory.world_of(group_name, call.x.device)
+    world = _peer_memory.world_of(group_name, call.head.x.device)
     next_features, hidden = call.next_weight.shape
-    return _overlap.overlaps(rows, next_features, hidden, world)
+    return _overlap.overlaps(call.head.rows, next_features, hidden, world)
 
 
 def _cuda(*args: Any) -> Results:
@@ -110,12 +96,12 @@ def _cuda(*args: Any) -> Results:
     call, group_name = _split(args)
     if not _overlaps(call, group_name):
         return _PUSHED(*args)
-    shape = call.residual.shape
-    call = call._replace(
-        x=call.x.reshape(-1, call.x.shape[-1]),
-        residual=call.residual.reshape(-1, shape[-1]).contiguous(),
+    x, residual = call.head.x, call.head.residual
+    shape = residual.shape
+    head = call.head._replace(
+        x=x.reshape(-1, x.shape[-1]), residual=residual.reshape(-1, shape[-1]).contiguous()
     )
-    y, total = _overlap.linear_sum_norm_linear(call, group_name)
+    y, total = _overlap.linear_sum_norm_linear(call._replace(head=head), group_name)
     return y.view(*shape[:-1], y.shape[1]), total.view(shape)
 
 
@@ -145,9 +131,9 @@ def _runs(layer: str, norm: str) -> Callable[..., tuple[str, ...]]:
         call, group_name = _split(args)
         if norm == "cuda" and _overlaps(call, group_name):
             return (OVERLAPPED,)
-        made = LINEAR.fake(*call.first)
-        summed = between(*call.between(made), None, group_name)
-        return *first(*call.first), *summed, *first(*call.second(made))
+        made = LINEAR.fake(*call.head.layer)
+        summed = between(*call.head.between(made), None, group_name)
+        return *first(*call.head.layer), *summed, *first(*call.second(made))
 
     return runs
 
@@ -173,7 +159,8 @@ def _cost(desc: OpDesc) -> Cost:
 
 
 OP = SemanticOp(
-    reference=linear_all_reduce_add_norm_linear,
+    name="linear_all_reduce_add_norm_linear",
+    reference=signed(_reference, (*PARAMETERS, parameter("group_name", str)), results=2),
     fake=_fake,
     cases=_cases,
     cost=_cost,
@@ -186,7 +173,7 @@ OP = SemanticOp(
             launches=_launches,
             runs=_runs("library", "triton"),
         ),
-        Implementation("native", linear_all_reduce_add_norm_linear),
+        Implementation("native", _reference),
     ),
     tolerances=ONE_RANK.tolerances,
 )

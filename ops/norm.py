@@ -23,7 +23,7 @@ from torch import Tensor
 from . import _peer_memory
 from ._desc import TOLERANCES, Case, Cost, OpDesc
 from ._launch import Launch, run_launches
-from ._op import Implementation, SemanticOp, on_gpu, triton
+from ._op import Implementation, SemanticOp, on_gpu, parameter, signed, triton
 from .all_reduce import (
     CASES_GROUP,
     LIBRARY,
@@ -41,11 +41,9 @@ from .quantize import (
     alone_or_all,
     check,
     finish,
-    parameter,
     quantizing_cost,
     refuses_device,
     schemes,
-    signed,
     too_wide_for,
 )
 

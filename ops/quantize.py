@@ -18,7 +18,7 @@ from torch import Tensor
 from ._desc import EXACT, TOLERANCES, Case, Cases, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._float8 import E4M3, E4M3_MAX
 from ._launch import Launches
-from ._op import Implementation, SemanticOp, triton
+from ._op import Implementation, SemanticOp, parameter, signed, triton
 from .launches.quant import GROUP, Scheme, empty_results, quantize as plan_quantize
 
 
@@ -40,18 +40,6 @@ class Quant:
 
     def owns(self, scheme: Scheme) -> bool:
         return isinstance(scheme, Tensor) == (self.results == 1)
-
-
-def parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    where = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, where, annotation=kind, default=default)
-
-
-def signed(fn: Any, parameters: list[inspect.Parameter], results: int) -> Any:
-    """``fn``, which takes ``*args``, with the signature that the schema of its op is made of."""
-    returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
-    fn.__signature__ = inspect.Signature(parameters, return_annotation=returned)
-    return fn
 
 
 SCHEMES = {

@@ -45,7 +45,7 @@ def _read(moe: fx.Node) -> Match | None:
         return None
     if normed.args[1] != 0:  # the experts read the sum itself
         return None
-    norm, experts = normed.args[0], Experts(*moe.args)
+    norm, experts = normed.args[0], Experts(*list[Any](moe.args))
     first, residual = summands(norm)
     if reason := _why_not(first, norm, normed, moe, experts):
         raise Miss(reason)

@@ -1,4 +1,4 @@
-"""``fusewright``: the list of commands and what becomes of their errors.
+"""The command line ``fusewright``: its commands, and what happens to their errors.
 
 Exit codes: 0 done; 1 the machine or this program failed; 2 a mistake the user can mend; 130
 interrupted; 143 terminated.  An error is one line on stderr; ``--debug`` prints its traceback too.

@@ -35,8 +35,8 @@ def profile(
     """Kernels, layers and a CPU/GPU time line of steady steps, through captured graphs.
 
     Writes kernels.csv, kernels.json, layers.json, timeline.json and trace.json: a Chrome trace,
-    for Perfetto, or for TensorBoard under a name that ends in .pt.trace.json.  With
-    --record-expert-load also experts.json: the tokens of each expert, a layer.
+    which Perfetto shows, and TensorBoard under a name that ends in .pt.trace.json.  With
+    --record-expert-load it also writes experts.json: the tokens of each expert in each layer.
     """
     options = to_measure(engine, model_argument)
     phase = wanted.phase
@@ -62,16 +62,16 @@ def record_phases(
     """Profile an engine of these options.
 
     Args:
-        options: of the engine.
-        to_profile: a phase for each folder, which must be there.
-        output: the folder for what is said of the engine.
+        options: options of the engine.
+        to_profile: what to record into each folder, which must exist.
+        output: the folder for engine.json, the engine's report.
         err: print the tables to stderr.
 
     Returns:
-        What ``bench.profiling.write`` returns of each phase.
+        What ``bench.profiling.write`` returns, by phase.
 
     Raises:
-        UserError: an option is bad, or the device lets nothing be recorded.
+        UserError: an option is bad, or the device does not allow profiling.
     """
     from ..bench.profiling import profile_phase, write
 

@@ -32,7 +32,7 @@ def _chain(tokens: int, hidden: int, inner: int, then: int, activation: str | No
     same = torch.Generator("cuda").manual_seed(tokens)  # the residual is the same on every rank
     residual = torch.randn((tokens, hidden), generator=same, dtype=torch.bfloat16, device="cuda")
     between = (residual, torch.ones_like(weight[:, 0]), 1e-5)
-    return Chain(randn(tokens, inner), weight, None, *between, next_weight, None, activation)
+    return Chain.of((randn(tokens, inner), weight, None, *between, next_weight, None, activation))
 
 
 def _median_us(call: Callable[[Chain], Any], chains: list[Chain]) -> float:
@@ -58,7 +58,7 @@ def measure(world: int, hidden: int) -> list[dict[str, Any]]:
         return in_turn(call, layer, lambda *args: norm(*args, None, GROUP))
 
     def layers(call: Chain) -> Any:
-        return layer(*call.second(layer(*call.first)))
+        return layer(*call.second(layer(*call.head.layer)))
 
     def overlapped(call: Chain) -> Any:
         return linear_sum_norm_linear(call, GROUP)

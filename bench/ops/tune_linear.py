@@ -1,8 +1,8 @@
 """Writes the device table of this GPU for the shapes of some models.
 
 ``python -m fusewright.bench.ops.tune_linear [--models M ...] [--operands O ...] [--rows N ...]``.
-It measures as ``-O3`` does (``compiler/lowering/tune_library.py``), also what the table has.
-Entries for other weights stay.
+It measures as ``-O3`` does (``compiler/lowering/tune_library.py``), but also what the table already
+has.  Entries for other weights stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FP8_MOST_FEATURES = 100_000  # lm_head stays in bfloat16
 
 
 def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[Algorithm], float]:
-    """The entries of the searched weights in place of theirs in the old table, and how many are
+    """The old table's entries with those of the searched weights replaced, and how many are
     new."""
     shapes = dict.fromkeys(shape for name in options.models for shape in WEIGHTS[name])
     weights = [
@@ -53,8 +53,8 @@ def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[A
 
 
 def copy_tb_s() -> float:
-    """The rate of a device-to-device copy of 2 GiB in TB/s, bytes read and written: the best of
-    10."""
+    """The rate of a device-to-device copy of 2 GiB in TB/s, which counts bytes read and bytes
+    written.  The best of 10 copies counts."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times_ms: list[float] = []
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="the table; default: that in use")
     parser.add_argument("--models", nargs="+", default=list(WEIGHTS), choices=WEIGHTS)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--seconds", type=float, default=600, help="stop then")
+    parser.add_argument("--seconds", type=float, default=600, help="stop after so many")
     parser.add_argument("--operands", nargs="+", default=OPERANDS, choices=OPERANDS)
     options = parser.parse_args()
     if not load_cuda_library():

@@ -1,7 +1,7 @@
 """An artifact: a folder of plan, code and kernels, and the manifest that accounts for each byte.
 
-The manifest holds every factor of the key, the digest of every file and its own; nothing is read
-that does not match, and what does not match is a ``Refusal`` that names path, reason and remedy.
+The manifest holds every factor of the key, and the digests of every file and of itself.  What does
+not match its digest is not used: a ``Refusal`` names the path, the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def parse_json(data: bytes) -> Any:
     """A JSON document.
 
     Raises:
-        ValueError: it is none, or is nested too deeply to be handled safely.
+        ValueError: the data is not JSON, or is nested too deeply to be handled safely.
     """
     try:
         document = json.loads(data.decode())
@@ -111,11 +111,11 @@ class Manifest:
     Attributes:
         key: digest of ``factors``; the name of the artifact's folder.
         factors: name -> value of everything that the code depends on.
-        label: what it is, for people.
+        label: a description for people.
         created: UTC, as in 2026-01-31T12:00:00Z.
         producer: program and version that wrote it.
         files: name -> digest and size of every file but manifest and signature.
-        report: the account of its build; JSON.
+        report: what its build reports, as JSON.
     """
 
     key: str
@@ -164,7 +164,7 @@ class Manifest:
         """The manifest that ``encode()`` wrote.
 
         Raises:
-            ValueError: with the reason; any changed byte is one.
+            ValueError: the data is anything else, even by a single byte; says what is wrong.
         """
         manifest = cls._read(parse_json(data))
         if manifest.encode() != data:
@@ -230,7 +230,7 @@ def canonical_json(document: Mapping[str, Any]) -> bytes:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names of files that are not plain relative paths or collide, by case alone too.
+    """Refuse file names that are not plain relative paths, or that differ in case alone.
 
     Raises:
         ValueError: names the file.
@@ -265,7 +265,7 @@ class Artifact:
 
     @classmethod
     def open(cls, path: Path) -> Artifact:
-        """The artifact in a folder, its files unread.
+        """Open the artifact in a folder.  Only its manifest is read.
 
         Raises:
             Refusal: the manifest is missing, changed, or of another key than the folder's name.

@@ -208,6 +208,12 @@ struct Sums {
     }
   }
 
+  // This lane's part of a fragment.
+  __device__ __forceinline__ float4 fragment(int n, int j) const {
+    const auto& v = out[n][j];
+    return {v[0], v[1], v[2], v[3]};
+  }
+
   // Sums over the tokens of every lane.
   __device__ __forceinline__ void finish() {
 #pragma unroll

@@ -41,7 +41,7 @@ inline void check_devices(const char* op, const Tensor& q, const Tensor& kv_cach
   check_device(op, out, "out", q);
 }
 
-// `takes_fp8`: float8_e4m3fn besides q's dtype.
+// With `takes_fp8` the cache may be of float8_e4m3fn too, besides q's dtype.
 inline void check_cache(const char* op, const Tensor& kv_cache, const Tensor& q, bool takes_fp8,
                         int64_t max_group) {
   const int64_t head_dim = q.size(2);
@@ -98,7 +98,7 @@ inline void check_floats(const char* op, const Tensor& t, const char* name, int6
   }
 }
 
-// FP8 with an out_scale, else of q's dtype.
+// The result is FP8 with an out_scale, else of q's dtype.
 inline void check_out(const char* op, const Tensor& out, const Tensor& q, const Tensor* out_scale) {
   if (out_scale) {
     check_device(op, *out_scale, "out_scale", q);

@@ -65,8 +65,7 @@ __device__ __forceinline__ void write_partial(float4* to, const Sums<T>& sums) {
   for (int n = 0; n < T::kHeadTiles; ++n) {
 #pragma unroll
     for (int j = 0; j < T::kSteps; ++j) {
-      const auto& v = sums.out[n][j];
-      __stcg(to + (n * T::kSteps + j) * kWarpSize, {v[0], v[1], v[2], v[3]});
+      __stcg(to + (n * T::kSteps + j) * kWarpSize, sums.fragment(n, j));
     }
     __stcg(to + (T::kFragments + n) * kWarpSize,
            {sums.peak[n][0], sums.peak[n][1], sums.total[n][0], sums.total[n][1]});

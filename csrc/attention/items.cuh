@@ -239,9 +239,8 @@ __device__ __forceinline__ void store_sums(const DecodeArgs& args, int token, in
   for (int n = 0; n < T::kHeadTiles; ++n) {
 #pragma unroll
     for (int j = 0; j < T::kSteps; ++j) {
-      const auto& v = sums.out[n][j];
       store_fragment<T>(args, token, head, n * T::kSteps + j, lane,
-                        divided({v[0], v[1], v[2], v[3]}, sums.total[n][0], sums.total[n][1]));
+                        divided(sums.fragment(n, j), sums.total[n][0], sums.total[n][1]));
     }
   }
 }
@@ -253,8 +252,7 @@ __device__ __forceinline__ void leave_sums(uint32_t ring, const Sums<T>& sums) {
   for (int n = 0; n < T::kHeadTiles; ++n) {
 #pragma unroll
     for (int j = 0; j < T::kSteps; ++j) {
-      const auto& v = sums.out[n][j];
-      store_shared(ring + ((n * T::kSteps + j) * kWarpSize + lane) * 16, {v[0], v[1], v[2], v[3]});
+      store_shared(ring + ((n * T::kSteps + j) * kWarpSize + lane) * 16, sums.fragment(n, j));
     }
     if (lane < 4) {
       store_shared(ring + Inbox<T>::kFragmentBytes + (n * 4 + lane) * 16,

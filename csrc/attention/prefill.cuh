@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
       barrier_init(shared_address(&box.full[i / kStages][i % kStages]), 1);
       barrier_init(shared_address(&box.empty[i / kStages][i % kStages]), kComputeWarps);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
   __syncthreads();
   // Registers move from those who fill to those who compute.

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "../common/device.cuh"
+#include "../common/mma.cuh"
 
 namespace fusewright::attention {
 
@@ -45,24 +46,8 @@ __device__ __forceinline__ uint32_t transpose(uint32_t a) {
 }
 
 template <typename M>
-__device__ __forceinline__ void mma(float (&d)[4], const Fragment& a, uint32_t b0, uint32_t b1);
-
-template <>
-__device__ __forceinline__ void mma<__nv_bfloat16>(float (&d)[4], const Fragment& a, uint32_t b0,
-                                                   uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
-
-template <>
-__device__ __forceinline__ void mma<__half>(float (&d)[4], const Fragment& a, uint32_t b0,
-                                            uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+__device__ __forceinline__ void mma(float (&d)[4], const Fragment& a, uint32_t b0, uint32_t b1) {
+  fusewright::mma<M>(d, a.x, a.y, a.z, a.w, b0, b1);
 }
 
 // Two floats as two 16-bit numbers, low first.

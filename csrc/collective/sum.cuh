@@ -237,11 +237,10 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
   for (int row = blockIdx.x; row < a.rows; row += gridDim.x) {
     if (row + ahead < a.rows) push(row + ahead);
     const int64_t first = static_cast<int64_t>(row) * a.row_packets;
-    Values v[kPackets];
+    Values v[kPackets] = {};
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int packet = threadIdx.x + i * blockDim.x;
-      v[i] = {};
       if (!is_there(first, packet)) continue;
       uint4 added = {};
       if (kNorm && a.residual) added = static_cast<const uint4*>(a.residual)[first + packet];
@@ -274,11 +273,10 @@ __global__ void __launch_bounds__(kMaxThreads) sum_parts_kernel(const __grid_con
   int turn = 0;
   for (int row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const int64_t first = static_cast<int64_t>(row) * a.row_packets;
-    Values v[kPackets];
+    Values v[kPackets] = {};
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int packet = threadIdx.x + i * blockDim.x;
-      v[i] = {};
       if (packet >= a.row_packets) continue;
       const int64_t at = first + packet;
       uint4 found[kWorld];

@@ -1,6 +1,6 @@
 // How the blocks of a cluster tell each other numbers: stores into the other's shared memory that
-// count down a barrier there. The receiver waits for its bytes; nobody meets at a fence (a barrier
-// of the cluster that orders memory is one of the whole GPU).
+// count down a barrier there. The receiver waits for its bytes alone. A cluster's own barrier would
+// cost more: to order memory, it is a fence for the whole GPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,17 +23,14 @@ __device__ __forceinline__ int blocks_in_cluster() {
   return static_cast<int>(blocks);
 }
 
-// A barrier in shared memory, over whenever one thread has called expect and its bytes are there.
+// A barrier in shared memory. A phase is over when one thread has called expect and that many bytes
+// are there.
 struct Inbox {
   uint64_t barrier;
 
   __device__ void init() {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier))
                  : "memory");
-  }
-
-  __device__ static void fence_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
   __device__ void expect(int bytes) {
@@ -45,7 +42,7 @@ struct Inbox {
 
   __device__ void wait(int parity) { barrier_wait_cluster(shared_address(&barrier), parity); }
 
-  // `value` to the place that `to` is here, in the block of that rank, whose barrier counts it.
+  // Stores `value` where `to` lies, but in the block of that rank, whose barrier counts the bytes.
   __device__ void send(unsigned long long* to, unsigned long long value, int rank) {
     asm volatile(
         "{\n\t"

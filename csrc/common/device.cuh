@@ -1,4 +1,4 @@
-// What kernels of every folder are made of: barriers in shared memory, clusters, and the order
+// Instructions that kernels of every folder use: barriers in shared memory, clusters, and the order
 // between programmatically launched kernels. sm_90.
 #pragma once
 
@@ -14,6 +14,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
+}
+
+// Makes barriers that this thread has initialized visible to tensor copies and to the cluster.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, int bytes) {
@@ -37,7 +42,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// 16 bytes from global to shared memory, or zeros without reading.
+// Copies 16 bytes from global to shared memory, or stores zeros without reading.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)
@@ -53,12 +58,13 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The barrier counts this thread when its copies until now are there; it was initialized with them.
+// Arrives at the barrier once this thread's copies until now are there. The count with which the
+// barrier was initialized includes this.
 __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// For what other blocks of the cluster have stored, too.
+// A wait after which stores of other blocks of the cluster are visible too.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, int parity) {
   asm volatile(
       "{\n\t"

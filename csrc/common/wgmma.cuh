@@ -13,13 +13,14 @@ constexpr int kWarpgroupThreads = 128;
 // Eight rows of 128 bytes: what the swizzle permutes within.
 constexpr int kAtomBytes = 1024;
 
-// The same number in all lanes, as the compiler then knows: what follows from it is computed once a
-// warp, above all where the MMAs' operands lie.
+// Tells the compiler that a number is the same in all lanes. What follows from it is then computed
+// once a warp, above all where the MMAs' operands lie.
 __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
 
-// A matrix in shared memory, in units of 16 bytes. `kStride`: bytes between atoms along the rows
-// that an atom has eight of; `leading`: between atoms along the bytes of a row, which only a
-// transposed operand has several of. Places in it are at `offset` bytes.
+// The descriptor of a matrix in shared memory, which counts in units of 16 bytes. `kStride` is the
+// distance in bytes from atom to atom down the rows, of which an atom has eight. `leading` is that
+// along a row, where only a transposed operand has several atoms. `offset` is a place in the
+// matrix, in bytes.
 __device__ __forceinline__ uint32_t low_word(uint32_t address, int leading) {
   return static_cast<uint32_t>(leading >> 4) << 16 | address >> 4;
 }
@@ -30,7 +31,7 @@ __device__ __forceinline__ uint64_t operand(uint32_t low_word, int offset) {
   return kSwizzle128 | uint64_t{kStride >> 4} << 32 | (low_word + (offset >> 4));
 }
 
-// Before MMAs read registers that were written since the last ones.
+// Needed before MMAs read registers that were written since the last ones.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -39,7 +40,7 @@ __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most that many groups are on their way.
+// Waits until at most that many groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -133,8 +134,8 @@ __device__ __forceinline__ void multiply_add<__half>(float (&d)[64], const uint3
   FW_FROM_REGISTERS("f16");
 }
 
-// Transposes four words of the four threads of a quad: of what an MMA leaves each has two
-// neighbouring elements of every eight, then eight of every thirty-two.
+// Transposes four words over the four threads of a quad. As an MMA leaves them, each thread has two
+// neighbouring elements of every eight; then it has eight of every thirty-two.
 __device__ __forceinline__ void transpose_quad(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
                                                int quad) {
   const bool odd = quad & 1, upper = quad & 2;

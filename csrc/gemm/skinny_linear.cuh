@@ -25,6 +25,7 @@
 
 #include <cuda_fp16.h>
 
+#include "../common/mma.cuh"
 #include "async_copy.cuh"
 #include "skinny.h"
 #include "skinny_tile.cuh"
@@ -34,27 +35,6 @@ namespace fusewright::gemm {
 // With this many steps to go, a block lets the next kernel start; before its wait, if its whole
 // share is in its ring.
 constexpr int kStepsLeftAtTrigger = 4;
-
-__device__ __forceinline__ void multiply(Bf16, float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                         uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void multiply(Fp8, float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                         uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void multiply(Fp8Blocks, float (&d)[4], uint32_t a0, uint32_t a1,
-                                         uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  multiply(Fp8{}, d, a0, a1, a2, a3, b0, b1);
-}
 
 // Where the parts of a block's shared memory lie.
 template <typename T>
@@ -163,8 +143,8 @@ __device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage
 #pragma unroll
       for (int i = 0; i < T::kTilesM; ++i) {
         const auto& [a0, a1] = a[i];
-        multiply(typename T::Format{}, sums[i][j], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
-        multiply(typename T::Format{}, sums[i][j], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+        mma<typename T::Format::Operand>(sums[i][j], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+        mma<typename T::Format::Operand>(sums[i][j], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
       }
     }
   }
@@ -444,7 +424,7 @@ __global__ void __launch_bounds__(kThreads)
       barrier_init(shared.full(stage), 1);
       barrier_init(shared.empty(stage), kConsumerWarps);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
   __syncthreads();
 

@@ -15,15 +15,18 @@ constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
 
 // What weight and x are made of.
 struct Bf16 {
+  using Operand = __nv_bfloat16;
   static constexpr int kBytes = 2;
   static constexpr bool kScaled = false, kBlockScales = false;
 };
 // A row's sum is scaled: by a scale for all, or by its token's and its row's.
 struct Fp8 {
+  using Operand = __nv_fp8_e4m3;
   static constexpr int kBytes = 1;
   static constexpr bool kScaled = true, kBlockScales = false;
 };
 struct Fp8Blocks {
+  using Operand = __nv_fp8_e4m3;
   static constexpr int kBytes = 1;
   static constexpr bool kScaled = false, kBlockScales = true;
   static_assert(kBytes * kScaleBlock == kLineBytes, "a line has one scale");

@@ -50,7 +50,7 @@ __device__ __forceinline__ void init_ring(const Ring<T>& ring, const CUtensorMap
       barrier_init(ring.full(stage), T::kScales > 0 ? 1 + kWarpSize : 1);
       barrier_init(ring.empty(stage), T::kLines);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
 }
 
@@ -79,8 +79,7 @@ __device__ __forceinline__ void copy_scales(const Ring<T>& ring, int stage, cons
       }
       copy_float(ring.scale(stage, lane), args.weight_scale + (valid ? at : 0), valid);
     }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ring.full(stage))
-                 : "memory");
+    copy_async_arrive(ring.full(stage));
   }
 }
 

@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
       barrier_init(shared_address(&shared.full[i]), 1 + (T::kGathered ? kWarpgroupThreads : 0));
       barrier_init(shared_address(&shared.empty[i]), kComputingWarps);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_fence();
   }
   wait_for_previous();
   make_schedule(shared.schedule, args, T::kRows);

@@ -109,8 +109,8 @@ __device__ __forceinline__ void add_logits(const RouteArgs& args, int first_expe
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const uint4 a = low[i], c = high[i], b = values[i];
-      gemm::multiply(gemm::Bf16{}, halves[0], a.x, c.x, a.y, c.y, b.x, b.y);
-      gemm::multiply(gemm::Bf16{}, halves[1], a.z, c.z, a.w, c.w, b.z, b.w);
+      mma<__nv_bfloat16>(halves[0], a.x, c.x, a.y, c.y, b.x, b.y);
+      mma<__nv_bfloat16>(halves[1], a.z, c.z, a.w, c.w, b.z, b.w);
     }
     load_vectors(low, low_row, column + kSpan, low_last);
     if constexpr (kWide) load_vectors(high, high_row, column + kSpan, high_last);
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__((kRouteWarps + kNormWarps) * kWarpSize)
   const int num_tokens = min(kMaxTokens, args.num_tokens - first_token);
   if (threadIdx.x == 0) {
     shared.inbox.init();
-    Inbox::fence_init();
+    barrier_init_fence();
     shared.inbox.expect(args.num_experts * 4);
   }
   if (threadIdx.x < kMaxTopK) shared.chosen[threadIdx.x] = 0;

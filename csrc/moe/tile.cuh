@@ -94,8 +94,8 @@ __device__ __forceinline__ void multiply_line(const Ring<T>& ring, int stage, in
         T::kRows == 16 ? load_chunk(weight, (row + 8) * T::kLines + line, chunk) : uint4{};
     if constexpr (T::kWeightBytes == 2) {
       const uint4 b = load_chunk(x, column * T::kXLines + line, chunk);
-      gemm::multiply(gemm::Bf16{}, sums[half], low.x, high.x, low.y, high.y, b.x, b.y);
-      gemm::multiply(gemm::Bf16{}, sums[half], low.z, high.z, low.w, high.w, b.z, b.w);
+      mma<__nv_bfloat16>(sums[half], low.x, high.x, low.y, high.y, b.x, b.y);
+      mma<__nv_bfloat16>(sums[half], low.z, high.z, low.w, high.w, b.z, b.w);
     } else {
       const int x_line = column * T::kXLines + 2 * line + half;
       const uint4 first = load_chunk(x, x_line, lane % 4 * 2);
@@ -110,8 +110,8 @@ __device__ __forceinline__ void multiply_line(const Ring<T>& ring, int stage, in
           c0 = bf16x2_of_e4m3<0>(c[word]);
           c1 = bf16x2_of_e4m3<1>(c[word]);
         }
-        gemm::multiply(gemm::Bf16{}, sums[half], bf16x2_of_e4m3<0>(a[word]), c0,
-                       bf16x2_of_e4m3<1>(a[word]), c1, b[2 * word], b[2 * word + 1]);
+        mma<__nv_bfloat16>(sums[half], bf16x2_of_e4m3<0>(a[word]), c0, bf16x2_of_e4m3<1>(a[word]),
+                           c1, b[2 * word], b[2 * word + 1]);
       }
     }
   }

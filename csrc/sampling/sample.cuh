@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SampleArgs args) {
   if (threadIdx.x == 0) {
     for (Inbox* inbox : {&state.bins[0], &state.bins[1]}) inbox->init();
     for (Inbox* inbox : {&state.bests, &state.outsides, &state.winners}) inbox->init();
-    Inbox::fence_init();
+    barrier_init_fence();
     for (Inbox* inbox : {&state.bins[0], &state.bins[1]}) {
       inbox->expect(blocks * kBins * sizeof(Sum));
     }

@@ -15,8 +15,9 @@ class ScheduledRequest(Struct):
     """The part of one request that one step computes.
 
     Positions ``start`` to ``start + num_tokens`` of the request are the query tokens.
-    ``num_sampled`` tokens are sampled behind the last one, if that is the request's last; else 0.
-    ``target`` is the token behind it in the prompt, if its log probability is asked for.
+    ``num_sampled`` tokens are sampled after the last of them; it is 0 where more of the request's
+    tokens follow.  ``target`` is then the next token of the prompt, if its log probability is asked
+    for.
     """
 
     request: Request
@@ -32,14 +33,14 @@ class ScheduledStep(Struct):
     scheduled: list[ScheduledRequest]
     batch: Batch
     launched_at: float = 0.0
-    """By ``time.perf_counter()``."""
+    """Time of the launch, by ``time.perf_counter()``."""
 
 
 def make_batch(
     scheduled: list[ScheduledRequest], released_slots: list[int], tokens_per_step: int = 1
 ) -> Batch:
-    """The worker's view of a step.  What a slot has not been told of its request is in it, and is
-    then counted as told."""
+    """The worker's view of a step.  It includes what the worker has not yet been told about the
+    requests, such as new blocks, and marks that as told."""
     rows: list[int] = []
     known_ids: list[int] = []
     changed: list[tuple[int, Request]] = []
@@ -63,9 +64,9 @@ def make_batch(
         if blocks.num_entries != blocks.num_sent and not (changed and changed[-1][1] is request):
             changed.append((row, request))
     slots, starts, query_lens, num_sampled, num_known = _ints(rows).reshape(-1, 5).T.copy()
-    if query_len == tokens_per_step == 1 and not known_ids:  # every step of decodes
+    if query_len == tokens_per_step == 1 and not known_ids:  # a step of decodes alone
         input_ids, feed_slots = np.zeros(total, np.int32), slots
-    elif total == len(known_ids):  # prefills
+    elif total == len(known_ids):  # a step of prefills alone
         input_ids, feed_slots = _ints(known_ids), np.full(total, NO_SLOT, np.int32)
     else:
         first_fed = slots * np.int32(tokens_per_step)
@@ -103,8 +104,8 @@ def _targets(scheduled: list[ScheduledRequest]) -> Ints:
 def _inputs(
     first_fed: Ints, query_lens: Ints, num_known: Ints, known_ids: list[int]
 ) -> tuple[Ints, Ints]:
-    """``input_ids`` and ``feed_slots``.  Of each row's tokens ``num_known`` are known; the step in
-    flight samples the others, from number ``first_fed`` on."""
+    """``input_ids`` and ``feed_slots``.  The first ``num_known`` tokens of each row are known.  The
+    step in flight samples the others, which it feeds from index ``first_fed`` on."""
     ends = np.cumsum(query_lens, dtype=np.int32)
     behind = np.arange(ends[-1], dtype=np.int32)
     behind -= np.repeat(ends - query_lens + num_known, query_lens)

@@ -24,7 +24,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks assistant text for training; here it is only its body."""
+    """``{% generation %}`` marks assistant text for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's interface
 
@@ -83,7 +83,7 @@ class ChatTemplate:
             raise UserError(f"{self._origin}: chat template fails: {error}") from error
 
     def _checked(self, number: int, message: Message) -> Message:
-        """A message whose content is text, made of its parts if need be."""
+        """The message with its content as text, joined from its parts if need be."""
         if not isinstance(message, Mapping) or "role" not in message:
             raise UserError(f"message {message!r}: expected {_MESSAGE}")
         role, content = message["role"], message.get("content")

@@ -2,8 +2,8 @@
 each frontend that waits for a part of it.
 
 Run as ``python -m fusewright.engine.process.child FOLDER PARENT_PID PLACE OPTIONS``, where PLACE is
-a ``Place`` and OPTIONS are ``EngineOptions``, both as JSON.  It ends with its parent, whatever ends
-that.
+a ``Place`` and OPTIONS are ``EngineOptions``, both as JSON.  It ends when its parent does, for
+whatever reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .wire import (
 )
 
 _TAKEN_AT_ONCE = 32
-"""Requests taken in between two steps, which takes about a millisecond."""
+"""Most messages taken in between two steps; to take in so many takes about a millisecond."""
 _BEAT_S = 0.5
 """Longest time between two beats at rest, in seconds."""
 _COUNTERS_S = 0.1
@@ -58,15 +58,15 @@ class CoreServer:
 
     Args:
         core: what runs the requests.
-        inbox: requests and aborts come in.
-        outboxes: outputs go out, to each frontend its own.
+        inbox: brings requests and aborts.
+        outboxes: take outputs, one socket for each frontend.
         replica: the number of this engine.
         heartbeat: is written at every step, and at rest twice a second.
         at_rest: does a piece of work that can wait; returns False if there is none.
-        quiet_s: time behind a step in which it is not called, and this process does not sleep, in
-            seconds: whoever has an answer may send a next request.  Before the first request it
-            is called at once.
-        report: what ``REPORT`` is answered with.
+        quiet_s: seconds after a step in which ``at_rest`` is not called and this process does not
+            sleep: whoever has an answer may send a next request.  Before the first request,
+            ``at_rest`` is called at once.
+        report: returns the answer to ``REPORT``.
         step_kinds: as in ``Counters``.
     """
 
@@ -145,7 +145,7 @@ class CoreServer:
 
     def _comes_soon(self) -> bool:
         """Look for a message until ``quiet_s`` after the last step, without sleeping: to wake up
-        takes longer than what a message takes."""
+        takes longer than to send a message."""
         while time.monotonic() < self._quiet_from:
             if self._inbox.poll(0):
                 return True
@@ -223,7 +223,7 @@ def _serve(
     heartbeat: Heartbeat,
 ) -> None:
     with started_ranks(options) as others:
-        # Only now, when this process ends with its parent: the import of torch takes seconds.
+        # Not sooner: this takes seconds, and from here on this process ends with its parent.
         from ..engine import Engine
 
         engine = Engine(options.for_server(), others=others)

@@ -1,9 +1,9 @@
-"""``Router``: which replica of the engine serves a request.
+"""``Router`` chooses the replica of the engine that serves a request.
 
-The least loaded does.  Of those that are about as free, the one does that has most of the prompt in
-its prefix cache: the router remembers which blocks of prompts it has sent where, and forgets the
-oldest once a replica's cache could not hold them.  Where they tie in that too, the one does that is
-less loaded, or has had fewer requests, so that the caches fill evenly.
+It looks at the replicas that are about as free as the freest one, and takes that which has most of
+the prompt in its prefix cache.  To know this, it remembers which blocks of prompts it has sent
+where, and forgets the oldest once a replica's cache could not hold them.  Ties go to the replica
+with fewer open requests, then to the one that has had fewer, so that the caches fill evenly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ..messages.requests import AddRequest
 
 _SLACK = 2
 _SLACK_SHARE = 0.1
-"""A replica is about as free as the freest with so many open requests more: number and share."""
+"""A replica is about as free as the freest one if it has at most this many more open requests: a
+number, plus a share."""
 
 
 class Router:
@@ -37,7 +38,7 @@ class Router:
         return len(self._replica_of)
 
     def choose(self, request: AddRequest) -> int:
-        """The replica for a request, which is open there from now on."""
+        """Choose the replica for a request, and count the request as open there."""
         replica = 0
         if len(self._num_open) > 1:
             least = min(self._num_open)
@@ -69,7 +70,7 @@ class Router:
         return num_cached, -self._num_open[replica], -self._num_sent[replica]
 
     def _keys(self, request: AddRequest) -> list[int]:
-        """A key of each full block of the prompt, which holds for all before it too."""
+        """A key for each full block of the prompt, which covers the blocks before it too."""
         ids, size = request.prompt_token_ids, self._block_size
         key, keys = hash(request.cache_salt), []
         for end in range(size, len(ids) + 1, size):

@@ -20,7 +20,7 @@ def start_others(options: EngineOptions) -> StartedRanks:
     """Start all ranks but 0.
 
     Raises:
-        MachineError: Ray is asked for, and not installed.
+        MachineError: Ray is asked for, but not installed.
     """
     if options.distributed_executor == "ray":
         return RayRanks(options)
@@ -29,8 +29,8 @@ def start_others(options: EngineOptions) -> StartedRanks:
 
 @contextmanager
 def started_ranks(options: EngineOptions) -> Iterator[StartedRanks | None]:
-    """The ranks of an engine that the block makes, which ends them itself unless the block fails;
-    None for one rank, and under torchrun, which has started them.
+    """Start the other ranks of the engine that the block makes.  The engine ends them; if the block
+    fails, they are ended here.  Yields None for one rank, and under torchrun, which starts ranks.
 
     Raises:
         UserError: torchrun's environment is damaged, or Ray was to start them too.

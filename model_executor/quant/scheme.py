@@ -1,6 +1,7 @@
 """How a model's linear layers are quantized, as data: part of ``ModelSpec`` and so of the key.
 
-Always float8_e4m3fn, up to 448 in size; a value is its FP8 number times its scale, float32.
+The format is always float8_e4m3fn, with magnitudes up to 448.  A value is its FP8 number times a
+float32 scale.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class QuantFormat:
     quantizing follow from it.
 
     Attributes:
-        rows, columns: the numbers of a weight that share a scale; 0: all.
+        rows, columns: the size of the part of a weight that shares a scale; 0: all of them.
         static: the activations' one scale is in the checkpoint; else scales are found at run time,
             one for each token and ``columns`` of it.
     """
@@ -53,16 +54,17 @@ FORMATS: Mapping[str, QuantFormat] = {
 }
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
-"""What is quantized in a layer unless left out; never norms, embedding and ``lm_head``."""
+"""The linear layers that are quantized unless they are left out.  Norms, embedding and ``lm_head``
+never are."""
 MOE_LINEARS = ("mlp.experts.gate_up", "mlp.experts.down", "mlp.shared.gate_up", "mlp.shared.down")
-"""In a layer with experts these are quantized in place of ``mlp``; never the router and the shared
-gate."""
+"""In a layer with experts these are quantized in place of ``mlp``.  The router and the shared gate
+never are."""
 
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """``unquantized`` names, for each layer, the ``LINEARS`` left in the model's dtype; ``online``
-    weights are quantized while they are loaded, others are so in the checkpoint."""
+    """``unquantized`` names, for each layer, the ``LINEARS`` left in the model's dtype.  ``online``
+    weights are quantized while they are loaded; others already are in the checkpoint."""
 
     kind: QuantKind
     unquantized: tuple[tuple[str, ...], ...]

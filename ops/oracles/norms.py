@@ -20,7 +20,8 @@ def normed(
 
 
 def norm(call: Call) -> Expected:
-    """[Add,] norm [and quantize], as the call has arguments for them; the sum comes last."""
+    """The norm, with the add before and the quantization behind it if the call has arguments for
+    them; the sum is the last result."""
     x, dtype, offset = call["x"], call.dtypes["x"], call.values.get("weight_offset")
     if "residual" in call.values:
         x = rounded(x + call["residual"], dtype)
@@ -36,7 +37,8 @@ def silu(x: Floats) -> Floats:
 
 
 def gelu_tanh(x: Floats) -> Floats:
-    """Hendrycks and Gimpel, 2016, section 2; 0.5 (1 + tanh z) is the logistic function of 2 z."""
+    """GELU by tanh (Hendrycks and Gimpel, 2016, section 2), as 0.5 (1 + tanh z) is the logistic
+    function of 2 z."""
     with np.errstate(over="ignore"):
         y: Floats = x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return y
@@ -53,8 +55,11 @@ def gated(gate_up: Floats, up: Floats | None, activation: str) -> Floats:
 
 
 def gated_act(activation: str) -> Oracle:
-    """With alpha 1.702, limit 7, an offset of 1 and interleaved columns SiLU's is gpt-oss's gate
-    (its model card, section 2.2): gate * logistic(alpha * gate) * (up + offset), clamped before."""
+    """Make the oracle of a gated activation.
+
+    With SiLU, alpha 1.702, limit 7, an offset of 1 and interleaved columns it is gpt-oss's gate
+    (model card, section 2.2): gate * logistic(alpha * gate) * (up + offset), of clamped inputs.
+    """
 
     def oracle(call: Call) -> Expected:
         gate, up = call.values.get("gate_up", call.values.get("x")), call.values.get("up")
@@ -72,8 +77,8 @@ def gated_act(activation: str) -> Oracle:
 
 
 def quantized(x: Floats, scheme: Any) -> Expected:
-    """To FP8 by a static scale, or by the largest magnitude of each group of columns; the scale and
-    its product are float32, as the definition has them."""
+    """``x`` in FP8, by a static scale or by the largest magnitude of each group of columns.  Scales
+    and products are float32, as in the definition."""
     single, one = x.astype(np.float32), np.float32(1)
     if isinstance(scheme, np.ndarray):
         return {0: to_e4m3(single * (one / np.float32(scheme[0, 0])))}

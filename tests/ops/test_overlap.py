@@ -88,7 +88,7 @@ def calls(world: int, rows: int, activation: str | None, bias: bool) -> list[Cha
         weight, then = torch.randn(hidden, k) / k**0.5, torch.randn(n, hidden) / hidden**0.5
         between = (residual, norm_weight, 1e-5)
         x = torch.randn(rows, k)
-        made.append(Chain(x, weight, biases[0], *between, then, biases[1], activation))
+        made.append(Chain.of((x, weight, biases[0], *between, then, biases[1], activation)))
     return made
 
 
@@ -135,7 +135,7 @@ def test_every_rank_has_what_the_ops_in_turn_give(
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(run, range(world)))
     for number, turn in enumerate(turns):
-        summed = torch.stack([layer(*call.first) for call in turn]).sum(0)
+        summed = torch.stack([layer(*call.head.layer) for call in turn]).sum(0)
         for rank, call in enumerate(turn):
 
             def sum_and_norm(y: Tensor, *rest: Any, summed: Tensor = summed) -> Any:

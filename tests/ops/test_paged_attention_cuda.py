@@ -160,6 +160,16 @@ BATCHES = {
 }
 
 
+def check_repeats(kernel: Callable[..., None], args: tuple[Any, ...], times: int) -> None:
+    """Each call gives the bits of the first."""
+    kernel(*args)
+    first = args[OUT].clone()
+    for _ in range(times):
+        args[OUT].fill_(7.0)
+        kernel(*args)
+        assert torch.equal(args[OUT].view(torch.uint8), first.view(torch.uint8))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", ["", "kv", "scaled kv", "scaled kv, out", "out"])
 @pytest.mark.parametrize("contexts", BATCHES.values(), ids=BATCHES)
@@ -231,12 +241,7 @@ def test_few_sequences_match_the_reference_and_repeat(
             pairs = [(1, context) for context in lengths]
             args = batch(torch.bfloat16, torch.device("cuda"), gen, pairs, heads, 16, **option)
             check(kernel, f"{heads}, {lengths}, {option}, --fw-seed={fw_seed}", args)
-            kernel(*args)
-            first = args[OUT].clone()
-            for _ in range(3):
-                args[OUT].fill_(7.0)
-                kernel(*args)
-                assert torch.equal(args[OUT].view(torch.uint8), first.view(torch.uint8))
+            check_repeats(kernel, args, 3)
 
 
 @pytest.mark.gpu
@@ -262,12 +267,7 @@ def test_one_long_among_short_is_merged_in_groups_of_shares(
     pairs = [(1, context) for context in contexts]
     args = batch(torch.bfloat16, torch.device("cuda"), gen, pairs, heads, 16, fp8=fp8)
     check(kernel, f"{heads}, --fw-seed={fw_seed}", args)
-    kernel(*args)
-    first = args[OUT].clone()
-    for _ in range(5):
-        args[OUT].fill_(7.0)
-        kernel(*args)
-        assert torch.equal(args[OUT], first)
+    check_repeats(kernel, args, 5)
 
 
 @pytest.mark.gpu

@@ -133,12 +133,12 @@ def overlapped(rank: int, world: int) -> list[str]:
 
         def check(name: str, call: Chain, found: tuple[Tensor, Tensor]) -> None:
             layer = ops.BY_NAME["linear"].reference
-            partial_sums = layer(*call.first).contiguous()
+            partial_sums = layer(*call.head.layer).contiguous()
             summed = torch.ops.fw_cuda.peer_all_reduce.default(partial_sums, CASES_GROUP)
+            identity = torch.eye(512, dtype=summed.dtype, device=device)
+            head = call.head._replace(x=summed, weight=identity, bias=None)
             expected = in_turn(
-                call._replace(
-                    weight=torch.eye(512, dtype=summed.dtype, device=device), bias=None
-                )._replace(x=summed),
+                call._replace(head=head),
                 layer,
                 ops.BY_NAME["add_rms_norm"].reference,
             )
@@ -153,7 +153,7 @@ def overlapped(rank: int, world: int) -> list[str]:
             bias, next_bias = (randn(512), randn(256)) if biased else (None, None)
             weight, then = randn(512, 384) / 20, randn(256, 512) / 20
             x = of_rank(rank, (rows, 384), turn, torch.bfloat16).to(device)
-            call = Chain(x, weight, bias, *of_all, then, next_bias, activation)
+            call = Chain.of((x, weight, bias, *of_all, then, next_bias, activation))
             for again in range(5):
                 found = linear_sum_norm_linear(call, CASES_GROUP)
                 check(f"{rows} rows, call {again}", call, found)

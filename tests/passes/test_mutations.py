@@ -88,6 +88,15 @@ def _on(rule: str, model: Any, **changes: GraphChange) -> list[Mutation]:
     return [Mutation(f"{rule}: {n}", rule, model, after=c) for n, c in changes.items()]
 
 
+CHAIN = {
+    "dropped_residual": apply(3, operator.mul, 0),
+    "x_as_residual": same(3, 0),
+    "transposed_weight": apply(1, "t"),
+    "transposed_next_weight": apply(6, "t"),
+    "gemma_weight": apply(4, operator.add, 1),
+}
+"""Changes of two linear layers joined by a norm, with or without a sum over ranks inside."""
+
 MUTATIONS = [
     *_in(
         "fuse_add_norm",
@@ -160,11 +169,7 @@ MUTATIONS = [
     *_in(
         "fuse_norm_linear",
         between_linears,
-        dropped_residual=apply(3, operator.mul, 0),
-        normed_x_as_residual=same(3, 0),
-        transposed_weight=apply(1, "t"),
-        transposed_next_weight=apply(6, "t"),
-        gemma_weight=apply(4, operator.add, 1),
+        **CHAIN,
         dropped_eps=put(5, 0.0),
         eps_of_another_model=put(5, 1e-4),
         swapped_gate_and_up=apply(6, "roll", SIZE // 2, 0),
@@ -214,11 +219,7 @@ MUTATIONS = [
     *_in(
         "fuse_async_tp",
         reduced_between_linears,
-        dropped_residual=apply(3, operator.mul, 0),
-        x_as_residual=same(3, 0),
-        transposed_weight=apply(1, "t"),
-        transposed_next_weight=apply(6, "t"),
-        gemma_weight=apply(4, operator.add, 1),
+        **CHAIN,
         dropped_bias=put(7, None),
         an_activation=put(8, "gelu_tanh"),
         another_group=put(9, OTHER_GROUP),
