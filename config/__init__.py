@@ -5,6 +5,7 @@
 """
 
 from .errors import EngineDeadError, MachineError, UserError, VerificationError
+from .garbage import collect_rarely, collecting_rarely
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
@@ -57,6 +58,8 @@ __all__ = [
     "VerificationError",
     "block_table_of",
     "capture_sizes",
+    "collect_rarely",
+    "collecting_rarely",
     "engine_options",
     "key_factors",
     "option_specs",

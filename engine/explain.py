@@ -152,7 +152,8 @@ def _tuned(spec: ModelSpec, config: ResolvedConfig) -> Artifact | None:
     if not config.store.enabled or config.hardware.device != "cuda":
         return None
     store = configured_store(config.store)
-    return store.find(artifact_key(spec, config), *keys_as_good(spec, config))
+    key = artifact_key(spec, config)
+    return store.find(key, *keys_as_good(key, config))
 
 
 def passes_off(options: EngineOptions, config: ResolvedConfig) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ from numbers import Integral
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
-from ..config import UserError, engine_options
+from ..config import UserError, collecting_rarely, engine_options
 from .frontend.chat_template import Message
 from .frontend.check import check_start
 from .frontend.driver import Inbox, driver_of
@@ -213,7 +213,7 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
     """
     checked = engine_options(model, options)
     check_start(checked)
-    with started_ranks(checked) as others:
+    with collecting_rarely(), started_ranks(checked) as others:
         # Only now: this imports torch, which takes seconds.
         from .engine import Engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,7 @@ def allocate_kv_caches(
     """
     num_bytes = _layer_bytes(groups, block_size)
     memory = [
-        torch.zeros((num_blocks, num_bytes), dtype=torch.uint8, device=device)
+        _zeros(num_blocks * num_bytes, device).view(num_blocks, num_bytes)
         for _ in range(_num_tensors(groups))
     ]
     caches: dict[int, Tensor] = {}
@@ -37,6 +38,22 @@ def allocate_kv_caches(
             content = blocks[:, : spec.block_bytes(block_size)]
             caches[layer] = content.view(spec.dtype).view(shape)
     return [caches[layer] for layer in sorted(caches)]
+
+
+def _zeros(num_bytes: int, device: torch.device | str) -> Tensor:
+    """Zeroed bytes.  A CPU's lie in pages that become memory when they are first written, as most
+    of its gigabyte of blocks never is: to write 200 MB of zeros takes 0.1 s of every start.
+
+    Raises:
+        MemoryError: a CPU's address space has no room for them.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes: {error}") from error
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _num_tensors(groups: Sequence[LayerGroup]) -> int:

@@ -6,7 +6,6 @@ interrupted; 143 terminated.  An error is one line on stderr; ``--debug`` prints
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -15,7 +14,7 @@ import typer
 import typer.main
 
 from .. import __version__
-from ..config import EngineDeadError, UserError
+from ..config import EngineDeadError, UserError, collect_rarely
 from .failure import flush, leave_dead_engine, open_missing_streams, report
 from .help import Command, LazyGroup, UsageError
 from .signals import unwinding_on_sigterm
@@ -44,10 +43,6 @@ class _Commands(LazyGroup):
     }
 
 
-_GC_THRESHOLDS = (50_000, 20, 20)
-"""Imports and compilers make millions of objects that stay.  With Python's thresholds a cold start
-on a CPU spends an eighth of its time on garbage collection, a warm start a tenth."""
-
 app = typer.Typer(
     cls=_Commands,
     add_completion=False,
@@ -68,7 +63,7 @@ def _options(context: typer.Context) -> None:
 @unwinding_on_sigterm()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
-    gc.set_threshold(*_GC_THRESHOLDS)
+    collect_rarely()
     open_missing_streams()
     command = typer.main.get_command(app)
     asked = {"debug": False}

@@ -10,7 +10,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,15 +35,29 @@ def source_factors(folders: Iterable[str] = (), package: Path = PACKAGE) -> dict
     """
     factors: dict[str, str] = {}
     for folder in (*_OWN_SOURCES, *folders):
-        root = package / folder
-        files = [root] if root.is_file() else sorted(root.rglob("*"))
-        for file in files:
-            name = file.relative_to(package).as_posix()
-            if name.startswith(_INSPECTS):
-                continue
-            if file.suffix in _SUFFIXES and file.is_file():
-                factors[f"source.{name}"] = _digest(file)
+        for file in sorted(_sources(package / folder)):
+            name = file.removeprefix(f"{package}/")
+            if not name.startswith(_INSPECTS):
+                factors[f"source.{name}"] = _digest(Path(file))
     return factors
+
+
+def _sources(root: Path) -> Iterator[str]:
+    """``root`` if it is a file, or all sources below it.  Every start asks for them, and
+    ``Path.rglob`` would take more time than to read them all."""
+    if root.is_file():
+        yield str(root)
+    elif root.is_dir():
+        yield from _sources_below(str(root))
+
+
+def _sources_below(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _sources_below(entry.path)
+            elif entry.name.endswith(_SUFFIXES) and entry.is_file():
+                yield entry.path
 
 
 def toolchain_factors(device: str) -> dict[str, str]:

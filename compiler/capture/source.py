@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 
-from ...passes.module_paths import STACK
-
 WEIGHTS = "weights/"
 """Begins the name of every parameter and buffer among a program's inputs."""
 
@@ -39,6 +37,9 @@ class Repeat:
 
     def traced_layer(self, node: fx.Node) -> int | None:
         """The traced layer that a node was captured in, None outside of the list."""
+        # Only now: a start that finds its artifact imports no pass.
+        from ...passes.module_paths import STACK
+
         for path, *_ in (node.meta.get(STACK) or {}).values():
             if found := re.search(rf"\b{self.module}\W+(\d+)\b", path):
                 return int(found[1])
@@ -51,6 +52,8 @@ class Repeat:
 
     def relocate(self, node: fx.Node, layer: int) -> None:
         """Let ``node``, a copy of one of a traced layer, say that it belongs to ``layer``."""
+        from ...passes.module_paths import STACK
+
         if stack := node.meta.get(STACK):
             number = rf"(\b{self.module}\W+)\d+\b"
             node.meta[STACK] = {

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from ...config import EngineDeadError, EngineOptions, UserError
+from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
 from ..frontend.gc_pause import gc_paused
 from ..messages.codec import decode
 from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
@@ -222,7 +222,7 @@ def _serve(
     outboxes: Sequence[zmq.Socket[bytes]],
     heartbeat: Heartbeat,
 ) -> None:
-    with started_ranks(options) as others:
+    with collecting_rarely(), started_ranks(options) as others:
         # Not sooner: this takes seconds, and from here on this process ends with its parent.
         from ..engine import Engine
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ...config import collecting_rarely
 from ..messages.codec import decode
 from ..messages.step import Batch
 from .lifetime import LOST_LINK, Failure, end_with, leave_signals_to_the_parent
@@ -160,7 +161,8 @@ def main(argv: list[str]) -> NoReturn:
 def run(link: Link) -> int:
     """Start as rank 0 says, run its batches, and return the process's exit code."""
     try:
-        worker = start_worker(link)
+        with collecting_rarely():
+            worker = start_worker(link)
         link.send(Kind.READY)
         gc.freeze()
         serve(link, worker)

@@ -85,12 +85,12 @@ def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
     return Key(factors)
 
 
-def keys_as_good(spec: ModelSpec, config: ResolvedConfig) -> list[Key]:
-    """Keys of other artifacts that serve as well.  Where rewrites need not be verified, an artifact
-    in which they were does, as ``fusewright compile`` makes it."""
+def keys_as_good(key: Key, config: ResolvedConfig) -> list[Key]:
+    """Keys of other artifacts that serve as well as that of ``key``.  Where rewrites need not be
+    verified, an artifact in which they were does, as ``fusewright compile`` makes it."""
     if config.compile.verify:
         return []
-    return [Key({**artifact_key(spec, config).factors, "config.compile.verify": str(True)})]
+    return [Key({**key.factors, "config.compile.verify": str(True)})]
 
 
 def configured_store(config: StoreConfig, spare: Callable[[], Path] | None = None) -> Store:
@@ -136,11 +136,12 @@ def find_or_compile(
         before_build()
         return model_source(spec, config)
 
+    key = artifact_key(spec, config)
     return compile(
         source,
         config.compile,
-        key=artifact_key(spec, config),
-        as_good=keys_as_good(spec, config),
+        key=key,
+        as_good=keys_as_good(key, config),
         store=store,
         require=config.store.require if require is None else require,
         label=artifact_label(spec, config),

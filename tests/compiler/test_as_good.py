@@ -34,5 +34,5 @@ def test_a_miss_compares_with_every_key_that_would_serve(tmp_path: Path) -> None
 def test_a_verified_build_serves_starts_without_verification() -> None:
     _, spec, config = read_model(EngineOptions(), CPU)
     verified = replace(config, compile=replace(config.compile, verify=True))
-    assert keys_as_good(spec, config) == [artifact_key(spec, verified)]
-    assert keys_as_good(spec, verified) == []
+    assert keys_as_good(artifact_key(spec, config), config) == [artifact_key(spec, verified)]
+    assert keys_as_good(artifact_key(spec, verified), verified) == []

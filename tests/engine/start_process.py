@@ -204,6 +204,7 @@ def start_all(starts: list[dict[str, Any]], batches: list[Any]) -> Any:
                 "kv_blocks": facts["num_kv_blocks"],
                 "late": [variant.name for variant in ops.KERNELS.compiled_late],
                 "sealed": ops.KERNELS.sealed,
+                "passes": "fusewright.passes" in sys.modules,
             }
         )
         del llm

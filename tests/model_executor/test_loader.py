@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -298,3 +299,20 @@ def test_kv_cache_bytes_are_those_allocated(tmp_path: Path, device: torch.device
         memory = {c.data_ptr(): c.nbytes for c in caches}  # groups share it
         assert sum(memory.values()) == 3 * kv_cache_bytes_per_block(spec.cache_groups, 8)
         assert not any(c.any() for c in caches)
+
+
+def test_kv_blocks_take_memory_when_they_are_written(tmp_path: Path) -> None:
+    TINY_MODELS[0].config().save_pretrained(tmp_path)
+    groups = read_spec(tmp_path).cache_groups
+    gigabyte = 2**30 // kv_cache_bytes_per_block(groups, 8)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    caches = allocate_kv_caches(groups, gigabyte, 8, "cpu")
+    assert resident() - before < 2**27
+    caches[0][-1].fill_(1.0)
+    assert caches[0][-1].all() and not caches[0][-2].any()
+    with pytest.raises(MemoryError, match=r"^\d+ bytes: "):
+        allocate_kv_caches(groups, 2**60, 8, "cpu")
