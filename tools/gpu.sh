@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Runs this checkout on a GPU machine where fusewright is not installed and nothing can be fetched.
-#   tools/gpu.sh test [pytest arguments]   the GPU tests; stamp to bench/results and to $OUT
+#   tools/gpu.sh test [--round 1|2] [pytest arguments]
+#                                          the GPU tests; stamp to bench/results and to $OUT. Both
+#                                          rounds take about ten minutes on one H200; with the stamp
+#                                          of one in bench/results, the other completes it
 #   tools/gpu.sh run COMMAND...            any command with the package importable
 # Wheels in .whl/ are installed into /tmp/site first. `test` builds csrc/ from source here, where the
 # build folder of an earlier call spares what has not changed; `run` takes a library that is newer
@@ -21,7 +24,7 @@ export PYTHONPATH="$PKGROOT:$site${PYTHONPATH:+:$PYTHONPATH}"
 
 build() { PYTHON=$(command -v "$PYTHON") tools/build_csrc.sh; }
 
-command=${1:?usage: tools/gpu.sh test [pytest arguments] | run COMMAND...}
+command=${1:?usage: tools/gpu.sh test [--round 1|2] [pytest arguments] | run COMMAND...}
 shift
 case "$command" in
   test)

@@ -139,3 +139,25 @@ except SystemExit as refusal:
     assert json.loads(run_tool(code)) == record
     library.write_bytes(b"carried")
     assert run_tool(code) == refusal
+
+
+def test_rounds_of_gpu_tests_are_kept_for_the_same_sources_and_machine(tmp_path: Path) -> None:
+    stamp = tmp_path / "stamp.json"
+    code = f"""
+import gpu_stamp, json, pathlib
+gpu_stamp.STAMP = stamp = pathlib.Path({str(stamp)!r})
+gpu, digests = {{"gpu": "H200"}}, gpu_stamp.source_digests()
+digest = gpu_stamp.combined_digest(digests)
+first = {{gpu_stamp.ROUNDS[1]: {{"passed": 13}}}}
+print(gpu_stamp.rounds_so_far(digest, gpu))
+stamp.write_text(json.dumps({{"digest": digest, "sources": digests, "rounds": first, **gpu}}))
+print(gpu_stamp.rounds_so_far(digest, gpu) == first, gpu_stamp.rounds_so_far("other", gpu))
+print(gpu_stamp.rounds_so_far(digest, {{"gpu": "H100"}}))
+print(gpu_stamp.notice(stamp))
+"""
+    assert run_tool(code).splitlines() == [
+        "{}",
+        "True {}",
+        "{}",
+        "notice: gpu-tests.json lacks a round; run tools/gpu.sh test --round 2",
+    ]
