@@ -169,7 +169,7 @@ def plan_routing(call: Call, logits: Tensor) -> Routed:
 
 
 def plan_sort(call: Call, launches: list[Launch], topk_weights: Tensor, ids: Tensor) -> Routed:
-    """What ``launches`` have chosen, with the launches that sort the slots of many tokens."""
+    """Append the launches that sort the slots of many tokens to those that choose experts."""
     if call.x.shape[0] <= kernels.MOST_UNSORTED:
         return Routed(launches, topk_weights, ids, None)
     more, by_expert = plans.sort_by_expert(ids, call.num_experts, call.first_expert)

@@ -78,6 +78,7 @@ def _why_not_built(target: Target, op: str) -> str:
 
 
 def _why_not_routed(call: Call) -> str:
+    """Why the router's kernel does not choose for a call of any size, or an empty string."""
     experts, hidden = call.router_weight.shape
     if call.router_weight.dtype != torch.bfloat16 or hidden % _ROWS:
         return f"a router of {call.router_weight.dtype} and {hidden} features"
@@ -201,7 +202,7 @@ def layers(call: Call, logits: Callable[[Call], Tensor]) -> Planned:
 
 
 def names(call: Call, of_triton: tuple[str, ...]) -> tuple[str, ...]:
-    """What ``layers`` runs, given the names of Triton's launches."""
+    """Return the names of what ``layers`` runs, given those of Triton's launches."""
     if routes(call):
         return routed_names(of_triton)
     return grouped_names(of_triton) if groups(call) else of_triton

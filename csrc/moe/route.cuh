@@ -25,7 +25,7 @@ constexpr int kVectors = 8;                     // of 16 bytes, that a lane hold
 constexpr int kWarpColumns = kVectors * 4 * 8;  // four lanes share a row
 constexpr int kSpan = kRouteWarps * kWarpColumns;
 
-// What the block that chooses for a token works with.
+// The shared memory of a block that chooses the experts of a token.
 struct Choice {
   Inbox inbox;
   float norm_scale[kMaxTokens];
