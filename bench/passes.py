@@ -52,9 +52,9 @@ the measured ones."""
 
 @dataclass(frozen=True)
 class Steps:
-    """What is timed for every configuration: decode steps of ``batches`` sequences, and a prompt of
-    ``prefill`` tokens.  A turn is ``turn`` decode steps, or one prompt.  Every pass has one turn in
-    each of the ``rounds``."""
+    """Says what is timed for every configuration: decode steps of ``batches`` sequences, and a
+    prompt of ``prefill`` tokens.  A turn is ``turn`` decode steps, or one prompt.  Every pass has
+    one turn in each of the ``rounds``."""
 
     batches: Sequence[int] = BATCHES
     prefill: int = PREFILL

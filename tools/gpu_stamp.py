@@ -138,10 +138,11 @@ def num_workers() -> int:
     return sum(max(1, gpu.total_memory // BYTES_A_WORKER) for gpu in gpus)
 
 
-def rounds_so_far(digest: str, versions: dict[str, str | None]) -> dict[str, dict[str, int]]:
-    """Counts of the rounds that the stamp has of the same sources on such a machine."""
+def rounds_so_far(about: dict[str, object]) -> dict[str, dict[str, int]]:
+    """Counts of the rounds that the stamp has, if it is about the same: sources, such a machine,
+    and arguments, which may leave tests out."""
     record = json.loads(STAMP.read_text()) if STAMP.is_file() else {}
-    same = record.get("digest") == digest and versions.items() <= record.items()
+    same = all(record.get(name) == value for name, value in about.items())
     rounds: dict[str, dict[str, int]] = record.get("rounds", {}) if same else {}
     return rounds
 
@@ -152,19 +153,16 @@ def run(numbers: list[int], pytest_arguments: list[str]) -> int:
     versions = machine()
     built = library_built_here()
     digests = source_digests()
-    digest = combined_digest(digests)
-    rounds = rounds_so_far(digest, versions)
+    about = {**versions, "arguments": pytest_arguments, "digest": combined_digest(digests)}
+    rounds = rounds_so_far(about)
     with tempfile.TemporaryDirectory() as folder:
         codes = []
         workers = ["-n", str(num_workers()), "--dist", "worksteal"]
         for number in numbers:
             report = Path(folder) / f"report-{number}.xml"
-            command = [sys.executable, "-m", "pytest", "-m", ROUNDS[number]]
-            command += [
-                f"--junit-xml={report}",
-                *(workers if number > 1 else []),
-                *pytest_arguments,
-            ]
+            beside = workers if number > 1 else []
+            command = [sys.executable, "-m", "pytest", "-m", ROUNDS[number], *beside]
+            command += [f"--junit-xml={report}", *pytest_arguments]
             codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
             if not report.is_file():
                 return codes[-1]
@@ -174,11 +172,9 @@ def run(numbers: list[int], pytest_arguments: list[str]) -> int:
         counts.update(found)
     record = {
         **counts,
-        **versions,
+        **about,
         "csrc_built_from_source": built,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "arguments": pytest_arguments,
-        "digest": digest,
         "rounds": rounds,
         "sources": digests,
     }

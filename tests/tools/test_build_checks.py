@@ -146,18 +146,19 @@ def test_rounds_of_gpu_tests_are_kept_for_the_same_sources_and_machine(tmp_path:
     code = f"""
 import gpu_stamp, json, pathlib
 gpu_stamp.STAMP = stamp = pathlib.Path({str(stamp)!r})
-gpu, digests = {{"gpu": "H200"}}, gpu_stamp.source_digests()
-digest = gpu_stamp.combined_digest(digests)
+digests = gpu_stamp.source_digests()
+about = {{"gpu": "H200", "arguments": ["-v"], "digest": gpu_stamp.combined_digest(digests)}}
 first = {{gpu_stamp.ROUNDS[1]: {{"passed": 13}}}}
-print(gpu_stamp.rounds_so_far(digest, gpu))
-stamp.write_text(json.dumps({{"digest": digest, "sources": digests, "rounds": first, **gpu}}))
-print(gpu_stamp.rounds_so_far(digest, gpu) == first, gpu_stamp.rounds_so_far("other", gpu))
-print(gpu_stamp.rounds_so_far(digest, {{"gpu": "H100"}}))
+print(gpu_stamp.rounds_so_far(about))
+stamp.write_text(json.dumps({{"sources": digests, "rounds": first, **about}}))
+print(gpu_stamp.rounds_so_far(about) == first)
+for other in ({{"gpu": "H100"}}, {{"arguments": ["-k", "moe"]}}, {{"digest": "0"}}):
+    print(gpu_stamp.rounds_so_far({{**about, **other}}))
 print(gpu_stamp.notice(stamp))
 """
     assert run_tool(code).splitlines() == [
         "{}",
-        "True {}",
-        "{}",
+        "True",
+        *["{}"] * 3,
         "notice: gpu-tests.json lacks a round; run tools/gpu.sh test --round 2",
     ]
