@@ -83,7 +83,7 @@ class Implementation:
         inline: Inductor sees through it and fuses it.
         launches: Triton only; ``launches(*args)`` returns ``(launch list, result)`` without running
             anything.
-        opt_in: only ``--kernels`` chooses it, until its gain inside a whole model is measured.
+        opt_in: only ``--kernels`` chooses it, until it is faster inside whole models at all sizes.
         runs: ``runs(*args)`` names the kernels that a call launches, where the number of rows
             decides.
         on_host: it reads values of its tensors on the host, which no CUDA graph can capture.
@@ -275,7 +275,7 @@ def choose(
         if not reason and not usable:
             reason = f"not for {desc.device}"
         if not reason and impl.opt_in and not override:
-            reason = "only by --kernels: not yet measured inside a whole model"
+            reason = "only by --kernels: not known to be faster in whole models"
         if not reason:
             return Choice(op.name, impl.name, tuple(rejected))
         rejected.append((impl.name, reason))

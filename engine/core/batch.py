@@ -86,19 +86,15 @@ def make_batch(
         released_slots=released_slots,
         query_len=query_len,
         targets=_targets(scheduled),
-        masked_rows=_ints([row for row, _ in masked]),
-        masks=np.stack([matcher.mask() for _, matcher in masked]) if masked else _ints([]),
-        banned=_pairs(banned),
+        masked_rows=_ints([row for row, _ in masked]) if masked else _NONE,
+        masks=np.stack([matcher.mask() for _, matcher in masked]) if masked else _NONE,
+        banned=np.array(banned, np.int32) if banned else _NO_PAIRS,
     )
-
-
-def _pairs(values: list[tuple[int, int]]) -> Ints:
-    return np.array(values, np.int32).reshape(-1, 2)
 
 
 def _targets(scheduled: list[ScheduledRequest]) -> Ints:
     targets = [entry.target for entry in scheduled]
-    return _ints(targets if max(targets) > NO_TARGET else [])
+    return _ints(targets) if max(targets) > NO_TARGET else _NONE
 
 
 def _inputs(
@@ -132,7 +128,9 @@ def _ints(values: list[int]) -> Ints:
     return np.array(values, np.int32)
 
 
-_UNCHANGED = BlockTableUpdate(_ints([]), _ints([]), _ints([]))
+_NONE = _ints([])
+_NO_PAIRS = _NONE.reshape(0, 2)
+_UNCHANGED = BlockTableUpdate(_NONE, _NONE, _NONE)
 
 
 def _new_sequence(request: Request) -> NewSequence:

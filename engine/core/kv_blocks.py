@@ -106,7 +106,7 @@ class BlockPool:
         """Most blocks that a sequence of ``num_tokens`` tokens holds at once, see
         ``CacheGroup.most_blocks``."""
         size = self.block_size
-        return sum(group.most_blocks(num_tokens, chunk, size) for group in self.groups)
+        return sum([group.most_blocks(num_tokens, chunk, size) for group in self.groups])
 
     def num_missing(self, blocks: SequenceBlocks, end: int, total: int) -> list[int]:
         """Blocks that each group needs so that tokens up to ``end`` can be stored.  A group without
@@ -125,8 +125,9 @@ class BlockPool:
         """
         tables = blocks.tables
         for group, (table, count) in enumerate(zip(tables, missing, strict=True)):
-            table += self.allocate(count, group)
-        blocks.num_entries += sum(missing)
+            if count:
+                table += self.allocate(count, group)
+                blocks.num_entries += count
         rooms = [len(tables[group]) for group in self._paged]
         blocks.num_slots = min(rooms) * self.block_size if rooms else 1 << 60
 
@@ -148,7 +149,8 @@ class BlockPool:
             raise RuntimeError(
                 f"allocate({count}): {len(self._free)} of {self.num_blocks} are free"
             )
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        free = self._free
+        taken = [free.popitem(last=False)[0] for _ in range(count)]
         ref_counts, group_of, keys = self._ref_counts, self._group_of, self._keys
         for block_id in taken:
             if keys[block_id] is not None:
@@ -163,15 +165,16 @@ class BlockPool:
         Raises:
             RuntimeError: a block does not exist or is free already: two requests would share it.
         """
+        free, keys, ref_counts = self._free, self._keys, self._ref_counts
         for block_id in reversed(block_ids):
-            if not (0 <= block_id < self.num_blocks and self._ref_counts[block_id]):
+            if not (0 <= block_id < self.num_blocks and ref_counts[block_id]):
                 raise RuntimeError(f"free({block_id}): not an allocated block of {self.num_blocks}")
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] == 0:
                 self.num_held[self._group_of[block_id]] -= 1
-                self._free[block_id] = None
-                if self._keys[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                free[block_id] = None
+                if keys[block_id] is None:
+                    free.move_to_end(block_id, last=False)
 
     def cache(self, block_id: int, key: bytes) -> None:
         """Let the content of a held block be found under its group and ``key``, unless another
@@ -193,8 +196,13 @@ class BlockPool:
         num_found = len(keys)
         for group, cached in zip(self.groups, self._cached, strict=True):
             if not group.window:
-                num_found = next((i for i in range(num_found) if keys[i] not in cached), num_found)
-        before = -1
+                count = 0
+                for key in keys[:num_found]:
+                    if key not in cached:
+                        break
+                    count += 1
+                num_found = count
+        before = -1 if self.has_windows else num_found
         while num_found != before:  # a shorter run has other blocks in each window
             before = num_found
             for group, cached in zip(self.groups, self._cached, strict=True):
@@ -222,15 +230,18 @@ class BlockPool:
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks are free: sharing them leaves that many fewer to allocate."""
-        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+        ref_counts = self._ref_counts
+        return [ref_counts[block_id] for block_id in block_ids].count(0)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Hold blocks that ``find`` returned, together with those who hold them already."""
+        ref_counts, group_of, num_held = self._ref_counts, self._group_of, self.num_held
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
+            if ref_counts[block_id] == 0:
                 del self._free[block_id]
-                self._count(self._group_of[block_id], 1)
-            self._ref_counts[block_id] += 1
+                num_held[group_of[block_id]] += 1
+            ref_counts[block_id] += 1
+        self.peak_held = [*map(max, self.peak_held, num_held)]
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop these keys: nothing is found by them any more."""

@@ -46,10 +46,15 @@ def extend_keys(request: Request, block_size: int) -> list[bytes]:
     in them.
     """
     keys = request.block_keys
-    for index in range(len(keys), request.num_known_tokens // block_size):
-        tokens = array("I", request.tokens(index * block_size, (index + 1) * block_size))
-        before = keys[-1] if keys else _digest(b"", (request.cache_salt or "").encode())
-        keys.append(_digest(before, tokens.tobytes()))
+    first, end = len(keys), request.num_known_tokens // block_size
+    if first >= end:
+        return keys
+    tokens = array("I", request.tokens(first * block_size, end * block_size))
+    content, size = tokens.tobytes(), block_size * tokens.itemsize
+    key = keys[-1] if keys else _digest(b"", (request.cache_salt or "").encode())
+    for start in range(0, len(content), size):
+        key = _digest(key, content[start : start + size])
+        keys.append(key)
     return keys
 
 

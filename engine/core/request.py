@@ -86,7 +86,8 @@ class Request:
     """Why the request failed; None unless it did."""
 
     def __post_init__(self) -> None:
-        several = any(len(word) > 1 for word in self.bad_word_ids)
+        words = self.bad_word_ids
+        several = bool(words) and any(len(word) > 1 for word in words)
         self.needs_last_token = several or self.matcher is not None
 
     @property

@@ -42,7 +42,7 @@ class TextStream:
         self._context_text = ""
         self._fresh: list[int] = []
         self._num_out = 0  # characters of the fresh ids' text that are out
-        self._set_context(list(prompt_token_ids[-_CONTEXT_TOKENS:]))
+        self._prompt_end = list(prompt_token_ids[-_CONTEXT_TOKENS:])  # read behind the first step
 
     def push(self, token_id: int) -> str:
         """The text that is certain after this id."""
@@ -76,6 +76,9 @@ class TextStream:
         return self._tokenizer.decode(token_ids, self._skip_special_tokens)
 
     def _fresh_text(self) -> str:
+        if self._prompt_end:
+            self._set_context(self._prompt_end)
+            self._prompt_end = []
         text = self._decode(self._context + self._fresh)
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any, TypeAlias
 
 from ...config import UserError
 
@@ -56,16 +57,22 @@ class SamplingParams:
     bad_words: Sequence[str] | None = ()
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(_is_list(stop), self, "stop", "text or a list of texts")
-        _require(_is_list(self.stop_token_ids), self, "stop_token_ids", "a list of token ids")
-        words_ok = _is_list(self.bad_words) and not isinstance(self.bad_words, str)
-        _require(words_ok, self, "bad_words", "a list of texts")
-        lists = {"stop_token_ids": self.stop_token_ids, "bad_words": self.bad_words}
-        for name, value in {"stop": stop, **lists}.items():
-            object.__setattr__(self, name, () if value is None else tuple(value))
-        self._check_types()
-        self._check_ranges()
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, what in _LISTS.items():
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name]:
+                is_list = isinstance(value, Iterable) and not isinstance(value, str)
+                _require(value is None or is_list, self, name, what)
+                object.__setattr__(self, name, () if value is None else tuple(value))
+        for name, value in vars(self).items():
+            if value is not _DEFAULTS[name]:
+                for is_right, expected in _CHECKS[name]:
+                    _require(is_right(value), self, name, expected)
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _require(0 <= self.min_tokens <= most, self, "min_tokens", f"in [0, max_tokens={most}]")
+        if self.n != 1 and self.greedy:
+            _require(False, self, "n", "1 with temperature=0: greedy outputs are all equal")
         # Only after the checks: -1 means "off" for these two and nothing for any other field.
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -105,75 +112,10 @@ class SamplingParams:
         of_prompt = self.prompt_logprobs if index == 0 else None
         return replace(self, n=1, seed=seed, prompt_logprobs=of_prompt)
 
-    def _check_types(self) -> None:
-        for name in ("n", "top_k", "min_tokens"):
-            _require(_is_int(getattr(self, name)), self, name, "an integer of 64 bits")
-        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _require(value is None or _is_int(value), self, name, "an integer of 64 bits, or None")
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            _require(_is_number(getattr(self, name)), self, name, "a finite number of 32 bits")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            _require(isinstance(getattr(self, name), bool), self, name, "True or False")
-        grammar_ok = self.grammar is None or (isinstance(self.grammar, str) and self.grammar)
-        _require(bool(grammar_ok), self, "grammar", "text that is not empty, or None")
-        self._check_bias()
-        ids_ok = all(_is_int(i) and i >= 0 for i in self.stop_ids)
-        _require(ids_ok, self, "stop_token_ids", "token ids of at least 0")
-        texts_ok = all(isinstance(s, str) and s for s in self.stop_strings)
-        _require(texts_ok, self, "stop", "strings that are not empty")
-        few = len(self.bad_texts) <= MAX_BAD_WORDS
-        _require(few, self, "bad_words", f"{MAX_BAD_WORDS} texts at most")
-        words_ok = all(isinstance(s, str) and s.strip() for s in self.bad_texts)
-        _require(words_ok, self, "bad_words", "texts that are not empty")
-
-    def _check_bias(self) -> None:
-        bias = self.logit_bias
-        is_map = bias is None or isinstance(bias, Mapping)
-        _require(is_map, self, "logit_bias", "token ids with a number each, or None")
-        entries = list(bias.items()) if bias else []
-        few = len(entries) <= MAX_BIASES
-        _require(few, self, "logit_bias", f"{MAX_BIASES} token ids at most")
-        ok = all(_is_int(i) and i >= 0 and _is_number(b) and -100 <= b <= 100 for i, b in entries)
-        _require(ok, self, "logit_bias", "token ids with a number in [-100, 100] each")
-
-    def _check_ranges(self) -> None:
-        _require(1 <= self.n <= MAX_OUTPUTS, self, "n", f"in [1, {MAX_OUTPUTS}]")
-        _require(self.temperature >= 0, self, "temperature", "at least 0 (0 is greedy)")
-        _require(0 < self.top_p <= 1, self, "top_p", "in (0, 1]")
-        _require(self.top_k >= -1, self, "top_k", "at least 1, or 0 or -1 for off")
-        _require(0 <= self.min_p <= 1, self, "min_p", "in [0, 1]")
-        penalty_ok = 1e-20 <= self.repetition_penalty <= 1e20  # more makes logits infinite
-        _require(penalty_ok, self, "repetition_penalty", "between 1e-20 and 1e20")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, self, name, "in [-2, 2]")
-        seed_ok = self.seed is None or self.seed >= -1
-        _require(seed_ok, self, "seed", "at least 0, or None or -1 for none")
-        _require(self.max_tokens is None or self.max_tokens >= 1, self, "max_tokens", "at least 1")
-        most = math.inf if self.max_tokens is None else self.max_tokens
-        _require(0 <= self.min_tokens <= most, self, "min_tokens", f"in [0, max_tokens={most}]")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            in_range = value is None or 0 <= value <= MAX_LOGPROBS
-            _require(in_range, self, name, f"in [0, {MAX_LOGPROBS}] or None")
-        if self.greedy:
-            _require(self.n == 1, self, "n", "1 with temperature=0: greedy outputs are all equal")
-
 
 def _require(ok: bool, params: SamplingParams, name: str, expected: str) -> None:
     if not ok:
         raise UserError(f"SamplingParams: {name}={getattr(params, name)!r}: expected {expected}")
-
-
-def _is_list(value: object) -> bool:
-    return value is None or isinstance(value, Iterable)
 
 
 def _is_int(value: object) -> bool:
@@ -186,3 +128,87 @@ def _is_number(value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return abs(value) <= _MOST_FLOAT32
+
+
+def _optional(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+def _are_ids(values: Iterable[Any]) -> bool:
+    return all(_is_int(value) and value >= 0 for value in values)
+
+
+def _is_bias(value: Any) -> bool:
+    return _is_number(value) and -100 <= value <= 100
+
+
+_Check: TypeAlias = tuple[Callable[[Any], bool], str]
+_INT: _Check = (_is_int, "an integer of 64 bits")
+_INT_OR_NONE: _Check = (_optional(_is_int), "an integer of 64 bits, or None")
+_NUMBER: _Check = (_is_number, "a finite number of 32 bits")
+_BOOL: _Check = (lambda value: isinstance(value, bool), "True or False")
+_PENALTY: _Check = (lambda value: -2 <= value <= 2, "in [-2, 2]")
+_NUM_LOGPROBS: _Check = (
+    _optional(lambda value: 0 <= value <= MAX_LOGPROBS),
+    f"in [0, {MAX_LOGPROBS}] or None",
+)
+_LISTS = {
+    "stop": "text or a list of texts",
+    "stop_token_ids": "a list of token ids",
+    "bad_words": "a list of texts",
+}
+_CHECKS: dict[str, tuple[_Check, ...]] = {
+    "n": (_INT, (lambda n: 1 <= n <= MAX_OUTPUTS, f"in [1, {MAX_OUTPUTS}]")),
+    "temperature": (_NUMBER, (lambda value: value >= 0, "at least 0 (0 is greedy)")),
+    "top_p": (_NUMBER, (lambda share: 0 < share <= 1, "in (0, 1]")),
+    "top_k": (_INT, (lambda k: k >= -1, "at least 1, or 0 or -1 for off")),
+    "min_p": (_NUMBER, (lambda share: 0 <= share <= 1, "in [0, 1]")),
+    "seed": (
+        _INT_OR_NONE,
+        (_optional(lambda seed: seed >= -1), "at least 0, or None or -1 for none"),
+    ),
+    "repetition_penalty": (
+        _NUMBER,
+        (lambda value: 1e-20 <= value <= 1e20, "between 1e-20 and 1e20"),  # else logits overflow
+    ),
+    "presence_penalty": (_NUMBER, _PENALTY),
+    "frequency_penalty": (_NUMBER, _PENALTY),
+    "max_tokens": (_INT_OR_NONE, (_optional(lambda most: most >= 1), "at least 1")),
+    "min_tokens": (_INT,),
+    "stop": (
+        (lambda texts: all(isinstance(s, str) and s for s in texts), "strings that are not empty"),
+    ),
+    "stop_token_ids": ((_are_ids, "token ids of at least 0"),),
+    "ignore_eos": (_BOOL,),
+    "include_stop_str_in_output": (_BOOL,),
+    "logprobs": (_INT_OR_NONE, _NUM_LOGPROBS),
+    "prompt_logprobs": (_INT_OR_NONE, _NUM_LOGPROBS),
+    "skip_special_tokens": (_BOOL,),
+    "logit_bias": (
+        (
+            _optional(lambda bias: isinstance(bias, Mapping)),
+            "token ids with a number each, or None",
+        ),
+        (lambda bias: len(bias or ()) <= MAX_BIASES, f"{MAX_BIASES} token ids at most"),
+        (
+            _optional(lambda bias: _are_ids(bias) and all(map(_is_bias, bias.values()))),
+            "token ids with a number in [-100, 100] each",
+        ),
+    ),
+    "grammar": (
+        (
+            _optional(lambda text: isinstance(text, str) and text != ""),
+            "text that is not empty, or None",
+        ),
+    ),
+    "bad_words": (
+        (lambda words: len(words) <= MAX_BAD_WORDS, f"{MAX_BAD_WORDS} texts at most"),
+        (
+            lambda words: all(isinstance(s, str) and s.strip() for s in words),
+            "texts that are not empty",
+        ),
+    ),
+}
+"""What each field must be, checked in this order, and what the error says otherwise."""
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+"""Values that need no check: most requests give a few fields."""

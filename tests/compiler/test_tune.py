@@ -98,6 +98,6 @@ def test_what_is_opt_in_is_chosen_by_name_alone() -> None:
     choice = ops.choose(op, desc, inline_first=False, order=order)
     assert choice.implementation == "native"
     assert choice.rejected == (
-        ("triton", "only by --kernels: not yet measured inside a whole model"),
+        ("triton", "only by --kernels: not known to be faster in whole models"),
     )
     assert ops.choose(op, desc, inline_first=False).implementation == "triton"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import Field, fields
 from typing import Any
 
 import pytest
@@ -45,6 +46,16 @@ BAD = [
     ("ignore_eos", 1, "True or False"),
     ("logprobs", 21, r"in \[0, 20\] or None"),
     ("logprobs", -1, r"in \[0, 20\] or None"),
+    ("prompt_logprobs", 1.0, "an integer of 64 bits, or None"),
+    ("logit_bias", [1], "token ids with a number each, or None"),
+    ("logit_bias", {-1: 1.0}, r"token ids with a number in \[-100, 100\] each"),
+    ("logit_bias", {1: 101.0}, r"token ids with a number in \[-100, 100\] each"),
+    ("logit_bias", dict.fromkeys(range(1025), 0.0), "1024 token ids at most"),
+    ("grammar", "", "text that is not empty, or None"),
+    ("bad_words", "text", "a list of texts"),
+    ("bad_words", [" "], "texts that are not empty"),
+    ("bad_words", ["a"] * 1025, "1024 texts at most"),
+    ("skip_special_tokens", None, "True or False"),
 ]
 
 
@@ -66,6 +77,19 @@ def test_values_are_normalized() -> None:
     assert params.top_k == 0 and params.seed is None
     assert SamplingParams(stop=None, stop_token_ids=None).stop_strings == ()
     assert {params: 1}[params] == 1, "hashable: runners keep them as keys"
+
+
+@pytest.mark.parametrize("field", fields(SamplingParams), ids=lambda field: field.name)
+def test_every_field_is_checked(field: Field[Any]) -> None:
+    with pytest.raises(UserError, match=f"SamplingParams: {field.name}=.*expected"):
+        SamplingParams(**{field.name: object()})
+
+
+def test_lists_may_be_any_iterable() -> None:
+    params = SamplingParams(stop=iter(["a", "b"]), stop_token_ids=range(2))  # type: ignore[arg-type]
+    assert params.stop_strings == ("a", "b") and params.stop_ids == (0, 1)
+    with pytest.raises(UserError, match="stop="):
+        SamplingParams(stop=iter(["a", ""]))  # type: ignore[arg-type]
 
 
 def test_greedy_has_one_output() -> None:
