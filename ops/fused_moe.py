@@ -235,7 +235,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, opt_in=True, runs=_cuda_runs),
+        on_gpu("cuda", _cuda, _cuda_supports, launches=_launches, runs=_cuda_runs),
         on_gpu("triton", _triton, supports, launches=_launches, runs=_runs),
         Implementation("native", _reference, on_host=True),
     ),

@@ -108,5 +108,7 @@ def _import_every_module() -> None:
     import fusewright
 
     for module in pkgutil.walk_packages(fusewright.__path__, "fusewright."):
-        if not module.name.startswith(("fusewright.bench", "fusewright.tests")):
+        if module.name.startswith(("fusewright.bench", "fusewright.tests")):
+            continue
+        if not module.name.endswith("._fw_cuda"):  # csrc, which a torch without CUDA cannot load
             import_module(module.name)

@@ -25,6 +25,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, in
       : "memory");
 }
 
+// The same of four coordinates.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int x, int y, int z,
+                                         int w, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Consecutive bytes: a multiple of 16, as both addresses are.
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes,
                                            uint32_t barrier) {

@@ -7,27 +7,36 @@
 
 namespace fusewright::gemm {
 
-// Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, lines, line], so that a copy
-// walks each row's box_lines lines before the next row. Outside the matrix they are zero.
-template <typename Format>
-cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t cols,
-                            int64_t row_stride, int box_rows, int box_lines = kConsumerWarps) {
+// A tensor of lines, whose dimensions are named from the innermost on, and the box that a copy
+// takes of it. Outside the tensor a box is zero.
+template <typename Format, int kDimensions>
+cudaError_t describe_lines(CUtensorMap* map, const void* data,
+                           const cuuint64_t (&sizes)[kDimensions],
+                           const cuuint64_t (&strides)[kDimensions - 1],
+                           const cuuint32_t (&box)[kDimensions]) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
-  constexpr cuuint32_t kLine = kLineBytes / Format::kBytes;
-  const cuuint64_t sizes[] = {kLine, static_cast<cuuint64_t>(cols / kLine),
-                              static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {kLineBytes, static_cast<cuuint64_t>(row_stride) * Format::kBytes};
-  const cuuint32_t box[] = {kLine, static_cast<cuuint32_t>(box_lines),
-                            static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[] = {1, 1, 1};
+  cuuint32_t steps[kDimensions];
+  for (cuuint32_t& step : steps) step = 1;
   const auto type =
       Format::kBytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const CUresult result =
-      encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
+      encode(map, type, kDimensions, const_cast<void*>(data), sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Segments of box_rows rows of a [rows, cols] matrix, seen as [rows, lines, line], so that a copy
+// walks each row's box_lines lines before the next row.
+template <typename Format>
+cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, int64_t cols,
+                            int64_t row_stride, int box_rows, int box_lines = kConsumerWarps) {
+  constexpr cuuint32_t kLine = kLineBytes / Format::kBytes;
+  return describe_lines<Format, 3>(
+      map, data, {kLine, static_cast<cuuint64_t>(cols / kLine), static_cast<cuuint64_t>(rows)},
+      {kLineBytes, static_cast<cuuint64_t>(row_stride) * Format::kBytes},
+      {kLine, static_cast<cuuint32_t>(box_lines), static_cast<cuuint32_t>(box_rows)});
 }
 
 // A launch's grid and what may precede its start.

@@ -3,7 +3,8 @@
 
 #include "../common/prepare.h"
 #include "../gemm/skinny_launch.cuh"
-#include "experts.cuh"
+#include "down.cuh"
+#include "gate_up.cuh"
 #include "route.cuh"
 
 namespace fusewright::moe {
@@ -28,11 +29,20 @@ struct Maps {
   CUtensorMap weight, x;
 };
 
+// The weight is [experts, matrices of an expert, rows, lines, line], of which the first two are
+// one: a box has the same rows of both matrices of gate_up.
 template <typename T>
-cudaError_t describe(Maps* maps, const ExpertsArgs& args, int64_t weight_rows, int64_t x_rows) {
-  const cudaError_t error = gemm::describe_matrix<typename T::Operands::Weight>(
-      &maps->weight, args.weight, weight_rows, args.in_features, args.in_features, kTileRows,
-      T::kLines);
+cudaError_t describe(Maps* maps, const ExpertsArgs& args, int64_t x_rows) {
+  using Weight = typename T::Operands::Weight;
+  constexpr cuuint32_t kLine = gemm::kLineBytes / Weight::kBytes;
+  constexpr cuuint32_t kMatrices = T::kRows / kTileRows;
+  const auto columns = static_cast<cuuint64_t>(args.in_features);
+  const auto rows = static_cast<cuuint64_t>(args.out_features);
+  const cudaError_t error = gemm::describe_lines<Weight, 4>(
+      &maps->weight, args.weight,
+      {kLine, columns / kLine, rows, static_cast<cuuint64_t>(args.num_experts) * kMatrices},
+      {gemm::kLineBytes, columns * Weight::kBytes, rows * columns * Weight::kBytes},
+      {kLine, T::kLines, kTileRows, kMatrices});
   if (error != cudaSuccess) return error;
   return gemm::describe_matrix<gemm::Bf16>(&maps->x, args.x, x_rows, args.in_features,
                                            args.x_row_stride, 1, T::kXLines);
@@ -53,8 +63,7 @@ cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t
   constexpr GateUpPlan kPlan = kXRows <= 2 ? kFewTokens : kManyTokens;
   using T = Tile<W, 2 * kTileRows, kXRows, kPlan.lines, kPlan.stages>;
   Maps maps;
-  cudaError_t error =
-      describe<T>(&maps, args, int64_t{2} * args.num_experts * args.out_features, args.num_tokens);
+  cudaError_t error = describe<T>(&maps, args, args.num_tokens);
   if (error != cudaSuccess) return error;
   constexpr int kBytes = kSharedBytes<T, GateUpShared>;
   error = allow_shared_memory<gate_up_kernel<T>>(kBytes);
@@ -62,26 +71,24 @@ cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t
   const int most_chosen = std::min(args.num_tokens * args.top_k, args.num_experts);
   const int blocks =
       std::min(args.out_features / kTileRows * most_chosen, gemm::kMultiprocessors * kPlan.blocks);
-  const gemm::LaunchConfig config(blocks, T::kThreads, kBytes, 1, programmatic, stream);
+  const gemm::LaunchConfig config(blocks, kGateUpThreads<T>, kBytes, 1, programmatic, stream);
   return cudaLaunchKernelEx(&config.config, gate_up_kernel<T>, maps.weight, maps.x, args);
 }
 
 // Two blocks of down share a multiprocessor; for few tokens, both start beside gate_up's one.
 template <typename W, int kXRows, int kLines>
 cudaError_t run_down(const ExpertsArgs& args, bool programmatic, cudaStream_t stream) {
-  constexpr int kMaxBytes = (kXRows <= 2 ? 55 : 108) * 1024;
+  constexpr int kMaxBytes = (kXRows <= 2 ? 55 : 111) * 1024;
   using One = Tile<W, kTileRows, kXRows, kLines, 1>;  // what lies beside a ring is the same for all
   constexpr int kStages = (kMaxBytes - static_cast<int>(sizeof(DownShared<One>))) / One::kRingBytes;
   using T = Tile<W, kTileRows, kXRows, kLines, kStages>;
   Maps maps;
-  cudaError_t error =
-      describe<T>(&maps, args, static_cast<int64_t>(args.num_experts) * args.out_features,
-                  static_cast<int64_t>(args.num_tokens) * args.top_k);
+  cudaError_t error = describe<T>(&maps, args, static_cast<int64_t>(args.num_tokens) * args.top_k);
   if (error != cudaSuccess) return error;
   constexpr int kBytes = kSharedBytes<T, DownShared>;
   error = allow_shared_memory<down_kernel<T>>(kBytes);
   if (error != cudaSuccess) return error;
-  const gemm::LaunchConfig config(args.out_features / kTileRows, T::kThreads, kBytes, 1,
+  const gemm::LaunchConfig config(args.out_features / kTileRows, kDownThreads<T>, kBytes, 1,
                                   programmatic, stream);
   return cudaLaunchKernelEx(&config.config, down_kernel<T>, maps.weight, maps.x, args);
 }
@@ -123,10 +130,15 @@ cudaError_t launch_gate_up(const ExpertsArgs& args, Operands operands, bool prog
 cudaError_t launch_down(const ExpertsArgs& args, Operands operands, bool programmatic,
                         cudaStream_t stream) {
   return with_weights(args, operands, [&]<typename W, int kXRows>() {
-    const int lines = args.in_features * W::Weight::kBytes / gemm::kLineBytes;
-    const bool wide = (lines + 11) / 12 * 12 <= (lines + 7) / 8 * 8;  // what a row fills better
-    return wide ? run_down<W, kXRows, 12>(args, programmatic, stream)
-                : run_down<W, kXRows, 8>(args, programmatic, stream);
+    // Of two steps, the one that a row fills better; of equals, the longer.
+    constexpr int kOther = W::Weight::kBytes == 1 ? 6 : 12;
+    const auto filled = [&](int step) {
+      const int lines = args.in_features * W::Weight::kBytes / gemm::kLineBytes;
+      return (lines + step - 1) / step * step;
+    };
+    const bool better = filled(kOther) < filled(8) + (kOther > 8);
+    return better ? run_down<W, kXRows, kOther>(args, programmatic, stream)
+                  : run_down<W, kXRows, 8>(args, programmatic, stream);
   });
 }
 

@@ -41,8 +41,12 @@ struct Tile {
                                        : Operands::kBlockScales ? kLines
                                                                 : 0;
   static constexpr int kScales = kRows / 8 * kEightsScales;
-  static constexpr int kRingBytes = kStages * (kStageBytes + 16 + 4 * kScales);
-  static constexpr int kConsumers = kLines * kWarpSize, kThreads = kConsumers + kWarpSize;
+  static constexpr int kRingBytes = (kStages * (kStageBytes + 16 + 4 * kScales) + 15) / 16 * 16;
+  static constexpr int kXChunks = 2 / kWeightBytes;  // 16 bytes of weight meet so many of x
+  static constexpr int kConsumers = kLines * kWarpSize;
+  // Behind the warps that multiply: one copies weights and x, and if there are scales, one these.
+  static constexpr int kCopyWarp = kLines, kScaleWarp = kLines + 1;
+  static constexpr int kCopyWarps = kScales > 0 ? 2 : 1;
   using Sums = float[kLines][kXRows][kRows + 4];  // the warps' of a tile; the pad spreads the banks
   static_assert(kRows == 8 || kRows == 16);
 };
@@ -78,49 +82,89 @@ __device__ __forceinline__ uint32_t bf16x2_of_e4m3(uint32_t v) {
   return d;
 }
 
-// One line of a stage, all rows times all tokens, added to sums, a set for each half of the line.
-// As gemm::multiply_line has it, a lane reads 16 bytes of a row and deals its words to fragments;
-// of FP8 they meet 32 of x.
+// What a warp multiplies of a step: two halves of a line. As gemm::multiply_line has it, a lane
+// reads 16 bytes of a row and deals its words to fragments; of FP8 they meet 32 of x.
 template <typename T>
-__device__ __forceinline__ void multiply_line(const Ring<T>& ring, int stage, int line,
-                                              float (&sums)[2][4]) {
-  const int lane = threadIdx.x % kWarpSize, row = lane / 4, column = row % T::kXRows;
-  const uint32_t weight = ring.weight(stage), x = ring.x(stage);
+struct Line {
+  uint4 low[2], high[2];  // of the tile's first eight rows, and of the others
+  uint4 x[2][T::kXChunks];
+  float low_scale, high_scale;
+
+  // All loads come before the first use, so their latencies are one.
+  __device__ static Line load(const Ring<T>& ring, int stage) {
+    const int lane = threadIdx.x % kWarpSize, row = lane / 4, column = row % T::kXRows;
+    const int line = threadIdx.x / kWarpSize;
+    const uint32_t weight = ring.weight(stage), x = ring.x(stage);
+    Line found = {};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int chunk = lane % 4 + 4 * half;
-    const uint4 low = load_chunk(weight, row * T::kLines + line, chunk);
-    const uint4 high =
-        T::kRows == 16 ? load_chunk(weight, (row + 8) * T::kLines + line, chunk) : uint4{};
-    if constexpr (T::kWeightBytes == 2) {
-      const uint4 b = load_chunk(x, column * T::kXLines + line, chunk);
-      mma<__nv_bfloat16>(sums[half], low.x, high.x, low.y, high.y, b.x, b.y);
-      mma<__nv_bfloat16>(sums[half], low.z, high.z, low.w, high.w, b.z, b.w);
-    } else {
-      const int x_line = column * T::kXLines + 2 * line + half;
-      const uint4 first = load_chunk(x, x_line, lane % 4 * 2);
-      const uint4 second = load_chunk(x, x_line, lane % 4 * 2 + 1);
-      const uint32_t a[] = {low.x, low.y, low.z, low.w}, c[] = {high.x, high.y, high.z, high.w};
-      const uint32_t b[] = {first.x,  first.y,  first.z,  first.w,
-                            second.x, second.y, second.z, second.w};
+    for (int half = 0; half < 2; ++half) {
+      const int chunk = lane % 4 + 4 * half;
+      found.low[half] = load_chunk(weight, row * T::kLines + line, chunk);
+      if (T::kRows == 16)
+        found.high[half] = load_chunk(weight, (row + 8) * T::kLines + line, chunk);
+      if constexpr (T::kWeightBytes == 2) {
+        found.x[half][0] = load_chunk(x, column * T::kXLines + line, chunk);
+      } else {
 #pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        uint32_t c0 = 0, c1 = 0;
-        if constexpr (T::kRows == 16) {
-          c0 = bf16x2_of_e4m3<0>(c[word]);
-          c1 = bf16x2_of_e4m3<1>(c[word]);
+        for (int j = 0; j < 2; ++j) {
+          const int x_line = column * T::kXLines + 2 * line + half;
+          found.x[half][j] = load_chunk(x, x_line, lane % 4 * 2 + j);
         }
-        mma<__nv_bfloat16>(sums[half], bf16x2_of_e4m3<0>(a[word]), c0, bf16x2_of_e4m3<1>(a[word]),
-                           c1, b[2 * word], b[2 * word + 1]);
+      }
+    }
+    if constexpr (T::kScales > 0) {
+      const int first = T::Operands::kRowScales ? row : line;
+      found.low_scale = gemm::load_shared_float(ring.scale(stage, first));
+      if (T::kRows == 16) {
+        found.high_scale = gemm::load_shared_float(ring.scale(stage, first + T::kEightsScales));
+      }
+    }
+    return found;
+  }
+
+  // Known once every load has returned.
+  __device__ uint32_t used() const {
+    uint32_t bits = __float_as_uint(low_scale) | __float_as_uint(high_scale);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bits |= low[half].x | high[half].x;
+#pragma unroll
+      for (int j = 0; j < T::kXChunks; ++j) bits |= x[half][j].x;
+    }
+    return bits;
+  }
+
+  // All rows times all tokens, added to sums, a set for each half.
+  __device__ void multiply(float (&sums)[2][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t a[] = {low[half].x, low[half].y, low[half].z, low[half].w};
+      const uint32_t c[] = {high[half].x, high[half].y, high[half].z, high[half].w};
+      if constexpr (T::kWeightBytes == 2) {
+        const uint4& b = x[half][0];
+        mma<__nv_bfloat16>(sums[half], a[0], c[0], a[1], c[1], b.x, b.y);
+        mma<__nv_bfloat16>(sums[half], a[2], c[2], a[3], c[3], b.z, b.w);
+      } else {
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          const uint4& b = x[half][word / 2];
+          uint32_t c0 = 0, c1 = 0;
+          if constexpr (T::kRows == 16) {
+            c0 = bf16x2_of_e4m3<0>(c[word]);
+            c1 = bf16x2_of_e4m3<1>(c[word]);
+          }
+          mma<__nv_bfloat16>(sums[half], bf16x2_of_e4m3<0>(a[word]), c0, bf16x2_of_e4m3<1>(a[word]),
+                             c1, word % 2 ? b.z : b.x, word % 2 ? b.w : b.y);
+        }
       }
     }
   }
-}
+};
 
-// A block adds up one segment at a time: the tile's rows of one chosen expert. The first eight
-// begin at row `low` of all experts' rows; the others, if it has 16, begin at row `high`.
+// A block adds up one segment at a time: the tile's rows of one chosen expert, which begin at `row`
+// of its outputs. A tile of 16 rows has the gates and the ups of eight.
 struct Segment {
-  int chosen, low, high;
+  int chosen, expert, row;
 };
 
 // Which stage of the ring comes next, and the parity of its phase.
@@ -147,35 +191,25 @@ __device__ __forceinline__ void arrive_after(uint32_t barrier, uint32_t used, ui
 template <typename T>
 __device__ __forceinline__ void add_segment(const Ring<T>& ring, RingPlace& place, int num_steps,
                                             float (&sums)[4]) {
-  const int warp = threadIdx.x / kWarpSize, row = threadIdx.x % kWarpSize / 4;
   float halves[2][4] = {};
 #pragma unroll 1
   for (int step = 0; step < num_steps; ++step) {
     const int stage = place.stage;
     barrier_wait(ring.full(stage), place.parity);
-    multiply_line<T>(ring, stage, warp, halves);
-    uint32_t used = __float_as_uint(halves[0][0]) | __float_as_uint(halves[1][0]);
-    if (T::Operands::kBlockScales || step == num_steps - 1) {
-      float low = 1.0f, high = 1.0f;
-      if constexpr (T::kScales > 0) {
-        const int first = T::Operands::kRowScales ? row : warp;
-        low = gemm::load_shared_float(ring.scale(stage, first));
-        if (T::kRows == 16) {
-          high = gemm::load_shared_float(ring.scale(stage, first + T::kEightsScales));
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[i] += (halves[0][i] + halves[1][i]) * (i < 2 ? low : high);
-        halves[0][i] = halves[1][i] = 0.0f;
-      }
-      used |= __float_as_uint(sums[0]) | __float_as_uint(sums[2]);
-    }
+    place.advance(T::kStages);
+    const Line<T> line = Line<T>::load(ring, stage);
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) {
-      arrive_after(ring.empty(stage), used, static_cast<uint32_t>(num_steps) >> 24);
+      arrive_after(ring.empty(stage), line.used(), static_cast<uint32_t>(num_steps) >> 24);
     }
-    place.advance(T::kStages);
+    line.multiply(halves);
+    if (!T::Operands::kBlockScales && step < num_steps - 1) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float sum = halves[0][i] + halves[1][i];
+      sums[i] += T::kScales > 0 ? sum * (i < 2 ? line.low_scale : line.high_scale) : sum;
+      halves[0][i] = halves[1][i] = 0.0f;
+    }
   }
 }
 

@@ -209,6 +209,6 @@ _CHECKS: dict[str, tuple[_Check, ...]] = {
         ),
     ),
 }
-"""What each field must be, checked in this order, and what the error says otherwise."""
+"""Fields are checked in this order; an error says what the field must be."""
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 """Values that need no check: most requests give a few fields."""
