@@ -5,7 +5,7 @@
 """
 
 from .errors import EngineDeadError, MachineError, UserError, VerificationError
-from .garbage import collect_rarely, collecting_rarely
+from .garbage import collect_rarely, collecting_rarely, leave_garbage_at_exit
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
@@ -62,6 +62,7 @@ __all__ = [
     "collecting_rarely",
     "engine_options",
     "key_factors",
+    "leave_garbage_at_exit",
     "option_specs",
     "outside_fields",
     "outside_key",

@@ -14,7 +14,7 @@ import typer
 import typer.main
 
 from .. import __version__
-from ..config import EngineDeadError, UserError, collect_rarely
+from ..config import EngineDeadError, UserError, collect_rarely, leave_garbage_at_exit
 from .failure import flush, leave_dead_engine, open_missing_streams, report
 from .help import Command, LazyGroup, UsageError
 from .signals import unwinding_on_sigterm
@@ -64,6 +64,7 @@ def _options(context: typer.Context) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
     collect_rarely()
+    leave_garbage_at_exit()
     open_missing_streams()
     command = typer.main.get_command(app)
     asked = {"debug": False}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -30,3 +32,21 @@ def test_a_start_collects_rarely_and_leaves_what_the_caller_had(
         assert gc.get_threshold()[0] == during
         raise KeyError("a start that fails")
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("call", ["", "leave_garbage_at_exit()"])
+def test_a_command_ends_without_a_collection(call: str) -> None:
+    code = f"""
+import gc
+from fusewright.config import leave_garbage_at_exit
+class Noisy:
+    def __del__(self):
+        print("collected")
+one = Noisy()
+one.itself = one
+del one
+{call}
+"""
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == ("" if call else "collected\n")
