@@ -18,6 +18,7 @@ import torch
 
 from tests.interpreter import interpret_faster
 from tests.line_counter import LineCounter
+from tests.warm import real_starts, warm_starts
 
 # Compilers make many objects that stay.  With Python's threshold of 700, the files that compile
 # most spend 8% of their time on garbage collection.
@@ -126,6 +127,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    # pytest collects five times when it ends, to hear of errors in finalizers, and Python twice.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,6 +149,27 @@ def fw_seed(pytestconfig: pytest.Config) -> int:
 def fw_cases(pytestconfig: pytest.Config) -> int:
     """How many times as many random cases a test shall draw as usual."""
     return int(pytestconfig.getoption("--fw-cases"))
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """The processes that this module's tests start have imported torch; see ``tests/warm.py``."""
+    with warm_starts():
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_servers() -> Iterator[None]:
+    """As ``warm``, and so have those that these processes start."""
+    with warm_starts(nested=True):
+        yield
+
+
+@pytest.fixture
+def cold() -> Iterator[None]:
+    """Those of this test have not."""
+    with real_starts():
+        yield
 
 
 @pytest.fixture

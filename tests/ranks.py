@@ -35,17 +35,20 @@ def in_ranks(function: Callable[[int, int], Any], world: int, folder: Path) -> l
     Raises:
         AssertionError: a rank failed; has its traceback.
     """
+    from tests.warm import warm_starts  # which this file does not find as a script
+
     file = sys.modules[function.__module__].__file__
     command = [sys.executable, "-P", __file__, str(file), function.__name__, str(world), folder]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-        env=environment,
-    )
+    with warm_starts():
+        done = subprocess.run(
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+            env=environment,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 

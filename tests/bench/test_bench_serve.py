@@ -18,6 +18,7 @@ from fusewright.bench.workloads import Work
 from fusewright.config import EngineOptions, MachineError, UserError
 from fusewright.serve.cli import main
 
+pytestmark = pytest.mark.usefixtures("warm_servers")
 OPTIONS: dict[str, Any] = {"device": "cpu", "optimization_level": 0, "max_num_seqs": 4}
 
 

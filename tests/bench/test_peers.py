@@ -11,6 +11,7 @@ import pytest
 
 from fusewright.model_executor.abacus import FOLDER
 
+pytestmark = pytest.mark.usefixtures("warm")
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_RUN = ROOT / "bench" / "results" / "h200" / "peers.jsonl"
 

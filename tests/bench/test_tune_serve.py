@@ -22,6 +22,7 @@ from fusewright.bench.workloads import Work
 from fusewright.config import MachineError
 from fusewright.serve.cli import main
 
+pytestmark = pytest.mark.usefixtures("warm_servers")
 SEQS, TOKENS = (32, 64, 128, 256, 512), (1024, 2048, 4096, 8192, 16384)
 POINTS = grid(SEQS, TOKENS, 4096)
 

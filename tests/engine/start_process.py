@@ -136,12 +136,27 @@ def unprivileged() -> tuple[str, ...]:
 
 
 def begin(
-    task: str, *, env: dict[str, str], before: Sequence[str] = (), **arguments: Any
+    task: str,
+    *,
+    env: dict[str, str],
+    before: Sequence[str] = (),
+    guard: bool = False,
+    cold: bool = False,
+    **arguments: Any,
 ) -> subprocess.Popen[str]:
-    """Start a task of this file."""
-    command = [*before, sys.executable, __file__, json.dumps({"task": task, **arguments})]
+    """Start a task of this file.
+
+    Args:
+        guard: to import a compiler is an error.
+        cold: nothing is imported when it starts, as always with a guard; else see ``tests.warm``.
+    """
+    from tests.warm import real_starts, warm_starts  # which a script does not find
+
+    asked = json.dumps({"task": task, "guard": guard, **arguments})
+    command = [*before, sys.executable, "-P", __file__, asked]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
+    with real_starts() if guard or cold else warm_starts():
+        return subprocess.Popen(command, env=env, cwd="/", stdout=pipe, stderr=pipe, text=True)
 
 
 def result(process: subprocess.Popen[str]) -> Any:

@@ -29,7 +29,8 @@ def test_one_of_three_processes_compiles_and_all_answer(
     batch = [[prompt, {"temperature": 0.0, "max_tokens": 12}] for prompt in SUMS]
     env = environment(tmp_path)
     processes = [
-        begin("start_all", env=env, starts=[options], batches=[batch]) for _ in range(PROCESSES)
+        begin("start_all", env=env, cold=True, starts=[options], batches=[batch])
+        for _ in range(PROCESSES)
     ]
     told = [result(process) for process in processes]
     answers = [[c["text"] for c in one["told"][0]["outputs"][0]] for one in told]

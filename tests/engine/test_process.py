@@ -29,6 +29,7 @@ from fusewright.engine.process.wire import Kind, frame, make_socket, unframed
 from tests.serve.server_process import is_running, wait_for
 
 _T = TypeVar("_T")
+pytestmark = pytest.mark.usefixtures("warm")
 OPTIONS: dict[str, Any] = {
     "optimization_level": 0,
     "device": "cpu",
@@ -215,6 +216,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.usefixtures("cold")
 def test_an_engine_ends_with_its_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", PARENT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -225,6 +227,7 @@ def test_an_engine_ends_with_its_killed_parent(tmp_path: Path) -> None:
         wait_for(lambda: not is_running(child))
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_frontend_of_the_other_process_imports_no_torch() -> None:
     code = "import sys, fusewright.engine.process.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

@@ -23,6 +23,7 @@ from fusewright.engine.ranks.leader import Leader
 from fusewright.engine.worker.hardware import detect_hardware
 from tests.serve.server_process import wait_for
 
+pytestmark = pytest.mark.usefixtures("warm")
 OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "optimization_level": 0,
@@ -205,6 +206,7 @@ LLM("abacus", tensor_parallel_size=2, device="cpu")
 """
 
 
+@pytest.mark.usefixtures("cold")
 def test_ranks_are_started_before_rank_0_imports_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", SPAWNED], capture_output=True, text=True, check=False
@@ -239,6 +241,7 @@ def rank_0_killed(executor: str) -> Iterator[int]:
             process.wait()
 
 
+@pytest.mark.usefixtures("cold")
 def test_no_rank_outlives_rank_0() -> None:
     with rank_0_killed("mp") as pid:
         pass

@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from tests.warm import warm_starts
+
 TIMEOUT_S = 120
 KEY = "a key"
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
@@ -28,12 +30,13 @@ class ServerProcess:
 
     def __init__(self, *flags: str, model: str = "abacus", port: str = "0") -> None:
         argv = ["serve", model, "--device", "cpu", "-O0", "--port", port, *flags]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fusewright.serve.cli", *argv],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with warm_starts(nested=True):
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fusewright.serve.cli", *argv],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
         self.url = ""

@@ -18,6 +18,7 @@ from fusewright.ops import KERNELS
 from fusewright.serve.cli import main
 from tests.engine.start_process import environment
 
+pytestmark = pytest.mark.usefixtures("warm")
 Capture = pytest.CaptureFixture[str]
 
 

@@ -24,6 +24,7 @@ from fusewright.model_executor.abacus.problems import TASKS, held_out
 from fusewright.serve.cli import main
 
 Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("warm")
 CPU = ("--device", "cpu", "-O0")
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.serve.test_run import CPU, Capture, completed, refusal
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def test_options_of_a_record_win_over_the_flags(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"

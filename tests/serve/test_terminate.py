@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm")
 WAIT_S = 300
 
 
