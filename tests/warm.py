@@ -325,7 +325,7 @@ def _become(job: dict[str, Any]) -> NoReturn:
             _replace_starts(_start_nested)
             break
         ours.close()
-        # What this process has open must end with the process that was asked for.
+        # The files that were given to this process must end with the one that was asked for.
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in job["fds"]:
             os.dup2(nothing, fd)

@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, in
       : "memory");
 }
 
-// The same of four coordinates.
+// A box of a tensor of four dimensions, from (x, y, z, w) on.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int x, int y, int z,
                                          int w, uint32_t barrier, uint64_t policy) {
   asm volatile(

@@ -7,7 +7,7 @@
 
 namespace fusewright::moe {
 
-// What a block keeps beside its ring.
+// A block keeps this beside its ring.
 template <typename T>
 struct DownShared {
   typename T::Sums sums;

@@ -5,10 +5,10 @@
 
 namespace fusewright::moe {
 
-// What a block keeps beside its ring.
+// A block keeps this beside its ring.
 template <typename T>
 struct GateUpShared {
-  // Of two tiles in turn: one warp writes the outputs of one while the others add up the next.
+  // Two tiles take turns: one warp writes the outputs of one while the others add up the next.
   typename T::Sums sums[2];
   uint64_t full[2], empty[2];  // barriers of the two
   float norm_scale[kMaxTokens];

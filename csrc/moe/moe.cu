@@ -130,7 +130,7 @@ cudaError_t launch_gate_up(const ExpertsArgs& args, Operands operands, bool prog
 cudaError_t launch_down(const ExpertsArgs& args, Operands operands, bool programmatic,
                         cudaStream_t stream) {
   return with_weights(args, operands, [&]<typename W, int kXRows>() {
-    // Of two steps, the one that a row fills better; of equals, the longer.
+    // A step has as many lines as a row fills better; the longer of two equals is chosen.
     constexpr int kOther = W::Weight::kBytes == 1 ? 6 : 12;
     const auto filled = [&](int step) {
       const int lines = args.in_features * W::Weight::kBytes / gemm::kLineBytes;

@@ -82,15 +82,15 @@ __device__ __forceinline__ uint32_t bf16x2_of_e4m3(uint32_t v) {
   return d;
 }
 
-// What a warp multiplies of a step: two halves of a line. As gemm::multiply_line has it, a lane
-// reads 16 bytes of a row and deals its words to fragments; of FP8 they meet 32 of x.
+// A warp multiplies one line of a step, in two halves. As gemm::multiply_line has it, a lane reads
+// 16 bytes of a row and deals its words to fragments; of FP8 they meet 32 of x.
 template <typename T>
 struct Line {
   uint4 low[2], high[2];  // of the tile's first eight rows, and of the others
   uint4 x[2][T::kXChunks];
   float low_scale, high_scale;
 
-  // All loads come before the first use, so their latencies are one.
+  // Every load comes before the first use, so the warp waits for memory once.
   __device__ static Line load(const Ring<T>& ring, int stage) {
     const int lane = threadIdx.x % kWarpSize, row = lane / 4, column = row % T::kXRows;
     const int line = threadIdx.x / kWarpSize;
@@ -122,7 +122,7 @@ struct Line {
     return found;
   }
 
-  // Known once every load has returned.
+  // The result is known once every load has returned.
   __device__ uint32_t used() const {
     uint32_t bits = __float_as_uint(low_scale) | __float_as_uint(high_scale);
 #pragma unroll
@@ -134,7 +134,7 @@ struct Line {
     return bits;
   }
 
-  // All rows times all tokens, added to sums, a set for each half.
+  // Adds the products of all rows and all tokens to sums, a set for each half.
   __device__ void multiply(float (&sums)[2][4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
