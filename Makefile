@@ -22,7 +22,7 @@ SHELL := /bin/bash
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
-JOBS ?= 3
+JOBS ?= 2
 FOLDERS := config ops passes compiler graph_capture model_executor engine serve bench
 CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
