@@ -151,17 +151,24 @@ __device__ __forceinline__ bool gather_partials(const DecodeArgs& args, const Ro
   return true;
 }
 
+// Where a warp's chunks begin and which blocks hold the first is found before the wait for what the
+// kernel ahead makes. Warps beyond the last share have nothing to do.
 template <typename T>
-__device__ __forceinline__ void run_share(const DecodeArgs& args, const Row<T>& row, uint32_t rings,
+__device__ __forceinline__ void run_share(const DecodeArgs& args, const Row<T>& row, Ring<T> ring,
                                           int share, int head) {
-  const int x_begin = row.cut(share), x_end = row.cut(share + 1);
-  if (x_begin >= x_end) return;
-  Ring<T> ring{rings + static_cast<int>(threadIdx.x) / kWarpSize * T::kRingBytes};
+  const bool idle = share >= row.num_shares;
+  const int x_begin = idle ? 0 : row.cut(share), x_end = idle ? 0 : row.cut(share + 1);
   Stream<T> stream(args, head, &row);
   stream.left = 0;
   stream.x = x_begin;
   stream.x_end = x_end;
-  fill<T>(stream, ring);
+  stream.take_batch();
+  wait_for_previous();
+  start_next();
+  for (int i = 0; i < T::kStages; ++i) {
+    stream.copy_next(ring.stage());
+    ring.advance();
+  }
   Sums<T> sums;
   for (int x = x_begin; x < x_end;) {
     const int seq = row.sequence_at(x);
@@ -212,7 +219,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     decode_kernel(const __grid_constant__ DecodeArgs args, int cluster) {
   extern __shared__ __align__(128) uint8_t memory[];
-  __shared__ int warp_sums[kWarps];
+  __shared__ Notes notes;
   __shared__ uint64_t barrier;
   const uint32_t rings = shared_address(memory);
   constexpr int kRings = kWarps * T::kRingBytes;
@@ -252,17 +259,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     if (cluster > 1) cluster_wait();
   }
   int* starts = reinterpret_cast<int*>(memory + kRings);
-  lay_out<T>(args, starts, warp_sums);
+  const int longest = lay_out<T>(args, starts, notes);
   const int total = starts[args.num_seqs];
   const int max_shares = warps / args.kv_heads;
   Row<T> row{starts, args.num_seqs, min(max_shares, max(total * T::kChunk / kLeastCutTokens, 1))};
+  const int equal = total / row.num_shares;
+  // Without cuts, a share begins and ends half a sequence at most from where equal ones do. That is
+  // mostly near enough, and spares the search for the longest.
   row.whole = true;
-  row.whole = is_even<T>(longest_share<T>(row, warp_sums), total / row.num_shares);
-  wait_for_previous();
-  start_next();
+  row.whole =
+      is_even<T>(equal + 1 + longest, equal) || is_even<T>(longest_share<T>(row, notes), equal);
   const int stripe = (blockIdx.y * gridDim.x + blockIdx.x) * kWarps + warp;
-  const int share = stripe / args.kv_heads;
-  if (share < row.num_shares) run_share<T>(args, row, rings, share, stripe % args.kv_heads);
+  const Ring<T> ring{rings + warp * T::kRingBytes};
+  run_share<T>(args, row, ring, stripe / args.kv_heads, stripe % args.kv_heads);
 }
 
 // ---- launch

@@ -59,35 +59,50 @@ struct Row {
   }
 };
 
-// The whole block: prefix sums of the sequences' chunks.
+// What the warps of a block tell each other while they divide a batch.
+struct Notes {
+  int sums[kWarps], longest[kWarps];
+};
+
+// The whole block: prefix sums of the sequences' chunks. Returns how many the longest has.
 template <typename T>
-__device__ __forceinline__ void lay_out(const DecodeArgs& args, int* starts, int* warp_sums) {
+__device__ __forceinline__ int lay_out(const DecodeArgs& args, int* starts, Notes& notes) {
   const int per_thread = (args.num_seqs + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * per_thread, args.num_seqs);
   const int last = min(first + per_thread, args.num_seqs);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  int sum = 0;
-  for (int seq = first; seq < last; ++seq) sum += chunks_of<T>(args, seq);
+  int sum = 0, longest = 0;
+  for (int seq = first; seq < last; ++seq) {
+    const int chunks = chunks_of<T>(args, seq);
+    starts[seq] = sum;
+    sum += chunks;
+    longest = max(longest, chunks);
+  }
+  longest = __reduce_max_sync(kAllLanes, longest);
   int to_here = sum;
   for (int offset = 1; offset < kWarpSize; offset *= 2) {
     const int below = __shfl_up_sync(kAllLanes, to_here, offset);
     if (lane >= offset) to_here += below;
   }
-  if (lane == kWarpSize - 1) warp_sums[warp] = to_here;
-  __syncthreads();
-  int at = to_here - sum;
-  for (int w = 0; w < warp; ++w) at += warp_sums[w];
-  for (int seq = first; seq < last; ++seq) {
-    starts[seq] = at;
-    at += chunks_of<T>(args, seq);
+  if (lane == kWarpSize - 1) {
+    notes.sums[warp] = to_here;
+    notes.longest[warp] = longest;
   }
-  if (threadIdx.x == kThreads - 1) starts[args.num_seqs] = at;
   __syncthreads();
+  int before = to_here - sum;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += notes.sums[w];
+    longest = max(longest, notes.longest[w]);
+  }
+  for (int seq = first; seq < last; ++seq) starts[seq] += before;
+  if (threadIdx.x == kThreads - 1) starts[args.num_seqs] = before + sum;
+  __syncthreads();
+  return longest;
 }
 
 // The whole block: how many chunks the longest share has.
 template <typename T>
-__device__ __forceinline__ int longest_share(const Row<T>& row, int* warp_longest) {
+__device__ __forceinline__ int longest_share(const Row<T>& row, Notes& notes) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   int longest = 0;
   for (int s = threadIdx.x; s < row.num_shares; s += kThreads) {
@@ -95,9 +110,9 @@ __device__ __forceinline__ int longest_share(const Row<T>& row, int* warp_longes
   }
   longest = __reduce_max_sync(kAllLanes, longest);
   __syncthreads();
-  if (lane == 0) warp_longest[warp] = longest;
+  if (lane == 0) notes.longest[warp] = longest;
   __syncthreads();
-  for (int w = 0; w < kWarps; ++w) longest = max(longest, warp_longest[w]);
+  for (int w = 0; w < kWarps; ++w) longest = max(longest, notes.longest[w]);
   return longest;
 }
 

@@ -55,15 +55,6 @@ struct Ring {
   __device__ __forceinline__ void advance() { at = at + 1 == T::kStages ? 0 : at + 1; }
 };
 
-template <typename T>
-__device__ __forceinline__ void fill(Stream<T>& stream, Ring<T>& ring) {
-  stream.take_batch();
-  for (int i = 0; i < T::kStages; ++i) {
-    stream.copy_next(ring.stage());
-    ring.advance();
-  }
-}
-
 // Which of a batch's chunks hold a token that this step stores: only those may the kernel ahead
 // still be writing. Bit i: chunk i; beyond a warp's width of sequences, all.
 template <typename T>
