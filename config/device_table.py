@@ -26,6 +26,7 @@ ROWS = (
     "stream fp8 tensor",
     "stream fp8 token",
     "stream fp8 block",
+    "stream fp8 weight",
     "tiled fp8 tensor",
     "tiled fp8 token",
     "tiled fp8 block",

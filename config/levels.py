@@ -43,6 +43,7 @@ PASSES: tuple[str, ...] = (
     "fuse_all_reduce_norm",
     "fuse_async_tp",
     "fuse_act_quant",
+    "fuse_norm_mlp",
     "fuse_attn_quant",
     "fuse_rope_store",
 )
@@ -63,6 +64,7 @@ LINEAR_FUSIONS = (
     "fuse_moe",
     "fuse_norm_moe",
     "fuse_norm_linear",
+    "fuse_norm_mlp",
     "fuse_async_tp",
 )
 """Passes that attach more to a linear layer, whose kernels then follow the number of rows:

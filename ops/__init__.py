@@ -35,6 +35,7 @@ from .keep_tokens import OP as KEEP_TOKENS, keep_tokens
 from .kv_store import OP as KV_STORE, kv_store
 from .linear import OP as LINEAR, linear
 from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
+from .linear_add_norm_mlp import OP as LINEAR_ADD_NORM_MLP
 from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE
 from .linear_all_reduce_add_norm_linear import (
     OP as LINEAR_ALL_REDUCE_ADD_NORM_LINEAR,
@@ -63,6 +64,7 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     PAGED_ATTENTION,
     LINEAR,
     LINEAR_ADD_NORM_LINEAR,
+    LINEAR_ADD_NORM_MLP,
     ROUTE,
     EXPERT_LINEAR,
     COMBINE_EXPERTS,

@@ -30,9 +30,10 @@ class WeightFormat:
 
     Attributes:
         name: of the format, also in device tables.
-        dtype: of both operands.
+        dtype: of both operands; of the weight alone where only that is scaled, beside an x of the
+            result's dtype.
         x_scale, weight_scale: the rows and columns that share a float32 scale, 0 for all of them;
-            None for a format without scales.
+            None for an operand without scales.
     """
 
     name: str
@@ -45,7 +46,7 @@ class WeightFormat:
         return self.weight_scale is not None
 
     def scale_shapes(self, m: Any, n: int, k: int) -> tuple[tuple[Any, int], tuple[int, int]]:
-        """Shapes of the scales of x [m, k] and weight [n, k]."""
+        """Shapes of the scales of x [m, k] and weight [n, k], both of which are scaled."""
         assert self.x_scale and self.weight_scale
         return _shape(self.x_scale, m, k), _shape(self.weight_scale, n, k)
 
@@ -65,6 +66,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         WeightFormat("fp8 tensor", E4M3, (0, 0), (0, 0)),
         WeightFormat("fp8 token", E4M3, (1, 0), (1, 0)),
         WeightFormat("fp8 block", E4M3, (1, BLOCK), (BLOCK, BLOCK)),
+        WeightFormat("fp8 weight", E4M3, None, (1, 0)),
     )
 }
 
@@ -133,7 +135,7 @@ def format_of(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> WeightFor
     if len(shapes[0]) == len(shapes[2]) == 2 and shapes[0][1] == shapes[2][1]:
         m, (n, k) = shapes[0][0], shapes[2]
         for found in WEIGHT_FORMATS.values():
-            if found.scaled:
+            if found.x_scale:
                 of_x, of_weight = found.scale_shapes(m, n, k)
                 # The weight's shape first: it is known where the number of tokens is a symbol.
                 if shapes[3] == of_weight and shapes[1] == of_x:

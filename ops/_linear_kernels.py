@@ -37,6 +37,7 @@ _LINE_BYTES = 128
 _LEAST_BYTES = 8 << 20
 _BLOCK_COLUMNS = 512
 _MOST_NORMED_ROWS = 16
+_STREAMED = ("bfloat16", "fp8 tensor", "fp8 token", "fp8 block", "fp8 weight")
 _CALLS = 4096
 
 
@@ -127,10 +128,12 @@ def _stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     # Its tensor copies came with SM 9.0.  For 8.0 and 8.9 the seam is the producer: cp.async.
     if target.sm != 90:
         return f"built for SM 9.0, not {target.sm / 10 if target.sm else 'an unknown one'}"
-    if desc.weight_format not in ("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"):
+    if desc.weight_format not in _STREAMED:
         return f"dtype {desc.format.dtype}, not bfloat16 or FP8"
-    if desc.format.scaled and (desc.add or desc.prologue):
-        return "joins no FP8 layers: quantizing x in every block was slower (docs/decisions)"
+    if desc.weight_format == "fp8 weight" and desc.dtype != torch.bfloat16:
+        return f"x is {desc.dtype}: an FP8 weight is converted to bfloat16 alone"
+    if desc.format.x_scale and (desc.add or desc.prologue):
+        return "joins no layers of FP8 x: quantizing it in every block was slower (docs/decisions)"
     if desc.weight_format == "fp8 block":
         if desc.activation:
             return "activates no layer with scales of blocks"

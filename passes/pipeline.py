@@ -23,6 +23,7 @@ from .fuse_async_tp import FUSE_ASYNC_TP
 from .fuse_gated_linear import FUSE_GATED_LINEAR
 from .fuse_moe import FUSE_MOE
 from .fuse_norm_linear import FUSE_NORM_LINEAR
+from .fuse_norm_mlp import FUSE_NORM_MLP
 from .fuse_norm_moe import FUSE_NORM_MOE
 from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FUSE_ROPE_STORE
@@ -43,6 +44,7 @@ PIPELINE: tuple[Rule, ...] = (
     FuseAllReduceNorm(),
     FUSE_ASYNC_TP,
     ACTIVATION,
+    FUSE_NORM_MLP,
     ATTENTION,
     FUSE_ROPE_STORE,
 )

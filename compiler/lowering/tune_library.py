@@ -138,7 +138,7 @@ def weights_of(graph: fx.Graph) -> list[Weight]:
 def _operands(dtype: torch.dtype, scale: Any, shape: Sequence[int]) -> str:
     """The weight format of a weight with such a scale; "" for none."""
     for found in WEIGHT_FORMATS.values():
-        if found.dtype != dtype or found.scaled != (scale is not None):
+        if found.dtype != dtype or bool(found.x_scale) != (scale is not None):
             continue
         if scale is None or found.scale_shapes(1, *shape)[1] == tuple(scale.shape):
             return found.name

@@ -16,14 +16,15 @@ constexpr const char* kAdd = "fw_cuda::skinny_linear_add";
 constexpr const char* kNorm = "fw_cuda::skinny_norm_linear";
 
 // The arguments but for scales, bias and outputs, checked.
-SkinnyLinearArgs describe(const char* op, const Tensor& x, const Tensor& weight, ScalarType dtype,
-                          Epilogue epilogue, int64_t max_tokens = kMaxSkinnyTokens) {
+SkinnyLinearArgs describe(const char* op, const Tensor& x, ScalarType x_dtype, const Tensor& weight,
+                          ScalarType weight_dtype, Epilogue epilogue,
+                          int64_t max_tokens = kMaxSkinnyTokens) {
   if (!x.is_cuda()) fail(op, "x is not on a CUDA device");
-  check_matrix(op, x, "x", dtype);
-  check_matrix(op, weight, "weight", dtype);
+  check_matrix(op, x, "x", x_dtype);
+  check_matrix(op, weight, "weight", weight_dtype);
   check_device(op, weight, "weight", x);
   const int64_t num_tokens = x.size(0), in_features = x.size(1), rows = weight.size(0);
-  const int64_t line = kLineBytes / static_cast<int64_t>(x.element_size());
+  const int64_t line = kLineBytes / static_cast<int64_t>(weight.element_size());
   if (weight.size(1) != in_features) {
     fail(op, "x ", shape_of(x), " and weight ", shape_of(weight), " differ in in_features");
   }
@@ -76,6 +77,20 @@ void run(const char* op, const SkinnyLinearArgs& args, Operands operands, const 
   }
 }
 
+void check_scale(const char* op, const Tensor& t, const char* name, const Tensor& x) {
+  check_device(op, t, name, x);
+  if (t.dim() != 2 || t.scalar_type() != ScalarType::Float) {
+    fail(op, name, " has shape ", shape_of(t), ", expected two dimensions of float32");
+  }
+}
+
+// Whether t is [rows, cols] and consecutive in memory, along columns first or along rows first.
+bool is_dense(const Tensor& t, int64_t rows, int64_t cols, bool column_major) {
+  const int64_t row_stride = column_major ? 1 : cols, col_stride = column_major ? rows : 1;
+  return t.size(0) == rows && t.size(1) == cols && (rows < 2 || t.stride(0) == row_stride) &&
+         (cols < 2 || t.stride(1) == col_stride);
+}
+
 Epilogue epilogue_of(const char* op, const std::optional<std::string>& activation) {
   if (!activation) return Epilogue::kLinear;
   if (*activation == "silu") return Epilogue::kSiluMul;
@@ -83,11 +98,32 @@ Epilogue epilogue_of(const char* op, const std::optional<std::string>& activatio
   fail(op, "activation is '", *activation, "', expected 'silu' or 'gelu_tanh'");
 }
 
+// Describes a layer of bfloat16 activations: of a weight of bfloat16 or, with its scales, of FP8.
+SkinnyLinearArgs describe_bf16(const char* op, const Tensor& x, const Tensor& weight,
+                               const std::optional<Tensor>& weight_scale, Epilogue epilogue,
+                               int64_t max_tokens = kMaxSkinnyTokens) {
+  if (!weight_scale) {
+    return describe(op, x, ScalarType::BFloat16, weight, ScalarType::BFloat16, epilogue,
+                    max_tokens);
+  }
+  auto args = describe(op, x, ScalarType::BFloat16, weight, ScalarType::Float8_e4m3fn, epilogue,
+                       kMaxWideTokens);
+  check_scale(op, *weight_scale, "weight_scale", x);
+  const bool one = is_dense(*weight_scale, 1, 1, false);
+  if (!one && !is_dense(*weight_scale, weight.size(0), 1, false)) {
+    fail(op, "weight_scale has shape ", shape_of(*weight_scale), ", expected [1, 1] or [",
+         weight.size(0), ", 1] beside x of bfloat16");
+  }
+  args.weight_scale = static_cast<const float*>(weight_scale->data_ptr());
+  args.weight_scale_stride = one ? 0 : 1;
+  return args;
+}
+
 Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
   args.y = y.data_ptr();
-  run(op, args, Operands::kBf16, x, weight);
+  run(op, args, args.weight_scale ? Operands::kFp8ByBf16 : Operands::kBf16, x, weight);
   return y;
 }
 
@@ -112,8 +148,9 @@ struct Added {
 
 // x * weight.T + bias + residual, that times the norm's weight, and its sums of squares.
 Added add(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-          const Tensor& residual, const Tensor& norm_weight) {
-  auto args = describe(op, x, weight, ScalarType::BFloat16, Epilogue::kAdd, kMaxNormedTokens);
+          const Tensor& residual, const Tensor& norm_weight,
+          const std::optional<Tensor>& weight_scale) {
+  auto args = describe_bf16(op, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
   add_bias(op, args, bias, ScalarType::BFloat16, x);
   args.residual = added(op, residual, "residual", args, x, true);
   args.norm_weight = added(op, norm_weight, "norm_weight", args, x, false);
@@ -131,8 +168,9 @@ Added add(const char* op, const Tensor& x, const Tensor& weight, const std::opti
 // kNormGroup columns, or of half as many.
 Tensor norm_linear(const char* op, const Tensor& weighted, const Tensor& squares, double eps,
                    const Tensor& weight, const std::optional<Tensor>& bias,
-                   const std::optional<std::string>& activation) {
-  auto args = describe(op, weighted, weight, ScalarType::BFloat16, epilogue_of(op, activation));
+                   const std::optional<std::string>& activation,
+                   const std::optional<Tensor>& weight_scale) {
+  auto args = describe_bf16(op, weighted, weight, weight_scale, epilogue_of(op, activation));
   add_bias(op, args, bias, ScalarType::BFloat16, weighted);
   check_device(op, squares, "squares", weighted);
   const int64_t most_groups = weighted.size(1) / (kNormGroup / 2);
@@ -155,11 +193,12 @@ Tensor norm_linear(const char* op, const Tensor& weighted, const Tensor& squares
 std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const Tensor& residual, const Tensor& norm_weight, double eps, const Tensor& next_weight,
-    const std::optional<Tensor>& next_bias, const std::optional<std::string>& activation) {
-  const Added first = add(kAddNorm, x, weight, bias, residual, norm_weight);
-  return {
-      norm_linear(kAddNorm, first.weighted, first.squares, eps, next_weight, next_bias, activation),
-      first.total};
+    const std::optional<Tensor>& next_bias, const std::optional<std::string>& activation,
+    const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& next_weight_scale) {
+  const Added first = add(kAddNorm, x, weight, bias, residual, norm_weight, weight_scale);
+  return {norm_linear(kAddNorm, first.weighted, first.squares, eps, next_weight, next_bias,
+                      activation, next_weight_scale),
+          first.total};
 }
 
 // Its first layer alone: (the sum times the norm's weight, the sum, its sums of squares).
@@ -167,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor> skinny_linear_add(const Tensor& x, const Tens
                                                      const std::optional<Tensor>& bias,
                                                      const Tensor& residual,
                                                      const Tensor& norm_weight) {
-  const Added made = add(kAdd, x, weight, bias, residual, norm_weight);
+  const Added made = add(kAdd, x, weight, bias, residual, norm_weight, std::nullopt);
   return {made.weighted, made.total, made.squares};
 }
 
@@ -175,21 +214,7 @@ std::tuple<Tensor, Tensor, Tensor> skinny_linear_add(const Tensor& x, const Tens
 Tensor skinny_norm_linear(const Tensor& weighted, const Tensor& squares, double eps,
                           const Tensor& weight, const std::optional<Tensor>& bias,
                           const std::optional<std::string>& activation) {
-  return norm_linear(kNorm, weighted, squares, eps, weight, bias, activation);
-}
-
-void check_scale(const char* op, const Tensor& t, const char* name, const Tensor& x) {
-  check_device(op, t, name, x);
-  if (t.dim() != 2 || t.scalar_type() != ScalarType::Float) {
-    fail(op, name, " has shape ", shape_of(t), ", expected two dimensions of float32");
-  }
-}
-
-// Whether t is [rows, cols] and consecutive in memory, along columns first or along rows first.
-bool is_dense(const Tensor& t, int64_t rows, int64_t cols, bool column_major) {
-  const int64_t row_stride = column_major ? 1 : cols, col_stride = column_major ? rows : 1;
-  return t.size(0) == rows && t.size(1) == cols && (rows < 2 || t.stride(0) == row_stride) &&
-         (cols < 2 || t.stride(1) == col_stride);
+  return norm_linear(kNorm, weighted, squares, eps, weight, bias, activation, std::nullopt);
 }
 
 // Whether the scales are of blocks; sets strides for the others.
@@ -237,28 +262,32 @@ int32_t set_element(const char* op, SkinnyLinearArgs& args, ScalarType dtype) {
   }
 }
 
-// bfloat16, or FP8 where scales are given.
+// bfloat16, or FP8 where scales are given: of the weight alone, if x stays bfloat16.
 Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                      const std::optional<Tensor>& x_scale,
                      const std::optional<Tensor>& weight_scale, std::optional<ScalarType> out_dtype,
                      const std::optional<std::string>& activation,
                      const std::optional<Tensor>& out_scale) {
-  if (x_scale.has_value() != weight_scale.has_value()) {
-    fail(kLinear, "one of x_scale and weight_scale is given, expected both or none");
-  }
-  const ScalarType held = x_scale ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
-  const ScalarType sums = x_scale ? out_dtype.value_or(ScalarType::BFloat16) : held;
-  auto args = describe(kLinear, x, weight, held, epilogue_of(kLinear, activation));
-  int32_t dtype = set_element(kLinear, args, sums);
-  add_bias(kLinear, args, bias, sums, x);
+  if (x_scale && !weight_scale) fail(kLinear, "x_scale is given, expected weight_scale too");
+  const Epilogue epilogue = epilogue_of(kLinear, activation);
+  SkinnyLinearArgs args = {};
   Operands operands = Operands::kBf16;
   if (x_scale) {
+    const ScalarType held = ScalarType::Float8_e4m3fn;
+    args = describe(kLinear, x, held, weight, held, epilogue);
     const bool blocks = add_scales(kLinear, args, x, *x_scale, weight, *weight_scale);
     operands = blocks ? Operands::kFp8Blocks : Operands::kFp8;
     if (blocks && args.gated()) {
       fail(kLinear, "scales of blocks, expected one for all, or one a token and a row");
     }
+  } else {
+    args = describe_bf16(kLinear, x, weight, weight_scale, epilogue);
+    if (weight_scale) operands = Operands::kFp8ByBf16;
   }
+  const ScalarType sums =
+      weight_scale ? out_dtype.value_or(ScalarType::BFloat16) : ScalarType::BFloat16;
+  int32_t dtype = set_element(kLinear, args, sums);
+  add_bias(kLinear, args, bias, sums, x);
   if (out_scale) {
     check_scale(kLinear, *out_scale, "out_scale", x);
     if (!is_dense(*out_scale, 1, 1, false)) {
@@ -284,8 +313,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
       "Tensor? out_scale=None) -> Tensor");
   m.def(
       "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
-      "Tensor norm_weight, float eps, Tensor next_weight, Tensor? next_bias, str? activation) -> "
-      "(Tensor, Tensor)");
+      "Tensor norm_weight, float eps, Tensor next_weight, Tensor? next_bias, str? activation, "
+      "Tensor? weight_scale=None, Tensor? next_weight_scale=None) -> (Tensor, Tensor)");
   m.def(
       "skinny_linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight) -> (Tensor, Tensor, Tensor)");

@@ -10,6 +10,8 @@ cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands
       return launch_skinny_linear<Bf16>(args, programmatic, stream);
     case Operands::kFp8:
       return launch_skinny_linear<Fp8>(args, programmatic, stream);
+    case Operands::kFp8ByBf16:
+      return launch_skinny_linear<Fp8ByBf16>(args, programmatic, stream);
     default:
       return launch_skinny_linear<Fp8Blocks>(args, programmatic, stream);
   }

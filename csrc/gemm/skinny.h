@@ -12,6 +12,7 @@ namespace fusewright::gemm {
 
 constexpr int kMaxSkinnyTokens = 32;
 constexpr int kMaxNormedTokens = 16;  // between linears that share a norm
+constexpr int kMaxWideTokens = 4;     // in bfloat16, for a weight of FP8
 constexpr int kConsumerWarps = 4;
 
 // A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
@@ -44,7 +45,8 @@ enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd };
 struct SkinnyLinearArgs {
   const void* x;              // [num_tokens, in_features] of the format's elements
   const void* weight;         // [rows, in_features]; rows: out_features, gated twice that
-  const float* x_scale;       // FP8: one, or one a token; blocks: [in_features / 128, num_tokens]
+  const float* x_scale;       // FP8: one, or one a token; blocks: [in_features / 128, num_tokens];
+                              // nullptr where x is bfloat16
   const float* weight_scale;  // FP8: one, or one a row; blocks: [rows / 128, in_features / 128],
                               // not with a gate
   const void* bias;           // [rows] of element, or nullptr
@@ -71,8 +73,9 @@ struct SkinnyLinearArgs {
   }
 };
 
-// What weight and x are made of; FP8 with a scale a row, or one for all, or with scales of blocks.
-enum class Operands { kBf16, kFp8, kFp8Blocks };
+// What weight and x are made of; FP8 with a scale a row, or one for all, or with scales of blocks;
+// or, for kMaxWideTokens or fewer, x in bfloat16 and the weight in FP8, scaled by rows or as one.
+enum class Operands { kBf16, kFp8, kFp8Blocks, kFp8ByBf16 };
 
 // `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
 // read before that one's results are waited for: they must not be among them.

@@ -71,8 +71,9 @@ cudaError_t launch(const SkinnyLinearArgs& args, int splits, bool programmatic,
       args.weight_row_stride, T::kRows / halves);
   if (error != cudaSuccess) return error;
   // Only real tokens are copied; what the others' columns multiply reaches no result.
-  error = describe_matrix<typename T::Format>(&x_map, args.x, args.num_tokens, args.in_features,
-                                              args.x_row_stride, args.num_tokens);
+  using X = std::conditional_t<T::Format::kXBytes == 2, Bf16, Fp8>;
+  error = describe_matrix<X>(&x_map, args.x, args.num_tokens, args.in_features, args.x_row_stride,
+                             args.num_tokens, T::kXLines);
   if (error != cudaSuccess) return error;
   error = allow_shared_memory<skinny_linear_kernel<T>>(T::kSharedBytes);
   if (error != cudaSuccess) return error;
@@ -112,13 +113,17 @@ cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, bool programmatic
   if (args.num_tokens <= 2) {
     return launch_batch<Format, Batch<8, 2>>(args, programmatic, stream);
   }
-  if (args.num_tokens <= 8) {
-    return launch_batch<Format, Batch<8, 8>>(args, programmatic, stream);
+  if constexpr (Format::kXBytes != Format::kBytes) {
+    return launch_batch<Format, Batch<8, kMaxWideTokens>>(args, programmatic, stream);
+  } else {
+    if (args.num_tokens <= 8) {
+      return launch_batch<Format, Batch<8, 8>>(args, programmatic, stream);
+    }
+    if (args.num_tokens <= 16) {
+      return launch_batch<Format, Batch<16, 16>>(args, programmatic, stream);
+    }
+    return launch_batch<Format, Batch<32, 32>>(args, programmatic, stream);
   }
-  if (args.num_tokens <= 16) {
-    return launch_batch<Format, Batch<16, 16>>(args, programmatic, stream);
-  }
-  return launch_batch<Format, Batch<32, 32>>(args, programmatic, stream);
 }
 
 }  // namespace fusewright::gemm

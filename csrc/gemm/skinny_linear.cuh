@@ -1,7 +1,7 @@
-// A linear layer for few tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16 or
-// of FP8 with scales, with float accumulation, rounded once; or what is made of such sums on the
-// spot: a gated activation, that in FP8; or, of two linears in a row, the residual add and the
-// RMSNorm between them (see Epilogue).
+// A linear layer for few tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16, of
+// FP8 with scales, or of a weight of FP8 and an x of bfloat16, with float accumulation, rounded
+// once; or what is made of such sums on the spot: a gated activation, that in FP8; or, of two
+// linears in a row, the residual add and the RMSNorm between them (see Epilogue).
 //
 // Limit: memory. A call streams the weight; x and y are small beside it. What it takes to stay near
 // that limit:
@@ -18,7 +18,8 @@
 //   drains, and fill their stages with weights before they wait for its result.
 //
 // Each element's sum has one order, whatever num_tokens is within a batch class (2, 8, 16, 32
-// tokens): repeats are equal to the bit, and so is a token's result in another batch of the class.
+// tokens; by an FP8 weight, bfloat16 has the classes 2 and 4): repeats are equal to the bit, and so
+// is a token's result in another batch of the class.
 //
 // Free of any framework: pointers, strides and a stream. The instructions need sm_90.
 #pragma once
@@ -66,8 +67,8 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
                                         const SkinnyLinearArgs& args) {
   constexpr bool kBlockScales = T::Format::kBlockScales;
   const int num_groups = args.in_features / kScaleBlock;
-  const int bytes =
-      (T::kRows + args.num_tokens) * kRowBytes + (kBlockScales ? 16 * (args.num_tokens + 1) : 0);
+  const int bytes = T::kRows * kRowBytes + args.num_tokens * T::kXRowBytes +
+                    (kBlockScales ? 16 * (args.num_tokens + 1) : 0);
   const auto copy_weight = [&](int step, int stage) {
     const uint32_t full = shared.full(stage), to = shared.weight(stage);
     const int line = (share.first + step) * kConsumerWarps;
@@ -85,9 +86,9 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   };
   const auto copy_x = [&](int step, int stage) {
     const uint32_t full = shared.full(stage);
-    const int line = (share.first + step) * kConsumerWarps;
-    copy_box(shared.x(stage), x_map, 0, line, 0, full, kEvictNormal);
+    copy_box(shared.x(stage), x_map, 0, (share.first + step) * T::kXLines, 0, full, kEvictNormal);
     if (kBlockScales) {
+      const int line = (share.first + step) * kConsumerWarps;
       copy_bytes(shared.x_scale(stage), args.x_scale + line * args.num_tokens, 16 * args.num_tokens,
                  full);
     }
@@ -113,6 +114,32 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
 template <typename T>
 using Sums = float[T::kTilesM][T::kTilesN][4];
 
+// Half a line of an FP8 weight, of which `a` has 16 bytes a row, times the line of x, in bfloat16,
+// that has its columns, added to sums.
+template <typename T>
+__device__ __forceinline__ void multiply_wide(uint32_t x, int x_line,
+                                              const uint4 (&a)[T::kTilesM][2], Sums<T>& sums) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int j = 0; j < T::kTilesN; ++j) {
+    const uint32_t row = x + (lane / 4 % T::kXRows + 8 * j) * T::kXRowBytes + x_line * kLineBytes;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const uint4 b = load_shared_16(row + ((lane % 4 * 2 + part) ^ x_line) * 16);
+#pragma unroll
+      for (int i = 0; i < T::kTilesM; ++i) {
+        const auto& [a0, a1] = a[i];
+        const uint32_t low[] = {part ? a0.z : a0.x, part ? a0.w : a0.y};
+        const uint32_t high[] = {part ? a1.z : a1.x, part ? a1.w : a1.y};
+        mma<__nv_bfloat16>(sums[i][j], bf16x2_of_e4m3<0>(low[0]), bf16x2_of_e4m3<0>(high[0]),
+                           bf16x2_of_e4m3<1>(low[0]), bf16x2_of_e4m3<1>(high[0]), b.x, b.y);
+        mma<__nv_bfloat16>(sums[i][j], bf16x2_of_e4m3<0>(low[1]), bf16x2_of_e4m3<0>(high[1]),
+                           bf16x2_of_e4m3<1>(low[1]), bf16x2_of_e4m3<1>(high[1]), b.z, b.w);
+      }
+    }
+  }
+}
+
 // One warp's line of one stage, all rows times all tokens, added to sums.
 //
 // A dot product does not mind the order of K, so each lane reads 16 bytes of a row at once and
@@ -130,21 +157,25 @@ __device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t weight = shared.weight(stage) + (weight_offset ^ (half * 64));
-    const uint32_t x = shared.x(stage) + (x_offset ^ (half * 64));
     uint4 a[T::kTilesM][2];
 #pragma unroll
     for (int i = 0; i < T::kTilesM; ++i) {
       a[i][0] = load_shared_16(weight + 16 * i * kRowBytes);
       a[i][1] = load_shared_16(weight + (16 * i + 8) * kRowBytes);
     }
+    if constexpr (T::kXRowBytes != kRowBytes) {
+      multiply_wide<T>(shared.x(stage), 2 * line + half, a, sums);
+    } else {
+      const uint32_t x = shared.x(stage) + (x_offset ^ (half * 64));
 #pragma unroll
-    for (int j = 0; j < T::kTilesN; ++j) {
-      const uint4 b = load_shared_16(x + 8 * j * kRowBytes);
+      for (int j = 0; j < T::kTilesN; ++j) {
+        const uint4 b = load_shared_16(x + 8 * j * kRowBytes);
 #pragma unroll
-      for (int i = 0; i < T::kTilesM; ++i) {
-        const auto& [a0, a1] = a[i];
-        mma<typename T::Format::Operand>(sums[i][j], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
-        mma<typename T::Format::Operand>(sums[i][j], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+        for (int i = 0; i < T::kTilesM; ++i) {
+          const auto& [a0, a1] = a[i];
+          mma<typename T::Format::Operand>(sums[i][j], a0.x, a1.x, a0.y, a1.y, b.x, b.y);
+          mma<typename T::Format::Operand>(sums[i][j], a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+        }
       }
     }
   }
@@ -264,7 +295,7 @@ __device__ __forceinline__ float add_up(uint32_t sums, int splits, int token, in
 // x's scale of a row's sum, but for those of blocks.
 template <typename T>
 __device__ __forceinline__ float x_scale_of(const SkinnyLinearArgs& args, int token) {
-  if constexpr (!T::Format::kScaled) return 1.0f;
+  if constexpr (!T::Format::kXScaled) return 1.0f;
   return args.x_scale[token * args.x_scale_stride];
 }
 

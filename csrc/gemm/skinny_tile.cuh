@@ -13,23 +13,29 @@ namespace fusewright::gemm {
 constexpr int kWarpSize = 32;
 constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
 
-// What weight and x are made of.
+// What weight and x are made of, their bytes an element, and what is scaled: the sum of a row of
+// the weight by a scale of that row, or one for all; that of a token likewise; or lines by blocks.
 struct Bf16 {
   using Operand = __nv_bfloat16;
-  static constexpr int kBytes = 2;
-  static constexpr bool kScaled = false, kBlockScales = false;
+  static constexpr int kBytes = 2, kXBytes = 2;
+  static constexpr bool kScaled = false, kXScaled = false, kBlockScales = false;
 };
-// A row's sum is scaled: by a scale for all, or by its token's and its row's.
 struct Fp8 {
   using Operand = __nv_fp8_e4m3;
-  static constexpr int kBytes = 1;
-  static constexpr bool kScaled = true, kBlockScales = false;
+  static constexpr int kBytes = 1, kXBytes = 1;
+  static constexpr bool kScaled = true, kXScaled = true, kBlockScales = false;
 };
 struct Fp8Blocks {
   using Operand = __nv_fp8_e4m3;
-  static constexpr int kBytes = 1;
-  static constexpr bool kScaled = false, kBlockScales = true;
+  static constexpr int kBytes = 1, kXBytes = 1;
+  static constexpr bool kScaled = false, kXScaled = false, kBlockScales = true;
   static_assert(kBytes * kScaleBlock == kLineBytes, "a line has one scale");
+};
+// A weight of FP8 by an x of bfloat16, to which the weight is converted, exactly.
+struct Fp8ByBf16 {
+  using Operand = __nv_bfloat16;
+  static constexpr int kBytes = 1, kXBytes = 2;
+  static constexpr bool kScaled = true, kXScaled = false, kBlockScales = false;
 };
 
 // Up to kTokens tokens, a multiple of 8; stages hold kXRows of them: two, where no call has more.
@@ -45,7 +51,10 @@ struct Tile {
   static constexpr int kRows = kRows_, kTokens = Batch_::kTokens, kXRows = Batch_::kXRows;
   static constexpr int kStages = kStages_;
   static constexpr int kTilesM = kRows / 16, kTilesN = kTokens / 8;
-  static constexpr int kStageBytes = (kRows + kXRows) * kRowBytes;
+  // x has the columns of the weight's lines, in as many lines, or twice as many.
+  static constexpr int kXLines = kConsumerWarps * Format::kXBytes / Format::kBytes;
+  static constexpr int kXRowBytes = kXLines * kLineBytes;
+  static constexpr int kStageBytes = kRows * kRowBytes + kXRows * kXRowBytes;
   // A step's scales: x's, [kConsumerWarps][num_tokens], and the weight's, [kConsumerWarps].
   static constexpr int kScaleBytes = Format::kBlockScales ? 16 * (kXRows + 1) : 0;
   // The warps' sums, [kConsumerWarps][kXRows][kSumPitch] floats over the stages once these are
@@ -75,6 +84,10 @@ struct RingsOf {
 };
 template <typename F, typename Batch>
 struct Rings;
+template <>
+struct Rings<Fp8ByBf16, Batch<8, 2>> : RingsOf<Fp8ByBf16, Batch<8, 2>, 11, 7, 6, 3, 16, 4> {};
+template <>
+struct Rings<Fp8ByBf16, Batch<8, 4>> : RingsOf<Fp8ByBf16, Batch<8, 4>, 9, 6, 5, 3, 16, 4> {};
 template <typename F>
 struct Rings<F, Batch<8, 2>> : RingsOf<F, Batch<8, 2>, 12, 8, 6, 3, 16, 4> {};
 template <typename F>

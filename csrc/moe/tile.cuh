@@ -71,17 +71,6 @@ __device__ __forceinline__ uint4 load_chunk(uint32_t matrix, int line, int chunk
   return gemm::load_shared_16(matrix + line * gemm::kLineBytes + ((chunk ^ (line % 8)) * 16));
 }
 
-// Two FP8 numbers (e4m3), of bytes 0 and 1 of v or of bytes 2 and 3, exactly, as two of bfloat16:
-// their bits as a bfloat16's are 2^-120 of them.
-template <int kHigh>
-__device__ __forceinline__ uint32_t bf16x2_of_e4m3(uint32_t v) {
-  uint32_t extended, d;  // each byte, and its sign eight times above
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(extended) : "r"(v), "n"(kHigh ? 0xb3a2 : 0x9180));
-  const uint32_t bits = (extended << 4) & 0x87f087f0u;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(bits), "r"(0x7b807b80u));  // 2^120
-  return d;
-}
-
 // A warp multiplies one line of a step, in two halves. As gemm::multiply_line has it, a lane reads
 // 16 bytes of a row and deals its words to fragments; of FP8 they meet 32 of x.
 template <typename T>

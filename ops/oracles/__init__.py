@@ -35,6 +35,7 @@ ORACLES: dict[str, Oracle] = {
     "paged_attention": attention.paged_attention,
     "linear": linear.linear,
     "linear_add_norm_linear": linear.linear_add_norm_linear,
+    "linear_add_norm_mlp": linear.linear_add_norm_mlp,
     "route": experts.route,
     "expert_linear": experts.expert_linear,
     "combine_experts": experts.combine_experts,

@@ -123,5 +123,6 @@ def test_the_kernels_it_forces_are_in_the_key() -> None:
         "fuse_moe",
         "fuse_norm_moe",
         "fuse_norm_linear",
+        "fuse_norm_mlp",
         "fuse_async_tp",
     }

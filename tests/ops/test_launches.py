@@ -93,8 +93,8 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
             out_scale = empty(1, 1, dtype=torch.float32)
         given = (q, kv_cache, table, per_seq, starts, out)
         yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
-    elif op == "linear":
-        yield from linear_calls(m, tokens)
+    elif op in LAYERS:
+        yield from LAYERS[op](m, tokens)
     elif op.endswith("add_norm_linear"):
         inner = empty(tokens, m.intermediate, dtype=m.dtype)
         gate_up = empty(2 * m.intermediate, m.hidden, dtype=m.dtype)
@@ -137,6 +137,16 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield per_seq, per_seq, empty(*state)
     else:
         raise AssertionError(f"{op} has Triton kernels: add its calls here")
+
+
+def mlp_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """That of a layer which is not a model's last."""
+    x, norm = empty(tokens, m.hidden, dtype=m.dtype), empty(m.hidden, dtype=m.dtype)
+    sizes = (m.hidden, m.hidden), (2 * m.intermediate, m.hidden), (m.hidden, m.intermediate)
+    square, gate_up, down = (empty(*size, dtype=torch.float8_e4m3fn) for size in sizes)
+    scales = [empty(n, 1, dtype=torch.float32) for n, _ in (*sizes, sizes[0])]
+    head = (x, square, None, x, norm, 1e-5, gate_up, down, "silu")
+    yield *head, norm, 1e-5, square, None, *scales
 
 
 def norm_calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]]:
@@ -207,6 +217,9 @@ def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
         x, weight = empty(tokens, k, dtype=fp8), empty(2 * n, k, dtype=fp8)
         for after in ((None, None), ("silu", scales(1, 1))):
             yield x, weight, None, x_scale, weight_scale, m.dtype, *after
+
+
+LAYERS = {"linear": linear_calls, "linear_add_norm_mlp": mlp_calls}
 
 
 def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[Launch]:

@@ -217,6 +217,17 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("renormalize", lambda done: not done),
         ("activation", lambda name: "silu" if name == "gelu_tanh" else "gelu_tanh"),
     ],
+    "linear_add_norm_mlp": [
+        ("residual", torch.neg),
+        ("bias", torch.neg),
+        ("eps", lambda eps: eps + 1.0),
+        ("gate_up", lambda w: w.roll(w.shape[0] // 2, 0)),
+        ("activation", lambda name: "silu" if name == "gelu_tanh" else "gelu_tanh"),
+        ("weight_scale", lambda s: s.flip(0)),
+        ("down_scale", lambda s: s.flip(0)),
+        ("next_norm_weight", torch.neg),
+        ("next_bias", torch.neg),
+    ],
     "linear_add_norm_moe": [
         ("residual", torch.neg),
         ("bias", lambda b: b * 1e4),

@@ -65,6 +65,26 @@ def between_linears(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor) -> 
     return ops.linear(ops.rms_norm(total, w2, 1e-6), w, w2), total
 
 
+def fp8_layers(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor) -> Any:
+    """Two decoder layers without attention; each weight of the second is another."""
+    w = w.view(SIZE, SIZE)
+    for _ in range(2):
+        layers = [(w.roll(n, 0) * 8).to(torch.float8_e4m3fn) for n in range(4)]
+        scales = [(w[:, n : n + 1].abs().float() + 0.5) / 8 for n in range(4)]
+        half = layers[2][:, : SIZE // 2].contiguous()
+
+        def layer(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+            q, x_scale = ops.quant_fp8_dynamic(x, 0)
+            return ops.linear(q, weight, bias, x_scale, scale, torch.bfloat16)
+
+        r = r + layer(x, layers[0], scales[0])
+        y = ops.silu_mul(layer(ops.rms_norm(r, wn, 1e-5), layers[1], scales[1]))
+        r = r + layer(y, half, scales[2])
+        x = layer(ops.rms_norm(r, w2, 1e-6), layers[3], scales[3], w2)
+        w = w.flip(0)
+    return x, r
+
+
 def act_static(x: Tensor, s: Tensor) -> Any:
     scale = s[:1].view(1, 1)
     return ops.quant_fp8_static(ops.silu_mul(x), scale)
@@ -158,7 +178,7 @@ def _given(model: Callable[..., Any]) -> dict[str, Tensor]:
     given = {name: value for name, value in _inputs().items() if name in names}
     if model is attention:
         given["table"] = torch.randint(0, 3, (TOKENS, 3)).int()
-    if model in (gated, gated_fp8, between_linears, reduced_between_linears):
+    if model in (gated, gated_fp8, between_linears, reduced_between_linears, fp8_layers):
         given["w"] = hidden(dtype=torch.bfloat16, size=SIZE, tokens=SIZE).flatten()
     if model is stores:
         given["kv"] = given["kv"].to(torch.bfloat16)

@@ -54,6 +54,7 @@ def inputs() -> dict[str, Tensor]:
         "w_fp8": (weight(SIZE, SIZE) * 100).to(E4M3),
         "w_tensor": torch.tensor([[0.01]]),
         "w_rows": torch.rand(SIZE, 1, generator=gen) * 0.02,
+        "gate_up_rows": torch.rand(2 * SIZE, 1, generator=gen) * 0.02,
         "w_blocks": torch.rand(SIZE // 128, SIZE // 128, generator=gen) * 0.02,
         "wq": randn(DIM).bfloat16(),
         "wk": randn(DIM).bfloat16(),
@@ -199,6 +200,24 @@ def gated_fp8(b: Builder, i: int, j: int) -> None:
     quantize(b, 0, i)
 
 
+def fp8_layers(b: Builder, i: int, j: int) -> None:
+    """The layers between two attentions, with a scale a token; or some that are like them."""
+    quantize(b, i, 1)
+    fp8_linear(b, 0, 0)
+    add_norm(b, 0, 1 + i)
+    quantize(b, 0, 1)
+    x, scale, _ = b.quantized[-1]
+    y = b.op("linear", x, "gate_up_fp8", None, scale, "gate_up_rows", torch.bfloat16)
+    b.hidden.append(b.op("gelu_tanh_mul" if j % 2 else "silu_mul", y))
+    quantize(b, 0, 1)
+    fp8_linear(b, 0, 0)
+    if i < 3:
+        total = b.call(operator.add, b.hidden[-4], b.pick(0))
+        b.hidden += [total, b.op("rms_norm", total, "w0", 1e-6)]
+        quantize(b, 0, j)
+        fp8_linear(b, 0, 0)
+
+
 def linears_and_norm(b: Builder, i: int, j: int) -> None:
     linear(b, i, 0)
     add_norm(b, 0, 1 + j)
@@ -336,6 +355,7 @@ STEPS: tuple[Callable[[Builder, int, int], None], ...] = (
     quantize,
     fp8_linear,
     gated_fp8,
+    fp8_layers,
     linears_and_norm,
     experts,
     experts_between_linears,

@@ -153,6 +153,7 @@ FUSED = {
     "linear_add_norm_moe",
     *("argmax", "embedding", "gather_last_token", "quant_fp8_static", "quant_fp8_dynamic"),
     "linear_add_norm_linear",
+    "linear_add_norm_mlp",
     *(f"{op}_quant_{kind}" for op in ("rms_norm", "add_rms_norm") for kind in KINDS),
     *(f"{op}_quant_{kind}" for op in ("silu_mul", "gelu_tanh_mul") for kind in KINDS),
 }

@@ -74,6 +74,7 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         "fuse_all_reduce_norm": (0, 0),
         "fuse_async_tp": (0, 0),
         "fuse_act_quant": (0, 0),
+        "fuse_norm_mlp": (0, 0),
         "fuse_attn_quant": (0, 0),
         "fuse_rope_store": (5, 5),
     }
@@ -180,8 +181,12 @@ def test_requiring_all_fusions_where_none_is_expected_fails(capsys: Capture) -> 
     assert "no fusion is expected in" in line and "drop require_all_fusions" in line
 
 
+LEFT_OUT = ("fuse_rope_store", "fuse_norm_mlp")
+
+
 def test_every_site_has_a_place_and_a_reason_unless_it_matched(capsys: Capture) -> None:
-    told = facts(capsys, *SM_90, "--quantization", "fp8", "--disable-passes", "fuse_rope_store")
+    without = [part for name in LEFT_OUT for part in ("--disable-passes", name)]
+    told = facts(capsys, *SM_90, "--quantization", "fp8", *without)
     sites = {(s["name"], s["layers"], s["module"]): s for s in told["sites"]}
     layers = "layers 0 to 4"
     assert sites["fuse_add_norm", layers, "attention_norm"]["count"] == 4  # layer 0 has no residual
