@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ..ops.gated_act import GATED_ACTS
+from ..ops.norm import norm_axes
 from .fuse_gated_linear import has_epilogue, linear_args
 from .fuse_norm_linear import call_with_totals, items, summands
 from .rule import EXACT, is_call, written_between
@@ -76,13 +77,14 @@ class _Tail(NamedTuple):
 
 
 def _read(act: fx.Node) -> Match | None:
-    """Expected sites: every gated activation that quantizes by a scale a token.
+    """Expected sites: every gated activation that quantizes by a scale a token, but for those behind
+    a sum over ranks, which is a site of ``fuse_all_reduce_norm``.
 
     Exact: the op rounds as the ops that it replaces do.  The kernels for few tokens round less
     often, since they multiply activations that are not quantized.
     """
     activation = _ACTIVATIONS.get(act.target)
-    if activation is None or act.args[1] != _A_TOKEN:
+    if activation is None or act.args[1] != _A_TOKEN or _is_behind_sum(act.args[0]):
         return None
     gate_up = _Layer.of(act.args[0], _ADD_NORM)
     norm = gate_up.quantizer
@@ -104,6 +106,16 @@ def _read(act: fx.Node) -> Match | None:
     old = [*first.nodes, *gate_up.nodes, *down.nodes, *last.nodes, *sums, *totals]
     fused = call_with_totals(torch.ops.fw.linear_add_norm_mlp.default, args, len(totals))
     return Match(last.node, old, [last.node, *totals], fused)
+
+
+def _is_behind_sum(gate_up: Any) -> bool:
+    """Whether the norm before a layer reads a sum over ranks, or makes it."""
+    x: Any = (linear_args(gate_up) or {"x": None})["x"]
+    norm: Any = x.args[0] if is_call(x, operator.getitem) else None
+    axes = norm_axes(getattr(norm, "target", None))
+    if axes is None:
+        return False
+    return axes.reduce or any(is_call(x, torch.ops.fw.all_reduce.default) for x in norm.args[:2])
 
 
 def _reader(act: fx.Node) -> Any:

@@ -115,6 +115,11 @@ def activated_by_groups(x: Tensor) -> Any:
     return ops.quant_fp8_dynamic(ops.silu_mul(torch.cat((x,) * 8, -1)), 128)
 
 
+def sum_over_ranks(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = r + ops.all_reduce(fp8(x, w), "tp")
+    return mlp(total, w, nw), total
+
+
 def given() -> dict[str, Tensor]:
     torch.manual_seed(3)
     x, r = (hidden(dtype=torch.bfloat16, size=SIZE) for _ in range(2))
@@ -169,4 +174,13 @@ def test_a_miss_has_its_reason(model: Model, reason: str) -> None:
 def test_an_activation_with_a_scale_a_group_is_no_site() -> None:
     gm = capture(activated_by_groups, x=given()["x"])
     *_, report = run_passes(gm, build_passes(PASSES), verify=True)
+    assert not report.sites
+
+
+@pytest.mark.parametrize("others", [[], ["fuse_all_reduce_norm"]])
+def test_layers_behind_a_sum_over_ranks_are_no_site(others: list[str]) -> None:
+    """Whether the sum is a node of its own or part of the norm."""
+    gm = capture(sum_over_ranks, **given())
+    *_, report = run_passes(gm, build_passes([*PASSES, *others]))
+    assert report.name == "fuse_norm_mlp"
     assert not report.sites
