@@ -39,6 +39,7 @@ def cluster() -> Iterator[Cluster]:
         patch.setenv("RAY_TMPDIR", folder)  # pytest's own are too long for sockets
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other tests take memory beside these
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONBREAKPOINT", "0")  # Ray sets it: processes would start cold ever after
         made = Cluster(initialize_head=True, head_node_args=NODE)
         try:
             made.add_node(**NODE)
