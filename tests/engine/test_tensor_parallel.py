@@ -50,14 +50,13 @@ EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
     ("name", "world", "options"),
     [
         ("llama_gqa", 2, {"optimization_level": 0}),
-        ("qwen3_qk_norm", 2, {"optimization_level": 1}),
-        ("llama_gqa", 2, {"optimization_level": 3}),
-        ("qwen2_moe", 2, {"optimization_level": 0}),
+        ("qwen3_moe", 2, {"optimization_level": 0}),
+        # A dense layer, a shared expert, and whole experts on either rank.
+        ("qwen2_moe", 2, {"optimization_level": 1, "enable_expert_parallel": True}),
+        ("qwen2_moe", 2, {"optimization_level": 3, "enable_expert_parallel": True, **EVERY_PASS}),
         # Two of the four ranks share a KV head, and one adds the biases.
         ("llama_bias", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),
-        ("qwen3_moe", 2, {"optimization_level": 1, "enable_expert_parallel": True}),
-        ("qwen2_moe", 2, {"optimization_level": 3, "enable_expert_parallel": True, **EVERY_PASS}),
     ],
     ids=lambda value: value if isinstance(value, str | int) else f"O{value['optimization_level']}",
 )
@@ -71,7 +70,7 @@ def test_ranks_give_the_tokens_and_logits_of_transformers(
     """Dense models and mixtures at all levels, some with whole experts; 4 ranks at -O2."""
     with tiny(name, tmp_path, world, **options) as llm:
         recorder = LogitsRecorder(llm, monkeypatch)
-        check(llm, recorder, references(name), f"{name}, {world} ranks")
+        check(llm, recorder, references(name), f"{name}, {world} ranks", num_tokens=24)
         if name == "llama_gqa" and options["optimization_level"] == 0:
             crowd(scheduler := llm.engine.core.scheduler)
             check(llm, recorder, references(name), f"{name}, {world} ranks, preempted")
@@ -98,14 +97,14 @@ EVERY = [
 def test_two_ranks_answer_as_one_from_one_artifact(tmp_path: Path) -> None:
     """Sampled, penalized and stopped requests too, with a step in flight.  A process has one engine
     of several ranks, until that is closed."""
-    problems = held_out(60, seed=3)
+    problems = held_out(30, seed=3)
     prompts = [problem.prompt for problem in problems]
     params = [EVERY[i % len(EVERY)] for i in range(len(prompts))]
     store = str(tmp_path)
     one_store = {"compile_cache_dir": store, **ABACUS}
     given = []
-    for world in (1, 2, 2):
-        with LLM("abacus", tensor_parallel_size=world, **one_store) as llm:
+    for world, options in ((1, ABACUS), (2, one_store), (2, one_store)):
+        with LLM("abacus", tensor_parallel_size=world, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             given.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs])
             report = llm.report()
@@ -119,8 +118,8 @@ def test_two_ranks_answer_as_one_from_one_artifact(tmp_path: Path) -> None:
     assert [o.outputs[0].text for o, _ in greedy] == [p.answer for _, p in greedy]
     assert not report["artifact"]["built"] and len(report["ranks"]["processes"]) == 1
     manifests = [listed.manifest for listed in open_store([store]).ls() if listed.manifest]
-    found = sorted(m.factors["config.parallel.tensor_parallel_size"] for m in manifests)
-    assert found == ["1", "2"], "one artifact for the two ranks"
+    found = [m.factors["config.parallel.tensor_parallel_size"] for m in manifests]
+    assert found == ["2"], "one artifact for the two ranks"
 
 
 def test_ranks_answer_right_from_fp8_weights_and_caches() -> None:
