@@ -23,7 +23,7 @@ from fusewright.engine.ranks.leader import Leader
 from fusewright.engine.worker.hardware import detect_hardware
 from tests.serve.server_process import wait_for
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("warm", "frozen_heap")
 OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "optimization_level": 0,
@@ -248,6 +248,7 @@ def test_no_rank_outlives_rank_0() -> None:
     wait_for(lambda: is_gone(pid))
 
 
+@pytest.mark.usefixtures("warm_servers")
 def test_a_rank_lost_at_rest_ends_the_server_s_engine() -> None:
     """The engine in a process of its own looks after its ranks between requests too."""
 

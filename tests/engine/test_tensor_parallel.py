@@ -24,7 +24,7 @@ from fusewright.model_executor.hf_config import model_folder, read_spec
 from tests.engine.test_parity import MAX_LEN, OF_EXPERTS, LogitsRecorder, check, crowd, references
 from tests.model_executor.tiny_models import BY_NAME
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = pytest.mark.usefixtures("warm", "frozen_heap")
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4}
 ABACUS: dict[str, Any] = {**SMALL, "max_num_seqs": 16, "max_model_len": 64}
 
