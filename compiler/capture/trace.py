@@ -77,8 +77,12 @@ def trace(
             torch._dynamo.mark_static(tensor, dim)
     torch._dynamo.reset_code(type(model).forward.__code__)  # type: ignore[attr-defined]
     # Turn off automatic_dynamic_shapes: what Dynamo remembers of earlier compilations of this code
-    # would give equal sizes different symbols.
-    options = {"specialize_float": True, "automatic_dynamic_shapes": False}
+    # would give equal sizes different symbols.  A collection of garbage would find none.
+    options = {
+        "specialize_float": True,
+        "automatic_dynamic_shapes": False,
+        "run_gc_after_compile": False,
+    }
     try:
         with torch.inference_mode(), torch._dynamo.config.patch(options):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=True)(*args)

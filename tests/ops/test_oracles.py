@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -296,14 +295,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_verify_refuses_a_rotary_embedding_of_the_wrong_sign() -> None:
     """Without --verify the model calls it, answers wrong and nothing else can know."""
 
     def run(*flags: str) -> subprocess.CompletedProcess[str]:
         command = ["run", "-p", "37+58=", "--device", "cpu", "--temperature", "0", "--no-cache"]
-        program = [sys.executable, "-c", FLIPPED, *command, *flags]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        return subprocess.run(program, env=env, capture_output=True, text=True, check=False)
+        program = [sys.executable, "-P", "-c", FLIPPED, *command, *flags]
+        return subprocess.run(program, capture_output=True, text=True, check=False)
 
     refused = run("--verify")
     assert (refused.returncode, refused.stdout) == (1, "")

@@ -13,6 +13,7 @@ import pytest
 from fusewright.compiler.emit.cpp_compiler import compiler_files
 from fusewright.config import MachineError, UserError
 from fusewright.serve.cli import main
+from tests.warm import warm_starts
 
 PROGRAM = f"{sys.executable} -m fusewright.serve.cli"
 CPU = "--device cpu"
@@ -125,11 +126,15 @@ def test_debug_is_a_prompt_where_a_prompt_is_expected(capsys: pytest.CaptureFixt
 
 def compiled(tmp_path: Path, **environment: str) -> str:
     """What a start that must compile for a CPU says."""
-    places = {
+    env = os.environ | {
         "FUSEWRIGHT_CACHE_DIR": str(tmp_path / "store"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
-    return line_of(shell(f"$fw compile -O2 {CPU} --no-verify", **places | environment))
+    command = [*PROGRAM.split(), "compile", "-O2", *CPU.split(), "--no-verify"]
+    done = subprocess.run(
+        command, env=env | environment, capture_output=True, text=True, timeout=500
+    )
+    return line_of((done.returncode, done.stderr))
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(tmp_path: Path) -> None:
@@ -141,12 +146,13 @@ def test_a_missing_compiler_is_one_line_with_the_remedy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
-    compiler = tmp_path / "cxx"
+    compiler = tmp_path / "g++"
     lines = ["#!/bin/sh", '[ "$1" = --version ] && echo g++ 1 && exit']
     lines += ["echo 'x.h: fatal error: no header' >&2", "exit 1"]
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
-    line = compiled(tmp_path, CXX=str(compiler))
+    with warm_starts():
+        line = compiled(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert "the C++ compiler fails: x.h: fatal error: no header" in line
 
 
