@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,18 @@ def aten(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:
         node.meta["example_value"] = node.meta.get("val")
     made.graph.eliminate_dead_code()
     return made
+
+
+def in_turn(
+    cases: Sequence[Any], dtypes: Sequence[torch.dtype], others: Sequence[Any]
+) -> list[Any]:
+    """Each case with every dtype and with every one of the ``others``, of which neighbours among
+    the dtypes have different ones: a case that narrow types treat alike has all pairs of theirs."""
+    return [
+        (case, dtype, others[(i + j) % len(others)])
+        for i, case in enumerate(cases)
+        for j, dtype in enumerate(dtypes)
+    ]
 
 
 def is_weight(value: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fusewright import ops
+from fusewright.passes import build_passes, run_passes
 from fusewright.passes.ranks import RankInterpreter, group_names, run_ranks
 from tests.passes import experts
 from tests.passes.graphs import capture, hidden
@@ -192,11 +193,19 @@ def _captured(model: Callable[..., Any]) -> tuple[fx.GraphModule, dict[str, Tens
     return capture(model, **given), given
 
 
-def graph_of(model: Callable[..., Any]) -> fx.GraphModule:
-    source, _ = _captured(model)
+def graph_of(model: Callable[..., Any], passes: tuple[str, ...] = ()) -> fx.GraphModule:
+    """A graph that may be changed, behind these passes."""
+    source = _rewritten(model, passes) if passes else _captured(model)[0]
     graph = fx.Graph()
     graph.output(graph.graph_copy(source.graph, {}))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@cache
+def _rewritten(model: Callable[..., Any], passes: tuple[str, ...]) -> fx.GraphModule:
+    gm = graph_of(model)
+    run_passes(gm, build_passes(passes))
+    return gm
 
 
 def run(gm: fx.GraphModule, model: Callable[..., Any]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusewright.passes import CANONICALIZE, PassReport, VerificationError, run_passes
 from fusewright.passes.cleanup import Cleanup
-from tests.passes.graphs import aten, targets
+from tests.passes.graphs import aten, in_turn, targets
 from tests.passes.spelled_rotations import (
     BATCH,
     BF16,
@@ -50,9 +50,11 @@ def names(fn: Any) -> Any:
     return getattr(fn, "__name__", None)
 
 
-@pytest.mark.parametrize("batch", [1, BATCH])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-@pytest.mark.parametrize("fn", [*HALVES, *PAIRS, pairs_to_halves], ids=names)
+@pytest.mark.parametrize(
+    ("fn", "dtype", "batch"),
+    in_turn([*HALVES, *PAIRS, pairs_to_halves], [torch.float32, BF16, torch.float16], [1, BATCH]),
+    ids=names,
+)
 def test_every_spelling_is_raised(fn: Any, dtype: torch.dtype, batch: int) -> None:
     gm = aten(fn, **inputs(dtype, batch))
     (report,) = run_passes(gm, [CANONICALIZE[1]], verify=True)

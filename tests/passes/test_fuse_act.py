@@ -13,7 +13,7 @@ from torch import Tensor
 from fusewright import ops
 from fusewright.passes import VerificationError, build_passes, run_passes
 from tests.passes.changes import Change, apply, put
-from tests.passes.graphs import aten, capture, hidden, targets
+from tests.passes.graphs import aten, capture, hidden, in_turn, targets
 from tests.passes.test_mutations import Mutation, Spoiled
 
 
@@ -106,13 +106,16 @@ def two_wide_products(x: Tensor) -> Tensor:
 APART = [clamped_first, swapped, first_of_three, two_products, two_wide_products]
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
 def names(fn: Any) -> Any:
-    return getattr(fn, "__name__", None)
+    return getattr(fn[0] if isinstance(fn, tuple) else fn, "__name__", None)
 
 
-@pytest.mark.parametrize("graph", [capture, aten], ids=names)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fn", PACKED, ids=names)
+@pytest.mark.parametrize(
+    ("fn", "dtype", "graph"), in_turn(PACKED, DTYPES, [capture, aten]), ids=names
+)
 def test_halves_of_one_tensor_become_one_op(fn: Any, dtype: torch.dtype, graph: Any) -> None:
     gm = graph(fn, x=hidden(dtype=dtype))
     _, report = run_passes(gm, build_passes(["cleanup", "fuse_act"]), verify=True)
@@ -225,12 +228,13 @@ CLAMPED: list[tuple[Callable[[Tensor], Tensor], tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("graph", [capture, aten], ids=names)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("fn", "attributes"), CLAMPED, ids=names)
+@pytest.mark.parametrize(
+    ("case", "dtype", "graph"), in_turn(CLAMPED, DTYPES, [capture, aten]), ids=names
+)
 def test_a_clamped_gate_becomes_one_op(
-    fn: Any, attributes: tuple[Any, ...], dtype: torch.dtype, graph: Any
+    case: tuple[Any, tuple[Any, ...]], dtype: torch.dtype, graph: Any
 ) -> None:
+    fn, attributes = case
     gm = graph(fn, x=hidden(dtype=dtype, size=64))
     _, report = run_passes(gm, build_passes(["cleanup", "fuse_act"]), verify=True)
     assert report.matched == 1 and not report.missed
@@ -343,9 +347,9 @@ def two_casts(x: Tensor) -> Tensor:
     return (gate.float() * gate.float().sigmoid() * up.float()).to(x.dtype)
 
 
-@pytest.mark.parametrize("graph", [capture, aten], ids=names)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fn", [shared, two_casts], ids=names)
+@pytest.mark.parametrize(
+    ("fn", "dtype", "graph"), in_turn([shared, two_casts], DTYPES, [capture, aten]), ids=names
+)
 def test_verification_takes_values_that_a_spelling_shares(
     fn: Any, dtype: torch.dtype, graph: Any
 ) -> None:

@@ -351,18 +351,16 @@ class _Spoiling(Context):
         super().replace(rule, site, old, outputs, wrong, tier)
 
 
-def _rules(mutation: Mutation) -> tuple[list[Rule], Rule]:
-    """(the passes before, the pass itself)."""
-    names = PASSES[: PASSES.index(mutation.rule)]
-    return build_passes(names), build_passes([mutation.rule])[0]
+def _found(mutation: Mutation) -> tuple[Rule, fx.GraphModule, fx.GraphModule]:
+    """The pass, and twice the graph that it finds behind those before it."""
+    earlier = PASSES[: PASSES.index(mutation.rule)]
+    (rule,) = build_passes([mutation.rule])
+    return rule, graph_of(mutation.model, earlier), graph_of(mutation.model, earlier)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_every_wrong_rewrite_is_caught(mutation: Mutation) -> None:
-    earlier, rule = _rules(mutation)
-    right, wrong = graph_of(mutation.model), graph_of(mutation.model)
-    run_passes(right, earlier)
-    run_passes(wrong, earlier)
+    rule, right, wrong = _found(mutation)
     (report,) = run_passes(right, [rule], verify=True)
     assert report.matched
     with pytest.raises(VerificationError, match=mutation.rule):
@@ -373,11 +371,10 @@ def test_every_wrong_rewrite_is_caught(mutation: Mutation) -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_every_mutation_shows(mutation: Mutation) -> None:
     """Without verification it would be a wrong number, or a crash."""
-    earlier, rule = _rules(mutation)
-    right, wrong = graph_of(mutation.model), graph_of(mutation.model)
-    run_passes(right, [*earlier, rule])
+    rule, right, wrong = _found(mutation)
+    run_passes(right, [rule])
     try:
-        run_passes(wrong, [*earlier, Spoiled(rule, mutation)])
+        run_passes(wrong, [Spoiled(rule, mutation)])
     except (RuntimeError, ValueError, TypeError):
         return
     assert outcome(wrong, mutation.model) != outcome(right, mutation.model)
