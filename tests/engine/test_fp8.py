@@ -153,6 +153,7 @@ def test_logits_are_those_of_a_rounded_model(
     assert errors(model, got, None if scales else [(1.0, 1.0)] * 2).median() > 1e-3
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_random_weights_of_every_scheme_stay_near_those_that_they_quantize(tmp_path: Path) -> None:
     """Over 32 layers, with an FP8 KV cache; nothing overflows or vanishes."""
     deep = TinyModel("deep", "Llama", {**TINY.options, "num_hidden_layers": 32})

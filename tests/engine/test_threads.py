@@ -238,6 +238,7 @@ def test_closing_ends_what_runs_and_refuses_the_rest_by_name() -> None:
             call()
 
 
+@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_leaving_the_block_frees_the_memory(level: int) -> None:
     options = {"device": "cpu", "dtype": "float", "max_num_seqs": 4, "tensor_parallel_size": 1}
