@@ -271,14 +271,16 @@ def _skinny_supports(desc: OpDesc) -> str:
     return _supports(desc) or _why_not_streamed(_layers(call), 1, Target.of(desc))
 
 
-def _tolerances(atol: float, rtol: float) -> dict[torch.dtype, Tolerance]:
-    """Of results of size one."""
-    return dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), Tolerance(atol, rtol))
-
-
-_ON_GPU = _tolerances(0.25, 0.1)
-"""Each of the four layers moves its results by 2 % where a kernel rounds an x to another neighbour
-in FP8 than the reference does, or not to FP8 at all."""
+# Of results of size one.  Each of the four layers moves them by 2 % where a kernel rounds an x to
+# another neighbour in FP8 than the reference does, or not to FP8 at all.  On a CPU only bfloat16,
+# whose sums another order moves by a bit, meets other neighbours.
+_MOVED = Tolerance(0.25, 0.1)
+_TOLERANCES = {
+    torch.float32: Tolerance(1e-2, 1e-2),
+    torch.float16: Tolerance(2e-2, 2e-2),
+    torch.bfloat16: _MOVED,
+}
+_ON_GPU = dict.fromkeys(_TOLERANCES, _MOVED)
 
 
 @drawn
@@ -363,5 +365,5 @@ OP = SemanticOp(
         ),
         Implementation("native", _reference, refuses_device),
     ),
-    tolerances=_tolerances(6e-2, 3e-2),
+    tolerances=_TOLERANCES,
 )
