@@ -271,7 +271,7 @@ def _skinny_supports(desc: OpDesc) -> str:
     return _supports(desc) or _why_not_streamed(_layers(call), 1, Target.of(desc))
 
 
-# Of results of size one.  Each of the four layers moves them by 2 % where a kernel rounds an x to
+# Results are of size one.  Each of the four layers moves them by 2 % where a kernel rounds an x to
 # another neighbour in FP8 than the reference does, or not to FP8 at all.  On a CPU only bfloat16,
 # whose sums another order moves by a bit, meets other neighbours.
 _MOVED = Tolerance(0.25, 0.1)

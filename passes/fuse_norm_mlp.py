@@ -77,8 +77,8 @@ class _Tail(NamedTuple):
 
 
 def _read(act: fx.Node) -> Match | None:
-    """Expected sites: every gated activation that quantizes by a scale a token, but for those behind
-    a sum over ranks, which is a site of ``fuse_all_reduce_norm``.
+    """Expected sites: every gated activation that quantizes by a scale a token.  One behind a sum
+    over ranks is none: that sum is a site of ``fuse_all_reduce_norm``.
 
     Exact: the op rounds as the ops that it replaces do.  The kernels for few tokens round less
     often, since they multiply activations that are not quantized.

@@ -59,7 +59,7 @@ struct Row {
   }
 };
 
-// What the warps of a block tell each other while they divide a batch.
+// The warps of a block tell each other these numbers while they divide a batch.
 struct Notes {
   int sums[kWarps], longest[kWarps];
 };

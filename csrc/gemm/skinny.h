@@ -73,8 +73,8 @@ struct SkinnyLinearArgs {
   }
 };
 
-// What weight and x are made of; FP8 with a scale a row, or one for all, or with scales of blocks;
-// or, for kMaxWideTokens or fewer, x in bfloat16 and the weight in FP8, scaled by rows or as one.
+// The types of weight and x. FP8 has a scale a row, or one for all, or scales of blocks. With
+// kFp8ByBf16 the weight alone is FP8, scaled by rows or as one; it takes kMaxWideTokens or fewer.
 enum class Operands { kBf16, kFp8, kFp8Blocks, kFp8ByBf16 };
 
 // `programmatic`: start before the kernel ahead has finished. The weight and its scales are then

@@ -13,8 +13,9 @@ namespace fusewright::gemm {
 constexpr int kWarpSize = 32;
 constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
 
-// What weight and x are made of, their bytes an element, and what is scaled: the sum of a row of
-// the weight by a scale of that row, or one for all; that of a token likewise; or lines by blocks.
+// A format says the types of weight and x, their bytes an element, and what is scaled: the sum of a
+// row of the weight by a scale of that row, or one for all; that of a token likewise; or lines by
+// blocks.
 struct Bf16 {
   using Operand = __nv_bfloat16;
   static constexpr int kBytes = 2, kXBytes = 2;

@@ -24,7 +24,7 @@ def cases(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str
 
 
 def unrounded(call: Call) -> tuple[Tensor, Tensor]:
-    """What the layers make of activations that are rounded nowhere, in float64."""
+    """Compute the layers in float64, with activations that are rounded nowhere."""
 
     def layer(x: Tensor, weight: Any, scale: Any, bias: Any = None) -> Tensor:
         y = x @ (weight.double() * scale.double()).T

@@ -47,7 +47,7 @@ def inner_layer(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
 
 
 def last_layer(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-    """What follows is not quantized."""
+    """The norm behind the last layer is not quantized."""
     total = fp8(x, w) + r
     return ops.rms_norm(total + mlp(total, w, nw), nw, 1e-6)
 
