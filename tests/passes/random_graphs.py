@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusewright import ops
 from fusewright.passes.subgraph import compute_fake
 
+NUMBERS = range(4)
+"""The two numbers that a step is given are each one of these."""
 TOKENS, SIZE, HEADS, KV_HEADS, DIM, BLOCK = 3, 256, 8, 2, 32, 4
 E4M3 = torch.float8_e4m3fn
 
@@ -377,5 +379,5 @@ GROUPS = ("tp", "dp")
 
 
 def step_lists(steps: Any, most: int) -> Any:
-    numbers = st.integers(0, 3)
+    numbers = st.sampled_from(NUMBERS)
     return st.lists(st.tuples(st.sampled_from(steps), numbers, numbers), min_size=1, max_size=most)

@@ -21,7 +21,15 @@ from fusewright.config import LEVELS, PASSES
 from fusewright.passes import build_passes, run_passes
 from fusewright.passes.ranks import RankInterpreter, group_names, run_ranks
 from fusewright.passes.rule import Context
-from tests.passes.random_graphs import RANK_STEPS, STEPS, WRITTEN, Builder, inputs, step_lists
+from tests.passes.random_graphs import (
+    NUMBERS,
+    RANK_STEPS,
+    STEPS,
+    WRITTEN,
+    Builder,
+    inputs,
+    step_lists,
+)
 
 KINDS = ("static", "dynamic")
 DRIFT = 0.25
@@ -110,10 +118,16 @@ def prove(
 def prove_many(
     names: tuple[str, ...], steps: Any, heads: Any, expected: set[str], examples: int
 ) -> set[str]:
-    """``prove`` on so many graphs, and on more of them until each pass matched and each expected op
-    was there; returns the ops that were."""
+    """``prove`` on each step by itself, which reaches what few random graphs do, then on so many of
+    these, and on more until each pass matched and each expected op was there; returns the ops that
+    were."""
     matched: set[str] = set()
     seen: set[str] = set()
+    for step in dict.fromkeys(steps):
+        for number in NUMBERS:
+            found = prove(built([(step, number, number)], False), names)
+            matched |= found[0]
+            seen |= found[1]
 
     for count in (examples, *[examples // 4 or 1] * 28):
 
