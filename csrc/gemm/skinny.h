@@ -12,7 +12,7 @@ namespace fusewright::gemm {
 
 constexpr int kMaxSkinnyTokens = 32;
 constexpr int kMaxNormedTokens = 16;  // between linears that share a norm
-constexpr int kMaxWideTokens = 4;     // in bfloat16, for a weight of FP8
+constexpr int kMaxWideTokens = 2;     // in bfloat16, for a weight of FP8
 constexpr int kConsumerWarps = 4;
 
 // A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the

@@ -114,7 +114,7 @@ cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, bool programmatic
     return launch_batch<Format, Batch<8, 2>>(args, programmatic, stream);
   }
   if constexpr (Format::kXBytes != Format::kBytes) {
-    return launch_batch<Format, Batch<8, kMaxWideTokens>>(args, programmatic, stream);
+    return cudaErrorInvalidValue;  // kMaxWideTokens
   } else {
     if (args.num_tokens <= 8) {
       return launch_batch<Format, Batch<8, 8>>(args, programmatic, stream);

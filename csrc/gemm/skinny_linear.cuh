@@ -18,8 +18,7 @@
 //   drains, and fill their stages with weights before they wait for its result.
 //
 // Each element's sum has one order, whatever num_tokens is within a batch class (2, 8, 16, 32
-// tokens; by an FP8 weight, bfloat16 has the classes 2 and 4): repeats are equal to the bit, and so
-// is a token's result in another batch of the class.
+// tokens): repeats are equal to the bit, and so is a token's result in another batch of the class.
 //
 // Free of any framework: pointers, strides and a stream. The instructions need sm_90.
 #pragma once

@@ -87,8 +87,6 @@ template <typename F, typename Batch>
 struct Rings;
 template <>
 struct Rings<Fp8ByBf16, Batch<8, 2>> : RingsOf<Fp8ByBf16, Batch<8, 2>, 11, 7, 6, 3, 16, 4> {};
-template <>
-struct Rings<Fp8ByBf16, Batch<8, 4>> : RingsOf<Fp8ByBf16, Batch<8, 4>, 9, 6, 5, 3, 16, 4> {};
 template <typename F>
 struct Rings<F, Batch<8, 2>> : RingsOf<F, Batch<8, 2>, 12, 8, 6, 3, 16, 4> {};
 template <typename F>

@@ -14,7 +14,7 @@ from fusewright.ops import BY_NAME, load_cuda_library
 from fusewright.ops.linear_add_norm_mlp import OP, Call
 
 CPU = torch.device("cpu")
-FEW = 4
+FEW = 2
 """The most tokens that stay bfloat16."""
 
 

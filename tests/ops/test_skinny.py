@@ -323,5 +323,15 @@ def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
         gated_linear(x, weight[:254], "silu", weight[0, :2])
     with pytest.raises(RuntimeError, match="float8_e4m3fn"):
         kernels.skinny_linear(x, q_weight, None, one, one, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="one of x_scale and weight_scale is given"):
+    with pytest.raises(RuntimeError, match="x_scale is given, expected weight_scale too"):
         kernels.skinny_linear(q, q_weight, None, one)
+    rows, unquantized = (
+        torch.ones(256, 1, device="cuda"),
+        torch.randn(3, 640, device="cuda").bfloat16(),
+    )
+    with pytest.raises(RuntimeError, match="has 3 rows, expected 2 or fewer"):
+        kernels.skinny_linear(unquantized, q_weight, None, None, rows, torch.bfloat16)
+    with pytest.raises(
+        RuntimeError, match=r"weight_scale has shape \[9, 1\], expected \[1, 1\] or"
+    ):
+        kernels.skinny_linear(unquantized[:2], q_weight, None, None, rows[:9], torch.bfloat16)
