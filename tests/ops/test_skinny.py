@@ -325,10 +325,8 @@ def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
         kernels.skinny_linear(x, q_weight, None, one, one, torch.bfloat16)
     with pytest.raises(RuntimeError, match="x_scale is given, expected weight_scale too"):
         kernels.skinny_linear(q, q_weight, None, one)
-    rows, unquantized = (
-        torch.ones(256, 1, device="cuda"),
-        torch.randn(3, 640, device="cuda").bfloat16(),
-    )
+    rows = torch.ones(256, 1, device="cuda")
+    unquantized = torch.randn(3, 640, device="cuda").bfloat16()
     with pytest.raises(RuntimeError, match="has 3 rows, expected 2 or fewer"):
         kernels.skinny_linear(unquantized, q_weight, None, None, rows, torch.bfloat16)
     with pytest.raises(
