@@ -12,7 +12,7 @@ the kernel ahead of it has finished: that one must not write them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -270,6 +270,7 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 
 STREAM = LinearKernel("skinny_linear", _stream_refuses, _stream, fuses=True)
+
 ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run)
 TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
@@ -279,6 +280,11 @@ KERNELS = (STREAM, ALGORITHM, TILED, LIBRARY)
 WITHOUT_CSRC = KERNELS[1:]
 UNMEASURED = KERNELS[2:]
 """The kernels that are left where no table names a library algorithm."""
+
+
+def why_not_streamed(layers: Iterable[LinearDesc], rows: int, target: Target) -> str:
+    """Why the streaming kernel does not serve all of the layers that are joined; "" if it does."""
+    return next((why for desc in layers if (why := STREAM.refuses(desc, rows, target))), "")
 
 
 def plan_epilogue(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Launches[Tensor]:

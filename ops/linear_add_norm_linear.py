@@ -22,7 +22,14 @@ from torch import Tensor
 from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._launch import Launches
 from ._linear_desc import LinearArgs, LinearDesc, describe
-from ._linear_kernels import STREAM, Target, here, plan_epilogue, streamable
+from ._linear_kernels import (
+    STREAM,
+    Target,
+    here,
+    plan_epilogue,
+    streamable,
+    why_not_streamed,
+)
 from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from .launches import norm
 from .linear import GATED, OP as LINEAR
@@ -58,6 +65,16 @@ class LinearAddNorm(NamedTuple):
     def between(self, y: Any) -> tuple[Any, ...]:
         """The arguments of ``add_rms_norm`` on the result of the layer."""
         return y, self.residual, self.norm_weight, self.eps
+
+    def check_matrix(self, op: str) -> None:
+        """Raise ValueError, in the name of an op, unless x and the residual are matrices that fit
+        the weight."""
+        hidden = self.weight.shape[0]
+        if len(self.x.shape) != 2 or tuple(self.residual.shape) != (self.x.shape[0], hidden):
+            raise ValueError(
+                f"{op}: x is {[*self.x.shape]} and the residual {[*self.residual.shape]}, expected "
+                f"[num_tokens, in_features] and [num_tokens, {hidden}]"
+            )
 
     @property
     def rows(self) -> int:
@@ -166,16 +183,12 @@ def _layers(call: Chain) -> tuple[LinearDesc, LinearDesc]:
     return replace(first, add=True), replace(second, prologue="norm")
 
 
-def _why_not_streamed(layers: tuple[LinearDesc, ...], rows: int, target: Target) -> str:
-    return next((why for d in layers if (why := STREAM.refuses(d, rows, target))), "")
-
-
 @lru_cache(4096)
 def _are_streamed(
     shapes: tuple[Any, ...], activation: str | None, rows: int, device: torch.device
 ) -> bool:
     held = [None if s is None else TensorDesc(*s) for s in shapes]
-    return not _why_not_streamed(_layers(Chain.of([*held, activation])), rows, here(device))
+    return not why_not_streamed(_layers(Chain.of([*held, activation])), rows, here(device))
 
 
 def _streams(call: Chain) -> bool:
@@ -193,7 +206,7 @@ def _skinny_supports(desc: OpDesc) -> str:
     if reason := _supports(desc):
         return reason
     layers = _layers(Chain.of(value for _, value in desc.args))
-    return _why_not_streamed(layers, 1, Target.of(desc))
+    return why_not_streamed(layers, 1, Target.of(desc))
 
 
 def launches_in_turn(call: Chain, add_norm: Callable[..., Launches[Any]]) -> Launches[Results]:

@@ -22,9 +22,10 @@ from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._float8 import E4M3
 from ._launch import Launch, Launches
 from ._linear_desc import LinearDesc
-from ._linear_kernels import LIBRARY, STREAM, Target, here, streamable
+from ._linear_kernels import LIBRARY, STREAM, Target, here, streamable, why_not_streamed
 from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from .gated_act import GATED_ACTS
+from .launches.quant import WHOLE_ROW
 from .linear import OP as LINEAR
 from .linear_add_norm_linear import LinearAddNorm
 from .norm import NORMS, Norm
@@ -35,9 +36,6 @@ Visit: TypeAlias = Callable[..., Any]
 """Computes an op on arguments, in one way or another, and returns its results."""
 
 _QUANTIZE, _ADD_NORM = QUANTIZE["dynamic"], NORMS[Norm(add=True, quant="dynamic")]
-_A_TOKEN = 0
-"""The group size of a scale for each token."""
-_STREAMED = "fp8 weight"
 
 
 class Call(NamedTuple):
@@ -90,15 +88,15 @@ def _in_turn(call: Call, visit: Visit) -> Results:
         x, x_scale = quantized
         return visit(LINEAR, x, weight, bias, x_scale, scale, dtype, None, None)
 
-    x = visit(_QUANTIZE, head.x, _A_TOKEN)
+    x = visit(_QUANTIZE, head.x, WHOLE_ROW)
     y = layer(x, head.weight, call.weight_scale, head.bias)
-    *x, total = visit(_ADD_NORM, y, head.residual, head.norm_weight, head.eps, _A_TOKEN)
+    *x, total = visit(_ADD_NORM, y, head.residual, head.norm_weight, head.eps, WHOLE_ROW)
     gate_up = layer(x, call.gate_up, call.gate_up_scale)
-    x = visit(GATED_ACTS[call.activation, "dynamic"], gate_up, _A_TOKEN)
+    x = visit(GATED_ACTS[call.activation, "dynamic"], gate_up, WHOLE_ROW)
     y = layer(x, call.down, call.down_scale)
     if call.is_last:
         return y, total
-    *x, total = visit(_ADD_NORM, y, total, call.next_norm_weight, call.next_eps, _A_TOKEN)
+    *x, total = visit(_ADD_NORM, y, total, call.next_norm_weight, call.next_eps, WHOLE_ROW)
     return layer(x, call.next_weight, call.next_scale, call.next_bias), total
 
 
@@ -121,12 +119,7 @@ def _reference(*args: Any) -> Results:
 
 def check(call: Call) -> None:
     """Raises ValueError: shapes do not fit; names what was expected."""
-    x, residual, hidden = call.head.x, call.head.residual, call.head.weight.shape[0]
-    if len(x.shape) != 2 or tuple(residual.shape) != (x.shape[0], hidden):
-        raise ValueError(
-            f"linear_add_norm_mlp: x is {[*x.shape]} and the residual {[*residual.shape]}, "
-            f"expected [num_tokens, in_features] and [num_tokens, {hidden}]"
-        )
+    call.head.check_matrix("linear_add_norm_mlp")
     behind = [t is None for t in (call.next_norm_weight, call.next_weight, call.next_scale)]
     if any(behind) != all(behind):
         raise ValueError(
@@ -146,32 +139,45 @@ def _fake(*args: Any) -> Results:
     return _in_turn(call, lambda op, *given: op.fake(*given))
 
 
-def _layers(call: Call) -> tuple[LinearDesc, ...]:
-    """Describes the layers as the streaming kernels run them: of activations in x's dtype."""
-    head = call.head
-
-    def layer(weight: Tensor, **how: Any) -> LinearDesc:
-        return LinearDesc(_STREAMED, head.x.dtype, *weight.shape, **how)
-
-    found = (
-        layer(head.weight, bias=head.bias is not None, add=True),
-        layer(call.gate_up, prologue="norm", activation=call.activation),
-        layer(call.down, add=not call.is_last),
-    )
-    if call.next_weight is None:
-        return found
-    return (*found, layer(call.next_weight, prologue="norm", bias=call.next_bias is not None))
+def _facts(call: Call) -> tuple[Any, ...]:
+    """What of a call its layers are described by, as a key: their dtype, the shapes of the weights,
+    whether there are biases, and the activation."""
+    weights = (call.head.weight, call.gate_up, call.down, call.next_weight)
+    shapes = tuple([None if t is None else tuple(t.shape) for t in weights])
+    biases = call.head.bias is not None, call.next_bias is not None
+    return call.head.x.dtype, shapes, biases, call.activation
 
 
 @lru_cache(4096)
-def _why_not_streamed(layers: tuple[LinearDesc, ...], rows: int, target: Target) -> str:
-    return next((why for d in layers if (why := STREAM.refuses(d, rows, target))), "")
+def _layers(
+    dtype: torch.dtype, shapes: tuple[Any, ...], biases: tuple[bool, bool], activation: str
+) -> list[LinearDesc]:
+    """Describe the layers as the streaming kernels run them, of activations in x's dtype, by the
+    facts of a call."""
+    first, gate_up, down, behind = shapes
+
+    def layer(shape: tuple[int, int], **how: Any) -> LinearDesc:
+        return LinearDesc("fp8 weight", dtype, *shape, **how)
+
+    found = [
+        layer(first, bias=biases[0], add=True),
+        layer(gate_up, prologue="norm", activation=activation),
+        layer(down, add=behind is not None),
+    ]
+    if behind is not None:
+        found.append(layer(behind, prologue="norm", bias=biases[1]))
+    return found
+
+
+@lru_cache(4096)
+def _are_streamed(facts: tuple[Any, ...], rows: int, device: torch.device) -> bool:
+    return not why_not_streamed(_layers(*facts), rows, here(device))
 
 
 def _streams(call: Call) -> bool:
     """Whether the streaming kernels serve all layers of a call."""
     x, weights = call.head.x, (call.head.weight, call.gate_up, call.down, call.next_weight)
-    if _why_not_streamed(_layers(call), x.shape[0], here(x.device)):
+    if not _are_streamed(_facts(call), x.shape[0], x.device):
         return False
     return streamable(x, *(t for t in weights if t is not None)) is not None
 
@@ -253,7 +259,7 @@ def _supports(desc: OpDesc) -> str:
     if reason := refuses_device(desc):
         return reason
     call, target = Call.of([value for _, value in desc.args]), Target.of(desc)
-    for layer in _layers(call):
+    for layer in _layers(*_facts(call)):
         plain = LinearDesc("fp8 token", layer.dtype, layer.out_features, layer.in_features)
         if reason := LIBRARY.refuses(plain, 1, target):
             return reason
@@ -268,7 +274,7 @@ def _supports(desc: OpDesc) -> str:
 
 def _skinny_supports(desc: OpDesc) -> str:
     call = Call.of([value for _, value in desc.args])
-    return _supports(desc) or _why_not_streamed(_layers(call), 1, Target.of(desc))
+    return _supports(desc) or why_not_streamed(_layers(*_facts(call)), 1, Target.of(desc))
 
 
 # Results are of size one.  Each of the four layers moves them by 2 % where a kernel rounds an x to

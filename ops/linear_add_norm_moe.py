@@ -21,7 +21,7 @@ from . import _moe_cuda as csrc
 from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ._launch import Launch, Launches, run_all
 from ._linear_desc import LinearDesc, describe
-from ._linear_kernels import STREAM, Target, here
+from ._linear_kernels import STREAM, Target, here, why_not_streamed
 from ._moe import (
     Call as Experts,
     Planned,
@@ -112,13 +112,7 @@ def _reference(*args: Any) -> Results:
 
 def check(call: Call) -> None:
     """Raises ValueError: shapes do not fit; names what was expected."""
-    x, residual, hidden = call.head.x, call.head.residual, call.head.weight.shape[0]
-    if len(x.shape) != 2 or tuple(residual.shape) != (x.shape[0], hidden):
-        raise ValueError(
-            f"linear_add_norm_moe: x is {[*x.shape]} and the residual "
-            f"{[*residual.shape]}, expected [num_tokens, in_features] and [num_tokens, "
-            f"{hidden}]"
-        )
+    call.head.check_matrix("linear_add_norm_moe")
     if (call.next_norm_weight is None) is not (call.next_weight is None):
         raise ValueError(
             "linear_add_norm_moe: one of next_norm_weight and next_weight is given, expected both "
@@ -149,8 +143,7 @@ def _streams(call: Call) -> bool:
         t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors
     ):
         return False
-    rows, target = x.shape[0], here(x.device)
-    if any(STREAM.refuses(desc, rows, target) for desc in _layers(call)):
+    if why_not_streamed(_layers(call), x.shape[0], here(x.device)):
         return False
     return csrc.streams(call.experts)
 
@@ -197,8 +190,8 @@ def _cuda_supports(desc: OpDesc) -> str:
     experts = call.experts
     if not csrc.why_not_grouped(experts, csrc.LEAST_GROUPED_TOKENS, target):
         return ""
-    reasons = [STREAM.refuses(layer, 1, target) for layer in _layers(call)]
-    return next(filter(None, reasons), "") or csrc.why_not_streamed(experts, 1, target)
+    why = why_not_streamed(_layers(call), 1, target)
+    return why or csrc.why_not_streamed(experts, 1, target)
 
 
 def _triton(*args: Any) -> Results:

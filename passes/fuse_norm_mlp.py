@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ..ops.gated_act import GATED_ACTS
+from ..ops.launches.quant import WHOLE_ROW
 from ..ops.norm import norm_axes
 from .fuse_gated_linear import has_epilogue, linear_args
 from .fuse_norm_linear import call_with_totals, items, summands
@@ -30,8 +31,6 @@ _ADD_NORM = torch.ops.fw.add_rms_norm_quant_dynamic.default
 _ACTIVATIONS = {
     op.overload(): name for (name, quant), op in GATED_ACTS.items() if quant == "dynamic"
 }
-_A_TOKEN = 0
-"""The group size of a scale for each token, the last argument of ops that quantize so."""
 
 
 class _Layer(NamedTuple):
@@ -54,7 +53,7 @@ class _Layer(NamedTuple):
             raise Miss(f"{node.name} is not an FP8 linear layer without an epilogue")
         x, scale = args["x"], args["x_scale"]
         source = x.args[0] if is_call(x, operator.getitem) else None
-        if not is_call(source, quantizer) or source.args[-1] != _A_TOKEN:
+        if not is_call(source, quantizer) or source.args[-1] != WHOLE_ROW:
             name = quantizer._schema.name.partition("::")[2]
             raise Miss(f"the x of {node.name} is not quantized by {name}, with a scale a token")
         if (reason := read_elsewhere(x, [node])) or (reason := read_elsewhere(scale, [node])):
@@ -84,7 +83,7 @@ def _read(act: fx.Node) -> Match | None:
     often, since they multiply activations that are not quantized.
     """
     activation = _ACTIVATIONS.get(act.target)
-    if activation is None or act.args[1] != _A_TOKEN or _is_behind_sum(act.args[0]):
+    if activation is None or act.args[1] != WHOLE_ROW or _is_behind_sum(act.args[0]):
         return None
     gate_up = _Layer.of(act.args[0], _ADD_NORM)
     norm = gate_up.quantizer

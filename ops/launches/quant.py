@@ -34,6 +34,8 @@ _WARPS_OF_MANY = {"more": (32, 64), "few": (40, 48)}
 
 GROUP = 128
 """Number of columns that share a scale in the block scheme."""
+WHOLE_ROW = 0
+"""Stands for the width of a row in place of a number of columns: each token has one scale."""
 
 Scheme: TypeAlias = Tensor | int
 Quantized: TypeAlias = tuple[Tensor, ...]
