@@ -61,8 +61,6 @@ if "FUSEWRIGHT_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, _STORE, ignore_errors=True)
 os.environ["FUSEWRIGHT_BAKED_DIR"] = os.environ["FUSEWRIGHT_CACHE_DIR"] + "/baked"
 
-_SEED = pytest.StashKey[int]()
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -100,8 +98,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore::DeprecationWarning:triton.runtime.interpreter"
     )
-    given = config.getoption("--fw-seed")
-    config.stash[_SEED] = secrets.randbelow(2**31) if given is None else given
+    # Back into the options, which xdist hands to its workers: theirs is the one that is printed.
+    if config.getoption("--fw-seed") is None:
+        config.option.fw_seed = secrets.randbelow(2**31)
     hands_out_tests = getattr(config.option, "tx", None) and not hasattr(config, "workerinput")
     if config.getoption("--fw-coverage") and not hands_out_tests:
         config.pluginmanager.register(LineCounter())
@@ -109,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     where = "cuda" if torch.cuda.is_available() else "cpu (Triton interpreted)"
-    return f"fusewright: device {where}, --fw-seed={config.stash[_SEED]}"
+    return f"fusewright: device {where}, --fw-seed={config.option.fw_seed}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -161,7 +160,7 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def fw_seed(pytestconfig: pytest.Config) -> int:
     """Seed of this run's random inputs; a failure that depends on it must name it."""
-    return pytestconfig.stash[_SEED]
+    return int(pytestconfig.option.fw_seed)
 
 
 @pytest.fixture(scope="session")
