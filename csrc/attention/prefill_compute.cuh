@@ -5,8 +5,7 @@
 
 namespace fusewright::attention {
 
-// A power of two, or its product with what a logit is multiplied by would be rounded: such a
-// product less the rounded one is to be 0.
+// Finite: no difference of two peaks may be that of two infinities.
 constexpr float kNoPeak = -0x1p100f;
 
 using fusewright::uniform;
@@ -137,7 +136,9 @@ struct Computer {
       peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, 1));
       peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, 2));
       const float scaled = peak * unit;
-      alpha[r] = exp2_approx(rows.peak[r] * unit - scaled);
+      // 1 where the peak stays, also for a tile that this query does not see. The difference of two
+      // products would be one fused operation, and what rounding took from one of them remains.
+      alpha[r] = exp2_approx((rows.peak[r] - peak) * unit);
       rows.peak[r] = peak;
       float sum[2] = {rows.total[r] * alpha[r], 0.0f};
 #pragma unroll
