@@ -33,6 +33,10 @@ ROWS = (
     "push 2 ranks",
     "push 4 ranks",
     "push 8 ranks",
+    "push twice 2 ranks",
+    "push twice 4 ranks",
+    "push twice 8 ranks",
+    "stream sum 2 ranks",
     "in turn 2 ranks",
 )
 """The kernels whose most rows a table gives."""

@@ -53,12 +53,25 @@ def rank_in(group_name: str) -> int:
 
 
 def pushes(x: Tensor, group_name: str) -> bool:
-    """Whether the kernels serve a tensor of these rows over this group."""
-    world = world_of(group_name, x.device)
+    """Whether the kernels serve a tensor of these rows over this group, by one shot."""
+    return shots(x, group_name) == 1
+
+
+def shots(x: Tensor, group_name: str) -> int:
+    """How often the kernels send a row to sum it: once, to all ranks, or twice, to its owner and
+    as the sum to the others, which is less with more than two ranks; 0 if they do not serve it."""
+    return shots_over(world_of(group_name, x.device), x)
+
+
+def shots_over(world: int, x: Tensor) -> int:
+    """``shots`` by the number of ranks that are connected, or 0."""
     if not world or x.numel() % PACKET or x.nbytes > part_bytes(world):
-        return False
+        return 0
     columns = x.shape[-1]
-    return x.numel() <= columns * most_rows(f"push {world} ranks", columns)
+    for count, way in ((1, "push"), (2, "push twice")):
+        if x.numel() <= columns * most_rows(f"{way} {world} ranks", columns):
+            return count
+    return 0
 
 
 def aligned_rows(x: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from . import _peer_memory
 from ._desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc
 from ._op import Implementation, SemanticOp, on_gpu
 
-PUSHED, LIBRARY = "push", "torch.distributed's sum"
-"""The two ways to sum over ranks, as ``explain`` names them."""
+LIBRARY = "torch.distributed's sum"
+WAYS = (LIBRARY, "push", "push twice")
+"""The ways to sum over ranks by the number of shots, as ``explain`` names them."""
 CASES_GROUP = "fusewright-cases"
 """The process group of the cases; whoever runs them makes it."""
 
@@ -47,14 +48,15 @@ def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
 def _push(x: Tensor, group_name: str) -> Tensor:
     """By csrc's kernel over peer memory, or torch.distributed's for what is too large for it."""
     check(x, group_name)
-    if not _peer_memory.pushes(x, group_name):
+    shots = _peer_memory.shots(x, group_name)
+    if not shots:
         return sum_over_ranks(x, group_name)
-    x = x.contiguous()
-    return torch.ops.fw_cuda.peer_all_reduce.default(x, group_name)  # type: ignore[no-any-return]
+    run = torch.ops.fw_cuda.peer_all_reduce.default
+    return run(x.contiguous(), group_name, shots == 2)  # type: ignore[no-any-return]
 
 
 def _runs(x: Tensor, group_name: str) -> tuple[str, ...]:
-    return (PUSHED,) if _peer_memory.pushes(x, group_name) else (LIBRARY,)
+    return (WAYS[_peer_memory.shots(x, group_name)],)
 
 
 def resolve_group(op: str, group_name: str) -> int:

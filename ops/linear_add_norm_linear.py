@@ -160,18 +160,32 @@ _SKINNY_IN_TURN = _in_turn("skinny")
 
 def _skinny(*args: Any) -> Results:
     """Two streaming kernels for few rows, else the ops in turn."""
-    call = Chain.of(args)
+    found = stream(Chain.of(args))
+    return _SKINNY_IN_TURN(*args) if found is None else found
+
+
+def stream(call: Chain, group_name: str | None = None) -> Results | None:
+    """Run a chain by its two streaming kernels.
+
+    Args:
+        group_name: the ranks over which the first layer's results are summed; connected in peer
+            memory.
+
+    Returns:
+        None if the kernels are not selected for it, or cannot read its tensors.
+    """
     head = call.head
     rows = streamable(head.x, head.weight, call.next_weight)
-    if rows is None or not _streams(call):
-        return _SKINNY_IN_TURN(*args)
+    if rows is None or not streams(call):
+        return None
     shape = head.residual.shape
     head = head._replace(
         x=rows,
         residual=head.residual.reshape(rows.shape[0], -1).contiguous(),
         norm_weight=head.norm_weight.contiguous(),
     )
-    y, total = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default(*head, *call[1:])
+    run = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default
+    y, total = run(*head, *call[1:], group_name=group_name)
     return y.view(*shape[:-1], y.shape[1]), total.view(shape)
 
 
@@ -191,7 +205,7 @@ def _are_streamed(
     return not why_not_streamed(_layers(Chain.of([*held, activation])), rows, here(device))
 
 
-def _streams(call: Chain) -> bool:
+def streams(call: Chain) -> bool:
     """Whether the streaming kernels are selected for both layers of a call."""
     *args, activation = *call.head, *call[1:]
     shapes = tuple([(t.dtype, t.shape) if isinstance(t, Tensor) else None for t in args])
@@ -221,7 +235,7 @@ def _launches(*args: Any) -> Launches[Results]:
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
-    if _streams(Chain.of(args)):
+    if streams(Chain.of(args)):
         return f"{STREAM.name}, add", f"norm, {STREAM.name}"
     return _runs_in_turn(*args)
 

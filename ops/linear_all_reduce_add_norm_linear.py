@@ -1,7 +1,9 @@
 """``linear_all_reduce_add_norm_linear`` is ``linear_add_norm_linear`` with a sum over ranks inside.
 
-It is one op, because a transfer can only be hidden behind the GEMMs on both of its sides.  With
-few rows nothing is hidden: one kernel sums over ranks, adds and normalizes, between the layers.
+It is one op, because where the sum is best made depends on the number of rows.  With few, the first
+layer's kernel sends its results to the other ranks, sums and adds, and the second's normalizes.
+With more, one kernel between the layers sums, adds and normalizes.  With many, the transfers are
+hidden behind the GEMMs on both sides.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from typing import Any
 
 from . import _overlap, _peer_memory
 from ._desc import Case, Cost, Draw, OpDesc, drawn
+from ._device_table import most_rows
 from ._launch import Launches
+from ._linear_kernels import STREAM
 from ._op import Implementation, SemanticOp, on_gpu, parameter, signed
 from .all_reduce import CASES_GROUP, sum_flops, wire_bytes
 from .linear import OP as LINEAR
@@ -24,6 +28,8 @@ from .linear_add_norm_linear import (
     draw_chain,
     in_turn,
     launches_in_turn,
+    stream,
+    streams,
 )
 from .norm import NORMS, Norm
 
@@ -85,15 +91,28 @@ def _in_turn(layer: str, norm: str) -> Callable[..., Results]:
 _PUSHED = _in_turn("skinny", "cuda")
 
 
+def _sums_in_layer(call: Chain, group_name: str) -> bool:
+    """Whether the first layer's kernel sums over the ranks: where that was measured to gain."""
+    world, hidden = _world(call, group_name), call.head.weight.shape[0]
+    most = most_rows(f"stream sum {world} ranks", hidden) if world else 0
+    return call.head.rows <= most and streams(call)
+
+
+def _world(call: Chain, group_name: str) -> int:
+    return _peer_memory.world_of(group_name, call.head.x.device)
+
+
 def _overlaps(call: Chain, group_name: str) -> bool:
-    world = _peer_memory.world_of(group_name, call.head.x.device)
     next_features, hidden = call.next_weight.shape
-    return _overlap.overlaps(call.head.rows, next_features, hidden, world)
+    return _overlap.overlaps(call.head.rows, next_features, hidden, _world(call, group_name))
 
 
 def _cuda(*args: Any) -> Results:
-    """Hides the transfers where rows are many, and runs the ops in turn where they are few."""
+    """Sums in the first layer where rows are few, and hides the transfers where they are many."""
     call, group_name = _split(args)
+    if _sums_in_layer(call, group_name):
+        found = stream(call, group_name)
+        return _PUSHED(*args) if found is None else found
     if not _overlaps(call, group_name):
         return _PUSHED(*args)
     x, residual = call.head.x, call.head.residual
@@ -129,8 +148,11 @@ def _runs(layer: str, norm: str) -> Callable[..., tuple[str, ...]]:
 
     def runs(*args: Any) -> tuple[str, ...]:
         call, group_name = _split(args)
-        if norm == "cuda" and _overlaps(call, group_name):
-            return (OVERLAPPED,)
+        if norm == "cuda":
+            if _sums_in_layer(call, group_name):
+                return f"{STREAM.name}, push, add", f"norm, {STREAM.name}"
+            if _overlaps(call, group_name):
+                return (OVERLAPPED,)
         made = LINEAR.fake(*call.head.layer)
         summed = between(*call.head.between(made), None, group_name)
         return *first(*call.head.layer), *summed, *first(*call.second(made))

@@ -27,7 +27,7 @@ from ._op import Implementation, SemanticOp, on_gpu, parameter, signed, triton
 from .all_reduce import (
     CASES_GROUP,
     LIBRARY,
-    PUSHED,
+    WAYS,
     check as check_sum,
     sum_flops,
     sum_over_ranks,
@@ -170,7 +170,8 @@ def _push(axes: Norm, x: Tensor, *rest: Any) -> Any:
     """One kernel of csrc over peer memory, or both in turn for what is too large for it."""
     *args, group_name = rest
     check_sum(x, group_name)
-    if not _peer_memory.pushes(x, group_name):
+    shots = _peer_memory.shots(x, group_name)
+    if not shots:
         return _in_turn(axes, x, *rest)
     residual, (weight, eps, how) = (args[0], args[1:]) if axes.add else (None, args)
     plans.check(x, residual, weight)
@@ -187,14 +188,15 @@ def _push(axes: Norm, x: Tensor, *rest: Any) -> Any:
         how if static else None,
         how if axes.quant and not static else -1,
         group_name,
+        shots == 2,
     )
     values = (y.view(shape), scales.t()) if axes.quant == "dynamic" else (y.view(shape),)
     return alone_or_all((*values, total.view(shape)))
 
 
 def _push_runs(axes: Norm, x: Tensor, *rest: Any) -> tuple[str, ...]:
-    if _peer_memory.pushes(x, rest[-1]):
-        return (f"{PUSHED} + {replace(axes, reduce=False).name}",)
+    if shots := _peer_memory.shots(x, rest[-1]):
+        return (f"{WAYS[shots]} + {replace(axes, reduce=False).name}",)
     return _in_turn_runs(axes, x, *rest)
 
 

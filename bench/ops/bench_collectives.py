@@ -7,6 +7,7 @@ ranks the slowest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,6 @@ _CALLS, _ROUNDS = 40, 15
 def measure(world: int, hidden: int) -> list[dict[str, Any]]:
     """Time every number of tokens on this rank."""
     weight = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
-    fused = ops.BY_NAME["all_reduce_add_rms_norm"].implementation("cuda").fn
     norm = ops.BY_NAME["add_rms_norm"].implementation("triton").fn
     bare = ops.BY_NAME["all_reduce"].implementation("cuda").fn
     rows = []
@@ -38,20 +38,23 @@ def measure(world: int, hidden: int) -> list[dict[str, Any]]:
         def unfused(x: Tensor, residual: Tensor = residual) -> Any:
             return norm(sum_over_ranks(x, GROUP), residual, weight, 1e-5)
 
-        def joined(x: Tensor, residual: Tensor = residual) -> Any:
-            return fused(x, residual, weight, 1e-5, None, GROUP)
+        def joined(x: Tensor, residual: Tensor = residual, two_shots: bool = False) -> Any:
+            run = torch.ops.fw_cuda.peer_all_reduce_norm.default
+            return run(x, residual, weight, 1e-5, None, None, -1, GROUP, two_shots)
 
         row: dict[str, Any] = {
             "tokens": tokens,
             "hidden": hidden,
-            "pushed": _peer_memory.pushes(xs[0], GROUP),
+            "shots": _peer_memory.shots(xs[0], GROUP),
         }
-        for name, call in {
+        calls: dict[str, Callable[[Tensor], Any]] = {
             "push, add, norm": joined,
+            "push twice, add, norm": partial(joined, two_shots=True),
             "NCCL, then add, norm": unfused,
             "push": lambda x: bare(x, GROUP),
             "NCCL": lambda x: sum_over_ranks(x, GROUP),
-        }.items():
+        }
+        for name, call in calls.items():
             us = graph_us([partial(call, x) for x in xs], calls=_CALLS, rounds=_ROUNDS)
             row[name] = round(us, 2)
         rows.append(row)

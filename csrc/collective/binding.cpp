@@ -95,7 +95,7 @@ Tensor empty_like(const Tensor& x) {
   return Tensor(handle);
 }
 
-Tensor peer_all_reduce(const Tensor& x, const std::string& group_name) {
+Tensor peer_all_reduce(const Tensor& x, const std::string& group_name, bool two_shots) {
   SumArgs args = {};
   args.element = check_element(kSum, x);
   args.x = check_packets(kSum, x, "x", x);
@@ -104,6 +104,7 @@ Tensor peer_all_reduce(const Tensor& x, const std::string& group_name) {
     fail(kSum, "x ", shape_of(x), ", expected a multiple of ", kPacketElements, " elements");
   }
   args.peers = find_group(kSum, group_name, x.get_device_index());
+  args.two_shots = two_shots;
   args.num_packets = count / kPacketElements;
   check_room(kSum, args.peers, args.num_packets, x);
   constexpr int kRowPackets = 512;
@@ -157,7 +158,7 @@ Quantized plan_results(SumArgs& args, const Tensor& x, const std::optional<Tenso
 std::tuple<Tensor, Tensor, Tensor> peer_all_reduce_norm(
     const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight, double eps,
     std::optional<double> weight_offset, const std::optional<Tensor>& scale, int64_t group_size,
-    const std::string& group_name) {
+    const std::string& group_name, bool two_shots) {
   SumArgs args = {};
   args.element = check_element(kNorm, x);
   if (x.dim() != 2 || x.size(1) < 1 || x.size(1) > kMaxHidden || x.size(1) % kPacketElements != 0 ||
@@ -179,6 +180,7 @@ std::tuple<Tensor, Tensor, Tensor> peer_all_reduce_norm(
     }
   }
   args.peers = find_group(kNorm, group_name, x.get_device_index());
+  args.two_shots = two_shots;
   args.rows = static_cast<int>(rows);
   args.row_packets = static_cast<int>(hidden / kPacketElements);
   args.num_packets = rows * args.row_packets;
@@ -322,10 +324,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def("peer_connect(Tensor handles, str group_name) -> ()");
   m.def("peer_abort(str group_name) -> ()");
   m.def("peer_close(str group_name) -> ()");
-  m.def("peer_all_reduce(Tensor x, str group_name) -> Tensor");
+  m.def("peer_all_reduce(Tensor x, str group_name, bool two_shots=False) -> Tensor");
   m.def(
       "peer_all_reduce_norm(Tensor x, Tensor? residual, Tensor weight, float eps, "
-      "float? weight_offset, Tensor? scale, int group_size, str group_name) "
+      "float? weight_offset, Tensor? scale, int group_size, str group_name, bool two_shots=False) "
       "-> (Tensor, Tensor, Tensor)");
   m.def("peer_all_gather(Tensor x, str group_name) -> Tensor");
   m.def("peer_window(Tensor x, int rows, int columns, int offset, str group_name) -> Tensor");

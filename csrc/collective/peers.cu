@@ -23,26 +23,33 @@ cudaError_t run_sum_parts(const SumArgs& args, bool programmatic, cudaStream_t s
   return cudaLaunchKernelEx(&config.config, kernel, args);
 }
 
-template <typename T, int kWorld, bool kNorm>
+template <typename T, int kWorld, bool kNorm, bool kTwoShots>
 cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
   const int rounded = (args.row_packets + kWarpSize - 1) / kWarpSize * kWarpSize;
   const bool twice = rounded > kMaxThreads;
   const int threads = twice ? kMaxThreads : rounded;
   const gemm::LaunchConfig config(std::min(args.rows, kBlocks), threads, 0, 1, programmatic,
                                   stream);
-  const auto kernel = twice ? sum_kernel<T, kWorld, 2, kNorm> : sum_kernel<T, kWorld, 1, kNorm>;
+  const auto kernel = twice ? sum_kernel<T, kWorld, 2, kNorm, kTwoShots>
+                            : sum_kernel<T, kWorld, 1, kNorm, kTwoShots>;
   return cudaLaunchKernelEx(&config.config, kernel, args);
+}
+
+template <int kWorld, typename T, bool kNorm>
+cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  return args.two_shots ? run_sum<T, kWorld, kNorm, true>(args, programmatic, stream)
+                        : run_sum<T, kWorld, kNorm, false>(args, programmatic, stream);
 }
 
 template <int kWorld>
 cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
   const bool norm = args.weight != nullptr;
   if (args.element == Element::kHalf) {
-    return norm ? run_sum<__half, kWorld, true>(args, programmatic, stream)
-                : run_sum<__half, kWorld, false>(args, programmatic, stream);
+    return norm ? run_sum<kWorld, __half, true>(args, programmatic, stream)
+                : run_sum<kWorld, __half, false>(args, programmatic, stream);
   }
-  return norm ? run_sum<__nv_bfloat16, kWorld, true>(args, programmatic, stream)
-              : run_sum<__nv_bfloat16, kWorld, false>(args, programmatic, stream);
+  return norm ? run_sum<kWorld, __nv_bfloat16, true>(args, programmatic, stream)
+              : run_sum<kWorld, __nv_bfloat16, false>(args, programmatic, stream);
 }
 
 template <int kWorld>
@@ -50,7 +57,7 @@ __global__ void __launch_bounds__(kGatherThreads)
     gather_kernel(const __grid_constant__ GatherArgs a) {
   start_next();
   wait_for_previous();
-  const Exchange<kWorld> exchange(a.peers);
+  const Exchange<kWorld> exchange(a.peers, epoch_of(a.peers));
   constexpr int kChunk = kGatherThreads * kGatherPackets;
   for (int64_t first = int64_t{blockIdx.x} * kChunk; first < a.num_packets;
        first += int64_t{gridDim.x} * kChunk) {

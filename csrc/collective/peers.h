@@ -51,6 +51,7 @@ struct SumArgs {
   int64_t x_row_stride;
   float eps, weight_offset;
   bool has_offset;  // the norm is rounded once, after the weight and this are applied
+  bool two_shots;   // a row travels to its owner, and its sum from there
   Quantize quantize;
   Element element;
 };

@@ -32,6 +32,18 @@ __device__ __forceinline__ void store_packet(uint4* to, uint4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ unsigned load_word(const unsigned* from) {
+  unsigned v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_word(unsigned* to, unsigned v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ bool is_written(unsigned v) { return v != kUnwritten; }
+
 // Each word arrives as a whole, but not the packet.
 __device__ __forceinline__ bool is_written(uint4 v) {
   return v.x != kUnwritten && v.y != kUnwritten && v.z != kUnwritten && v.w != kUnwritten;
@@ -50,26 +62,70 @@ __device__ __forceinline__ uint4 sendable(uint4 v) {
           without_negative_zeros(v.w)};
 }
 
-// The two ends of one epoch.
-template <int kWorld>
-struct Exchange {
+// The number of this epoch. Only behind the wait for the kernels before, of which the last
+// collective is one.
+__device__ __forceinline__ unsigned epoch_of(const Peers& peers) {
+  return *static_cast<volatile unsigned*>(peers.state);
+}
+
+struct Epoch {
   const Peers& peers;
-  const unsigned epoch;
+  const unsigned number;
 
-  // Only behind the wait for the kernels before, of which the last collective is one.
-  __device__ explicit Exchange(const Peers& p)
-      : peers(p), epoch(*static_cast<volatile unsigned*>(p.state)) {}
+  __device__ Epoch(const Peers& p, unsigned n) : peers(p), number(n) {}
 
+  // Where in an inbox the packets of a rank begin.
   __device__ int64_t part(int source) const {
-    return (static_cast<int64_t>(epoch & 1) * kWorld + source) * peers.packets;
+    return (static_cast<int64_t>(number & 1) * peers.world + source) * peers.packets;
+  }
+
+  // Called by one thread of every block when all of them have read the number. The last block
+  // begins the next epoch. Nobody waits for that while packets are on their way.
+  __device__ void count() const {
+    if (atomicAdd(peers.state + 1, 1) + 1 == gridDim.x) {
+      peers.state[1] = 0;
+      peers.state[0] = number + 1;
+    }
+  }
+
+  // The same, called by all threads.
+  __device__ void count_block() const {
+    __syncthreads();
+    if (threadIdx.x == 0) count();
+  }
+
+  // Loads again until what a peer sends is there, or the group is aborted.
+  template <typename V, typename Load>
+  __device__ void poll(V& found, const Load& load) const {
+    for (int polls = 1; !is_written(found); ++polls) {
+      if (polls % kPollsAnAbortCheck == 0 && *peers.aborted) break;
+      found = load();
+    }
+  }
+};
+
+// The two ends of an epoch, for threads that have whole packets.
+template <int kWorld>
+struct Exchange : Epoch {
+  using Epoch::Epoch;
+
+  __device__ void push_to(int rank, int64_t packet, uint4 v) const {
+    store_packet(peers.inbox[rank] + part(peers.rank) + packet, v);
   }
 
   __device__ void push(int64_t packet, uint4 v) const {
-    const int64_t at = part(peers.rank) + packet;
 #pragma unroll
     for (int step = 1; step < kWorld; ++step) {
-      store_packet(peers.inbox[(peers.rank + step) % kWorld] + at, v);
+      push_to((peers.rank + step) % kWorld, packet, v);
     }
+  }
+
+  __device__ uint4 pull_from(int source, int64_t packet) const {
+    uint4* const at = peers.inbox[peers.rank] + part(source) + packet;
+    uint4 found = load_packet(at);
+    poll(found, [&] { return load_packet(at); });
+    *at = unwritten();
+    return found;
   }
 
   // The packet of every rank, in the order of the ranks; `own` is this one's.
@@ -83,21 +139,44 @@ struct Exchange {
     for (int source = 0; source < kWorld; ++source) {
       if (source == peers.rank) continue;
       uint4* const at = inbox + part(source);
-      for (int polls = 1; !is_written(found[source]); ++polls) {
-        if (polls % kPollsAnAbortCheck == 0 && *peers.aborted) break;
-        found[source] = load_packet(at);
-      }
+      poll(found[source], [&] { return load_packet(at); });
       *at = unwritten();
     }
   }
+};
 
-  // Called by all threads of every block behind their first push: they have read the epoch. The
-  // last block begins the next one. Nobody waits for that while packets are on their way.
-  __device__ void count_block() const {
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(peers.state + 1, 1) + 1 == gridDim.x) {
-      peers.state[1] = 0;
-      peers.state[0] = epoch + 1;
+// The same for threads that have two elements, a word of a packet.
+struct WordExchange : Epoch {
+  using Epoch::Epoch;
+
+  __device__ unsigned* word_of(int rank, int source, int64_t word) const {
+    return reinterpret_cast<unsigned*>(peers.inbox[rank] + part(source)) + word;
+  }
+
+  __device__ void push(int64_t word, unsigned v) const {
+    for (int rank = 0; rank < peers.world; ++rank) {
+      if (rank != peers.rank) store_word(word_of(rank, peers.rank, word), v);
+    }
+  }
+
+  // The word of every rank to `take`, in the order of the ranks; `own` is this one's.
+  template <typename Take>
+  __device__ void pull(int64_t word, unsigned own, const Take& take) const {
+    unsigned found[kMaxRanks];
+#pragma unroll
+    for (int source = 0; source < kMaxRanks; ++source) {
+      if (source >= peers.world) break;
+      found[source] = source == peers.rank ? own : load_word(word_of(peers.rank, source, word));
+    }
+#pragma unroll
+    for (int source = 0; source < kMaxRanks; ++source) {
+      if (source >= peers.world) break;
+      if (source != peers.rank) {
+        unsigned* const at = word_of(peers.rank, source, word);
+        poll(found[source], [&] { return load_word(at); });
+        *at = kUnwritten;
+      }
+      take(found[source]);
     }
   }
 };

@@ -1,6 +1,10 @@
 // The sum over ranks, fused with what follows it: residual add, RMSNorm, quantization to FP8. A
 // block takes whole rows, pushes all of its own, then sums what has come, row by row. Sums are in
 // float32 and in the order of the ranks, so that all ranks have the same bits, whatever came first.
+//
+// With one shot a row goes to all ranks, and each of them sums it: one trip, kWorld - 1 rows sent
+// for each row. With two it goes to its owner alone, who sums it and sends the sum to the others:
+// two trips, and on average 2 (kWorld - 1) / kWorld rows sent. Both give the same bits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -206,13 +210,23 @@ __device__ __forceinline__ void load_weight(const SumArgs& a, uint4 (&weight)[kP
   }
 }
 
-template <typename T, int kWorld, int kPackets, bool kNorm>
+// The sum of what the ranks have in one packet, rounded.
+template <typename T, int kWorld>
+__device__ __forceinline__ Values sum_of(const uint4 (&found)[kWorld]) {
+  Values v = Values::of<T>(found[0]);
+#pragma unroll
+  for (int source = 1; source < kWorld; ++source) v.add(Values::of<T>(found[source]));
+  v.round(T{});
+  return v;
+}
+
+template <typename T, int kWorld, int kPackets, bool kNorm, bool kTwoShots>
 __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant__ SumArgs a) {
   uint4 weight[kPackets];
   if constexpr (kNorm) load_weight(a, weight);
   start_next();
   wait_for_previous();
-  const Exchange<kWorld> exchange(a.peers);
+  const Exchange<kWorld> exchange(a.peers, epoch_of(a.peers));
   const auto x_at = [&](int row, int packet) {
     const T* const x = static_cast<const T*>(a.x) + row * a.x_row_stride;
     return sendable(reinterpret_cast<const uint4*>(x)[packet]);
@@ -220,12 +234,23 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
   const auto is_there = [&](int64_t first, int packet) {
     return packet < a.row_packets && first + packet < a.num_packets;
   };
+  // The ranks take turns in a block's rows as well as in those of neighbouring blocks.
+  const auto owner_of = [&](int row) {
+    return kTwoShots ? static_cast<int>((row + row / gridDim.x) % kWorld) : a.peers.rank;
+  };
   const auto push = [&](int row) {
     const int64_t first = static_cast<int64_t>(row) * a.row_packets;
+    const int owner = owner_of(row);
+    if (kTwoShots && owner == a.peers.rank) return;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int packet = threadIdx.x + i * blockDim.x;
-      if (is_there(first, packet)) exchange.push(first + packet, x_at(row, packet));
+      if (!is_there(first, packet)) continue;
+      if constexpr (kTwoShots) {
+        exchange.push_to(owner, first + packet, x_at(row, packet));
+      } else {
+        exchange.push(first + packet, x_at(row, packet));
+      }
     }
   };
   // So many rows are on their way before the first is waited for: enough for the wire, and few
@@ -237,6 +262,7 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
   for (int row = blockIdx.x; row < a.rows; row += gridDim.x) {
     if (row + ahead < a.rows) push(row + ahead);
     const int64_t first = static_cast<int64_t>(row) * a.row_packets;
+    const int owner = owner_of(row);
     Values v[kPackets] = {};
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
@@ -244,12 +270,18 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
       if (!is_there(first, packet)) continue;
       uint4 added = {};
       if (kNorm && a.residual) added = static_cast<const uint4*>(a.residual)[first + packet];
-      uint4 found[kWorld];
-      exchange.pull(first + packet, x_at(row, packet), found);
-      v[i] = Values::of<T>(found[0]);
-#pragma unroll
-      for (int source = 1; source < kWorld; ++source) v[i].add(Values::of<T>(found[source]));
-      v[i].round(T{});
+      if (kTwoShots && owner != a.peers.rank) {
+        v[i] = Values::of<T>(exchange.pull_from(owner, first + packet));
+      } else {
+        uint4 found[kWorld];
+        exchange.pull(first + packet, x_at(row, packet), found);
+        v[i] = sum_of<T>(found);
+        if constexpr (kTwoShots) {
+          const uint4 sum = sendable(v[i].packet(T{}));
+          exchange.push(first + packet, sum);
+          v[i] = Values::of<T>(sum);
+        }
+      }
       if (kNorm && a.residual) {
         v[i].add(Values::of<T>(added));
         v[i].round(T{});
@@ -281,14 +313,11 @@ __global__ void __launch_bounds__(kMaxThreads) sum_parts_kernel(const __grid_con
       const int64_t at = first + packet;
       uint4 found[kWorld];
 #pragma unroll
-      for (int source = 0; source < kWorld; ++source) found[source] = parts[source * stride + at];
-      const uint4 added = static_cast<const uint4*>(a.residual)[at];
-      v[i] = Values::of<T>(sendable(found[0]));
-#pragma unroll
-      for (int source = 1; source < kWorld; ++source) {
-        v[i].add(Values::of<T>(sendable(found[source])));
+      for (int source = 0; source < kWorld; ++source) {
+        found[source] = sendable(parts[source * stride + at]);
       }
-      v[i].round(T{});
+      const uint4 added = static_cast<const uint4*>(a.residual)[at];
+      v[i] = sum_of<T>(found);
       v[i].add(Values::of<T>(added));
       v[i].round(T{});
       const uint4 total = v[i].packet(T{});

@@ -5,6 +5,7 @@
 #include <string>
 #include <tuple>
 
+#include "../collective/groups.h"
 #include "skinny.h"
 
 namespace fusewright::gemm {
@@ -66,11 +67,14 @@ void add_bias(const char* op, SkinnyLinearArgs& args, const std::optional<Tensor
   args.bias = bias->data_ptr();
 }
 
+// Over `peers`, if there are any.
 void run(const char* op, const SkinnyLinearArgs& args, Operands operands, const Tensor& x,
-         const Tensor& weight) {
+         const Tensor& weight, const collective::Peers* peers = nullptr) {
   if (args.num_tokens == 0 || args.out_features == 0) return;
   const cudaStream_t stream = current_stream(x.get_device_index());
-  const cudaError_t error = launch_skinny_linear(args, operands, is_capturing(op, stream), stream);
+  const bool programmatic = is_capturing(op, stream);
+  const cudaError_t error = peers ? launch_skinny_reduce(args, *peers, programmatic, stream)
+                                  : launch_skinny_linear(args, operands, programmatic, stream);
   if (error != cudaSuccess) {
     fail(op, "launch on x ", shape_of(x), " and weight ", shape_of(weight),
          " failed: ", cudaGetErrorString(error));
@@ -119,11 +123,12 @@ SkinnyLinearArgs describe_bf16(const char* op, const Tensor& x, const Tensor& we
   return args;
 }
 
-Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight) {
+Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight,
+                const collective::Peers* peers = nullptr) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
   args.y = y.data_ptr();
-  run(op, args, args.weight_scale ? Operands::kFp8ByBf16 : Operands::kBf16, x, weight);
+  run(op, args, args.weight_scale ? Operands::kFp8ByBf16 : Operands::kBf16, x, weight, peers);
   return y;
 }
 
@@ -146,10 +151,29 @@ struct Added {
   Tensor weighted, total, squares;
 };
 
-// x * weight.T + bias + residual, that times the norm's weight, and its sums of squares.
+// A connected group, for sums of bfloat16 that fit its inboxes.
+collective::Peers peers_of(const char* op, const std::string& group_name,
+                           const SkinnyLinearArgs& args, const Tensor& x) {
+  if (args.weight_scale || args.out_features % kNormGroup != 0) {
+    fail(op, "sums over ranks are of weights of bfloat16 with a multiple of ", kNormGroup,
+         " rows, not of ", args.out_features, args.weight_scale ? " of FP8" : "");
+  }
+  const collective::Peers peers = collective::find_group(op, group_name, x.get_device_index());
+  const int64_t packets =
+      int64_t{args.num_tokens} * args.out_features / collective::kPacketElements;
+  if (packets > peers.packets) {
+    fail(op, "x ", shape_of(x), " sends ", packets * 16, " bytes, expected ", peers.packets * 16,
+         " or fewer");
+  }
+  return peers;
+}
+
+// x * weight.T + bias, summed over a group's ranks if one is named, + residual; that times the
+// norm's weight, and its sums of squares.
 Added add(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
           const Tensor& residual, const Tensor& norm_weight,
-          const std::optional<Tensor>& weight_scale) {
+          const std::optional<Tensor>& weight_scale,
+          const std::optional<std::string>& group_name = std::nullopt) {
   auto args = describe_bf16(op, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
   add_bias(op, args, bias, ScalarType::BFloat16, x);
   args.residual = added(op, residual, "residual", args, x, true);
@@ -160,7 +184,9 @@ Added add(const char* op, const Tensor& x, const Tensor& weight, const std::opti
   const Tensor squares = empty({args.num_tokens, groups}, aoti_torch_dtype_float32(), x);
   args.weighted = static_cast<__nv_bfloat16*>(weighted.data_ptr());
   args.squares_out = static_cast<float*>(squares.data_ptr());
-  const Tensor total = run_bf16(op, args, x, weight);
+  collective::Peers peers;
+  if (group_name) peers = peers_of(op, *group_name, args, x);
+  const Tensor total = run_bf16(op, args, x, weight, group_name ? &peers : nullptr);
   return {weighted, total, squares};
 }
 
@@ -194,8 +220,10 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
     const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
     const Tensor& residual, const Tensor& norm_weight, double eps, const Tensor& next_weight,
     const std::optional<Tensor>& next_bias, const std::optional<std::string>& activation,
-    const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& next_weight_scale) {
-  const Added first = add(kAddNorm, x, weight, bias, residual, norm_weight, weight_scale);
+    const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& next_weight_scale,
+    const std::optional<std::string>& group_name) {
+  const Added first =
+      add(kAddNorm, x, weight, bias, residual, norm_weight, weight_scale, group_name);
   return {norm_linear(kAddNorm, first.weighted, first.squares, eps, next_weight, next_bias,
                       activation, next_weight_scale),
           first.total};
@@ -314,7 +342,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, float eps, Tensor next_weight, Tensor? next_bias, str? activation, "
-      "Tensor? weight_scale=None, Tensor? next_weight_scale=None) -> (Tensor, Tensor)");
+      "Tensor? weight_scale=None, Tensor? next_weight_scale=None, str? group_name=None) "
+      "-> (Tensor, Tensor)");
   m.def(
       "skinny_linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight) -> (Tensor, Tensor, Tensor)");

@@ -5,15 +5,20 @@ namespace fusewright::gemm {
 
 cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands, bool programmatic,
                                  cudaStream_t stream) {
+  const auto with = [&](auto format, auto most) {
+    return launch_tokens<decltype(format), decltype(most)::value>(args, OneRank{}, programmatic,
+                                                                  stream);
+  };
+  using Most = std::integral_constant<int, kMaxSkinnyTokens>;
   switch (operands) {
     case Operands::kBf16:
-      return launch_skinny_linear<Bf16>(args, programmatic, stream);
+      return with(Bf16{}, Most{});
     case Operands::kFp8:
-      return launch_skinny_linear<Fp8>(args, programmatic, stream);
+      return with(Fp8{}, Most{});
     case Operands::kFp8ByBf16:
-      return launch_skinny_linear<Fp8ByBf16>(args, programmatic, stream);
+      return with(Fp8ByBf16{}, std::integral_constant<int, kMaxWideTokens>{});
     default:
-      return launch_skinny_linear<Fp8Blocks>(args, programmatic, stream);
+      return with(Fp8Blocks{}, Most{});
   }
 }
 

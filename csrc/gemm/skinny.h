@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "../collective/peers.h"
+
 struct __nv_bfloat16;
 
 namespace fusewright::gemm {
@@ -81,5 +83,11 @@ enum class Operands { kBf16, kFp8, kFp8Blocks, kFp8ByBf16 };
 // read before that one's results are waited for: they must not be among them.
 cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands, bool programmatic,
                                  cudaStream_t stream);
+
+// As above with the epilogue kAdd and operands of bfloat16, with a sum over ranks in it: each rank
+// pushes its sums to the others from the block that has them, and adds up those of all. x, weight
+// and bias are a rank's own.
+cudaError_t launch_skinny_reduce(const SkinnyLinearArgs& args, const collective::Peers& peers,
+                                 bool programmatic, cudaStream_t stream);
 
 }  // namespace fusewright::gemm

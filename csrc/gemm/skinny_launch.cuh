@@ -61,8 +61,8 @@ struct LaunchConfig {
   }
 };
 
-template <typename T>
-cudaError_t launch(const SkinnyLinearArgs& args, int splits, bool programmatic,
+template <typename T, typename Ranks>
+cudaError_t launch(const SkinnyLinearArgs& args, const Ranks& ranks, int splits, bool programmatic,
                    cudaStream_t stream) {
   CUtensorMap weight_map, x_map;
   const int halves = args.gated() ? 2 : 1;
@@ -75,23 +75,24 @@ cudaError_t launch(const SkinnyLinearArgs& args, int splits, bool programmatic,
   error = describe_matrix<X>(&x_map, args.x, args.num_tokens, args.in_features, args.x_row_stride,
                              args.num_tokens, T::kXLines);
   if (error != cudaSuccess) return error;
-  error = allow_shared_memory<skinny_linear_kernel<T>>(T::kSharedBytes);
+  error = allow_shared_memory<skinny_linear_kernel<T, Ranks>>(T::kSharedBytes);
   if (error != cudaSuccess) return error;
   const int outputs = T::kRows / halves;
   const int blocks = (args.out_features + outputs - 1) / outputs * splits;
   const LaunchConfig config(blocks, kThreads, T::kSharedBytes, splits, programmatic, stream);
-  return cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T>, weight_map, x_map, args,
-                            splits);
+  return cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T, Ranks>, weight_map, x_map, args,
+                            splits, ranks);
 }
 
-template <typename Format, typename B>
-cudaError_t launch_batch(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
+template <typename Format, typename B, typename Ranks>
+cudaError_t launch_batch(const SkinnyLinearArgs& args, const Ranks& ranks, bool programmatic,
+                         cudaStream_t stream) {
   using R = Rings<Format, B>;
   const int row_bytes = args.in_features * Format::kBytes;
   const TilePlan plan = plan_tile<R>(args.out_features * (args.gated() ? 2 : 1),
                                      (row_bytes + kRowBytes - 1) / kRowBytes);
   const auto with = [&](auto tile) {
-    return launch<decltype(tile)>(args, plan.splits, programmatic, stream);
+    return launch<decltype(tile)>(args, ranks, plan.splits, programmatic, stream);
   };
   switch (plan.ring) {
     case Ring::kDeep:
@@ -107,23 +108,20 @@ cudaError_t launch_batch(const SkinnyLinearArgs& args, bool programmatic, cudaSt
   }
 }
 
-template <typename Format>
-cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, bool programmatic,
-                                 cudaStream_t stream) {
-  if (args.num_tokens <= 2) {
-    return launch_batch<Format, Batch<8, 2>>(args, programmatic, stream);
+// By the number of tokens, of which kMost are the most that a format or an epilogue takes.
+template <typename Format, int kMost, typename Ranks>
+cudaError_t launch_tokens(const SkinnyLinearArgs& args, const Ranks& ranks, bool programmatic,
+                          cudaStream_t stream) {
+  const auto with = [&](auto batch) {
+    return launch_batch<Format, decltype(batch)>(args, ranks, programmatic, stream);
+  };
+  if (args.num_tokens <= 2) return with(Batch<8, 2>{});
+  if constexpr (kMost > 2) {
+    if (args.num_tokens <= 8) return with(Batch<8, 8>{});
+    if (args.num_tokens <= 16) return with(Batch<16, 16>{});
   }
-  if constexpr (Format::kXBytes != Format::kBytes) {
-    return cudaErrorInvalidValue;  // kMaxWideTokens
-  } else {
-    if (args.num_tokens <= 8) {
-      return launch_batch<Format, Batch<8, 8>>(args, programmatic, stream);
-    }
-    if (args.num_tokens <= 16) {
-      return launch_batch<Format, Batch<16, 16>>(args, programmatic, stream);
-    }
-    return launch_batch<Format, Batch<32, 32>>(args, programmatic, stream);
-  }
+  if constexpr (kMost > 16) return with(Batch<32, 32>{});
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fusewright::gemm

@@ -25,6 +25,9 @@
 
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
+#include "../collective/push.cuh"
 #include "../common/mma.cuh"
 #include "async_copy.cuh"
 #include "skinny.h"
@@ -394,6 +397,48 @@ __device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int to
   if (n % kNormGroup == 0) args.squares_out[at / kNormGroup] = squares;
 }
 
+// An add over ranks: this rank's sums go to the others, and y is made of the sums of all. Two
+// passes over the items of the tile, so that all of them travel at once. A word has the outputs of
+// two lanes. `first` is of the thread's first item.
+template <typename T>
+__device__ __forceinline__ void write_reduced(const SkinnyLinearArgs& args,
+                                              const collective::WordExchange& exchange,
+                                              uint32_t sums, const Share& share, const Part& part,
+                                              int splits, const Ahead& first) {
+  const unsigned half = 0xffffu << (threadIdx.x & 16);
+  const bool even = threadIdx.x % 2 == 0;
+  const auto sendable_pair = [&](int token, int row, int n) {
+    const float sum = finish_sum<T>(args, sums, splits, token, row, n, 1.0f);
+    const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
+    const unsigned own = reinterpret_cast<const uint16_t&>(rounded);
+    return collective::without_negative_zeros(own | __shfl_down_sync(half, own, 1) << 16);
+  };
+  const auto each_item = [&](const auto& visit) {
+    for (int item = part.first + threadIdx.x; item < part.end; item += kThreads) {
+      const int token = item / part.width, row = item % part.width, n = share.first_output + row;
+      if (n >= args.out_features) continue;
+      const int64_t word = (static_cast<int64_t>(token) * args.out_features + n) / 2;
+      visit(item, token, n, word, sendable_pair(token, row, n));
+    }
+  };
+  each_item([&](int, int, int, int64_t word, unsigned pair) {
+    if (even) exchange.push(word, pair);
+  });
+  each_item([&](int item, int token, int n, int64_t word, unsigned pair) {
+    const bool is_first = item < part.first + kThreads;
+    const Ahead ahead = is_first ? first : read_ahead<T>(args, share, part, item);
+    float low = 0.0f, high = 0.0f;
+    if (even) {
+      exchange.pull(word, pair, [&](unsigned found) {
+        low += __uint_as_float(found << 16);
+        high += __uint_as_float(found & 0xffff0000u);
+      });
+    }
+    const float odd = __shfl_up_sync(half, high, 1);
+    write_added(args, token, n, even ? low : odd, ahead);
+  });
+}
+
 // Writes this block's part of the tile to y.  `next` is of the
 // thread's first item, as next_scales are; norm_scales are of the tokens; out_scale is y's, if FP8
 // sums have one.
@@ -435,11 +480,17 @@ __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_
   }
 }
 
-template <typename T>
+// What a kernel knows of other ranks.
+struct OneRank {};
+template <typename Ranks>
+constexpr bool kReduces = std::is_same_v<Ranks, collective::Peers>;
+
+template <typename T, typename Ranks>
 __global__ void __launch_bounds__(kThreads)
     skinny_linear_kernel(const __grid_constant__ CUtensorMap weight_map,
                          const __grid_constant__ CUtensorMap x_map,
-                         const __grid_constant__ SkinnyLinearArgs args, int splits) {
+                         const __grid_constant__ SkinnyLinearArgs args, int splits,
+                         const __grid_constant__ Ranks ranks) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared<T> shared{shared_address(memory)};
   Share share;
@@ -467,6 +518,8 @@ __global__ void __launch_bounds__(kThreads)
     scales = read_scales<T>(args, share.first_output + (part.first + threadIdx.x) % part.width);
   }
   wait_for_previous();  // every thread: the kernel before may read what y overwrites
+  unsigned epoch = 0;
+  if constexpr (kReduces<Ranks>) epoch = collective::epoch_of(ranks);
   const Part part = part_of<T>(args, share, splits);
   const Ahead ahead = read_ahead<T>(args, share, part, part.first + threadIdx.x);
   const float out_scale = T::Format::kScaled && args.out_scale ? *args.out_scale : 1.0f;
@@ -489,7 +542,13 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     __syncthreads();
   }
-  write_part<T>(args, shared.base, norm_scales, share, part, splits, scales, ahead, out_scale);
+  if constexpr (kReduces<Ranks>) {
+    const collective::WordExchange exchange(ranks, epoch);
+    if (threadIdx.x == kConsumers) exchange.count();
+    write_reduced<T>(args, exchange, shared.base, share, part, splits, ahead);
+  } else {
+    write_part<T>(args, shared.base, norm_scales, share, part, splits, scales, ahead, out_scale);
+  }
   if (splits > 1) cluster_sync();  // no block leaves while others read it
 }
 

@@ -39,6 +39,17 @@ def test_the_device_table_and_the_inbox_limit_what_is_pushed(
     assert (implementation.runs(x, "any") == ("push",)) is pushed
 
 
+@pytest.mark.parametrize(
+    ("world", "num_rows", "shots"),
+    [(4, 64, 1), (4, 65, 2), (4, 1024, 2), (4, 1025, 0), (8, 16, 1), (8, 17, 2), (2, 8193, 0)],
+)
+def test_more_than_two_ranks_send_larger_sums_in_two_steps(
+    world: int, num_rows: int, shots: int
+) -> None:
+    assert _peer_memory.shots_over(world, rows(num_rows, 4096)) == shots
+    assert _peer_memory.shots_over(world, rows(num_rows, 12)) == (num_rows % 2 == 0) * shots
+
+
 def test_what_is_not_connected_is_not_pushed() -> None:
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     assert _peer_memory.world_of("nobody") == 0
@@ -105,6 +116,23 @@ def test_transfers_are_hidden_where_that_was_measured_to_gain(
         call = (rows(num_rows, 512), rows(hidden, 512), None, rows(num_rows, hidden), rows(hidden))
         named = runs(*call, 1e-5, rows(next_features, hidden), None, None, "any")
         assert (named == (OVERLAPPED,)) is overlapped
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "inner", "in_layer"),
+    [(1, 2048, True), (8, 2048, True), (9, 2048, False), (8, 64, False)],
+)
+def test_few_rows_are_summed_in_the_layer_that_makes_them(
+    num_rows: int, inner: int, in_layer: bool
+) -> None:
+    """Not if its weight is too small for the streaming kernel."""
+    runs = ops.BY_NAME["linear_all_reduce_add_norm_linear"].implementation("cuda").runs
+    assert runs is not None
+    call = (rows(num_rows, inner), rows(4096, inner), None, rows(num_rows, 4096), rows(4096), 1e-5)
+    named = runs(*call, rows(3072, 4096), None, None, "any")
+    chain = ("skinny_linear, push, add", "norm, skinny_linear")
+    assert (named == chain) is in_layer
+    assert ("push + add_rms_norm" in named) is not in_layer
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -27,6 +27,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 REDUCING = [op for op in ops.ALL_OPS if op.collective and op.name != "all_gather"]
 SHAPES = [(1, 4096), (3, 8), (7, 2048), (33, 4096), (5, 16384), (260, 1024), (64, 4096)]
 
+# Rows, sizes of the layers, activation, biases; with tiles of few and many rows, whole and split.
+CHAINS = [
+    (1, 2048, 4096, 3072, None, False),
+    (2, 7168, 4096, 6144, None, True),
+    (5, 2048, 4096, 2 * 3584, "silu", False),
+    (8, 1024, 8192, 2048, None, True),
+    (16, 4096, 4096, 2 * 2048, "gelu_tanh", True),
+    (13, 2048, 3072, 2048, None, False),
+]
+
 
 @contextmanager
 def connected(rank: int, world: int) -> Iterator[torch.device]:
@@ -77,14 +87,15 @@ def conformance(rank: int, world: int) -> dict[str, int]:
 
 
 def sums(rank: int, world: int) -> list[bool]:
-    """Sums and gathers of several sizes have the bits that the order of the ranks gives."""
+    """Sums, by one shot and by two, and gathers have the bits that the order of the ranks gives."""
     right = []
     with connected(rank, world) as device:
         for seed, shape in enumerate(SHAPES):
             for dtype in _peer_memory.DTYPES:
                 x = of_rank(rank, shape, seed, dtype).to(device)
-                summed = torch.ops.fw_cuda.peer_all_reduce.default(x, CASES_GROUP)
-                right.append(torch.equal(summed.cpu(), total_of(world, shape, seed, dtype)))
+                for two_shots in (False, True):
+                    summed = torch.ops.fw_cuda.peer_all_reduce.default(x, CASES_GROUP, two_shots)
+                    right.append(torch.equal(summed.cpu(), total_of(world, shape, seed, dtype)))
                 gathered = torch.ops.fw_cuda.peer_all_gather.default(x, CASES_GROUP)
                 parts = [of_rank(each, shape, seed, dtype) for each in range(world)]
                 right.append(torch.equal(gathered.cpu(), torch.cat(parts, dim=1)))
@@ -100,7 +111,7 @@ def replays(rank: int, world: int) -> int:
 
         def norm(x: Tensor) -> Any:
             return torch.ops.fw_cuda.peer_all_reduce_norm.default(
-                x, x, weight, 1e-5, None, None, -1, CASES_GROUP
+                x, x, weight, 1e-5, None, None, -1, CASES_GROUP, len(x) in (17, 64)
             )
 
         captured = []
@@ -166,6 +177,53 @@ def overlapped(rank: int, world: int) -> list[str]:
     return wrong
 
 
+def chained(rank: int, world: int) -> tuple[list[str], list[Tensor]]:
+    """Two layers of few rows whose kernels sum over the ranks, eager and in graphs that other
+    collectives are launched between; returns what was wrong, and the sums."""
+    wrong, totals = [], []
+    with connected(rank, world) as device:
+        pushed = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default
+        generator = torch.Generator().manual_seed(9)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+        captured = []
+        for rows, inner, hidden, then, activation, biased in CHAINS:
+            residual, norm_weight = randn(rows, hidden), 1 + randn(hidden) / 4
+            next_weight, next_bias = randn(then, hidden) / hidden**0.5, randn(then)
+            x = of_rank(rank, (rows, inner), rows, torch.bfloat16).to(device)
+            weight = of_rank(rank, (hidden, inner), hidden, torch.bfloat16).to(device) / inner**0.5
+            bias = of_rank(rank, (hidden,), rows, torch.bfloat16).to(device) if biased else None
+            then_args = (next_weight, next_bias if biased else None, activation)
+            args = (x, weight, bias, residual, norm_weight, 1e-5, *then_args)
+            found = pushed(*args, group_name=CASES_GROUP)
+            part = torch.ops.fw_cuda.skinny_linear.default(x, weight, bias)
+            total = torch.ops.fw_cuda.peer_all_reduce.default(part, CASES_GROUP) + residual
+            normed = ops.BY_NAME["rms_norm"].reference(total, norm_weight, 1e-5)
+            y = ops.BY_NAME["linear"].reference(normed, *then_args[:2], activation=activation)
+            if not torch.equal(found[1], total):
+                wrong.append(f"{rows} rows: sum by {(found[1] - total).abs().max().item()}")
+            if not torch.allclose(found[0].float(), y.float(), atol=6e-2, rtol=5e-2):
+                wrong.append(f"{rows} rows: y by {(found[0] - y).abs().max().item()}")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                once = pushed(*args, group_name=CASES_GROUP)
+                twice = pushed(x, weight, bias, once[1], *args[4:], group_name=CASES_GROUP)
+            again = pushed(x, weight, bias, total, *args[4:], group_name=CASES_GROUP)
+            captured.append((graph, (*once, *twice), [t.clone() for t in (*found, *again)], args))
+            totals += [found[1].cpu(), again[1].cpu()]
+        for turn in range(15 if world > torch.cuda.device_count() else 5000):
+            graph, results, first, args = captured[turn * 5 % len(captured)]
+            for _ in range(1 + turn % 3):
+                graph.replay()
+            if turn % 4 == 0:
+                torch.ops.fw_cuda.peer_all_reduce.default(args[0], CASES_GROUP)
+            if not all(map(torch.equal, results, first)):
+                wrong.append(f"turn {turn} differs")
+    return wrong, totals
+
+
 def abandoned(rank: int, world: int) -> bool:
     """Rank 0 waits for a rank that does not come, until the abort; returns whether it waited."""
     waited = False
@@ -192,8 +250,19 @@ def test_kernels_conform_in_every_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_have_the_bits_of_the_order_of_the_ranks(world: int, tmp_path: Path) -> None:
     results = in_ranks(sums, world, tmp_path)
-    assert len(results[0]) == 4 * len(SHAPES)
+    assert len(results[0]) == 6 * len(SHAPES)
     assert all(map(all, results)), results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_layers_that_sum_over_ranks_give_the_bits_of_a_sum(world: int, tmp_path: Path) -> None:
+    """Every rank has the sum that a kernel of its own makes, in any replay of any graph."""
+    results = in_ranks(chained, world, tmp_path)
+    assert [wrong for wrong, _ in results] == [[]] * world
+    first = results[0][1]
+    assert len(first) == 2 * len(CHAINS)
+    for _, totals in results:
+        assert all(map(torch.equal, totals, first))
 
 
 @pytest.mark.parametrize("world", [2, 4])
