@@ -2,8 +2,8 @@
 
 Before: ``y, r2 = all_reduce_add_rms_norm(linear(x, w[, b]), r, ..., group); z = linear(y, ...)``.
 After: ``z, r2 = linear_all_reduce_add_norm_linear(x, w, b, r, ..., w2, b2, activation, group)``.
-With many rows the op hides the transfers of the sum behind the GEMMs, which is known as sequence
-parallelism with asynchronous tensor parallelism; with few it runs as before.
+With few rows the first layer's kernel sums; with many the op hides the transfers of the sum behind
+the GEMMs, which is known as sequence parallelism with asynchronous tensor parallelism.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def _read(second: fx.Node) -> Match | None:
     That op is made by ``fuse_all_reduce_norm``, which runs before.  FP8 layers are no sites: what
     they read is quantized by the norm.
 
-    Exact: every step rounds as before.  A GEMM of fewer rows may sum in another order.
+    Exact: every step rounds as before.  A GEMM of fewer rows may sum in another order, and a
+    kernel may round less often, since it applies the norm's scale to the sums.
     """
     norm = norm_before(second, torch.ops.fw.all_reduce_add_rms_norm.default)
     if norm is None:
