@@ -39,8 +39,8 @@ COVERED_FOLDERS = (
 )
 COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 # Tests that share the GPU run side by side: most of their time is the compiling of kernels.
-# An engine takes up to 0.9 of a GPU, less what others hold: with 8 GiB each, nine workers on an H100
-# left it nothing now and then.
+# An engine takes up to 0.9 of a GPU, less what others hold: nine workers on an H100, with 8 GiB
+# each, left it nothing now and then.
 BYTES_A_WORKER = 11 << 30
 ROUNDS = {1: "gpu and whole_gpu", 2: "gpu and not whole_gpu"}
 
