@@ -5,7 +5,7 @@
 
 namespace fusewright::attention {
 
-// Finite: no difference of two peaks may be that of two infinities.
+// It is finite, so that no difference of two peaks is that of two infinities.
 constexpr float kNoPeak = -0x1p100f;
 
 using fusewright::uniform;
@@ -136,8 +136,8 @@ struct Computer {
       peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, 1));
       peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, 2));
       const float scaled = peak * unit;
-      // 1 where the peak stays, also for a tile that this query does not see. The difference of two
-      // products would be one fused operation, and what rounding took from one of them remains.
+      // This is 1 where the peak stays, also for a tile that the query does not see. A difference
+      // of two products would be one fused operation, which keeps what rounding took from one.
       alpha[r] = exp2_approx((rows.peak[r] - peak) * unit);
       rows.peak[r] = peak;
       float sum[2] = {rows.total[r] * alpha[r], 0.0f};

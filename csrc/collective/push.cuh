@@ -62,12 +62,13 @@ __device__ __forceinline__ uint4 sendable(uint4 v) {
           without_negative_zeros(v.w)};
 }
 
-// The number of this epoch. Only behind the wait for the kernels before, of which the last
+// Reads the number of this epoch. Call it behind the wait for the kernels before, of which the last
 // collective is one.
 __device__ __forceinline__ unsigned epoch_of(const Peers& peers) {
   return *static_cast<volatile unsigned*>(peers.state);
 }
 
+// An epoch is known by its number. This finds its packets, and ends it.
 struct Epoch {
   const Peers& peers;
   const unsigned number;
@@ -79,8 +80,8 @@ struct Epoch {
     return (static_cast<int64_t>(number & 1) * peers.world + source) * peers.packets;
   }
 
-  // Called by one thread of every block when all of them have read the number. The last block
-  // begins the next epoch. Nobody waits for that while packets are on their way.
+  // One thread of every block calls this when all of its threads have read the number. The last
+  // block begins the next epoch. Nobody waits for that while packets are on their way.
   __device__ void count() const {
     if (atomicAdd(peers.state + 1, 1) + 1 == gridDim.x) {
       peers.state[1] = 0;
@@ -88,7 +89,7 @@ struct Epoch {
     }
   }
 
-  // The same, called by all threads.
+  // All threads of a block call this, to the same end.
   __device__ void count_block() const {
     __syncthreads();
     if (threadIdx.x == 0) count();

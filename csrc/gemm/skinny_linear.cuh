@@ -480,7 +480,7 @@ __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_
   }
 }
 
-// What a kernel knows of other ranks.
+// A kernel that sums over no ranks takes this in place of the peers.
 struct OneRank {};
 template <typename Ranks>
 constexpr bool kReduces = std::is_same_v<Ranks, collective::Peers>;
