@@ -22,6 +22,8 @@ _ALIGNED = 32
 """The device's rows of fields begin at multiples of so many words, 128 bytes."""
 _IN_TURN = 3
 """The two steps that may be in flight when the next is written, and that one."""
+_MOST_LAYOUTS = 1024
+"""Sizes of steps are few where graphs are captured, and any elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,20 @@ class HostInputs:
         packed: the whole memory as the device sees it.
         arrays: the fields of tokens and rows, of the step's sizes.
         cells: the memory behind them, for the filled columns of the tables.
+        targets: where tokens, rows and tables go on the device.
+        size: length of ``arrays`` in ``packed``.
     """
 
     packed: Tensor
     arrays: dict[str, npt.NDArray[Any]]
     cells: npt.NDArray[np.int32]
+    targets: tuple[Tensor, Tensor, Tensor]
+    size: int
+
+    def filled(self, num_cells: int) -> Tensor:
+        """The memory that is filled, with so many cells.  The device reads it in place: a copy
+        ahead of ``ops.write_inputs`` would take longer than that reads."""
+        return self.packed[: self.size + num_cells]
 
 
 class HostRing:
@@ -110,14 +121,24 @@ class StepBuffers:
         self._carried = {} if hidden is None else {HIDDEN: hidden}
         self._views |= self._carried
         self._host = HostRing(device, schema.packed_size(max_tokens, max_seqs, max_blocks))
+        self._layouts: dict[tuple[int, int, int], HostInputs] = {}
 
     @property
     def device(self) -> torch.device:
         return self._tokens.device
 
     def next_host(self, *, num_tokens: int, num_seqs: int) -> HostInputs:
-        """Host arrays to fill for the next step, while the device may still read the last ones."""
+        """Host arrays to fill for the next step, while the device may still read the last ones.
+        Views are made once for equal sizes."""
         host, packed = self._host.take()
+        key = (host.data_ptr(), num_tokens, num_seqs)
+        if key not in self._layouts:
+            if len(self._layouts) == _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._lay_out(host, packed, num_tokens, num_seqs)
+        return self._layouts[key]
+
+    def _lay_out(self, host: Tensor, packed: Tensor, num_tokens: int, num_seqs: int) -> HostInputs:
         memory: npt.NDArray[np.int32] = host.numpy()
         arrays, start = {}, 0
         for field in self.schema.tokens:
@@ -127,25 +148,12 @@ class StepBuffers:
             size = num_seqs + (field.per is Per.BOUNDARY)
             arrays[field.name] = memory[start : start + size].view(field.dtype)
             start += num_seqs + 1
-        return HostInputs(packed, arrays, memory[start:])
-
-    def targets(
-        self, host: HostInputs, *, num_tokens: int, num_seqs: int, columns: int
-    ) -> tuple[Tensor, ...]:
-        """The tensors that ``ops.write_inputs`` takes: the filled memory in one piece, which the
-        device reads in place (a copy ahead of that kernel would take longer than the kernel reads),
-        and where it goes.
-
-        Args:
-            columns: filled columns of the tables.
-        """
-        size = self.schema.packed_size(num_tokens, num_seqs, columns)
-        return (
-            host.packed[:size],
+        targets = (
             self._tokens[:, :num_tokens],
             self._rows[:, : num_seqs + 1],
             self._tables[:num_seqs],
         )
+        return HostInputs(packed, arrays, memory[start:], targets, start)
 
     def view(self, name: str, size: int) -> Tensor:
         """The first ``size`` values, or rows of a table, of one field."""

@@ -34,11 +34,11 @@ class ScheduledStep(Struct):
     batch: Batch
     launched_at: float = 0.0
     """Time of the launch, by ``time.perf_counter()``."""
+    read_bytes: float = 0.0
+    """The least that it has to read, see ``StepReads``; counted once it is launched."""
 
 
-def make_batch(
-    scheduled: list[ScheduledRequest], released_slots: list[int], tokens_per_step: int = 1
-) -> Batch:
+def make_batch(scheduled: list[ScheduledRequest], tokens_per_step: int = 1) -> Batch:
     """The worker's view of a step.  It includes what the worker has not yet been told about the
     requests, such as new blocks, and marks that as told."""
     rows: list[int] = []
@@ -83,7 +83,6 @@ def make_batch(
             _block_table_update(changed, group)
             for group in range(len(scheduled[0].request.blocks.tables))
         ],
-        released_slots=released_slots,
         query_len=query_len,
         targets=_targets(scheduled),
         masked_rows=_ints([row for row, _ in masked]) if masked else _NONE,

@@ -105,7 +105,7 @@ class EngineCore:
             clock.launching(step)
             try:
                 self._in_flight.append((step, self.runner.launch(step.batch)))
-                clock.lap("launch")
+                clock.launched(step)
             except Exception as error:
                 failed.append((step, error))
             except BaseException as interrupt:

@@ -51,12 +51,16 @@ def extend_keys(request: Request, block_size: int) -> list[bytes]:
         return keys
     tokens = array("I", request.tokens(first * block_size, end * block_size))
     content, size = tokens.tobytes(), block_size * tokens.itemsize
-    key = keys[-1] if keys else _digest(b"", (request.cache_salt or "").encode())
+    salt = request.cache_salt
+    key = keys[-1] if keys else (_digest(salt.encode()) if salt else _UNSALTED)
     for start in range(0, len(content), size):
-        key = _digest(key, content[start : start + size])
+        key = _digest(key + content[start : start + size])
         keys.append(key)
     return keys
 
 
-def _digest(before: bytes, content: bytes) -> bytes:
-    return hashlib.blake2b(before + content, digest_size=_KEY_BYTES).digest()
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
+
+
+_UNSALTED = _digest(b"")

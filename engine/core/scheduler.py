@@ -97,7 +97,6 @@ class Scheduler:
         """Tokens found in the prefix cache."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._released_slots: list[int] = []
         self._num_arrived = 0
         self._news = StepOutputs(None, [], [])
         self._free_rows = max_num_seqs
@@ -196,9 +195,8 @@ class Scheduler:
             self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
         if not decodes and not prefills:
             return None
-        released, self._released_slots = self._released_slots, []
         scheduled = decodes + prefills
-        return ScheduledStep(scheduled, make_batch(scheduled, released, self.tokens_per_step))
+        return ScheduledStep(scheduled, make_batch(scheduled, self.tokens_per_step))
 
     def update(self, step: ScheduledStep, result: StepResult) -> NewTokens:
         """Apply the sampled tokens of a step and finish the requests that they end.
@@ -394,5 +392,4 @@ class Scheduler:
         self.pool.free(request.blocks.held())
         request.blocks, request.num_cached_blocks = SequenceBlocks(), 0
         self._free_slots.append(request.slot)
-        self._released_slots.append(request.slot)
         request.slot = -1

@@ -57,13 +57,18 @@ class StepClock:
         """``step`` is about to be launched, and counted as in flight already."""
         step.launched_at = perf_counter()
 
+    def launched(self, step: ScheduledStep) -> None:
+        """``step`` is on its way.  Its bytes are counted now, while the device computes."""
+        self.lap("launch")
+        step.read_bytes = self._reads.count(step.batch.starts, step.batch.query_lens)
+
     def ended(self, step: ScheduledStep, kind: str) -> None:
         """The result of ``step`` is there, by the last lap."""
         began, now = max(step.launched_at, self._ended_at), self._at
         # A step that nobody waited for ended unseen, some time before those that came after it.
         if step.launched_at >= self._busy_since:
             self.busy_s[kind] += now - began
-            self.read_bytes[kind] += self._reads.count(step.batch.starts, step.batch.query_lens)
+            self.read_bytes[kind] += step.read_bytes
         self._ended_at = now
 
     @property

@@ -53,10 +53,8 @@ class InputProcessor:
         token_ids, text = self._token_ids(prompt)
         if not token_ids:
             raise UserError("prompt is empty: expected at least one token")
-        for token_id in token_ids:
-            if type(token_id) is not int:
-                token_ids = [_integer(each) for each in token_ids]
-                break
+        if [*map(type, token_ids)].count(int) < len(token_ids):
+            token_ids = [_integer(each) for each in token_ids]
         # min and max beat a comparison of every id by far on long prompts.
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.vocab_size:

@@ -62,10 +62,8 @@ class RequestLimits(Struct, frozen=True):
         """Raise ``UserError`` if the KV cache could never hold so many tokens of prompt and of
         prompt and output together."""
         # The last token is sampled but never computed, so it needs no room in the cache.
-        needed = sum(
-            group.most_blocks(max_total - 1, self.longest_chunk, self.block_size)
-            for group in self.groups
-        )
+        chunk, size = self.longest_chunk, self.block_size
+        needed = sum([group.most_blocks(max_total - 1, chunk, size) for group in self.groups])
         if needed > self.num_blocks:
             has_windows = any(group.window for group in self.groups)
             raise UserError(

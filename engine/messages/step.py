@@ -62,9 +62,7 @@ class Batch(Struct, frozen=True):
             input, else ``NO_SLOT``; with several tokens a step ``slot * tokens_per_step + i`` for
             the i-th that it sampled.
         block_tables: a change a group of KV caches.
-        released_slots: slots to drop **before** anything else of the step, which may use them
-            for other requests.
-        new: the requests that are new in their slots.
+        new: the requests that are new in their slots; what their slots held before is dropped.
         query_len: the number of tokens of every sequence, if it is the same; else 0.
         targets: [num_seqs] the token whose log probability behind the row is asked for, of a row
             that samples none, else ``NO_TARGET``; empty if there is no such row.  The tokens of a
@@ -81,7 +79,6 @@ class Batch(Struct, frozen=True):
     input_ids: Ints
     feed_slots: Ints
     block_tables: list[BlockTableUpdate]
-    released_slots: list[int]
     new: list[NewSequence]
     query_len: int
     targets: Ints = _NO_TARGETS

@@ -40,9 +40,10 @@ class BlockTables:
         self._groups = groups
 
     def update(self, batch: Batch) -> None:
-        """Drop the released slots' blocks, then append those that the batch's rows have gained."""
-        if batch.released_slots:
-            self.filled[batch.released_slots] = 0
+        """Drop what the slots of new requests held, then append the blocks that the batch's rows
+        have gained."""
+        for sequence in batch.new:
+            self.filled[sequence.slot] = 0
         for group, gained in enumerate(batch.block_tables):
             start = 0
             for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
@@ -136,14 +137,12 @@ class ModelRunner:
         num_seqs = batch.num_seqs
         dispatch = self._dispatcher.choose(batch.num_tokens, num_seqs, query_len=batch.query_len)
         self.graphs.ensure(dispatch)
-        samples = self._ranks is None or self._ranks.rank == 0
-        if samples:
-            for sequence in batch.new:
-                self.sampler.admit(sequence)
         self._write_inputs(batch, dispatch)
         logits = self._run_stage(dispatch, batch)
         sampled = Sampled(self.sampler.last_tokens, None)
-        if samples:
+        if self._ranks is None or self._ranks.rank == 0:
+            for sequence in batch.new:  # while the device computes
+                self.sampler.admit(sequence)
             slots, seq_lens = (self._buffers.view(name, num_seqs) for name in ("slots", "seq_lens"))
             sampled = self.sampler.sample(logits, batch, slots, seq_lens)
         if self._ranks is not None and self._ranks.stage == 0:
@@ -189,8 +188,7 @@ class ModelRunner:
         """Write the static inputs, padded to the dispatched sizes.  Padding tokens are stored
         nowhere.  Padding sequences have no context and, except in uniform decode, no tokens."""
         buffers, padded_seqs = self._buffers, dispatch.num_seqs
-        sizes = {"num_tokens": dispatch.num_tokens, "num_seqs": padded_seqs}
-        host = buffers.next_host(**sizes)
+        host = buffers.next_host(num_tokens=dispatch.num_tokens, num_seqs=padded_seqs)
         arrays, num_seqs, num_tokens = host.arrays, batch.num_seqs, batch.num_tokens
         self._write_rows(arrays, batch)
         num_blocks = -(-int(arrays["seq_lens"][:num_seqs].max()) // self._tables.block_size)
@@ -204,8 +202,8 @@ class ModelRunner:
         tables = host.cells[: math.prod(shape)].reshape(shape)
         tables[:num_seqs] = self._tables.rows[batch.slots, :, :num_blocks]
         tables[num_seqs:] = 0
-        packed, *targets = buffers.targets(host, **sizes, columns=num_blocks)
-        self._ops("write_inputs", packed, self.sampler.last_tokens, *targets)
+        packed = host.filled(tables.size)
+        self._ops("write_inputs", packed, self.sampler.last_tokens, *host.targets)
 
     def _write_rows(self, arrays: dict[str, npt.NDArray[Any]], batch: Batch) -> None:
         """Write the inputs of rows and tokens, without padding."""

@@ -162,16 +162,16 @@ def test_a_newcomer_leaves_a_block_to_each_running_request() -> None:
     assert list(scheduler.waiting) == ["b"]
 
 
-def test_slots_are_released_with_the_next_batch() -> None:
+def test_a_slot_goes_to_the_next_request() -> None:
     scheduler = Setup(max_num_seqs=1).scheduler()
     for name in "ab":
         scheduler.add(request(name, 3, max_tokens=1))
     first = scheduler.schedule()
-    assert first is not None and first.batch.released_slots == []
+    assert first is not None and [new.slot for new in first.batch.new] == [0]
     assert scheduler.schedule() is None
     run(scheduler, first)
     second = scheduler.schedule()
-    assert second is not None and second.batch.released_slots == [0]
+    assert second is not None and [new.slot for new in second.batch.new] == [0]
     assert shape(second) == [("b", 0, 3)] and second.scheduled[0].request.slot == 0
 
 

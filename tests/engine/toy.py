@@ -116,10 +116,7 @@ class ToyRunner:
 
     def launch(self, batch: Batch) -> ToyStep:
         self._check(batch)
-        for slot in batch.released_slots:
-            del self.rows[slot]
         for sequence in batch.new:
-            assert sequence.slot not in self.rows, "the slot's former request was never released"
             self.rows[sequence.slot] = _Row(sequence.sampling_params, [[] for _ in self.windows])
         for group, gained in enumerate(batch.block_tables):
             block_ids = gained.block_ids.tolist()

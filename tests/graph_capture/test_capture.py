@@ -257,8 +257,7 @@ def test_a_step_is_read_in_one_piece_of_its_own_size() -> None:
     for first, values in enumerate(host.arrays.values()):
         values[:] = 10 * first + np.arange(len(values))
     host.cells[:4] = [70, 71, 72, 73]
-    packed, *targets = made.targets(host, **sizes, columns=2)
-    ops.write_inputs(packed, torch.zeros(100, dtype=torch.int32), *targets)
+    ops.write_inputs(host.filled(4), torch.zeros(100, dtype=torch.int32), *host.targets)
     views = made.views(**sizes)
     assert views["positions"].tolist() == [10, 11, 12] and views["slot_mapping"][0] == 20
     assert views["seq_lens"].tolist() == [40, 41] and made.view("slots", 2).tolist() == [50, 51]
@@ -284,8 +283,8 @@ def test_a_step_takes_a_field_that_is_added_to_the_schema() -> None:
     host.arrays["adapter"][:] = [5, 6, 7]
     host.arrays["temperature"][:] = [0.5, 1.5]
     host.cells[:4] = [1, 2, 3, 4]  # of each sequence, a column of each table
-    packed, *targets = made.targets(host, **sizes, columns=1)
-    ops.write_inputs(packed, torch.tensor([0, 0, 9, 0], dtype=torch.int32), *targets)
+    sampled = torch.tensor([0, 0, 9, 0], dtype=torch.int32)
+    ops.write_inputs(host.filled(4), sampled, *host.targets)
     views = made.views(**sizes)
     assert views["input_ids"].tolist() == [0, 9, 0]
     assert views["adapter"].tolist() == [5, 6, 7]
