@@ -35,8 +35,19 @@ cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream)
   return cudaLaunchKernelEx(&config.config, kernel, args);
 }
 
+// Whether sum_row_kernel serves.
+bool has_row_a_block(const SumArgs& args) {
+  return args.weight != nullptr && args.residual != nullptr && !args.has_offset &&
+         args.quantize == Quantize::kNone && !args.two_shots && args.rows <= kBlocks &&
+         args.row_packets % kWarpSize == 0 && args.row_packets <= kMaxThreads;
+}
+
 template <int kWorld, typename T, bool kNorm>
 cudaError_t run_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {
+  if (has_row_a_block(args)) {
+    const gemm::LaunchConfig config(args.rows, args.row_packets, 0, 1, programmatic, stream);
+    return cudaLaunchKernelEx(&config.config, sum_row_kernel<T, kWorld>, args);
+  }
   return args.two_shots ? run_sum<T, kWorld, kNorm, true>(args, programmatic, stream)
                         : run_sum<T, kWorld, kNorm, false>(args, programmatic, stream);
 }

@@ -138,10 +138,13 @@ __device__ __forceinline__ float scale_of(unsigned largest_bits) {
   return (largest < kLeast ? kLeast : largest) * (1.0f / 448.0f);
 }
 
-// Stores the norm of one row, of which this thread has kPackets packets.
-template <typename T, int kPackets>
+// Stores the norm of one row, of which this thread has kPackets packets. kPlain: it is neither
+// offset nor quantized, which need not be asked then.
+template <typename T, int kPackets, bool kPlain = false>
 __device__ void store_norm(const SumArgs& a, int row, int turn, Values (&v)[kPackets],
                            const uint4 (&weight)[kPackets]) {
+  const bool has_offset = !kPlain && a.has_offset;
+  const Quantize quantize = kPlain ? Quantize::kNone : a.quantize;
   __shared__ float sums[2][kWarpSize];
   __shared__ unsigned magnitudes[2][kWarpSize];
   float squares = 0;
@@ -154,7 +157,7 @@ __device__ void store_norm(const SumArgs& a, int row, int turn, Values (&v)[kPac
   for (int i = 0; i < kPackets; ++i) {
     Values w = Values::of<T>(weight[i]);
     v[i].multiply(scale);
-    if (a.has_offset) {
+    if (has_offset) {
       const float2 offset = {a.weight_offset, a.weight_offset};
       w.add({offset, offset, offset, offset});
     } else {
@@ -165,8 +168,8 @@ __device__ void store_norm(const SumArgs& a, int row, int turn, Values (&v)[kPac
     largest = max(largest, v[i].largest_bits());
   }
   float inverse = 1.0f;
-  if (a.quantize == Quantize::kStatic) inverse = __frcp_rn(*a.scale);
-  if (a.quantize == Quantize::kToken) {
+  if (quantize == Quantize::kStatic) inverse = __frcp_rn(*a.scale);
+  if (quantize == Quantize::kToken) {
     largest =
         reduce_block(largest, magnitudes[turn], [](unsigned p, unsigned q) { return max(p, q); });
     const float found = scale_of(largest);
@@ -176,7 +179,7 @@ __device__ void store_norm(const SumArgs& a, int row, int turn, Values (&v)[kPac
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
     const int packet = threadIdx.x + i * blockDim.x;
-    if (a.quantize == Quantize::kGroup) {
+    if (quantize == Quantize::kGroup) {
       constexpr int kThreads = kScaleGroup / kPacketElements;
       unsigned group = v[i].largest_bits();
 #pragma unroll
@@ -191,7 +194,7 @@ __device__ void store_norm(const SumArgs& a, int row, int turn, Values (&v)[kPac
     }
     if (packet >= a.row_packets) continue;
     const int64_t at = static_cast<int64_t>(row) * a.row_packets + packet;
-    if (a.quantize == Quantize::kNone) {
+    if (quantize == Quantize::kNone) {
       static_cast<uint4*>(a.y)[at] = v[i].packet(T{});
     } else {
       v[i].multiply(inverse);
@@ -291,6 +294,31 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
     if constexpr (kNorm) store_norm<T, kPackets>(a, row, turn, v, weight);
     turn ^= 1;
   }
+}
+
+// The same, with the same bits, where a block has one row, each of its threads one packet of it,
+// and the row goes to all ranks, is added and normalized plainly: a decode step's. What a thread
+// needs behind the wire is in its registers by then.
+template <typename T, int kWorld>
+__global__ void __launch_bounds__(kMaxThreads) sum_row_kernel(const __grid_constant__ SumArgs a) {
+  const uint4 weight[1] = {static_cast<const uint4*>(a.weight)[threadIdx.x]};
+  start_next();
+  wait_for_previous();
+  const Exchange<kWorld> exchange(a.peers, epoch_of(a.peers));
+  const int row = blockIdx.x;
+  const int64_t at = static_cast<int64_t>(row) * a.row_packets + threadIdx.x;
+  const T* const x = static_cast<const T*>(a.x) + row * a.x_row_stride;
+  const uint4 own = sendable(reinterpret_cast<const uint4*>(x)[threadIdx.x]);
+  exchange.push(at, own);
+  const uint4 added = static_cast<const uint4*>(a.residual)[at];
+  exchange.count_block();
+  uint4 found[kWorld];
+  exchange.pull(at, own, found);
+  Values v[1] = {sum_of<T>(found)};
+  v[0].add(Values::of<T>(added));
+  v[0].round(T{});
+  static_cast<uint4*>(a.total)[at] = v[0].packet(T{});
+  store_norm<T, 1, true>(a, row, 0, v, weight);
 }
 
 // Sums parts that lie side by side in this rank's memory, then adds and normalizes likewise.

@@ -102,6 +102,32 @@ def sums(rank: int, world: int) -> list[bool]:
     return right
 
 
+def norm_of(given: tuple[Tensor, ...], rows: int, two_shots: bool) -> tuple[Tensor, Tensor]:
+    """The norm of the first rows, and the sum that it is of."""
+    x, residual, weight = given
+    more = (None, None, -1, CASES_GROUP, two_shots)
+    run = torch.ops.fw_cuda.peer_all_reduce_norm.default
+    y, _, total = run(x[:rows], residual[:rows], weight, 1e-5, *more)
+    return y, total
+
+
+def normed(rank: int, world: int) -> list[bool]:
+    """Sums with add and norm have the same bits in a step of few rows, a row a block, in one of
+    many, and by two shots."""
+    right = []
+    with connected(rank, world) as device:
+        for seed, hidden in enumerate((256, 1024 + 64, 4096, 8192)):
+            for dtype in _peer_memory.DTYPES:
+                x = of_rank(rank, (300, hidden), seed, dtype).to(device)
+                residual = of_rank(7, (300, hidden), seed, dtype).to(device)
+                given = (x, residual, residual[0] + 1)
+                whole = norm_of(given, 300, False)
+                for rows, two_shots in ((1, False), (17, False), (264, False), (265, True)):
+                    pairs = zip(norm_of(given, rows, two_shots), whole, strict=True)
+                    right.append(all(torch.equal(few, all_[:rows]) for few, all_ in pairs))
+    return right
+
+
 def replays(rank: int, world: int) -> int:
     """Graphs of several sizes, replayed an odd number of times each and interleaved with eager
     calls; returns how many results differed from the first."""
@@ -252,6 +278,12 @@ def test_sums_have_the_bits_of_the_order_of_the_ranks(world: int, tmp_path: Path
     results = in_ranks(sums, world, tmp_path)
     assert len(results[0]) == 6 * len(SHAPES)
     assert all(map(all, results)), results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_norms_have_the_same_bits_by_any_kernel(world: int, tmp_path: Path) -> None:
+    results = in_ranks(normed, world, tmp_path)
+    assert results == [[True] * (4 * 4 * len(_peer_memory.DTYPES))] * world
 
 
 @pytest.mark.parametrize("world", [2, 4])
