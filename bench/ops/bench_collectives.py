@@ -2,8 +2,8 @@
 
 Run as ``python -m fusewright.bench.ops.bench_collectives --ranks 2 --json FILE``: a process a GPU.
 A graph holds the op many times over rotating inputs, and medians of its replays count, over all
-ranks the slowest.  Ranks do not begin a replay at once, some 15 us apart, which a graph of few
-calls would count as theirs.
+ranks the slowest.  Ranks do not begin a replay at the same time; in a graph of few calls that would
+count.
 """
 
 from __future__ import annotations

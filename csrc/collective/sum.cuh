@@ -138,8 +138,8 @@ __device__ __forceinline__ float scale_of(unsigned largest_bits) {
   return (largest < kLeast ? kLeast : largest) * (1.0f / 448.0f);
 }
 
-// Stores the norm of one row, of which this thread has kPackets packets. kPlain: it is neither
-// offset nor quantized, which need not be asked then.
+// Stores the norm of one row, of which this thread has kPackets packets. A plain norm has neither
+// an offset nor FP8 values, so the kernel need not ask for them.
 template <typename T, int kPackets, bool kPlain = false>
 __device__ void store_norm(const SumArgs& a, int row, int turn, Values (&v)[kPackets],
                            const uint4 (&weight)[kPackets]) {
@@ -296,9 +296,9 @@ __global__ void __launch_bounds__(kMaxThreads) sum_kernel(const __grid_constant_
   }
 }
 
-// The same, with the same bits, where a block has one row, each of its threads one packet of it,
-// and the row goes to all ranks, is added and normalized plainly: a decode step's. What a thread
-// needs behind the wire is in its registers by then.
+// The kernel of a decode step, which gives the same bits: a block has one row and a thread one
+// packet of it, by one shot, with a residual and a plain norm. When its peers' packets arrive, a
+// thread has all else that it needs in registers.
 template <typename T, int kWorld>
 __global__ void __launch_bounds__(kMaxThreads) sum_row_kernel(const __grid_constant__ SumArgs a) {
   const uint4 weight[1] = {static_cast<const uint4*>(a.weight)[threadIdx.x]};
