@@ -4,10 +4,12 @@ process leaves the other waiting."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from math import inf
 from pathlib import Path
@@ -296,3 +298,19 @@ def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
         context.destroy()
     assert bool(calls) is begun
     assert any(slept) is begun
+
+
+def test_a_beat_is_never_read_half_written(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    heartbeat.beat(0)
+    if (writer := os.fork()) == 0:
+        for step in itertools.count():
+            heartbeat.beat(step)
+    ages, end = [], time.monotonic() + 0.5
+    try:
+        while time.monotonic() < end:
+            ages.append(heartbeat.read()[1])
+    finally:
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+    assert max(ages) < 10
