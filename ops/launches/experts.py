@@ -5,6 +5,7 @@ weighted sum of their results.  The ops call these functions, and run what they 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,24 @@ class Tile:
     group: int = _GROUP_M
 
 
+_RULE = {
+    1: (
+        (8, Tile(16, 128, 128, swapped=True)),
+        (64, Tile(32, 128, 128, swapped=True)),
+        (96, Tile(64, 128, 128)),
+        (inf, Tile(128, 128, 128, warps=8, stages=4)),
+    ),
+    2: (
+        (8, Tile(16, 128, 128, swapped=True)),
+        (24, Tile(32, 128, 64, stages=5, swapped=True)),
+        (96, Tile(64, 128, 64, stages=4)),
+        (inf, Tile(128, 128, 64, warps=8, stages=4)),
+    ),
+}
+"""By the bytes of an element of the weight: the tile for up to so many rows an expert.  Columns count
+gate and up together.  The times behind it are in docs/decisions/experts.md."""
+
+
 def counted_tokens(num_tokens: int) -> int:
     """The number of tokens that selects a tile: the next power of two, up to a limit."""
     return min(next_power_of_2(max(num_tokens, 1)), _MOST_TOKENS)
@@ -67,14 +86,8 @@ def tile_of(num_tokens: int, top_k: int, num_experts: int, itemsize: int, *, gat
     of_expert = counted_tokens(num_tokens) * top_k / num_experts
     if itemsize > 2:  # float32 runs on the plain cores: keep its tiles in registers
         return Tile(16 if of_expert <= 16 else 32, 32, 32)
-    depth = 128 if itemsize == 1 else 64
-    if of_expert <= 8:
-        return Tile(16, 64, 128, stages=3 if gated else 4, swapped=True)
-    if of_expert <= 24:
-        return Tile(32, 64, 128, stages=3, swapped=True)
-    if of_expert <= 96:
-        return Tile(64, 64 if gated else 128, depth, stages=4)
-    return Tile(128, 64 if gated else 128, depth, warps=8, stages=4)
+    tile = next(tile for most_rows, tile in _RULE[itemsize] if of_expert <= most_rows)
+    return replace(tile, columns=tile.columns // 2) if gated else tile
 
 
 def invariant_tile(itemsize: int) -> Tile:
