@@ -119,9 +119,8 @@ using Sums = float[T::kTilesM][T::kTilesN][4];
 // Half a line of an FP8 weight, of which `a` has 16 bytes a row, times the line of x, in bfloat16,
 // that has its columns, added to sums.
 template <typename T>
-__device__ __forceinline__ void multiply_wide(uint32_t x, int x_line,
+__device__ __forceinline__ void multiply_wide(uint32_t x, int x_line, int lane,
                                               const uint4 (&a)[T::kTilesM][2], Sums<T>& sums) {
-  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int j = 0; j < T::kTilesN; ++j) {
     const uint32_t row = x + (lane / 4 % T::kXRows + 8 * j) * T::kXRowBytes + x_line * kLineBytes;
@@ -149,8 +148,9 @@ __device__ __forceinline__ void multiply_wide(uint32_t x, int x_line,
 // ldmatrix. The swizzle keeps 16-byte chunk c of a line at c ^ (index of the line % 8), here of 4
 // lines a row: so two rows' four chunks, which a quarter of the warp reads, touch every bank once.
 template <typename T>
-__device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage, Sums<T>& sums) {
-  const int lane = threadIdx.x % kWarpSize, line = threadIdx.x / kWarpSize;
+__device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage, int thread,
+                                              Sums<T>& sums) {
+  const int lane = thread % kWarpSize, line = thread / kWarpSize;
   const auto offset = [&](int row) {
     const int chunk = (lane % 4) ^ (line + 4 * (row % 2));
     return row * kRowBytes + line * kLineBytes + chunk * 16;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage
       a[i][1] = load_shared_16(weight + (16 * i + 8) * kRowBytes);
     }
     if constexpr (T::kXRowBytes != kRowBytes) {
-      multiply_wide<T>(shared.x(stage), 2 * line + half, a, sums);
+      multiply_wide<T>(shared.x(stage), 2 * line + half, lane, a, sums);
     } else {
       const uint32_t x = shared.x(stage) + (x_offset ^ (half * 64));
 #pragma unroll
@@ -185,9 +185,9 @@ __device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage
 
 // sums += part, each times the scales of this line's block.
 template <typename T>
-__device__ __forceinline__ void add_scaled(const Shared<T>& shared, int stage, int num_tokens,
-                                           const Sums<T>& part, Sums<T>& sums) {
-  const int lane = threadIdx.x % kWarpSize, line = threadIdx.x / kWarpSize;
+__device__ __forceinline__ void add_scaled(const Shared<T>& shared, int stage, int thread,
+                                           int num_tokens, const Sums<T>& part, Sums<T>& sums) {
+  const int lane = thread % kWarpSize, line = thread / kWarpSize;
   const float weight_scale = load_shared_float(shared.weight_scale(stage) + 4 * line);
   const uint32_t x_scales = shared.x_scale(stage) + 4 * line * num_tokens;
 #pragma unroll
@@ -209,19 +209,22 @@ __device__ __forceinline__ void add_scaled(const Shared<T>& shared, int stage, i
 template <typename T>
 __device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps, int num_tokens,
                                         Sums<T>& sums) {
+  // A shuffle is not done twice. Of threadIdx itself, ptxas reads the special register again in
+  // every step, in front of the loads.
+  const int thread = __shfl_sync(~0u, threadIdx.x, threadIdx.x % kWarpSize);
   int stage = 0;
   uint32_t parity = 0;
   for (int step = 0; step < num_steps; ++step) {
     barrier_wait(shared.full(stage), parity);
     if constexpr (T::Format::kBlockScales) {
       Sums<T> part = {};
-      multiply_line<T>(shared, stage, part);
-      add_scaled<T>(shared, stage, num_tokens, part, sums);
+      multiply_line<T>(shared, stage, thread, part);
+      add_scaled<T>(shared, stage, thread, num_tokens, part, sums);
     } else {
-      multiply_line<T>(shared, stage, sums);
+      multiply_line<T>(shared, stage, thread, sums);
     }
     __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) barrier_arrive(shared.empty(stage));
+    if (thread % kWarpSize == 0) barrier_arrive(shared.empty(stage));
     if (++stage == T::kStages) {
       stage = 0;
       parity ^= 1;
