@@ -23,10 +23,10 @@ WEIGHTS = {
     "llama3-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
     "qwen3-8b": ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)),
     "llama3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
-    "qwen3-30b-a3b": ((5120, 2048), (2048, 4096), (151936, 2048)),
+    "qwen3-30b-a3b": ((5120, 2048), (2048, 4096), (128, 2048), (151936, 2048)),
 }
-"""[out_features, in_features] of qkv, o, gate_up, down, lm_head; experts have kernels of their
-own."""
+"""[out_features, in_features] of qkv, o, gate_up, down, lm_head; of a mixture of experts, whose
+layers have kernels of their own, the router in place of gate_up and down."""
 _FP8_MOST_FEATURES = 100_000  # lm_head stays in bfloat16
 
 

@@ -112,7 +112,7 @@ def sort_by_expert(
     by_expert = Sorted(order, offsets)
     if first_expert is None and counted_tokens(topk_ids.shape[0]) == _MOST_TOKENS:
         return _sort_by_counts(ids, num_experts, by_expert), by_expert
-    block = min(max(next_power_of_2(num_slots), 128), _SORT_BLOCK)
+    block = min(max(next_power_of_2(num_slots), 128), 2 * _SORT_BLOCK)
     launch = Launch(
         kernel="experts:_sort_by_expert_kernel",
         grid=(num_experts,),
@@ -124,7 +124,7 @@ def sort_by_expert(
             "num_slots": num_slots,
         },
         constexprs={"BLOCK": block},
-        num_warps=4,
+        num_warps=1 if block <= 1024 else 16,
         dynamic=("num_slots",),
     )
     return [launch], by_expert
@@ -298,6 +298,6 @@ def combine_add_norm(
         grid=(total.shape[0],),
         args={**launch.args, "norm_weight_ptr": norm_weight, "normed_ptr": normed, "eps": eps},
         constexprs={"TOP_K": topk_weights.shape[1], "BLOCK": block},
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // (512 if total.shape[0] <= 128 else 128), 1), 16),
     )
     return [fused], (normed, total)
