@@ -4,13 +4,14 @@
 ``levels`` is the ``-O`` table, ``resolve()`` combines both with hardware and model limits.
 """
 
+from .capture_sizes import capture_sizes
 from .errors import EngineDeadError, MachineError, UserError, VerificationError
 from .garbage import collect_rarely, collecting_rarely, leave_garbage_at_exit
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
 from .ports import engine_options
-from .resolve import capture_sizes, resolve
+from .resolve import resolve
 from .resolved import (
     CompileConfig,
     Hardware,

@@ -137,7 +137,7 @@ class EngineOptions:
     cudagraph_capture_sizes: tuple[int, ...] | None = _option(
         None,
         "capture",
-        "token counts to capture; 1, 2, 4, 8..248 by 8, then by 16 if unset",
+        "token counts to capture; 1, 2, 4, 8..248 by 8, then by 16, then by 128 if unset",
         alias="--cudagraph-sizes",
     )
     lazy_capture: bool = _option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import gates
+from .capture_sizes import capture_sizes, launch_bound_tokens
 from .check import check_limits, check_options, forced_kernels, level_of
 from .errors import UserError
 from .expert_tables import ExpertTable, installed_triton, read_folder
@@ -34,14 +35,6 @@ from .resolved import (
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 _DEFAULT_NUM_SEQS, _NUM_SEQS_LARGE_GPU, _LARGE_GPU_BYTES = 256, 512, 70 * 10**9
 _FP8_SM = 89
-
-
-def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8..248 by 8, then 256.. by 16, up to min(2 x max_num_seqs, 512), ascending;
-    always with ``max_num_seqs`` itself when it is within that limit."""
-    limit = min(2 * max_num_seqs, 512)
-    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, limit + 1, 16)}
-    return tuple(sorted(s for s in {*sizes, max_num_seqs} if s <= limit))
 
 
 def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> ResolvedConfig:
@@ -74,7 +67,13 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
         ),
         compile=_compile(options, level_number, level, hardware, precision.weights),
         store=_store(options, level),
-        capture=_capture(options, level, hardware, scheduler),
+        capture=_capture(
+            options,
+            level,
+            hardware,
+            scheduler,
+            launch_bound_tokens(limits, precision.weights, options.tensor_parallel_size),
+        ),
         scheduler=scheduler,
         cache=CacheConfig(
             block_size=options.block_size,
@@ -178,7 +177,11 @@ def _required(options: EngineOptions, passes: tuple[str, ...]) -> tuple[tuple[st
 
 
 def _capture(
-    options: EngineOptions, level: Level, hardware: Hardware, scheduler: SchedulerConfig
+    options: EngineOptions,
+    level: Level,
+    hardware: Hardware,
+    scheduler: SchedulerConfig,
+    launch_bound: int,
 ) -> CaptureConfig:
     explicit = options.cudagraph_mode
     mode = CudagraphMode(explicit) if explicit else level.cudagraph_mode
@@ -191,7 +194,7 @@ def _capture(
         mode = CudagraphMode.NONE
     sizes = options.cudagraph_capture_sizes
     if sizes is None:
-        sizes = capture_sizes(scheduler.max_num_seqs)
+        sizes = capture_sizes(scheduler.max_num_seqs, launch_bound if mode.piecewise else 0)
     elif mode is CudagraphMode.NONE:
         raise UserError(
             f"cudagraph_capture_sizes with device {hardware.device}: nothing is captured; drop it"

@@ -31,11 +31,12 @@ class Hardware:
 @dataclass(frozen=True)
 class ModelLimits:
     """The facts of a model that options are checked against; ``quantization`` is "none" or how
-    the checkpoint is quantized."""
+    the checkpoint is quantized, ``layer_params`` as of ``ModelSpec``; 0: not known."""
 
     max_position_embeddings: int
     dtype: str
     quantization: str = "none"
+    layer_params: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -77,5 +77,8 @@ def model_folder(model: str) -> Path:
 def model_limits(spec: ModelSpec) -> ModelLimits:
     """The limits of a model that ``resolve`` has to know."""
     return ModelLimits(
-        spec.max_position_embeddings, spec.dtype_name, spec.quant.kind if spec.quant else "none"
+        spec.max_position_embeddings,
+        spec.dtype_name,
+        spec.quant.kind if spec.quant else "none",
+        spec.layer_params,
     )

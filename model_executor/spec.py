@@ -156,6 +156,18 @@ class ModelSpec:
         return self.local_experts, inner, kinds.get(kind, "fp8")
 
     @property
+    def layer_params(self) -> float:
+        """The number of weights of linear layers that one token meets in a layer, on average over
+        the layers; of experts, those that it chooses."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        inner, moe = float(self.intermediate_size), self.moe
+        if moe is not None:
+            chosen = moe.routing.top_k * moe.intermediate_size + moe.shared_intermediate_size
+            share = sum(moe.layers) / self.num_layers
+            inner += share * (chosen - inner)
+        return self.hidden_size * (attention + 3 * inner)
+
+    @property
     def linears(self) -> tuple[str, ...]:
         """The names in ``LINEARS`` and ``MOE_LINEARS`` of the layers that the model has."""
         if self.moe is None:

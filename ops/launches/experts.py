@@ -64,8 +64,8 @@ _RULE = {
         (inf, Tile(128, 128, 64, warps=8, stages=4)),
     ),
 }
-"""By the bytes of an element of the weight: the tile for up to so many rows an expert.  Columns count
-gate and up together.  The times behind it are in docs/decisions/experts.md."""
+"""By the bytes of an element of the weight: the tile for up to so many rows an expert.  Columns
+count gate and up together.  The times behind it are in docs/decisions/experts.md."""
 
 
 def counted_tokens(num_tokens: int) -> int:

@@ -6,7 +6,6 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 from fusewright.config import (
     LEVELS,
@@ -17,7 +16,6 @@ from fusewright.config import (
     ModelLimits,
     ResolvedConfig,
     UserError,
-    capture_sizes,
     option_specs,
     resolve,
 )
@@ -159,40 +157,6 @@ def test_steps_with_decodes_are_limited_in_a_server_that_may_split_prompts() -> 
     for same in ({"max_num_mixed_tokens": 0}, {"enable_chunked_prefill": False}, {}):
         assert resolved(GPU, **same).scheduler.max_num_mixed_tokens == 0
         assert not same or EngineOptions(**same).for_server() == EngineOptions(**same)
-
-
-# Capture sizes
-
-
-def test_capture_sizes_of_the_default_are_the_51_of_the_rule() -> None:
-    sizes = capture_sizes(256)
-    assert sizes == (1, 2, 4, *range(8, 249, 8), *range(256, 513, 16))
-    assert len(sizes) == 51
-
-
-@pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
-    [
-        (1, (1, 2)),
-        (3, (1, 2, 3, 4)),
-        (5, (1, 2, 4, 5, 8)),
-        (16, (1, 2, 4, 8, 16, 24, 32)),
-    ],
-)
-def test_capture_sizes_of_small_batches(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
-    assert capture_sizes(max_num_seqs) == sizes
-
-
-@given(st.integers(1, 2000))
-def test_capture_sizes_ascend_end_at_the_limit_and_hold_the_full_batch(n: int) -> None:
-    sizes = capture_sizes(n)
-    limit = min(2 * n, 512)
-    assert list(sizes) == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] <= limit
-    assert (n in sizes) == (n <= limit)
-    rule = {1, 2, 4, *range(8, 249, 8), *range(256, 513, 16)}
-    assert set(sizes) - {n} == {s for s in rule if s <= limit} - {n}
 
 
 # Refusals, word for word

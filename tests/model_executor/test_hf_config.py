@@ -15,6 +15,7 @@ from fusewright.config.rope import RopeParameters
 from fusewright.model_executor.abacus import FOLDER as ABACUS
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.spec import ModelSpec
+from tests.model_executor.tiny_models import TINY_MODELS, TinyModel
 
 LLAMA_3_1: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -255,3 +256,21 @@ def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], expecte
 def test_qwen_layer_types_must_fit_the_layers(tmp_path: Path) -> None:
     for types in (["full_attention"], ["linear_attention"] * 32, [["full_attention"]] * 32):
         assert "layer_types is" in refusal(tmp_path, QWEN, layer_types=types)
+
+
+@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+def test_the_weights_that_a_token_meets_are_those_of_transformers(
+    tmp_path: Path, tiny: TinyModel
+) -> None:
+    tiny.config().save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    met = 0.0
+    for name, param in tiny.model().named_parameters():
+        is_matrix = name.startswith("model.layers.") and param.dim() > 1
+        if not is_matrix or name.endswith(("gate.weight", "router.weight", "expert_gate.weight")):
+            continue  # embeddings, norms, biases; routers are small
+        share = 1.0
+        if spec.moe is not None and ".experts." in name:
+            share = spec.moe.routing.top_k / spec.moe.num_experts
+        met += share * param.numel()
+    assert met == pytest.approx(spec.layer_params * spec.num_layers)

@@ -1,0 +1,35 @@
+"""Which numbers of tokens are captured unless an option names them."""
+
+from __future__ import annotations
+
+from .resolved import ModelLimits
+
+_MOST_BY_SEQS, _MOST_CAPTURED, _LARGE_STEP = 512, 4096, 128
+_LAUNCH_FLOPS, _LAUNCH_FLOPS_FP8 = 3e11, 5e11
+"""What a GPU multiplies while the host launches the kernels of one layer without a graph: ten
+launches of 50 us, at 600 TFLOP/s and 1,000 (docs/decisions/engine.md)."""
+
+
+def capture_sizes(max_num_seqs: int, most_tokens: int = 0) -> tuple[int, ...]:
+    """1, 2, 4, 8..248 by 8, then 256.. by 16, up to min(2 x max_num_seqs, 512), ascending;
+    always with ``max_num_seqs`` itself when it is within that limit.  Where it is 512, there are
+    more by 128, up to ``most_tokens`` or 4096."""
+    limit = min(2 * max_num_seqs, _MOST_BY_SEQS)
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, limit + 1, 16)}
+    kept = sorted(s for s in {*sizes, max_num_seqs} if s <= limit)
+    most = min(most_tokens, _MOST_CAPTURED) if limit == _MOST_BY_SEQS else 0
+    return (*kept, *range(_MOST_BY_SEQS + _LARGE_STEP, most + 1, _LARGE_STEP))
+
+
+def launch_bound_tokens(limits: ModelLimits, weights: str, ranks: int) -> int:
+    """Number of tokens up to which a step without a graph waits for its launches: then the host
+    takes longer to launch a layer than the GPU to multiply.  0: not known.
+
+    Args:
+        weights: as of ``Precision``.
+        ranks: how many of them share a layer.
+    """
+    if not limits.layer_params:
+        return 0
+    flops = _LAUNCH_FLOPS_FP8 if weights.startswith("fp8") else _LAUNCH_FLOPS
+    return int(flops * ranks / (2 * limits.layer_params))
