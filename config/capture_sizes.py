@@ -1,4 +1,4 @@
-"""Which numbers of tokens are captured unless an option names them."""
+"""Chooses the numbers of tokens that are captured unless an option names them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from .resolved import ModelLimits
 
 _MOST_BY_SEQS, _MOST_CAPTURED, _LARGE_STEP = 512, 4096, 128
 _LAUNCH_FLOPS, _LAUNCH_FLOPS_FP8 = 3e11, 5e11
-"""What a GPU multiplies while the host launches the kernels of one layer without a graph: ten
-launches of 50 us, at 600 TFLOP/s and 1,000 (docs/decisions/engine.md)."""
+"""The FLOPs for which a GPU takes as long as the host takes to launch one layer's kernels without a
+graph: ten launches of 50 us, at 600 TFLOP/s, or 1,000 in FP8 (docs/decisions/engine.md)."""
 
 
 def capture_sizes(max_num_seqs: int, most_tokens: int = 0) -> tuple[int, ...]:
