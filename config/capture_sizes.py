@@ -21,15 +21,14 @@ def capture_sizes(max_num_seqs: int, most_tokens: int = 0) -> tuple[int, ...]:
     return (*kept, *range(_MOST_BY_SEQS + _LARGE_STEP, most + 1, _LARGE_STEP))
 
 
-def launch_bound_tokens(limits: ModelLimits, weights: str, ranks: int) -> int:
+def launch_bound_tokens(limits: ModelLimits, weights: str) -> int:
     """Number of tokens up to which a step without a graph waits for its launches: then the host
     takes longer to launch a layer than the GPU to multiply.  0: not known.
 
     Args:
         weights: as of ``Precision``.
-        ranks: how many of them share a layer.
     """
     if not limits.layer_params:
         return 0
     flops = _LAUNCH_FLOPS_FP8 if weights.startswith("fp8") else _LAUNCH_FLOPS
-    return int(flops * ranks / (2 * limits.layer_params))
+    return int(flops / (2 * limits.layer_params))

@@ -68,11 +68,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
         compile=_compile(options, level_number, level, hardware, precision.weights),
         store=_store(options, level),
         capture=_capture(
-            options,
-            level,
-            hardware,
-            scheduler,
-            launch_bound_tokens(limits, precision.weights, options.tensor_parallel_size),
+            options, level, hardware, scheduler, launch_bound_tokens(limits, precision.weights)
         ),
         scheduler=scheduler,
         cache=CacheConfig(
@@ -194,7 +190,10 @@ def _capture(
         mode = CudagraphMode.NONE
     sizes = options.cudagraph_capture_sizes
     if sizes is None:
-        sizes = capture_sizes(scheduler.max_num_seqs, launch_bound if mode.piecewise else 0)
+        # Sums over ranks have not been captured for as many tokens.
+        ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+        larger = mode.piecewise and ranks == 1
+        sizes = capture_sizes(scheduler.max_num_seqs, launch_bound if larger else 0)
     elif mode is CudagraphMode.NONE:
         raise UserError(
             f"cudagraph_capture_sizes with device {hardware.device}: nothing is captured; drop it"
