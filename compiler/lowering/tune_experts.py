@@ -21,7 +21,7 @@ from ...config.expert_tables import SHARED_BYTES, ExpertTable, ExpertTile
 from ...ops import KERNELS, Launch, Variant, variants_of
 from ...ops._expert_kernels import MOST_UNSORTED, plan_gemm
 from ...ops._float8 import E4M3
-from ...ops.launches.experts import Tile, sort_by_expert, tile_of
+from ...ops.launches import experts as plans
 from ...ops.launches.tiles import cdiv, next_power_of_2
 from .tune import graph_us
 
@@ -66,12 +66,9 @@ class Tuned:
 
 
 def rule_tile(experts: Experts, tokens: int) -> ExpertTile:
-    """The tile of the rule for gate and up, as a file has it; down's may have other columns."""
+    """The tile of the rule for a layer's experts."""
     counted = 1 if tokens <= MOST_UNSORTED else tokens
-    found: Tile = tile_of(counted, experts.top_k, experts.experts, experts.itemsize, gated=True)
-    return ExpertTile(
-        found.rows, 2 * found.columns, found.depth, found.group, found.warps, found.stages
-    )
+    return plans.rule_tile(counted, experts.top_k, experts.experts, experts.itemsize)
 
 
 def candidates(experts: Experts, tokens: int) -> Iterator[ExpertTile]:
@@ -178,7 +175,7 @@ class ExpertMeasure:
         launches: list[Launch] = []
         by_expert = None
         if ids.shape[0] > MOST_UNSORTED:
-            launches, by_expert = sort_by_expert(ids, self._experts.experts)
+            launches, by_expert = plans.sort_by_expert(ids, self._experts.experts)
         for (x, x_scale), (weight, scale), activation in zip(
             inputs, self._layers, ("silu", None), strict=True
         ):

@@ -52,20 +52,20 @@ class Tile:
 
 _RULE = {
     1: (
-        (8, Tile(16, 128, 128, swapped=True)),
-        (64, Tile(32, 128, 128, swapped=True)),
-        (96, Tile(64, 128, 128)),
-        (inf, Tile(128, 128, 128, warps=8, stages=4)),
+        (8, ExpertTile(16, 128, 128, _GROUP_M, 4, 3)),
+        (64, ExpertTile(32, 128, 128, _GROUP_M, 4, 3)),
+        (96, ExpertTile(64, 128, 128, _GROUP_M, 4, 3)),
+        (inf, ExpertTile(128, 128, 128, _GROUP_M, 8, 4)),
     ),
     2: (
-        (8, Tile(16, 128, 128, swapped=True)),
-        (24, Tile(32, 128, 64, stages=5, swapped=True)),
-        (96, Tile(64, 128, 64, stages=4)),
-        (inf, Tile(128, 128, 64, warps=8, stages=4)),
+        (8, ExpertTile(16, 128, 128, _GROUP_M, 4, 3)),
+        (24, ExpertTile(32, 128, 64, _GROUP_M, 4, 5)),
+        (96, ExpertTile(64, 128, 64, _GROUP_M, 4, 4)),
+        (inf, ExpertTile(128, 128, 64, _GROUP_M, 8, 4)),
     ),
 }
-"""By the bytes of an element of the weight: the tile for up to so many rows an expert.  Columns
-count gate and up together.  The times behind it are in docs/decisions/experts.md."""
+"""The tile for up to so many rows an expert, by the bytes of an element of the weight.  It was
+measured on an H200 (docs/decisions/experts.md)."""
 
 
 def counted_tokens(num_tokens: int) -> int:
@@ -80,14 +80,19 @@ def tuned_tile(tile: ExpertTile, *, gated: bool) -> Tile:
     return Tile(*shape, tile.warps, tile.stages, tile.rows < _LEAST_UNSWAPPED, tile.group)
 
 
-def tile_of(num_tokens: int, top_k: int, num_experts: int, itemsize: int, *, gated: bool) -> Tile:
-    """The tile for this many tokens.  Its rows are about those of one expert, with the number of
-    tokens rounded up to a power of two."""
+def rule_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> ExpertTile:
+    """The rule's tile for weights of ``itemsize`` 1 or 2, in the form of a tuned one.  Its rows are
+    about those of one expert, with the number of tokens rounded up to a power of two."""
     of_expert = counted_tokens(num_tokens) * top_k / num_experts
+    return next(tile for most_rows, tile in _RULE[itemsize] if of_expert <= most_rows)
+
+
+def tile_of(num_tokens: int, top_k: int, num_experts: int, itemsize: int, *, gated: bool) -> Tile:
+    """The tile for this many tokens, by the rule."""
     if itemsize > 2:  # float32 runs on the plain cores: keep its tiles in registers
-        return Tile(16 if of_expert <= 16 else 32, 32, 32)
-    tile = next(tile for most_rows, tile in _RULE[itemsize] if of_expert <= most_rows)
-    return replace(tile, columns=tile.columns // 2) if gated else tile
+        few = counted_tokens(num_tokens) * top_k <= 16 * num_experts
+        return Tile(16 if few else 32, 32, 32)
+    return tuned_tile(rule_tile(num_tokens, top_k, num_experts, itemsize), gated=gated)
 
 
 def invariant_tile(itemsize: int) -> Tile:
@@ -298,6 +303,7 @@ def combine_add_norm(
         grid=(total.shape[0],),
         args={**launch.args, "norm_weight_ptr": norm_weight, "normed_ptr": normed, "eps": eps},
         constexprs={"TOP_K": topk_weights.shape[1], "BLOCK": block},
+        # More warps are faster from 256 tokens on (docs/decisions/experts.md).
         num_warps=min(max(block // (512 if total.shape[0] <= 128 else 128), 1), 16),
     )
     return [fused], (normed, total)
