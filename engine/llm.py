@@ -13,7 +13,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
 from ..config import UserError, collecting_rarely, engine_options
-from .frontend.chat_template import Message
 from .frontend.check import check_start
 from .frontend.driver import Inbox, driver_of
 from .frontend.gc_pause import gc_paused
@@ -22,8 +21,10 @@ from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
 from .messages.sampling_params import SamplingParams
 from .ranks.executor import started_ranks
+from .worker.cuda_start import start_cuda
 
 if TYPE_CHECKING:
+    from .frontend.chat_template import Message
     from .frontend.tokenizer import Tokenizer
 
 _LONGEST_PAUSE_S = 0.001
@@ -213,6 +214,7 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
     """
     checked = engine_options(model, options)
     check_start(checked)
+    start_cuda(checked)
     with collecting_rarely(), started_ranks(checked) as others:
         # Only now: this imports torch, which takes seconds.
         from .engine import Engine

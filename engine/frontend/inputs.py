@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...config import ResolvedConfig, UserError
 from ...model_executor.hf_config import model_folder
 from ..messages.sampling_params import SamplingParams
-from .chat_template import Message
 from .grammar import check_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
+
+if TYPE_CHECKING:
+    from .chat_template import Message
 
 _USUAL_TOKEN = 16
 """Characters; few tokens are longer."""

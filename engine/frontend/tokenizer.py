@@ -6,13 +6,15 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from ...config import UserError
 from ...model_executor.hf_json import HfConfig, read_json_if_there
-from .chat_template import ChatTemplate, Message
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate, Message
 
 # A batch here has one text, for which the library would start a thread on each core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -103,6 +105,9 @@ class Tokenizer:
             UserError: there is no chat template, or it refuses the messages.
         """
         if self._chat_template is None:
+            # Only now: Jinja takes 0.1 s of a start, and most scripts never chat.
+            from .chat_template import ChatTemplate
+
             source, origin = self._find_chat_template()
             self._chat_template = ChatTemplate(source, self.special_tokens, origin)
         return self._chat_template.render(

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...config import UserError
+from ...engine.frontend import chat_template  # noqa: F401  # here, so that no request waits for it
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from .body import read

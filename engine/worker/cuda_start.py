@@ -1,0 +1,31 @@
+"""Starts the CUDA driver while Python imports torch, which would start it afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from threading import Thread
+
+from ...config import EngineOptions
+
+
+def start_cuda(options: EngineOptions) -> None:
+    """Begin to start the driver, in a thread, if ``options`` may mean a GPU; returns at once.
+
+    One rank's process also gets the context of its GPU, the first visible one, which torch then
+    finds.  A process that has imported torch may have chosen another one, and is left alone.
+    Failures are not told: torch meets them again, and says what is wrong.
+    """
+    if options.device != "cpu" and "torch" not in sys.modules:
+        alone = options.num_ranks == 1
+        Thread(target=_start, args=(alone,), name="cuda start", daemon=True).start()
+
+
+def _start(with_context: bool) -> None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return  # no driver on this machine
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and with_context and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
