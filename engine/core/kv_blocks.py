@@ -7,7 +7,7 @@ table are a group; all groups take their blocks from one pool.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -88,6 +88,10 @@ class BlockPool:
         self._group_of = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._cached: list[dict[bytes, int]] = [{} for _ in groups]
+        whole = [c for c, group in zip(self._cached, groups, strict=True) if not group.window]
+        self.keys_of_whole: Container[bytes] | None = whole[0] if whole else None
+        """Cached keys of a group without a window, which knows every block of what ``find`` finds;
+        None without such a group."""
 
     @property
     def num_free(self) -> int:

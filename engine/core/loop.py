@@ -106,6 +106,7 @@ class EngineCore:
             try:
                 self._in_flight.append((step, self.runner.launch(step.batch)))
                 clock.launched(step)
+                self.scheduler.cache_blocks()
             except Exception as error:
                 failed.append((step, error))
             except BaseException as interrupt:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Container
 
 from .kv_blocks import BlockPool, SequenceBlocks
 from .request import Request
@@ -19,8 +20,8 @@ _KEY_BYTES = 16
 
 def find_prefix(pool: BlockPool, request: Request) -> SequenceBlocks:
     """Blocks that hold the request's first tokens; the last token is always computed, since its
-    hidden state gives the next."""
-    keys = extend_keys(request, pool.block_size)
+    hidden state gives the next.  Keys are made as far as they are known: the others can wait."""
+    keys = extend_keys(request, pool.block_size, pool.keys_of_whole)
     return pool.find(keys[: (request.num_tokens - 1) // pool.block_size])
 
 
@@ -39,15 +40,18 @@ def cache_full_blocks(pool: BlockPool, request: Request) -> None:
     request.num_cached_blocks = full
 
 
-def extend_keys(request: Request, block_size: int) -> list[bytes]:
-    """``request.block_keys``, with every block whose tokens the CPU knows.
+def extend_keys(
+    request: Request, block_size: int, known: Container[bytes] | None = None
+) -> list[bytes]:
+    """``request.block_keys``, with every block whose tokens the CPU knows, or up to the first key
+    that is not ``known``.
 
     The first covers the request's salt.  Blocks never leave the engine, so its model needs no part
     in them.
     """
     keys = request.block_keys
     first, end = len(keys), request.num_known_tokens // block_size
-    if first >= end:
+    if first >= end or (keys and known is not None and keys[-1] not in known):
         return keys
     tokens = array("I", request.tokens(first * block_size, end * block_size))
     content, size = tokens.tobytes(), block_size * tokens.itemsize
@@ -56,6 +60,8 @@ def extend_keys(request: Request, block_size: int) -> list[bytes]:
     for start in range(0, len(content), size):
         key = _digest(key + content[start : start + size])
         keys.append(key)
+        if known is not None and key not in known:
+            break
     return keys
 
 

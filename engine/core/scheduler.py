@@ -59,10 +59,8 @@ class Scheduler:
         heed_priority: bool = False,
         tokens_per_step: int = 1,
     ) -> None:
-        if min(max_num_seqs, max_num_batched_tokens, max_model_len) < 1:
-            raise ValueError(
-                f"{max_num_seqs=}, {max_num_batched_tokens=}, {max_model_len=}: expected at least 1"
-            )
+        if min(numbers := (max_num_seqs, max_num_batched_tokens, max_model_len)) < 1:
+            raise ValueError(f"sequences, tokens and length {numbers}: expected at least 1 each")
         if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
             raise ValueError(
                 f"{max_num_batched_tokens=} < {max_model_len=}: whole prompts would not fit a step"
@@ -91,13 +89,12 @@ class Scheduler:
         self._queue: list[tuple[int, int, Request]] = []
         self._num_queued_tokens = 0  # of the prompts in ``waiting``
         self._has_part = False  # the last step left a part of a prompt
-        self.num_prefix_tokens = 0
-        """Tokens looked up in the prefix cache."""
-        self.num_prefix_hits = 0
-        """Tokens found in the prefix cache."""
+        self.num_prefix_tokens = self.num_prefix_hits = 0
+        """Tokens that were looked for and found in the prefix cache."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
+        self._uncached: list[Request] = []  # for ``cache_blocks``
         self._news = StepOutputs(None, [], [])
         self._free_rows = max_num_seqs
 
@@ -149,6 +146,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Choose the next step's work; returns None if nothing can run before the step in flight
         ends."""
+        self.cache_blocks()
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
         budget = room = self.max_num_batched_tokens
@@ -180,8 +178,7 @@ class Scheduler:
             entry = self._take(request, end, num_tokens)
             budget -= entry.num_tokens
             self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
-        # Admit nothing after a preemption: the preempted request would return and be preempted
-        # again.
+        # Admit nothing after a preemption: the preempted request would return, to be preempted.
         room = min(budget, room)
         while room > 0 and self.num_preemptions == preempted_before:
             admitted = self._admit(room)
@@ -198,6 +195,13 @@ class Scheduler:
         scheduled = decodes + prefills
         return ScheduledStep(scheduled, make_batch(scheduled, self.tokens_per_step))
 
+    def cache_blocks(self) -> None:
+        """Let others find the blocks that a scheduled step fills: before another request looks for
+        them, and otherwise when the step is launched."""
+        for request in self._uncached:
+            cache_full_blocks(self.pool, request)
+        self._uncached.clear()
+
     def update(self, step: ScheduledStep, result: StepResult) -> NewTokens:
         """Apply the sampled tokens of a step and finish the requests that they end.
 
@@ -210,10 +214,8 @@ class Scheduler:
         """
         scheduled, most = step.scheduled, self.tokens_per_step
         token_ids = result.token_ids.tolist()
-        if len(token_ids) != len(scheduled) * most:
-            raise RuntimeError(
-                f"step result has {len(token_ids)} tokens for {len(scheduled)} requests"
-            )
+        if (got := len(token_ids)) != len(scheduled) * most:
+            raise RuntimeError(f"step result has {got} tokens for {len(scheduled)} requests")
         self._news.scored.extend(scored_by(step, result, most))
         request_ids: list[str] = []
         rows: list[int] = []
@@ -253,6 +255,7 @@ class Scheduler:
         its content any more, and all other running requests, which may share blocks, are computed
         anew.
         """
+        self._uncached.clear()
         self.drop(step)
         for entry in step.scheduled:
             if not entry.request.is_finished:
@@ -281,8 +284,8 @@ class Scheduler:
         """Schedule the request's tokens up to ``end`` of ``num_tokens``; it has their blocks."""
         start = request.num_computed_tokens
         request.num_computed_tokens = end
-        if self.prefix_caching:
-            cache_full_blocks(self.pool, request)
+        if self.prefix_caching and end >= (request.num_cached_blocks + 1) * self.pool.block_size:
+            self._uncached.append(request)
         if end - start > 1 and self.pool.has_windows:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
         num_sampled = 0
@@ -323,6 +326,8 @@ class Scheduler:
             return None
         # Cached blocks hold no logits, which a scored prompt needs.
         searched = self.prefix_caching and not request.is_scored
+        if searched:
+            self.cache_blocks()
         blocks = find_prefix(pool, request) if searched else pool.find([])
         start, shared = len(blocks.tables[0]) * pool.block_size, blocks.held()
         needed = pool.most_blocks(num_tokens, self.limits.longest_chunk) - len(shared)

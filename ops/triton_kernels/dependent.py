@@ -7,10 +7,10 @@ the code of every such kernel.  So whatever had finished for the kernel ahead ha
 one too, however far back it was launched.  A prefetch into L2 is no such touch, since writes of all
 blocks are visible in L2.
 
-Some kernels read before they wait.  Of csrc's, linear layers read weights and their scales, which no
-kernel writes, prefill attention reads lengths, and decode attention reads lengths, block tables and
-the cache, except the slots that this step stores.  Rotary + KV store reads positions and slots, by
-``read_early``.  All of that was written before the step's first kernel, which lets nothing start
+Some kernels read before they wait.  Of csrc's, linear layers read weights and their scales, which
+no kernel writes, prefill attention reads lengths, and decode attention reads lengths, block tables
+and the cache, except the slots that this step stores.  Rotary + KV store reads positions and slots,
+by ``read_early``.  All of that was written before the step's first kernel, which lets nothing start
 before it has waited.
 """
 

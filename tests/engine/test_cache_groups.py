@@ -131,6 +131,7 @@ def test_blocks_that_went_back_serve_others_and_are_then_not_found() -> None:
     scheduler.add(request("again", [*range(41)]))
     ((_, start, _),) = shape(scheduler.schedule())
     assert start < 40
+    scheduler.cache_blocks()
     check_invariants(scheduler)
 
 

@@ -67,6 +67,19 @@ def test_equal_prompts_of_one_step_share_blocks_that_this_step_fills() -> None:
     check_invariants(scheduler)
 
 
+def test_what_nobody_asks_for_is_hashed_after_the_launch() -> None:
+    """A lone prompt waits for one key, and for no block to be cached."""
+    scheduler = SETUP.scheduler()
+    a = request("a", [*range(17)])
+    scheduler.add(a)
+    step = scheduler.schedule()
+    assert len(a.block_keys) == 1 and scheduler.pool.num_cached == 0
+    scheduler.cache_blocks()
+    assert len(a.block_keys) == scheduler.pool.num_cached == 4
+    run(scheduler, step)
+    check_invariants(scheduler)
+
+
 def test_another_salt_shares_nothing() -> None:
     scheduler = SETUP.scheduler()
     scheduler.add(request("a", [*range(9)], salt="x"))
@@ -98,6 +111,7 @@ def test_the_prefix_freed_longest_ago_gives_way_and_its_beginning_last() -> None
     finish(scheduler)
     scheduler.add(request("old again", [1] * 12, max_tokens=1))
     assert shape(scheduler.schedule()) == [("old again", 4, 8)]
+    scheduler.cache_blocks()
     check_invariants(scheduler)
 
 
@@ -112,6 +126,7 @@ def test_a_preempted_request_comes_back_to_its_blocks() -> None:
     batch = scheduler.schedule()
     assert batch is not None
     assert batch.scheduled[0].start >= 4, "its first block was not handed out meanwhile"
+    scheduler.cache_blocks()
     check_invariants(scheduler)
 
 

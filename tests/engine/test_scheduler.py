@@ -43,6 +43,7 @@ def shape(step: ScheduledStep | None) -> Shape:
 
 def run(scheduler: Scheduler, step: ScheduledStep | None, token: int = 7) -> None:
     assert step is not None
+    scheduler.cache_blocks()
     scheduler.update(step, result(step, token))
     check_invariants(scheduler)
 
