@@ -21,7 +21,6 @@ from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
 from .messages.sampling_params import SamplingParams
 from .ranks.executor import started_ranks
-from .worker.cuda_start import start_cuda
 
 if TYPE_CHECKING:
     from .frontend.chat_template import Message
@@ -214,7 +213,6 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
     """
     checked = engine_options(model, options)
     check_start(checked)
-    start_cuda(checked)
     with collecting_rarely(), started_ranks(checked) as others:
         # Only now: this imports torch, which takes seconds.
         from .engine import Engine

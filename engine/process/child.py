@@ -27,7 +27,6 @@ from ..messages.codec import decode
 from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
 from ..ranks.executor import started_ranks
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
-from ..worker.cuda_start import start_cuda
 from .awake import AWAKE_S
 from .heartbeat import Heartbeat
 from .owners import Owners
@@ -223,7 +222,6 @@ def _serve(
     outboxes: Sequence[zmq.Socket[bytes]],
     heartbeat: Heartbeat,
 ) -> None:
-    start_cuda(options)
     with collecting_rarely(), started_ranks(options) as others:
         # Not sooner: this takes seconds, and from here on this process ends with its parent.
         from ..engine import Engine

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...config import EngineOptions, UserError
+from .cuda_start import start_cuda
 from .ray import RayRanks
 from .spawn import SpawnedRanks
 from .torchrun import Torchrun
@@ -29,8 +30,9 @@ def start_others(options: EngineOptions) -> StartedRanks:
 
 @contextmanager
 def started_ranks(options: EngineOptions) -> Iterator[StartedRanks | None]:
-    """Start the other ranks of the engine that the block makes.  The engine ends them; if the block
-    fails, they are ended here.  Yields None for one rank, and under torchrun, which starts ranks.
+    """Start what the engine needs that the block makes: CUDA's driver, and the other ranks.  The
+    engine ends these; if the block fails, they are ended here.  Yields None for one rank, and under
+    torchrun, which starts ranks.
 
     Raises:
         UserError: torchrun's environment is damaged, or Ray was to start them too.
@@ -40,6 +42,8 @@ def started_ranks(options: EngineOptions) -> Iterator[StartedRanks | None]:
         raise UserError(
             "distributed_executor=ray under torchrun: both start the ranks; use one of them"
         )
+    if options.device != "cpu":
+        start_cuda(alone=options.num_ranks == 1)
     if options.num_ranks == 1 or under_torchrun:
         yield None
         return

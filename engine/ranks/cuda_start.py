@@ -6,18 +6,18 @@ import ctypes
 import sys
 from threading import Thread
 
-from ...config import EngineOptions
 
+def start_cuda(*, alone: bool) -> None:
+    """Begin to start the driver, in a thread; returns at once.
 
-def start_cuda(options: EngineOptions) -> None:
-    """Begin to start the driver, in a thread, if ``options`` may mean a GPU; returns at once.
+    A process that has imported torch may have chosen a GPU, and is left alone.  Failures are not
+    told: torch meets them again, and says what is wrong.
 
-    One rank's process also gets the context of its GPU, the first visible one, which torch then
-    finds.  A process that has imported torch may have chosen another one, and is left alone.
-    Failures are not told: torch meets them again, and says what is wrong.
+    Args:
+        alone: the process is the only rank.  It also gets the context of its GPU, the first
+            visible one, which torch then finds.
     """
-    if options.device != "cpu" and "torch" not in sys.modules:
-        alone = options.num_ranks == 1
+    if "torch" not in sys.modules:
         Thread(target=_start, args=(alone,), name="cuda start", daemon=True).start()
 
 
