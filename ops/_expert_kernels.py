@@ -112,13 +112,15 @@ def _sorted_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
 def _tile(desc: LinearDesc, tokens: int, top_k: int, is_sorted: bool) -> plans.Tile:
     """The tuned tile, or that of the rule.  Slots that are not sorted are a tile each, which has no
     use for more rows than the fewest."""
-    gated, itemsize = bool(desc.activation), desc.format.dtype.itemsize
+    gated = bool(desc.activation)
     tuned = _expert_tables.tile_of(desc, plans.counted_tokens(tokens))
     if tuned is not None:
         tuned = tuned if is_sorted else replace(tuned, rows=16)
         return plans.tuned_tile(tuned, gated=gated)
     rows = tokens if is_sorted else 1
-    return plans.tile_of(rows, top_k, desc.groups, itemsize, gated=gated)
+    experts, intermediate, _ = _expert_tables.shape_of(desc)
+    shape = plans.Shape(experts, top_k, intermediate, desc.format.dtype.itemsize)
+    return plans.tile_of(rows, shape, gated=gated)
 
 
 def plan_gemm(

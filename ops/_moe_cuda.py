@@ -23,15 +23,17 @@ from ._desc import TensorDesc
 from ._launch import run_all
 from ._linear_kernels import Target, here
 from ._moe import Call, Planned, plan_experts, plan_layers, plan_routing, plan_sort
-from .launches.experts import MOST_EXPERTS
+from .launches.experts import MOST_EXPERTS, rows_an_expert
 
 MOST_TOKENS = 8
 MOST_ROUTED_TOKENS = 64
 """Most tokens for which csrc's router runs.  With 128 experts and 2048 features it takes 4.2, 6.6
 and 13.1 us at 16, 64 and 128 tokens, where a GEMM and Triton's choice take 7.3, 7.7 and 7.7."""
-LEAST_GROUPED_TOKENS = 512
-"""Fewest tokens for which the grouped GEMM runs.  A block of Qwen3-30B-A3B takes less time with it
-than with Triton's: 4 % at 256 tokens, 15 % at 1024, 31 % at 4096 (docs/decisions/experts.md)."""
+MOST_TILED_ROWS = 24
+"""Most rows an expert, as the rule of tiles counts them, for which Triton's GEMMs run instead of
+the grouped one (docs/decisions/experts.md)."""
+MANY_TOKENS = 1 << 20
+"""So many tokens that the grouped GEMM serves them, if it serves any."""
 _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32
 _MOST_FEATURES = 16384
 # Bfloat16 elements in a 128-byte line, the unit of copies; and the fewest rows of a tile.
@@ -130,8 +132,9 @@ def why_not_grouped(call: Call, rows: int, target: Target) -> str:
         return f"{hidden} and {both // 2} features: not multiples of {_LINE}"
     if experts > MOST_EXPERTS:
         return f"{experts} experts: at most {MOST_EXPERTS}"
-    if rows < LEAST_GROUPED_TOKENS:
-        return f"{rows} tokens: faster from {LEAST_GROUPED_TOKENS}"
+    each = rows_an_expert(rows, call.top_k, experts)
+    if each <= MOST_TILED_ROWS:
+        return f"{rows} tokens, {each:g} an expert: faster above {MOST_TILED_ROWS}"
     return _why_not_built(target, GROUPED)
 
 

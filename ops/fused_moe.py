@@ -103,7 +103,7 @@ def _cuda_supports(desc: OpDesc) -> str:
     call, target = Call(*(value for _, value in desc.args)), Target.of(desc)
     if reason := supports(desc):
         return reason
-    if not csrc.why_not_grouped(call, csrc.LEAST_GROUPED_TOKENS, target):
+    if not csrc.why_not_grouped(call, csrc.MANY_TOKENS, target):
         return ""
     return csrc.why_not_streamed(call, 1, target)
 

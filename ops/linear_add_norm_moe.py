@@ -188,7 +188,7 @@ def _cuda_supports(desc: OpDesc) -> str:
         return reason
     call, target = Call.of([value for _, value in desc.args]), Target.of(desc)
     experts = call.experts
-    if not csrc.why_not_grouped(experts, csrc.LEAST_GROUPED_TOKENS, target):
+    if not csrc.why_not_grouped(experts, csrc.MANY_TOKENS, target):
         return ""
     why = why_not_streamed(_layers(call), 1, target)
     return why or csrc.why_not_streamed(experts, 1, target)

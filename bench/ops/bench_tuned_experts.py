@@ -29,21 +29,24 @@ from ...compiler.lowering.tune_experts import (
 )
 from ..environment import environment
 
-MODELS = {"qwen3-30b-a3b": (128, 768, 2048, 8), "mixtral-8x7b": (8, 14336, 4096, 2)}
-"""Experts, their intermediate size, hidden size, and choices of a token."""
-SHAPES = (
-    *(f"qwen3-30b-a3b:{tp}" for tp in (1, 2, 4)),
-    *(f"mixtral-8x7b:{tp}" for tp in (1, 2, 4, 8)),
-)
-FEW_TOKENS = (1, 16, 64, 256, 1024, 4096)
+MODELS = {
+    "qwen3-30b-a3b": (128, 768, 2048, 8, "bfloat16"),
+    "mixtral-8x7b": (8, 14336, 4096, 2, "bfloat16"),
+    "qwen3-235b-a22b": (128, 1536, 4096, 8, "bfloat16"),
+    "deepseek-v3": (256, 2048, 7168, 8, "fp8 block"),
+}
+"""Experts, their intermediate size, hidden size, choices of a token, and the weights' dtype."""
+SHAPES = tuple(f"{model}:{tp}" for model in MODELS for tp in (1, 2, 4, 8))
+FEW_TOKENS = {"bfloat16": (16, 64, 256), "fp8 block": (16, 64, 256, 1024, 4096)}
+"""Numbers of tokens at which Triton's kernels serve a dtype: csrc's serve the others."""
 _REPEATS = 5
 
 
 def experts_of(shape: str) -> Experts:
     """A rank's share of a model's experts."""
     model, _, tp = shape.partition(":")
-    experts, intermediate, hidden, top_k = MODELS[model]
-    return Experts(experts, intermediate // int(tp), hidden, top_k, "bfloat16")
+    experts, intermediate, hidden, top_k, dtype = MODELS[model]
+    return Experts(experts, intermediate // int(tp), hidden, top_k, dtype)
 
 
 def compare(experts: Experts, tuned: Tuned, measure: Measure) -> list[dict[str, Any]]:
@@ -87,7 +90,8 @@ def main() -> None:
     for shape in options.shapes:
         with torch.inference_mode():
             measure = ExpertMeasure(experts_of(shape))
-            found = tune_shape(shape, measure, TOKENS if not done else FEW_TOKENS, end)
+            few = FEW_TOKENS[MODELS[shape.partition(":")[0]][4]]
+            found = tune_shape(shape, measure, TOKENS if not done else few, end)
         del measure
         done.append(found)
         if options.output:

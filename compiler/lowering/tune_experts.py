@@ -68,7 +68,8 @@ class Tuned:
 def rule_tile(experts: Experts, tokens: int) -> ExpertTile:
     """The tile of the rule for a layer's experts."""
     counted = 1 if tokens <= MOST_UNSORTED else tokens
-    return plans.rule_tile(counted, experts.top_k, experts.experts, experts.itemsize)
+    of_layer = (experts.experts, experts.top_k, experts.intermediate, experts.itemsize)
+    return plans.rule_tile(counted, plans.Shape(*of_layer))
 
 
 def candidates(experts: Experts, tokens: int) -> Iterator[ExpertTile]:

@@ -60,8 +60,8 @@ _RULE = {
     2: (
         (8, ExpertTile(16, 128, 128, _GROUP_M, 4, 3)),
         (24, ExpertTile(32, 128, 64, _GROUP_M, 4, 5)),
-        (96, ExpertTile(64, 128, 64, _GROUP_M, 4, 4)),
-        (inf, ExpertTile(128, 128, 64, _GROUP_M, 8, 4)),
+        (48, ExpertTile(64, 128, 64, _GROUP_M, 4, 4)),
+        (inf, ExpertTile(128, 256, 64, _GROUP_M, 8, 4)),
     ),
 }
 """The tile for up to so many rows an expert, by the bytes of an element of the weight.  It was
@@ -80,19 +80,40 @@ def tuned_tile(tile: ExpertTile, *, gated: bool) -> Tile:
     return Tile(*shape, tile.warps, tile.stages, tile.rows < _LEAST_UNSWAPPED, tile.group)
 
 
-def rule_tile(num_tokens: int, top_k: int, num_experts: int, itemsize: int) -> ExpertTile:
+def rows_an_expert(num_tokens: int, top_k: int, num_experts: int) -> float:
+    """The rows that an expert gets on average, of the number of tokens that selects a tile."""
+    return counted_tokens(num_tokens) * top_k / num_experts
+
+
+class Shape(NamedTuple):
+    """What of a layer's experts the rule looks at: how many there are, how many a token chooses,
+    the intermediate size that a rank has of each, and the bytes of a weight's element."""
+
+    experts: int
+    top_k: int
+    intermediate: int
+    itemsize: int
+
+
+def rule_tile(num_tokens: int, shape: Shape) -> ExpertTile:
     """The rule's tile for weights of ``itemsize`` 1 or 2, in the form of a tuned one.  Its rows are
     about those of one expert, with the number of tokens rounded up to a power of two."""
-    of_expert = counted_tokens(num_tokens) * top_k / num_experts
-    return next(tile for most_rows, tile in _RULE[itemsize] if of_expert <= most_rows)
+    rows = rows_an_expert(num_tokens, shape.top_k, shape.experts)
+    tile = next(tile for most_rows, tile in _RULE[shape.itemsize] if rows <= most_rows)
+    if tile.rows >= 128:
+        return tile
+    # A rank's share may have short rows in the second layer.  Stages beyond their steps lose up to
+    # 8 %, but fewer than three lose more.
+    steps = max(cdiv(shape.intermediate, tile.depth), 3)
+    return replace(tile, stages=min(tile.stages, steps))
 
 
-def tile_of(num_tokens: int, top_k: int, num_experts: int, itemsize: int, *, gated: bool) -> Tile:
+def tile_of(num_tokens: int, shape: Shape, *, gated: bool) -> Tile:
     """The tile for this many tokens, by the rule."""
-    if itemsize > 2:  # float32 runs on the plain cores: keep its tiles in registers
-        few = counted_tokens(num_tokens) * top_k <= 16 * num_experts
+    if shape.itemsize > 2:  # float32 runs on the plain cores: keep its tiles in registers
+        few = counted_tokens(num_tokens) * shape.top_k <= 16 * shape.experts
         return Tile(16 if few else 32, 32, 32)
-    return tuned_tile(rule_tile(num_tokens, top_k, num_experts, itemsize), gated=gated)
+    return tuned_tile(rule_tile(num_tokens, shape), gated=gated)
 
 
 def invariant_tile(itemsize: int) -> Tile:

@@ -35,6 +35,15 @@ def test_candidates_are_few_and_fit_a_block(tokens: int, kind: str) -> None:
     assert max(tile.shared_bytes(experts.itemsize) for tile in found) <= SHARED_BYTES
 
 
+def test_the_rules_tile_follows_the_rows_of_an_expert_and_of_its_weight() -> None:
+    def rule(tokens: int, intermediate: int) -> ExpertTile:
+        return rule_tile(Experts(128, intermediate, 2048, 8, "bfloat16"), tokens)
+
+    assert [rule(tokens, 768).rows for tokens in (16, 256, 512, 1024)] == [16, 32, 64, 128]
+    stages = {inner: [rule(tokens, inner).stages for tokens in (256, 1024)] for inner in (768, 192)}
+    assert stages == {768: [5, 4], 192: [3, 4]}
+
+
 def faster(*fast: ExpertTile, by: float = 0.5) -> object:
     """A measure for which these tiles take that share of the time of all others."""
 

@@ -210,10 +210,14 @@ def test_refusals_name_the_argument(grouped: Any, name: str) -> None:
         grouped(*args)
 
 
-@pytest.mark.parametrize(("tokens", "times"), [(9, 0), (64, 0), (65, 0), (511, 0), (512, 2)])
-def test_mixtures_of_many_tokens_run_it(tokens: int, times: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "tokens", "times"),
+    [(8, 9, 0), (8, 64, 0), (8, 65, 2), (8, 512, 2), (32, 65, 0), (32, 256, 0), (32, 257, 2)],
+)
+def test_mixtures_of_many_rows_an_expert_run_it(experts: int, tokens: int, times: int) -> None:
     """And some tokens run csrc's router before Triton's layers."""
-    args = moe_args(Draw(torch.bfloat16, torch.device("cpu"), torch.Generator()), 16, 8, 2, 128, 64)
+    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
+    args = moe_args(draw, 16, experts, 2, 128, 64)
     on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
     on_meta[0] = torch.empty(tokens, 128, dtype=torch.bfloat16, device="meta")
     runs = BY_NAME["fused_moe"].implementation("cuda").runs
