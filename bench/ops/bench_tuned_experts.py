@@ -4,7 +4,8 @@
 Each shape is tuned as ``fusewright tune moe`` does it: the first at every number of tokens, and how
 long that took is in the file; the others at few.  The tiles that were chosen are then timed again
 beside the rule's, in turn and with another routing, so that no figure is the best of many.  These
-are Triton's kernels, which csrc's replace for bfloat16 up to 8 tokens and from 512 on.
+are Triton's kernels, which csrc's replace for few tokens, and for bfloat16 where experts have many
+rows; ``grouped_us`` is the time of csrc's for these, behind the same sort.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...compiler.lowering.tune import graph_us
 from ...compiler.lowering.tune_experts import (
     TOKENS,
     ExpertMeasure,
@@ -27,7 +29,11 @@ from ...compiler.lowering.tune_experts import (
     rule_tile,
     tune,
 )
+from ...ops import load_cuda_library
+from ...ops._expert_kernels import MOST_UNSORTED
+from ...ops.launches.experts import sort_by_expert
 from ..environment import environment
+from .bench_grouped import Shape, make_layer, make_weights
 
 MODELS = {
     "qwen3-30b-a3b": (128, 768, 2048, 8, "bfloat16"),
@@ -37,7 +43,7 @@ MODELS = {
 }
 """Experts, their intermediate size, hidden size, choices of a token, and the weights' dtype."""
 SHAPES = tuple(f"{model}:{tp}" for model in MODELS for tp in (1, 2, 4, 8))
-FEW_TOKENS = {"bfloat16": (16, 64, 256), "fp8 block": (16, 64, 256, 1024, 4096)}
+FEW_TOKENS = {"bfloat16": (16, 64, 256, 384), "fp8 block": (16, 64, 256, 1024, 4096)}
 """Numbers of tokens at which Triton's kernels serve a dtype: csrc's serve the others."""
 _REPEATS = 5
 
@@ -49,8 +55,33 @@ def experts_of(shape: str) -> Experts:
     return Experts(experts, intermediate // int(tp), hidden, top_k, dtype)
 
 
+class GroupedMeasure:
+    """Times csrc's grouped GEMMs of both layers with the sort ahead of them."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._shape = Shape(experts.hidden, experts.intermediate, experts.experts, experts.top_k)
+        self._weights = make_weights(self._shape)
+        self._multiply = torch.ops.fw_cuda.moe_grouped_linear.default
+
+    def __call__(self, tokens: int) -> float:
+        layer = make_layer(self._shape, self._weights, tokens, "uniform")
+        top_k = self._shape.top_k
+
+        def run() -> None:
+            launches, by_expert = sort_by_expert(layer.ids, self._shape.experts)
+            for launch in launches:
+                launch.run()
+            h = self._multiply(layer.x, layer.gate_up, *by_expert, top_k, "silu", False, True)
+            self._multiply(h, layer.down, *by_expert, 1, "", True, False)
+
+        return statistics.median(graph_us([run]) for _ in range(_REPEATS))
+
+
 def compare(experts: Experts, tuned: Tuned, measure: Measure) -> list[dict[str, Any]]:
     """One row a number of tokens: medians of both tiles in turn, and the tuned one."""
+    grouped = None
+    if experts.kind == "bfloat16" and load_cuda_library():
+        grouped = GroupedMeasure(experts)
     rows = []
     for tokens, tile in tuned.tiles.items():
         rule = rule_tile(experts, tokens)
@@ -58,6 +89,8 @@ def compare(experts: Experts, tuned: Tuned, measure: Measure) -> list[dict[str, 
         by_rule, by_tile = statistics.median(times[::2]), statistics.median(times[1::2])
         row: dict[str, Any] = {"tokens": tokens, "rule_us": round(by_rule, 2)}
         row |= {"tuned_us": round(by_tile, 2), "gain": round(by_rule / by_tile, 3)}
+        if grouped is not None and tokens > MOST_UNSORTED:
+            row["grouped_us"] = round(grouped(tokens), 2)
         rows.append(row | {"is_rule": tile == rule, "tile": tile.to_json()})
     return rows
 
@@ -72,6 +105,7 @@ def tune_shape(shape: str, measure: Measure, tokens: tuple[int, ...], end: float
     print(f"{shape}: tuned in {seconds:.0f} s, no time for {tuned.skipped} tokens")
     for row in rows:
         us = f"{row['rule_us']:9.1f} -> {row['tuned_us']:9.1f} us, {row['gain']:.2f}x"
+        us += f", grouped {row['grouped_us']:9.1f}" if "grouped_us" in row else ""
         print(f"  {row['tokens']:5} tokens: {us}", flush=True)
     found: dict[str, Any] = {"shape": shape, "experts": experts.experts}
     found |= {"intermediate": experts.intermediate, "tune_s": round(seconds, 1)}
