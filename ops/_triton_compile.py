@@ -22,9 +22,8 @@ from ._variant import DIVISOR, FIRST_PROGRAMMATIC_SM, Binary, Variant
 _WAIT = "griddepcontrol.wait;"
 # Instructions that must not come before the wait: accesses to memory that other kernels see, and
 # ways around the wait.  A prefetch may come before: it ends in L2, where all kernels' writes meet.
-# So may a relaxed load, which ``read_early`` alone makes.
 _TOO_EARLY = re.compile(
-    r"\b(?:(?:ld(?!\.relaxed\.gpu)|st|atom|red|cp|prefetch(?!\.global\.L2)|multimem|ldu)\b(?!\.(?:param|shared))[.\w:]*|bra|ret|exit)\b"
+    r"\b(?:(?:ld|st|atom|red|cp|prefetch(?!\.global\.L2)|multimem|ldu)\b(?!\.(?:param|shared))[.\w:]*|bra|ret|exit)\b"
 )
 
 _FRONT_END = threading.RLock()

@@ -39,9 +39,6 @@ def rope_kv_store(
     ``rms_norm``, ``rotary_embedding`` and ``kv_store`` one after another, with their roundings;
     only the cache gets the rotated keys.
 
-    On a GPU the kernel launched right before may still be writing q, k and v, but not the positions
-    and slots, which the kernel reads before it waits.
-
     Args:
         positions: [num_tokens] int32, clamped to the table.
         q: [num_tokens, num_heads, head_dim], any strides; often a slice of packed qkv.

@@ -7,11 +7,10 @@ the code of every such kernel.  So whatever had finished for the kernel ahead ha
 one too, however far back it was launched.  A prefetch into L2 is no such touch, since writes of all
 blocks are visible in L2.
 
-Some kernels read before they wait.  Of csrc's, linear layers read weights and their scales, which
-no kernel writes, prefill attention reads lengths, and decode attention reads lengths, block tables
-and the cache, except the slots that this step stores.  Rotary + KV store reads positions and slots,
-by ``read_early``.  All of that was written before the step's first kernel, which lets nothing start
-before it has waited.
+Three kernels of csrc read before they wait.  Linear layers read weights and their scales, which no
+kernel writes.  Prefill attention reads lengths.  Decode attention reads lengths, block tables and
+the cache, except the slots that this step stores.  All of that was written before the step's first
+kernel, which lets nothing start before it has waited.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(PROGRAMMATIC: tl.constexpr):
-    """Nothing but ``start_next`` and ``read_early`` comes before it.  Without the former, the next
-    kernel starts as the blocks of this one end."""
+    """The first line of a kernel.  The next kernel starts as the blocks of this one end."""
     if PROGRAMMATIC:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def start_next(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
-    """Start the next kernel at once: for a kernel that precedes a linear layer or csrc's decode
-    attention, which by the end of this one has fetched weights, or K and V of earlier steps.
+def start_next_and_wait(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
+    """The first line of a kernel that precedes a linear layer or csrc's decode attention.  The next
+    kernel starts at once, and by the end of this one has fetched weights, or K and V of earlier
+    steps.
 
     Other kernels should not start the next one this early: its blocks would all lie on the few
     multiprocessors that have room.  If this kernel has more blocks than run at once (1024 of 8
@@ -40,6 +39,7 @@ def start_next(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
     """
     if PROGRAMMATIC and AT_ONCE:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     elif PROGRAMMATIC:
         num_programs = tl.num_programs(0) * tl.num_programs(1)
         # A predicate instead of a branch: nothing may lead around the wait.
@@ -48,6 +48,7 @@ def start_next(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
             .reg .pred few;
             setp.le.s32 few, $1, 1024;
             @few griddepcontrol.launch_dependents;
+            griddepcontrol.wait;
             mov.b32 $0, 0;
             }""",
             "=r,r",
@@ -56,34 +57,6 @@ def start_next(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def start_next_and_wait(PROGRAMMATIC: tl.constexpr, AT_ONCE: tl.constexpr = False):
-    """The first line of a kernel that starts the next one and reads nothing early."""
-    start_next(PROGRAMMATIC, AT_ONCE)
-    wait_for_previous(PROGRAMMATIC)
-
-
-@triton.jit
-def read_early(pointers, PROGRAMMATIC: tl.constexpr):
-    """Read integers of 32 bits before the wait.  Only what was written before the step's first
-    kernel may be read so: a field of the step, such as ``positions``.
-
-    The load is a relaxed one because the assembler would move any other behind the wait.
-    """
-    if PROGRAMMATIC:
-        value = tl.inline_asm_elementwise(
-            "ld.relaxed.gpu.global.b32 $0, [$1];",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        value = tl.load(pointers)
-    return value
 
 
 @triton.jit

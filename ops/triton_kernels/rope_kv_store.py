@@ -3,8 +3,7 @@
 Bandwidth-bound: q, k and v are read once and written once, 2 * T * (H + 2 * KVH) * D elements; a
 program holds a few heads of q, of one token, or of k and v, of one or more.  Nothing is masked that
 need not be: what would lie behind the last head is that head once more.  All loads come before all
-stores, so that their latencies overlap.  Positions and slots are read before the wait for the
-kernel ahead: behind it no address depends on a load.
+stores, so that their latencies overlap.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dependent import read_early, start_next, wait_for_previous
+from .dependent import start_next_and_wait
 from .float8 import scaled_as, to_float32
 from .groups import Heads, PagedCache
 
@@ -78,9 +77,9 @@ def _rotate_heads(
 
 
 @triton.jit
-def _cos_row(position, table_ptr, max_position, HALF: tl.constexpr):
-    row = tl.minimum(tl.maximum(position.to(tl.int64), 0), max_position - 1)
-    return table_ptr + row * (2 * HALF)
+def _cos_row(positions_ptr, token, table_ptr, max_position, HALF: tl.constexpr):
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    return table_ptr + tl.minimum(tl.maximum(position, 0), max_position - 1) * (2 * HALF)
 
 
 @triton.jit
@@ -91,20 +90,12 @@ def _rope_kv_store_kernel(
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    start_next(PROGRAMMATIC)
+    start_next_and_wait(PROGRAMMATIC)
     num_tokens, group = tl.num_programs(0), tl.program_id(1)
     num_q_groups = tl.cdiv(num_q_heads, HEADS)
-    rotates_q = group < num_q_groups
     lane = tl.arange(0, HEADS)[:, None]
-    # Rows of k and v are heads of all tokens: few heads a token still fill a program.
-    first = ((group - num_q_groups) * num_tokens + tl.program_id(0)) * HEADS
-    row = tl.minimum(tl.maximum(first, 0) + lane, num_tokens * KV_HEADS - 1)
-    token = tl.where(rotates_q, tl.program_id(0), row // KV_HEADS).to(tl.int64)
-    position = read_early(positions_ptr + token, PROGRAMMATIC)
-    slot = read_early(slots_ptr + token, PROGRAMMATIC).to(tl.int64)
-    wait_for_previous(PROGRAMMATIC)
-    cos_row = _cos_row(position, table_ptr, max_position, HALF)
-    if rotates_q:
+    if group < num_q_groups:
+        token = tl.program_id(0).to(tl.int64)
         head = tl.minimum(group * HEADS + lane, num_q_heads - 1).to(tl.int64)
         _rotate_heads(
             q.ptr + token * q.token_stride + head * q.head_stride,
@@ -112,7 +103,7 @@ def _rope_kv_store_kernel(
             lane >= 0,
             q_weight_ptr,
             eps,
-            cos_row,
+            _cos_row(positions_ptr, token, table_ptr, max_position, HALF),
             None,
             head,
             HEAD_DIM,
@@ -120,27 +111,32 @@ def _rope_kv_store_kernel(
             HALF_BLOCK,
             REST_BLOCK,
         )
-    elif first < num_tokens * KV_HEADS:
-        head = (row % KV_HEADS).to(tl.int64)
-        slot_ptr = cache.ptr + slot // BLOCK_SIZE * cache.block_stride
-        rows = slot_ptr + slot % BLOCK_SIZE * cache.slot_stride + head * cache.head_stride
-        col = tl.arange(0, DIM_BLOCK)[None, :]
-        v_rows = v.ptr + token * v.token_stride + head * v.head_stride
-        new_v = tl.load(v_rows + col, mask=col < HEAD_DIM, other=0.0)
-        _rotate_heads(
-            k.ptr + token * k.token_stride + head * k.head_stride,
-            rows,
-            slot >= 0,
-            k_weight_ptr,
-            eps,
-            cos_row,
-            kv_scale_ptr,
-            head,
-            HEAD_DIM,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-        )
-        dtype: tl.constexpr = cache.ptr.dtype.element_ty
-        new_v = scaled_as(new_v, kv_scale_ptr, KV_HEADS + head, head >= 0, dtype)
-        tl.store(rows + cache.kv_stride + col, new_v, mask=(slot >= 0) & (col < HEAD_DIM))
+    else:
+        # Rows are heads of all tokens: few heads a token still fill a program.
+        first = ((group - num_q_groups) * num_tokens + tl.program_id(0)) * HEADS
+        if first < num_tokens * KV_HEADS:
+            row = tl.minimum(first + lane, num_tokens * KV_HEADS - 1)
+            token, head = (row // KV_HEADS).to(tl.int64), (row % KV_HEADS).to(tl.int64)
+            slot = tl.load(slots_ptr + token).to(tl.int64)
+            slot_ptr = cache.ptr + slot // BLOCK_SIZE * cache.block_stride
+            rows = slot_ptr + slot % BLOCK_SIZE * cache.slot_stride + head * cache.head_stride
+            col = tl.arange(0, DIM_BLOCK)[None, :]
+            v_rows = v.ptr + token * v.token_stride + head * v.head_stride
+            new_v = tl.load(v_rows + col, mask=col < HEAD_DIM, other=0.0)
+            _rotate_heads(
+                k.ptr + token * k.token_stride + head * k.head_stride,
+                rows,
+                slot >= 0,
+                k_weight_ptr,
+                eps,
+                _cos_row(positions_ptr, token, table_ptr, max_position, HALF),
+                kv_scale_ptr,
+                head,
+                HEAD_DIM,
+                HALF,
+                HALF_BLOCK,
+                REST_BLOCK,
+            )
+            dtype: tl.constexpr = cache.ptr.dtype.element_ty
+            new_v = scaled_as(new_v, kv_scale_ptr, KV_HEADS + head, head >= 0, dtype)
+            tl.store(rows + cache.kv_stride + col, new_v, mask=(slot >= 0) & (col < HEAD_DIM))

@@ -19,12 +19,7 @@ import triton.language as tl
 
 from fusewright.ops import ALL_OPS, BY_NAME, KernelTable, Launch, Variant, variants_of
 from fusewright.ops._triton_compile import compile_variant
-from fusewright.ops.triton_kernels.dependent import (
-    prefetch,
-    read_early,
-    start_next_and_wait,
-    wait_for_previous,
-)
+from fusewright.ops.triton_kernels.dependent import prefetch, start_next_and_wait, wait_for_previous
 
 SM = 90
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
@@ -90,17 +85,10 @@ def fetching_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, BLOCK), n)
 
 
-@triton.jit
-def early_kernel(x_ptr, n, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr):
-    x = read_early(x_ptr + tl.arange(0, BLOCK), PROGRAMMATIC)
-    wait_for_previous(PROGRAMMATIC)
-    tl.store(x_ptr + tl.arange(0, BLOCK), x + n)
-
-
 PLAIN = ("right_kernel", "wrong_kernel")
 PROGRAMMATIC = (
-    "waiting_kernel", "leading_kernel", "fetching_kernel", "early_kernel", "heedless_kernel",
-    "hasty_kernel", "evading_kernel"
+    "waiting_kernel", "leading_kernel", "fetching_kernel", "heedless_kernel", "hasty_kernel",
+    "evading_kernel"
 )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_a_kernel_that_does_not_compile_is_reported(own: dict[str, dict[str, Any
 def test_code_for_programmatic_launches_must_wait_first(own: dict[str, dict[str, Any]]) -> None:
     """``compile_variant`` reads each kernel's PTX, so that what compiles above does wait."""
     errors = {name: line["error"] for name, line in own.items() if line["programmatic"]}
-    for right in ("waiting_kernel", "leading_kernel", "fetching_kernel", "early_kernel"):
+    for right in ("waiting_kernel", "leading_kernel", "fetching_kernel"):
         assert not errors.pop(right)
     assert "but there is none" in errors.pop("heedless_kernel")
     assert "but ld.global" in errors.pop("hasty_kernel")
