@@ -18,10 +18,11 @@ from .request import Request
 _KEY_BYTES = 16
 
 
-def find_prefix(pool: BlockPool, request: Request) -> SequenceBlocks:
+def find_prefix(pool: BlockPool, request: Request, alone: bool) -> SequenceBlocks:
     """Blocks that hold the request's first tokens; the last token is always computed, since its
-    hidden state gives the next.  Keys are made as far as they are known: the others can wait."""
-    keys = extend_keys(request, pool.block_size, pool.keys_of_whole)
+    hidden state gives the next.  For a request alone, keys are made as far as they are known: the
+    others can wait until it is launched."""
+    keys = extend_keys(request, pool.block_size, pool.keys_of_whole if alone else None)
     return pool.find(keys[: (request.num_tokens - 1) // pool.block_size])
 
 

@@ -196,8 +196,8 @@ class Scheduler:
         return ScheduledStep(scheduled, make_batch(scheduled, self.tokens_per_step))
 
     def cache_blocks(self) -> None:
-        """Let others find the blocks that a scheduled step fills: before another request looks for
-        them, and otherwise when the step is launched."""
+        """Let others find the blocks that a scheduled step fills, once it is launched.  Where
+        others wait who might find them in the same step, ``schedule`` has done this already."""
         for request in self._uncached:
             cache_full_blocks(self.pool, request)
         self._uncached.clear()
@@ -286,6 +286,8 @@ class Scheduler:
         request.num_computed_tokens = end
         if self.prefix_caching and end >= (request.num_cached_blocks + 1) * self.pool.block_size:
             self._uncached.append(request)
+            if self.waiting:
+                self.cache_blocks()
         if end - start > 1 and self.pool.has_windows:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
         num_sampled = 0
@@ -325,10 +327,8 @@ class Scheduler:
         if not self.enable_chunked_prefill and num_tokens > budget:
             return None
         # Cached blocks hold no logits, which a scored prompt needs.
-        searched = self.prefix_caching and not request.is_scored
-        if searched:
-            self.cache_blocks()
-        blocks = find_prefix(pool, request) if searched else pool.find([])
+        searched, alone = self.prefix_caching and not request.is_scored, len(self.waiting) == 1
+        blocks = find_prefix(pool, request, alone) if searched else pool.find([])
         start, shared = len(blocks.tables[0]) * pool.block_size, blocks.held()
         needed = pool.most_blocks(num_tokens, self.limits.longest_chunk) - len(shared)
         # Leave a block of each group for each running request, or the newcomer would soon be
