@@ -88,6 +88,8 @@ def trace(
             torch.compile(model, backend=backend, fullgraph=True, dynamic=True)(*args)
     except _Captured:
         pass
+    except OSError:  # of the folder that Inductor writes to, and not of the model
+        raise
     except Exception as error:
         first_line = str(error).strip().splitlines()[0]
         raise TraceError(

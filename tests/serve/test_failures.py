@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +125,15 @@ def test_debug_is_a_prompt_where_a_prompt_is_expected(capsys: pytest.CaptureFixt
 # Compilers and their files
 
 
-def compiled(tmp_path: Path, **environment: str) -> str:
+def compiled(
+    tmp_path: Path, *, program: Sequence[str] = PROGRAM.split(), **environment: str
+) -> str:
     """What a start that must compile for a CPU says."""
     env = os.environ | {
         "FUSEWRIGHT_CACHE_DIR": str(tmp_path / "store"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
-    command = [*PROGRAM.split(), "compile", "-O2", *CPU.split(), "--no-verify"]
+    command = [*program, "compile", "-O2", *CPU.split(), "--no-verify"]
     done = subprocess.run(
         command, env=env | environment, capture_output=True, text=True, timeout=500
     )
@@ -168,6 +171,16 @@ def test_a_folder_that_inductor_cannot_write_is_named(tmp_path: Path) -> None:
     line = compiled(tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/x")
     assert "compiling fails at /dev/null/x: Not a directory" in line
     assert "TMPDIR" in line
+
+
+def test_it_is_named_too_where_inductor_has_been_imported_before(tmp_path: Path) -> None:
+    """Then the folder is first made while the model is traced."""
+    code = """import os, sys, torch._inductor.compile_fx
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/dev/null/x"
+from fusewright.serve.cli import main
+sys.exit(main(sys.argv[1:]))"""
+    line = compiled(tmp_path, program=[sys.executable, "-c", code])
+    assert "compiling fails at /dev/null/x: Not a directory" in line
 
 
 def test_a_dump_on_a_full_disk_names_the_file(
