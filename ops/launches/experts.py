@@ -81,8 +81,8 @@ def tuned_tile(tile: ExpertTile, *, gated: bool) -> Tile:
 
 
 def rows_an_expert(num_tokens: int, top_k: int, num_experts: int) -> float:
-    """The rows that an expert gets on average, of the number of tokens that selects a tile."""
-    return counted_tokens(num_tokens) * top_k / num_experts
+    """The rows that an expert gets on average, of the next power of two of tokens."""
+    return next_power_of_2(max(num_tokens, 1)) * top_k / num_experts
 
 
 class Shape(NamedTuple):
@@ -98,7 +98,7 @@ class Shape(NamedTuple):
 def rule_tile(num_tokens: int, shape: Shape) -> ExpertTile:
     """The rule's tile for weights of ``itemsize`` 1 or 2, in the form of a tuned one.  Its rows are
     about those of one expert, with the number of tokens rounded up to a power of two."""
-    rows = rows_an_expert(num_tokens, shape.top_k, shape.experts)
+    rows = rows_an_expert(counted_tokens(num_tokens), shape.top_k, shape.experts)
     tile = next(tile for most_rows, tile in _RULE[shape.itemsize] if rows <= most_rows)
     if tile.rows >= 128:
         return tile

@@ -212,7 +212,16 @@ def test_refusals_name_the_argument(grouped: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("experts", "tokens", "times"),
-    [(8, 9, 0), (8, 64, 0), (8, 65, 2), (8, 512, 2), (32, 65, 0), (32, 256, 0), (32, 257, 2)],
+    [
+        (8, 9, 0),
+        (8, 64, 0),
+        (8, 65, 2),
+        (8, 512, 2),
+        (32, 65, 0),
+        (32, 256, 0),
+        (32, 257, 2),
+        (256, 4096, 2),
+    ],
 )
 def test_mixtures_of_many_rows_an_expert_run_it(experts: int, tokens: int, times: int) -> None:
     """And some tokens run csrc's router before Triton's layers."""
