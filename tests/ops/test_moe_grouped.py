@@ -226,9 +226,9 @@ def test_refusals_name_the_argument(grouped: Any, name: str) -> None:
 def test_mixtures_of_many_rows_an_expert_run_it(experts: int, tokens: int, times: int) -> None:
     """And some tokens run csrc's router before Triton's layers."""
     draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
-    args = moe_args(draw, 16, experts, 2, 128, 64)
+    args = moe_args(draw, 16, experts, 2, 256, 64)
     on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
-    on_meta[0] = torch.empty(tokens, 128, dtype=torch.bfloat16, device="meta")
+    on_meta[0] = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
     runs = BY_NAME["fused_moe"].implementation("cuda").runs
     assert runs is not None
     names = runs(*on_meta)
