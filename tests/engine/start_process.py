@@ -23,7 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FORBIDDEN = ("torch._dynamo", "torch._inductor", "triton")
+FORBIDDEN = ("torch._dynamo", "torch._inductor", "triton", "jinja2")
+"""What a warm start imports none of: the compilers, and Jinja, which conversations alone need."""
 COMPILERS = ("ptxas", "nvcc", "gcc", "g++", "cc", "c++", "clang", "clang++", "ld", "as", "ninja")
 TIMEOUT_S = 500
 
@@ -175,7 +176,7 @@ def run(task: str, **arguments: Any) -> Any:
 
 
 class _Refuse(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the import of a compiler an error that nothing takes for an optional package.
+    """Makes a forbidden import an error that nothing takes for an optional package.
 
     To look whether there is one, as torch does for Triton, is no import.
     """
