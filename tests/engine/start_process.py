@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 FORBIDDEN = ("torch._dynamo", "torch._inductor", "triton", "jinja2")
-"""What a warm start imports none of: the compilers, and Jinja, which conversations alone need."""
+"""A warm start imports none of these: the compilers, and Jinja, which conversations alone need."""
 COMPILERS = ("ptxas", "nvcc", "gcc", "g++", "cc", "c++", "clang", "clang++", "ld", "as", "ninja")
 TIMEOUT_S = 500
 

@@ -42,7 +42,7 @@ def start(monkeypatch: pytest.MonkeyPatch, load: Callable[[str], Any], *, alone:
 
 
 def calls(monkeypatch: pytest.MonkeyPatch, driver: Driver, *, alone: bool) -> list[str]:
-    """What a start calls of a driver."""
+    """The calls that a start makes of a driver, in order."""
     start(monkeypatch, lambda name: driver, alone=alone)
     return driver.calls
 
