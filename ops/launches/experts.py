@@ -86,8 +86,8 @@ def rows_an_expert(num_tokens: int, top_k: int, num_experts: int) -> float:
 
 
 class Shape(NamedTuple):
-    """The facts of a layer's experts from which the rule's tile follows: how many there are, how many
-    a token chooses, the intermediate size that a rank has of each, and the bytes of a weight's
+    """The facts of a layer's experts from which the rule's tile follows: how many there are, how
+    many a token chooses, the intermediate size that a rank has of each, and the bytes of a weight's
     element."""
 
     experts: int
