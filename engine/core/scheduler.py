@@ -196,8 +196,8 @@ class Scheduler:
         return ScheduledStep(scheduled, make_batch(scheduled, self.tokens_per_step))
 
     def cache_blocks(self) -> None:
-        """Let others find the blocks that a scheduled step fills, once it is launched.  Where
-        others wait who might find them in the same step, ``schedule`` has done this already."""
+        """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where
+        others wait, who may find them in the same step, ``schedule`` has done it already."""
         for request in self._uncached:
             cache_full_blocks(self.pool, request)
         self._uncached.clear()

@@ -8,10 +8,10 @@ from threading import Thread
 
 
 def start_cuda(*, alone: bool) -> None:
-    """Begin to start the driver, in a thread; returns at once.
+    """Start the driver in a thread, and return at once.
 
-    A process that has imported torch may have chosen a GPU, and is left alone.  Failures are not
-    told: torch meets them again, and says what is wrong.
+    A process that has imported torch may have chosen a GPU, and is left alone.  Failures are
+    not reported: torch meets them again, and says what is wrong.
 
     Args:
         alone: the process is the only rank.  It also gets the context of its GPU, the first

@@ -30,9 +30,9 @@ def start_others(options: EngineOptions) -> StartedRanks:
 
 @contextmanager
 def started_ranks(options: EngineOptions) -> Iterator[StartedRanks | None]:
-    """Start what the engine needs that the block makes: CUDA's driver, and the other ranks.  The
-    engine ends these; if the block fails, they are ended here.  Yields None for one rank, and under
-    torchrun, which starts ranks.
+    """Start CUDA's driver, and the other ranks of the engine that the block makes.  The engine ends
+    these; if the block fails, they are ended here.  Yields None for one rank, and under torchrun,
+    which starts ranks.
 
     Raises:
         UserError: torchrun's environment is damaged, or Ray was to start them too.

@@ -96,10 +96,15 @@ class Shape(NamedTuple):
     itemsize: int
 
 
+def _rows_of_tile(num_tokens: int, shape: Shape) -> float:
+    """The rows an expert, up to the number of tokens from which the tile stays the same."""
+    return rows_an_expert(counted_tokens(num_tokens), shape.top_k, shape.experts)
+
+
 def rule_tile(num_tokens: int, shape: Shape) -> ExpertTile:
     """The rule's tile for weights of ``itemsize`` 1 or 2, in the form of a tuned one.  Its rows are
     about those of one expert, with the number of tokens rounded up to a power of two."""
-    rows = rows_an_expert(counted_tokens(num_tokens), shape.top_k, shape.experts)
+    rows = _rows_of_tile(num_tokens, shape)
     tile = next(tile for most_rows, tile in _RULE[shape.itemsize] if rows <= most_rows)
     if tile.rows >= 128:
         return tile
@@ -112,8 +117,7 @@ def rule_tile(num_tokens: int, shape: Shape) -> ExpertTile:
 def tile_of(num_tokens: int, shape: Shape, *, gated: bool) -> Tile:
     """The tile for this many tokens, by the rule."""
     if shape.itemsize > 2:  # float32 runs on the plain cores: keep its tiles in registers
-        few = counted_tokens(num_tokens) * shape.top_k <= 16 * shape.experts
-        return Tile(16 if few else 32, 32, 32)
+        return Tile(16 if _rows_of_tile(num_tokens, shape) <= 16 else 32, 32, 32)
     return tuned_tile(rule_tile(num_tokens, shape), gated=gated)
 
 
