@@ -126,6 +126,21 @@ def supports_call(call: Call, desc: OpDesc) -> str:
     return route_plans.too_many(call.num_routed)
 
 
+def _with_clear_groups(orders: Tensor, *, num_groups: int, num_chosen: int) -> Tensor:
+    """Of several orders of a token's experts, the one whose chosen groups are ahead by most.
+
+    A group counts by the sum of its best two sigmoid scores; two such sums may be nearly equal.
+
+    Args:
+        orders: [candidates, tokens, experts].
+    """
+    scores = (orders * (4.0 / orders.shape[2])).sigmoid().unflatten(-1, (num_groups, -1))
+    ranked = scores.topk(2).values.sum(-1).sort(descending=True).values
+    ahead = ranked[..., num_chosen - 1] - ranked[..., num_chosen]
+    tokens = torch.arange(orders.shape[1], device=orders.device)
+    return orders[ahead.argmax(0), tokens]
+
+
 def moe_args(
     draw: Draw,
     tokens: int,
@@ -147,6 +162,9 @@ def moe_args(
     # Each token points along a few router rows, which are orthogonal.
     router = torch.linalg.qr(randn(hidden, hidden))[0][:experts]
     order = draw.rand(tokens, experts).argsort(-1)
+    if biased and routing[2] > 1:
+        orders = draw.rand(8, tokens, experts).argsort(-1)
+        order = _with_clear_groups(orders, num_groups=routing[2], num_chosen=routing[3])
     x = (order * (4.0 / experts)) @ router + randn(tokens, hidden) * 1e-3
     bias = torch.zeros(experts, device=device) if biased else None
     scales: list[Tensor | None] = [None] * 4
