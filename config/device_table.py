@@ -27,6 +27,7 @@ ROWS = (
     "stream fp8 token",
     "stream fp8 block",
     "stream fp8 weight",
+    "stream fp8 block weight",
     "tiled fp8 tensor",
     "tiled fp8 token",
     "tiled fp8 block",

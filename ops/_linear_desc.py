@@ -67,6 +67,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         WeightFormat("fp8 token", E4M3, (1, 0), (1, 0)),
         WeightFormat("fp8 block", E4M3, (1, BLOCK), (BLOCK, BLOCK)),
         WeightFormat("fp8 weight", E4M3, None, (1, 0)),
+        WeightFormat("fp8 block weight", E4M3, None, (BLOCK, BLOCK)),
     )
 }
 

@@ -26,7 +26,15 @@ from ._cuda import load_cuda_library
 from ._desc import OpDesc
 from ._device_table import most_rows
 from ._launch import Launches, run_launches
-from ._linear_desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
+from ._linear_desc import (
+    BLOCK,
+    LinearArgs,
+    LinearDesc,
+    Shapes,
+    describe_call,
+    describe_shapes,
+    shapes_of,
+)
 from .launches import linear as tiled, linear_fp8 as tiled_fp8
 from .launches.activation import gated_activation
 from .launches.counters import counters
@@ -37,7 +45,10 @@ _LINE_BYTES = 128
 _LEAST_BYTES = 8 << 20
 _BLOCK_COLUMNS = 512
 _MOST_NORMED_ROWS = 16
-_STREAMED = ("bfloat16", "fp8 tensor", "fp8 token", "fp8 block", "fp8 weight")
+_STREAMED = (
+    *("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"),
+    *("fp8 weight", "fp8 block weight"),
+)
 _CALLS = 4096
 
 
@@ -130,11 +141,11 @@ def _stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
         return f"built for SM 9.0, not {target.sm / 10 if target.sm else 'an unknown one'}"
     if desc.weight_format not in _STREAMED:
         return f"dtype {desc.format.dtype}, not bfloat16 or FP8"
-    if desc.weight_format == "fp8 weight" and desc.dtype != torch.bfloat16:
+    if desc.format.scaled and not desc.format.x_scale and desc.dtype != torch.bfloat16:
         return f"x is {desc.dtype}: an FP8 weight is converted to bfloat16 alone"
     if desc.format.x_scale and (desc.add or desc.prologue):
         return "joins no layers of FP8 x: quantizing it in every block was slower (docs/decisions)"
-    if desc.weight_format == "fp8 block":
+    if desc.format.weight_scale == (BLOCK, BLOCK):
         if desc.activation:
             return "activates no layer with scales of blocks"
         if desc.in_features % _BLOCK_COLUMNS:

@@ -261,7 +261,7 @@ def down_add_norm(
     """(the sum plus a residual, that times the norm's weight, the sums of its squares)."""
     weights, ids, h = made
     total, weighted, squares = torch.ops.fw_cuda.moe_down_norm.default(
-        h, call.down, ids, weights, norm_weight, None, residual, call.shared, True
+        h, call.down, ids, weights, norm_weight, call.down_scale, residual, call.shared, True
     )
     return total, weighted, squares
 

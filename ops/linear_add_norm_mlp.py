@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from . import _in_turn as turns
 from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._float8 import E4M3
-from ._launch import Launch, Launches
+from ._in_turn import Visit
+from ._launch import Launches
 from ._linear_desc import LinearDesc
 from ._linear_kernels import LIBRARY, STREAM, Target, here, streamable, why_not_streamed
 from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
@@ -32,8 +34,6 @@ from .norm import NORMS, Norm
 from .quantize import QUANTIZE, refuses_device
 
 Results: TypeAlias = tuple[Tensor, Tensor]
-Visit: TypeAlias = Callable[..., Any]
-"""Computes an op on arguments, in one way or another, and returns its results."""
 
 _QUANTIZE, _ADD_NORM = QUANTIZE["dynamic"], NORMS[Norm(add=True, quant="dynamic")]
 
@@ -114,7 +114,7 @@ def _reference(*args: Any) -> Results:
     """
     call = Call.of(args)
     check(call)
-    return _in_turn(call, lambda op, *given: op.reference(*given))
+    return _in_turn(call, turns.reference)
 
 
 def check(call: Call) -> None:
@@ -136,7 +136,7 @@ def check(call: Call) -> None:
 def _fake(*args: Any) -> Results:
     call = Call.of(args)
     check(call)
-    return _in_turn(call, lambda op, *given: op.fake(*given))
+    return _in_turn(call, turns.fake)
 
 
 def _facts(call: Call) -> tuple[Any, ...]:
@@ -202,14 +202,15 @@ def _skinny(*args: Any) -> Results:
     return joined
 
 
-def _part(linear: str, op: SemanticOp) -> Implementation:
-    """The implementation of an op in a call that is computed op by op."""
-    return op.implementation(linear if op is LINEAR else "triton")
+def _part(linear: str) -> turns.Part:
+    """Choose the implementations of a call that is computed op by op."""
+    return lambda op: op.implementation(linear if op is LINEAR else "triton")
 
 
 def _runner(linear: str) -> Callable[..., Results]:
     def run(*args: Any) -> Results:
-        return _in_turn(Call.of(args), lambda op, *given: _part(linear, op).fn(*given))
+        results: Results = turns.run(_in_turn, Call.of(args), _part(linear))
+        return results
 
     return run
 
@@ -219,17 +220,7 @@ _run_with_csrc = _runner("skinny")
 
 def _launches(*args: Any, linear: str) -> Launches[Results]:
     """The launches of the ops in turn: what must be compiled."""
-    planned: list[Launch] = []
-
-    def visit(op: SemanticOp, *given: Any) -> Any:
-        plan = _part(linear, op).launches
-        assert plan is not None
-        launches, results = plan(*given)
-        planned.extend(launches)
-        return results
-
-    results = _in_turn(Call.of(args), visit)
-    return planned, results
+    return turns.plan(_in_turn, Call.of(args), _part(linear))
 
 
 def _runs(*args: Any, linear: str) -> tuple[str, ...]:
@@ -238,20 +229,7 @@ def _runs(*args: Any, linear: str) -> tuple[str, ...]:
     if linear == "skinny" and _streams(call):
         joined = f"{STREAM.name}, add", f"norm, {STREAM.name}"
         return (*joined, STREAM.name) if call.is_last else (*joined, *joined)
-    names: list[str] = []
-
-    def visit(op: SemanticOp, *given: Any) -> Any:
-        part = _part(linear, op)
-        if part.runs is not None:
-            names.extend(part.runs(*given))
-            return op.fake(*given)
-        assert part.launches is not None
-        launches, results = part.launches(*given)
-        names.extend(launch.kernel.partition(":")[2] for launch in launches)
-        return results
-
-    _in_turn(call, visit)
-    return tuple(names)
+    return turns.names(_in_turn, call, _part(linear))
 
 
 def _supports(desc: OpDesc) -> str:

@@ -9,125 +9,72 @@ residual, and normalizes the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _moe_cuda as csrc
+from . import _in_turn as turns, _moe_cuda as csrc
 from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
+from ._float8 import E4M3
 from ._launch import Launch, Launches, run_all
-from ._linear_desc import LinearDesc, describe
-from ._linear_kernels import STREAM, Target, here, why_not_streamed
+from ._linear_desc import BLOCK, LinearDesc
+from ._linear_kernels import LIBRARY, STREAM, Target, here, why_not_streamed
 from ._moe import (
     Call as Experts,
     Planned,
-    check as check_experts,
     cost_of_call,
     kernel_names,
     plan_layers,
     plan_sum,
     plan_sum_and_norm,
 )
-from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
+from ._moe_chain import (
+    ADD_NORM_QUANTIZE,
+    PARAMETERS,
+    QUANTIZE_ROWS,
+    Call,
+    Results,
+    check,
+    in_turn,
+    streamed_layers,
+)
+from ._op import Implementation, SemanticOp, on_gpu, signed
 from .fused_moe import OP as FUSED_MOE, moe_args, supports_call
 from .launches import norm
+from .launches.tiles import cdiv
 from .linear import OP as LINEAR
-from .linear_add_norm_linear import LinearAddNorm
 from .norm import ADD_RMS_NORM
 
-Results = tuple[Tensor, Tensor]
 # Plans a choice of experts and both of their layers.
 Layers = Callable[[Experts], Planned]
 
 
-# The arguments of ``fused_moe`` for FP8 weights and a shared expert, which this op does not take.
-_PLAIN = (None, None, None, None, 0, None, None)
-
-
-class Call(NamedTuple):
-    """The arguments of a call.
-
-    Attributes:
-        head: the first layer, with x a matrix, and the norm before the experts.
-        experts: the arguments of ``fused_moe``, on the residual in place of the norm.
-        next_norm_weight, next_eps: of the norm after the experts.  In a model's last layer,
-            ``next_norm_weight``, ``next_weight`` and ``next_bias`` are None.
-        next_weight, next_bias: of the second linear layer, [out_features, hidden] and
-            [out_features]; the bias may be None.
-    """
-
-    head: LinearAddNorm
-    experts: Experts
-    next_norm_weight: Tensor | None
-    next_eps: float
-    next_weight: Tensor | None
-    next_bias: Tensor | None
-
-    @classmethod
-    def of(cls, args: Iterable[Any]) -> Call:
-        """The call with these arguments, in the order of ``_PARAMETERS``."""
-        args = tuple(args)
-        head = LinearAddNorm(*args[:6])
-        experts = Experts._make((head.residual, *args[6:10], *_PLAIN, *args[10:17], None))
-        return cls(head, experts, *args[17:])
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing follows the experts."""
-        return self.next_norm_weight is None
-
-
-_EXPERTS = parameters_of(Experts)
-_PARAMETERS = (
-    *parameters_of(LinearAddNorm),
-    *(*_EXPERTS[1:5], *_EXPERTS[12:19]),
-    *parameters_of(Call)[2:],
-)
-
-
 def _reference(*args: Any) -> Results:
-    """``linear``, ``add_rms_norm``, ``fused_moe``, and again ``add_rms_norm`` and ``linear``.
+    """``linear``, ``add_rms_norm``, ``fused_moe``, and again ``add_rms_norm`` and ``linear``; with
+    scales, x is quantized before each linear layer.
 
     Returns:
         (y, residual_out), contiguous.  y is [num_tokens, out_features], and ``residual_out`` is the
         sum that the last norm reads.  Without ``next_norm_weight``, y is the experts' result, and
-        ``residual_out`` is the sum before the experts; y is not added to it.
+        ``residual_out`` is the sum before the experts; y is not added to it.  The kernels for few
+        tokens do not quantize activations: their y is nearer to the layers of unquantized x.
 
     Raises:
         ValueError: shapes are not these.
     """
     call = Call.of(args)
-    first = LINEAR.reference(*call.head.layer)
-    normed, total = ADD_RMS_NORM.reference(*call.head.between(first))
-    y = FUSED_MOE.reference(*call.experts._replace(x=normed))
-    if call.is_last:
-        return y, total
-    normed, total = ADD_RMS_NORM.reference(y, total, call.next_norm_weight, call.next_eps)
-    return LINEAR.reference(normed, call.next_weight, call.next_bias), total
-
-
-def check(call: Call) -> None:
-    """Raises ValueError: shapes do not fit; names what was expected."""
-    call.head.check_matrix("linear_add_norm_moe")
-    if (call.next_norm_weight is None) is not (call.next_weight is None):
-        raise ValueError(
-            "linear_add_norm_moe: one of next_norm_weight and next_weight is given, expected both "
-            "or none"
-        )
-    check_experts(call.experts)
+    check(call)
+    return in_turn(call, turns.reference)
 
 
 def _fake(*args: Any) -> Results:
     call = Call.of(args)
     check(call)
-    total = LINEAR.fake(*call.head.layer)
-    if call.is_last:
-        return torch.empty_like(total), total
-    return LINEAR.fake(total, call.next_weight, call.next_bias), total
+    return in_turn(call, turns.fake)
 
 
 def _linear(*args: Any) -> Tensor:
@@ -138,23 +85,14 @@ def _linear(*args: Any) -> Tensor:
 
 def _streams(call: Call) -> bool:
     """Whether csrc's kernels for few tokens serve the whole call, dense layers and experts."""
-    x, tensors = call.head.x, call.head[:5] + call.experts[1:5]
+    x, tensors = call.head.x, (*call.head[:5], *call.experts[1:5], *call[2:])
     if x.device.type != "meta" and not all(
-        t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors
+        not isinstance(t, Tensor) or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors
     ):
         return False
-    if why_not_streamed(_layers(call), x.shape[0], here(x.device)):
+    if why_not_streamed(streamed_layers(call), x.shape[0], here(x.device)):
         return False
     return csrc.streams(call.experts)
-
-
-def _layers(call: Call) -> list[LinearDesc]:
-    """Describes the dense layers: the first adds a residual, the second reads a norm."""
-    found = [replace(describe(*call.head.layer), add=True)]
-    if not call.is_last:
-        behind = describe(call.head.residual, call.next_weight, call.next_bias)
-        found.append(replace(behind, prologue="norm"))
-    return found
 
 
 def _cuda(*args: Any) -> Results:
@@ -162,22 +100,24 @@ def _cuda(*args: Any) -> Results:
     with csrc's router, many with its grouped GEMM for the experts."""
     call = Call.of(args)
     if not _streams(call):
-        return _in_turn(call, _cuda_layers)
-    weighted, total, squares = torch.ops.fw_cuda.skinny_linear_add.default(*call.head[:5])
+        return _run_in_turn(call, "cuda", _cuda_layers)
+    add = torch.ops.fw_cuda.skinny_linear_add.default
+    weighted, total, squares = add(*call.head[:5], call.weight_scale)
     experts = call.experts._replace(x=weighted)
     made = csrc.route_and_gate_up(experts, squares, float(call.head.eps))
     if call.next_norm_weight is None:
         return csrc.down(experts, made), total
     total, weighted, squares = csrc.down_add_norm(experts, made, total, call.next_norm_weight)
-    y = torch.ops.fw_cuda.skinny_norm_linear.default(
-        weighted, squares, float(call.next_eps), call.next_weight, call.next_bias
-    )
-    return y, total
+    norm_linear = torch.ops.fw_cuda.skinny_norm_linear.default
+    behind = (call.next_weight, call.next_bias, None, call.next_scale)
+    return norm_linear(weighted, squares, float(call.next_eps), *behind), total
 
 
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
     call = Call.of(args)
     if not _streams(call):
+        if call.is_fp8:
+            return turns.names(in_turn, call, _part("cuda"))
         return csrc.names(call.experts, _runs(*args))
     names = (f"{STREAM.name}, add", *csrc.STREAMED)
     return names if call.is_last else (*names[:-1], f"{names[-1]}, add", f"norm, {STREAM.name}")
@@ -190,12 +130,13 @@ def _cuda_supports(desc: OpDesc) -> str:
     experts = call.experts
     if not csrc.why_not_grouped(experts, csrc.MANY_TOKENS, target):
         return ""
-    why = why_not_streamed(_layers(call), 1, target)
+    # Where only the dense layers cannot be streamed, those of FP8 are computed in turn.
+    why = "" if call.is_fp8 else why_not_streamed(streamed_layers(call), 1, target)
     return why or csrc.why_not_streamed(experts, 1, target)
 
 
 def _triton(*args: Any) -> Results:
-    return _in_turn(Call.of(args), _triton_layers)
+    return _run_in_turn(Call.of(args), "triton", _triton_layers)
 
 
 def _cuda_layers(experts: Experts) -> Planned:
@@ -210,8 +151,18 @@ def _logits(experts: Experts) -> Tensor:
     return _linear(experts.x, experts.router_weight, None)
 
 
-def _in_turn(call: Call, layers: Layers) -> Results:
-    """Runs the ops in turn; the kernel that sums the experts also applies the norm that follows."""
+def _part(name: str) -> turns.Part:
+    """Choose the implementations of FP8 layers that are computed op by op."""
+    named = {LINEAR.name: "skinny", FUSED_MOE.name: name}
+    return lambda op: op.implementation(named.get(op.name, "triton"))
+
+
+def _run_in_turn(call: Call, name: str, layers: Layers) -> Results:
+    """Runs the ops in turn.  The kernel that sums the experts also applies the norm that follows;
+    in FP8 that norm's kernel quantizes instead."""
+    if call.is_fp8:
+        made: Results = turns.run(in_turn, call, _part(name))
+        return made
     y = _linear(*call.head.layer)
     launches, (normed, total) = norm.norm(*call.head.between(y))
     run_all(launches)
@@ -248,12 +199,17 @@ def _planned(call: Call) -> tuple[list[Launch], list[Launch], Results]:
 
 def _launches(*args: Any) -> Launches[Results]:
     """The launches that must be compiled: all but the GEMMs of dense layers."""
-    first, then, results = _planned(Call.of(args))
+    call = Call.of(args)
+    if call.is_fp8:
+        return turns.plan(in_turn, call, _part("triton"))
+    first, then, results = _planned(call)
     return [*first, *then], results
 
 
 def _runs(*args: Any) -> tuple[str, ...]:
     call = Call.of(args)
+    if call.is_fp8:
+        return turns.names(in_turn, call, _part("triton"))
     first, then, _ = _planned(call)
     of_linear = LINEAR.implementation("skinny").runs
     assert of_linear is not None
@@ -270,7 +226,29 @@ def _supports(desc: OpDesc) -> str:
     part = OpDesc(desc.op, (("x", desc["residual"]),), desc.device, desc.sm)
     if reason := ADD_RMS_NORM.implementation("triton").supports(part):
         return reason
+    if call.is_fp8 and (reason := _refuses_fp8(call, desc)):
+        return reason
     return supports_call(call.experts, desc)
+
+
+def _refuses_fp8(call: Call, desc: OpDesc) -> str:
+    """Why the dense layers of FP8 are not computed in turn, or nothing."""
+    scheme = "fp8 block" if call.experts.group_size else "fp8 token"
+    for layer in streamed_layers(call):
+        plain = LinearDesc(scheme, layer.dtype, layer.out_features, layer.in_features)
+        if reason := LIBRARY.refuses(plain, 1, Target.of(desc)):
+            return reason
+    group_size = ("group_size", call.experts.group_size)
+    for op, x in ((QUANTIZE_ROWS, call.head.x), (ADD_NORM_QUANTIZE, call.head.residual)):
+        part = OpDesc(op.name, (("x", x), group_size), desc.device, desc.sm)
+        if reason := op.implementation("triton").supports(part):
+            return reason
+    return ""
+
+
+# An x that is rounded to a neighbour in FP8 of the reference's, or not to FP8 at all, moves the
+# results of both layers of experts and of the layer behind them.
+_FP8 = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), Tolerance(0.25, 0.1))
 
 
 @drawn
@@ -287,21 +265,34 @@ def _cases(draw: Draw) -> Iterator[Case]:
         k: int,
         n: int,
         bias: bool = False,
+        fp8: str = "",
         **given: Any,
     ) -> Case:
         randn = draw.randn
-        made = Experts(*moe_args(draw, tokens, experts, top_k, hidden, inner, **given))
+        made = Experts(*moe_args(draw, tokens, experts, top_k, hidden, inner, fp8=fp8, **given))
         # The norm reads the tokens of ``moe_args``: no rounding changes their choice of experts.
         first = randn(tokens, hidden) * 1e-3
-        x, weight = (t.to(dtype) for t in (randn(tokens, k), randn(hidden, k) * 1e-3 * k**-0.5))
+        x = randn(tokens, k).to(dtype)
+        weight, scale = layer(hidden, k, fp8, 1e-3)
+        behind, next_scale = layer(n, hidden, fp8)
         biases = [randn(size).to(dtype) if bias else None for size in (hidden, n)]
         biases = [None if biases[0] is None else biases[0] * 1e-3, biases[1]]
         head = (x, weight, biases[0], (made.x.float() + first).to(dtype))
         norms = [(1 + randn(hidden) / 1000).to(dtype), (1 + randn(hidden) / 4).to(dtype)]
-        tail: tuple[Any, ...] = (None, 0.0, None, None)
-        if n:
-            tail = (norms[1], 1e-5, (randn(n, hidden) * hidden**-0.5).to(dtype), biases[1])
-        return Case(label, (*head, norms[0], 1e-6, *made[1:5], *made[12:19], *tail))
+        tail: tuple[Any, ...] = (
+            (norms[1], 1e-5, behind, biases[1]) if n else (None, 0.0, None, None)
+        )
+        scales = (scale, made.gate_up_scale, made.down_scale, next_scale if n else None)
+        args = (*head, norms[0], 1e-6, *made[1:5], *made[12:19], *tail, *scales, made.group_size)
+        return Case(label, args, _FP8 if fp8 else None)
+
+    def layer(n: int, k: int, fp8: str, size: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        """A weight that makes results of this size of an x of one, and its scales if it is FP8."""
+        if not fp8:
+            return (draw.randn(n, k) * size * k**-0.5).to(dtype), None
+        rows, columns = (n, 1) if fp8 == "token" else (cdiv(n, BLOCK), cdiv(k, BLOCK))
+        scale = (0.75 + draw.rand(rows, columns) / 2) * size / (100 * k**0.5)
+        return (draw.randn(n, k) * 100).clamp(-448, 448).to(E4M3), scale
 
     yield call("one token", 1, 4, 2, 64, 32, 48, 40)
     yield call("last layer, sorted", 11, 6, 3, 64, 48, 32, 0)
@@ -309,11 +300,18 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("biases, groups", 3, 16, 3, 64, 32, 40, 24, bias=True, biased=True, routing=grouped)
     yield call("sorted", 10, 4, 2, 96, 32, 64, 48)
     yield call("no tokens", 0, 4, 2, 32, 16, 32, 16)
+    for fp8 in ("token", "block"):
+        yield call(f"FP8 {fp8}", 3, 4, 2, 128, 128, 128, 128, fp8=fp8)
+        yield call(f"FP8 {fp8}, sorted, last", 10, 4, 2, 128, 128, 256, 0, bias=True, fp8=fp8)
     if draw.device.type == "cuda":  # too large to interpret
         for tokens in (1, 7, 64, 600, 2048):
             yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 2048, 384, 4096, 2560)
         for tokens in (3, 600):
             yield call(f"{tokens} tokens, last", tokens, 64, 8, 2048, 384, 4096, 0)
+        for tokens, fp8 in product((1, 2, 8, 40), ("token", "block")):
+            sizes = (tokens, 64, 8, 2048, 384, 4096, 4096)
+            yield call(f"{tokens} tokens, FP8 {fp8}", *sizes, bias=tokens == 2, fp8=fp8)
+        yield call("1 token, FP8 block, last", 1, 64, 8, 2048, 384, 4096, 0, fp8="block")
 
 
 def _cost(desc: OpDesc) -> Cost:
@@ -333,7 +331,7 @@ def _cost(desc: OpDesc) -> Cost:
 
 OP = SemanticOp(
     name="linear_add_norm_moe",
-    reference=signed(_reference, _PARAMETERS, results=2),
+    reference=signed(_reference, PARAMETERS, results=2),
     fake=_fake,
     cases=_cases,
     cost=_cost,

@@ -20,7 +20,8 @@ from torch import fx
 from ..ops.gated_act import GATED_ACTS
 from ..ops.launches.quant import WHOLE_ROW
 from ..ops.norm import norm_axes
-from .fuse_gated_linear import has_epilogue, linear_args
+from .fp8_layer import Fp8Layer
+from .fuse_gated_linear import linear_args
 from .fuse_norm_linear import call_with_totals, items, summands
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, read_elsewhere
@@ -33,44 +34,10 @@ _ACTIVATIONS = {
 }
 
 
-class _Layer(NamedTuple):
-    """A linear layer of FP8 operands, and the node that quantizes what it multiplies."""
-
-    node: fx.Node
-    args: dict[str, Any]
-    quantizer: fx.Node
-    quantized: tuple[fx.Node, fx.Node]
-
-    @classmethod
-    def of(cls, node: Any, quantizer: Any) -> _Layer:
-        """The layer that a node is.
-
-        Raises:
-            Miss: it is none, or its x is not made by a call of ``quantizer`` and read by it alone.
-        """
-        args = linear_args(node)
-        if args is None or has_epilogue(args) or args["x_scale"] is None:
-            raise Miss(f"{node.name} is not an FP8 linear layer without an epilogue")
-        x, scale = args["x"], args["x_scale"]
-        source = x.args[0] if is_call(x, operator.getitem) else None
-        if not is_call(source, quantizer) or source.args[-1] != WHOLE_ROW:
-            name = quantizer._schema.name.partition("::")[2]
-            raise Miss(f"the x of {node.name} is not quantized by {name}, with a scale a token")
-        if (reason := read_elsewhere(x, [node])) or (reason := read_elsewhere(scale, [node])):
-            raise Miss(reason)
-        if tuple(fake_value(args["weight_scale"]).shape)[1:] != (1,):
-            raise Miss(f"the weight of {node.name} has scales of blocks, not of rows")
-        return cls(node, args, source, (x, scale))
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        return (self.quantizer, *self.quantized, self.node)
-
-
 class _Tail(NamedTuple):
     """The layer behind the MLP; its arguments are those of the op, empty where there is none."""
 
-    layer: _Layer | None = None
+    layer: Fp8Layer | None = None
     args: tuple[Any, ...] = (None, 0.0, None, None)
     scale: Any = None
 
@@ -85,11 +52,11 @@ def _read(act: fx.Node) -> Match | None:
     activation = _ACTIVATIONS.get(act.target)
     if activation is None or act.args[1] != WHOLE_ROW or _is_behind_sum(act.args[0]):
         return None
-    gate_up = _Layer.of(act.args[0], _ADD_NORM)
+    gate_up = Fp8Layer.of(act.args[0], _ADD_NORM)
     norm = gate_up.quantizer
     before, residual = summands(norm)
-    first = _Layer.of(before, _QUANTIZE)
-    down = _Layer.of(_reader(act), act.target)
+    first = Fp8Layer.of(before, _QUANTIZE)
+    down = Fp8Layer.of(_reader(act), act.target)
     sums = items(norm, 2)
     if reason := _why_not(first, norm, gate_up, act, down, sums):
         raise Miss(reason)
@@ -126,11 +93,11 @@ def _reader(act: fx.Node) -> Any:
 
 
 def _why_not(
-    first: _Layer,
+    first: Fp8Layer,
     norm: fx.Node,
-    gate_up: _Layer,
+    gate_up: Fp8Layer,
     act: fx.Node,
-    down: _Layer,
+    down: Fp8Layer,
     sums: list[fx.Node],
 ) -> str:
     if norm.args[0] is norm.args[1]:
@@ -151,7 +118,7 @@ def _why_not(
     return written_between(first.quantizer, down.node)
 
 
-def _tail(down: _Layer, sums: list[fx.Node]) -> _Tail:
+def _tail(down: Fp8Layer, sums: list[fx.Node]) -> _Tail:
     """The norm of the MLP's result and the sum before it, and the FP8 layer that reads it, if these
     are all that do."""
     norm = next(iter(down.node.users)) if len(down.node.users) == 1 else None
@@ -160,7 +127,7 @@ def _tail(down: _Layer, sums: list[fx.Node]) -> _Tail:
     if {user for total in sums for user in total.users} != {norm}:
         return _Tail()
     try:
-        layer = _Layer.of(_reader(norm), _ADD_NORM)
+        layer = Fp8Layer.of(_reader(norm), _ADD_NORM)
     except Miss:
         return _Tail()
     early = [user for total in items(norm, 2) for user in total.users if user < layer.node]

@@ -102,33 +102,57 @@ Epilogue epilogue_of(const char* op, const std::optional<std::string>& activatio
   fail(op, "activation is '", *activation, "', expected 'silu' or 'gelu_tanh'");
 }
 
+// What a layer's kernel takes, and of which operands.
+struct Layer {
+  SkinnyLinearArgs args;
+  Operands operands;
+};
+
+void check_block_scales(const char* op, const Tensor& x, std::initializer_list<Tensor> scales) {
+  bool aligned = true;
+  for (const Tensor& t : scales) aligned = aligned && is_aligned(t);
+  if (x.size(1) % kRowBytes != 0 || !aligned) {
+    fail(op, "x ", shape_of(x), " with a scale for each ", kScaleBlock,
+         " columns: expected in_features a multiple of ", kRowBytes,
+         " and scales on addresses that are multiples of 16");
+  }
+}
+
 // Describes a layer of bfloat16 activations: of a weight of bfloat16 or, with its scales, of FP8.
-SkinnyLinearArgs describe_bf16(const char* op, const Tensor& x, const Tensor& weight,
-                               const std::optional<Tensor>& weight_scale, Epilogue epilogue,
-                               int64_t max_tokens = kMaxSkinnyTokens) {
+Layer describe_bf16(const char* op, const Tensor& x, const Tensor& weight,
+                    const std::optional<Tensor>& weight_scale, Epilogue epilogue,
+                    int64_t max_tokens = kMaxSkinnyTokens) {
   if (!weight_scale) {
-    return describe(op, x, ScalarType::BFloat16, weight, ScalarType::BFloat16, epilogue,
-                    max_tokens);
+    return {
+        describe(op, x, ScalarType::BFloat16, weight, ScalarType::BFloat16, epilogue, max_tokens),
+        Operands::kBf16};
   }
   auto args = describe(op, x, ScalarType::BFloat16, weight, ScalarType::Float8_e4m3fn, epilogue,
                        kMaxWideTokens);
   check_scale(op, *weight_scale, "weight_scale", x);
-  const bool one = is_dense(*weight_scale, 1, 1, false);
-  if (!one && !is_dense(*weight_scale, weight.size(0), 1, false)) {
-    fail(op, "weight_scale has shape ", shape_of(*weight_scale), ", expected [1, 1] or [",
-         weight.size(0), ", 1] beside x of bfloat16");
-  }
   args.weight_scale = static_cast<const float*>(weight_scale->data_ptr());
-  args.weight_scale_stride = one ? 0 : 1;
-  return args;
+  const int64_t rows = weight.size(0), groups = x.size(1) / kScaleBlock;
+  if (is_dense(*weight_scale, 1, 1, false)) return {args, Operands::kFp8ByBf16};
+  if (is_dense(*weight_scale, rows, 1, false)) {
+    args.weight_scale_stride = 1;
+    return {args, Operands::kFp8ByBf16};
+  }
+  const int64_t blocks = (rows + kScaleBlock - 1) / kScaleBlock;
+  if (!is_dense(*weight_scale, blocks, groups, false) || args.gated()) {
+    fail(op, "weight_scale has shape ", shape_of(*weight_scale), ", expected [1, 1], [", rows,
+         ", 1] or, without an activation, [", blocks, ", ", groups, "] beside x of bfloat16");
+  }
+  check_block_scales(op, x, {*weight_scale});
+  return {args, Operands::kFp8BlocksByBf16};
 }
 
-Tensor run_bf16(const char* op, SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight,
+Tensor run_bf16(const char* op, Layer& layer, const Tensor& x, const Tensor& weight,
                 const collective::Peers* peers = nullptr) {
+  SkinnyLinearArgs& args = layer.args;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
   args.y = y.data_ptr();
-  run(op, args, args.weight_scale ? Operands::kFp8ByBf16 : Operands::kBf16, x, weight, peers);
+  run(op, args, layer.operands, x, weight, peers);
   return y;
 }
 
@@ -174,7 +198,8 @@ Added add(const char* op, const Tensor& x, const Tensor& weight, const std::opti
           const Tensor& residual, const Tensor& norm_weight,
           const std::optional<Tensor>& weight_scale,
           const std::optional<std::string>& group_name = std::nullopt) {
-  auto args = describe_bf16(op, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
+  Layer layer = describe_bf16(op, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
+  SkinnyLinearArgs& args = layer.args;
   add_bias(op, args, bias, ScalarType::BFloat16, x);
   args.residual = added(op, residual, "residual", args, x, true);
   args.norm_weight = added(op, norm_weight, "norm_weight", args, x, false);
@@ -186,7 +211,7 @@ Added add(const char* op, const Tensor& x, const Tensor& weight, const std::opti
   args.squares_out = static_cast<float*>(squares.data_ptr());
   collective::Peers peers;
   if (group_name) peers = peers_of(op, *group_name, args, x);
-  const Tensor total = run_bf16(op, args, x, weight, group_name ? &peers : nullptr);
+  const Tensor total = run_bf16(op, layer, x, weight, group_name ? &peers : nullptr);
   return {weighted, total, squares};
 }
 
@@ -196,7 +221,8 @@ Tensor norm_linear(const char* op, const Tensor& weighted, const Tensor& squares
                    const Tensor& weight, const std::optional<Tensor>& bias,
                    const std::optional<std::string>& activation,
                    const std::optional<Tensor>& weight_scale) {
-  auto args = describe_bf16(op, weighted, weight, weight_scale, epilogue_of(op, activation));
+  Layer layer = describe_bf16(op, weighted, weight, weight_scale, epilogue_of(op, activation));
+  SkinnyLinearArgs& args = layer.args;
   add_bias(op, args, bias, ScalarType::BFloat16, weighted);
   check_device(op, squares, "squares", weighted);
   const int64_t most_groups = weighted.size(1) / (kNormGroup / 2);
@@ -212,7 +238,7 @@ Tensor norm_linear(const char* op, const Tensor& weighted, const Tensor& squares
   args.squares = static_cast<const float*>(squares.data_ptr());
   args.num_groups = static_cast<int>(groups);
   args.eps = static_cast<float>(eps);
-  return run_bf16(op, args, weighted, weight);
+  return run_bf16(op, layer, weighted, weight);
 }
 
 // Two layers: (y of the second, the sum of the first and the residual).
@@ -233,16 +259,18 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
 std::tuple<Tensor, Tensor, Tensor> skinny_linear_add(const Tensor& x, const Tensor& weight,
                                                      const std::optional<Tensor>& bias,
                                                      const Tensor& residual,
-                                                     const Tensor& norm_weight) {
-  const Added made = add(kAdd, x, weight, bias, residual, norm_weight, std::nullopt);
+                                                     const Tensor& norm_weight,
+                                                     const std::optional<Tensor>& weight_scale) {
+  const Added made = add(kAdd, x, weight, bias, residual, norm_weight, weight_scale);
   return {made.weighted, made.total, made.squares};
 }
 
 // Its second layer alone.
 Tensor skinny_norm_linear(const Tensor& weighted, const Tensor& squares, double eps,
                           const Tensor& weight, const std::optional<Tensor>& bias,
-                          const std::optional<std::string>& activation) {
-  return norm_linear(kNorm, weighted, squares, eps, weight, bias, activation, std::nullopt);
+                          const std::optional<std::string>& activation,
+                          const std::optional<Tensor>& weight_scale) {
+  return norm_linear(kNorm, weighted, squares, eps, weight, bias, activation, weight_scale);
 }
 
 // Whether the scales are of blocks; sets strides for the others.
@@ -261,11 +289,7 @@ bool add_scales(const char* op, SkinnyLinearArgs& args, const Tensor& x, const T
   const int64_t groups = args.in_features / kScaleBlock;
   const int64_t blocks = (rows + kScaleBlock - 1) / kScaleBlock;
   if (is_dense(x_scale, tokens, groups, true) && is_dense(weight_scale, blocks, groups, false)) {
-    if (args.in_features % kRowBytes != 0 || !is_aligned(x_scale) || !is_aligned(weight_scale)) {
-      fail(op, "x ", shape_of(x), " with a scale for each ", kScaleBlock,
-           " columns: expected in_features a multiple of ", kRowBytes,
-           " and scales on addresses that are multiples of 16");
-    }
+    check_block_scales(op, x, {x_scale, weight_scale});
     return true;
   }
   fail(op, "scales ", shape_of(x_scale), " and ", shape_of(weight_scale), " of x ", shape_of(x),
@@ -298,19 +322,18 @@ Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<
                      const std::optional<Tensor>& out_scale) {
   if (x_scale && !weight_scale) fail(kLinear, "x_scale is given, expected weight_scale too");
   const Epilogue epilogue = epilogue_of(kLinear, activation);
-  SkinnyLinearArgs args = {};
-  Operands operands = Operands::kBf16;
+  Layer layer = {};
+  SkinnyLinearArgs& args = layer.args;
   if (x_scale) {
     const ScalarType held = ScalarType::Float8_e4m3fn;
     args = describe(kLinear, x, held, weight, held, epilogue);
     const bool blocks = add_scales(kLinear, args, x, *x_scale, weight, *weight_scale);
-    operands = blocks ? Operands::kFp8Blocks : Operands::kFp8;
+    layer.operands = blocks ? Operands::kFp8Blocks : Operands::kFp8;
     if (blocks && args.gated()) {
       fail(kLinear, "scales of blocks, expected one for all, or one a token and a row");
     }
   } else {
-    args = describe_bf16(kLinear, x, weight, weight_scale, epilogue);
-    if (weight_scale) operands = Operands::kFp8ByBf16;
+    layer = describe_bf16(kLinear, x, weight, weight_scale, epilogue);
   }
   const ScalarType sums =
       weight_scale ? out_dtype.value_or(ScalarType::BFloat16) : ScalarType::BFloat16;
@@ -327,7 +350,7 @@ Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty({args.num_tokens, args.out_features}, dtype, x);
   args.y = y.data_ptr();
-  run(kLinear, args, operands, x, weight);
+  run(kLinear, args, layer.operands, x, weight);
   return y;
 }
 
@@ -346,10 +369,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
       "-> (Tensor, Tensor)");
   m.def(
       "skinny_linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
-      "Tensor norm_weight) -> (Tensor, Tensor, Tensor)");
+      "Tensor norm_weight, Tensor? weight_scale=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "skinny_norm_linear(Tensor weighted, Tensor squares, float eps, Tensor weight, Tensor? bias, "
-      "str? activation=None) -> Tensor");
+      "str? activation=None, Tensor? weight_scale=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {

@@ -10,13 +10,16 @@ cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands
                                                                   stream);
   };
   using Most = std::integral_constant<int, kMaxSkinnyTokens>;
+  using MostWide = std::integral_constant<int, kMaxWideTokens>;
   switch (operands) {
     case Operands::kBf16:
       return with(Bf16{}, Most{});
     case Operands::kFp8:
       return with(Fp8{}, Most{});
     case Operands::kFp8ByBf16:
-      return with(Fp8ByBf16{}, std::integral_constant<int, kMaxWideTokens>{});
+      return with(Fp8ByBf16{}, MostWide{});
+    case Operands::kFp8BlocksByBf16:
+      return with(Fp8BlocksByBf16{}, MostWide{});
     default:
       return with(Fp8Blocks{}, Most{});
   }

@@ -14,7 +14,7 @@ namespace fusewright::gemm {
 
 constexpr int kMaxSkinnyTokens = 32;
 constexpr int kMaxNormedTokens = 16;  // between linears that share a norm
-constexpr int kMaxWideTokens = 2;     // in bfloat16, for a weight of FP8
+constexpr int kMaxWideTokens = 8;     // in bfloat16, for a weight of FP8
 constexpr int kConsumerWarps = 4;
 
 // A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
@@ -75,9 +75,9 @@ struct SkinnyLinearArgs {
   }
 };
 
-// The types of weight and x. FP8 has a scale a row, or one for all, or scales of blocks. With
-// kFp8ByBf16 the weight alone is FP8, scaled by rows or as one; it takes kMaxWideTokens or fewer.
-enum class Operands { kBf16, kFp8, kFp8Blocks, kFp8ByBf16 };
+// The types of weight and x. FP8 has a scale a row, or one for all, or scales of blocks. ByBf16:
+// the weight alone is FP8, beside kMaxWideTokens or fewer.
+enum class Operands { kBf16, kFp8, kFp8Blocks, kFp8ByBf16, kFp8BlocksByBf16 };
 
 // `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
 // read before that one's results are waited for: they must not be among them.

@@ -118,6 +118,8 @@ cudaError_t launch_tokens(const SkinnyLinearArgs& args, const Ranks& ranks, bool
   if (args.num_tokens <= 2) return with(Batch<8, 2>{});
   if constexpr (kMost > 2) {
     if (args.num_tokens <= 8) return with(Batch<8, 8>{});
+  }
+  if constexpr (kMost > 8) {
     if (args.num_tokens <= 16) return with(Batch<16, 16>{});
   }
   if constexpr (kMost > 16) return with(Batch<32, 32>{});

@@ -68,9 +68,10 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
                                         const Shared<T>& shared, const Share& share,
                                         const SkinnyLinearArgs& args) {
   constexpr bool kBlockScales = T::Format::kBlockScales;
+  constexpr bool kXBlockScales = kBlockScales && T::Format::kXScaled;
   const int num_groups = args.in_features / kScaleBlock;
   const int bytes = T::kRows * kRowBytes + args.num_tokens * T::kXRowBytes +
-                    (kBlockScales ? 16 * (args.num_tokens + 1) : 0);
+                    (kBlockScales ? 16 : 0) + (kXBlockScales ? 16 * args.num_tokens : 0);
   const auto copy_weight = [&](int step, int stage) {
     const uint32_t full = shared.full(stage), to = shared.weight(stage);
     const int line = (share.first + step) * kConsumerWarps;
@@ -89,7 +90,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   const auto copy_x = [&](int step, int stage) {
     const uint32_t full = shared.full(stage);
     copy_box(shared.x(stage), x_map, 0, (share.first + step) * T::kXLines, 0, full, kEvictNormal);
-    if (kBlockScales) {
+    if (kXBlockScales) {
       const int line = (share.first + step) * kConsumerWarps;
       copy_bytes(shared.x_scale(stage), args.x_scale + line * args.num_tokens, 16 * args.num_tokens,
                  full);
@@ -183,19 +184,21 @@ __device__ __forceinline__ void multiply_line(const Shared<T>& shared, int stage
   }
 }
 
-// sums += part, each times the scales of this line's block.
+// sums += part, each times the scale of the weight's block and, if x has scales, that of the token.
 template <typename T>
 __device__ __forceinline__ void add_scaled(const Shared<T>& shared, int stage, int thread,
                                            int num_tokens, const Sums<T>& part, Sums<T>& sums) {
   const int lane = thread % kWarpSize, line = thread / kWarpSize;
   const float weight_scale = load_shared_float(shared.weight_scale(stage) + 4 * line);
-  const uint32_t x_scales = shared.x_scale(stage) + 4 * line * num_tokens;
 #pragma unroll
   for (int j = 0; j < T::kTilesN; ++j) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int token = min(8 * j + lane % 4 * 2 + odd, num_tokens - 1);
-      const float scale = load_shared_float(x_scales + 4 * token) * weight_scale;
+      float scale = weight_scale;
+      if constexpr (T::Format::kXScaled) {
+        const int token = min(8 * j + lane % 4 * 2 + odd, num_tokens - 1);
+        scale *= load_shared_float(shared.x_scale(stage) + 4 * (line * num_tokens + token));
+      }
 #pragma unroll
       for (int i = 0; i < T::kTilesM; ++i) {
         sums[i][j][odd] += part[i][j][odd] * scale;
@@ -300,7 +303,7 @@ __device__ __forceinline__ float add_up(uint32_t sums, int splits, int token, in
 // x's scale of a row's sum, but for those of blocks.
 template <typename T>
 __device__ __forceinline__ float x_scale_of(const SkinnyLinearArgs& args, int token) {
-  if constexpr (!T::Format::kXScaled) return 1.0f;
+  if constexpr (!T::Format::kXScaled || T::Format::kBlockScales) return 1.0f;
   return args.x_scale[token * args.x_scale_stride];
 }
 

@@ -13,9 +13,9 @@ namespace fusewright::gemm {
 constexpr int kWarpSize = 32;
 constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
 
-// A format says the types of weight and x, their bytes an element, and what is scaled: the sum of a
-// row of the weight by a scale of that row, or one for all; that of a token likewise; or lines by
-// blocks.
+// A format says the types of weight and x, their bytes an element, and what has scales. kScaled:
+// the weight has one a row, or one for all, which multiplies sums; kBlockScales: it has one a
+// block, which multiplies the products of a line. kXScaled: x has scales of the same kind.
 struct Bf16 {
   using Operand = __nv_bfloat16;
   static constexpr int kBytes = 2, kXBytes = 2;
@@ -29,7 +29,7 @@ struct Fp8 {
 struct Fp8Blocks {
   using Operand = __nv_fp8_e4m3;
   static constexpr int kBytes = 1, kXBytes = 1;
-  static constexpr bool kScaled = false, kXScaled = false, kBlockScales = true;
+  static constexpr bool kScaled = false, kXScaled = true, kBlockScales = true;
   static_assert(kBytes * kScaleBlock == kLineBytes, "a line has one scale");
 };
 // A weight of FP8 by an x of bfloat16, to which the weight is converted, exactly.
@@ -37,6 +37,11 @@ struct Fp8ByBf16 {
   using Operand = __nv_bfloat16;
   static constexpr int kBytes = 1, kXBytes = 2;
   static constexpr bool kScaled = true, kXScaled = false, kBlockScales = false;
+};
+struct Fp8BlocksByBf16 {
+  using Operand = __nv_bfloat16;
+  static constexpr int kBytes = 1, kXBytes = 2;
+  static constexpr bool kScaled = false, kXScaled = false, kBlockScales = true;
 };
 
 // Up to kTokens tokens, a multiple of 8; stages hold kXRows of them: two, where no call has more.
@@ -56,8 +61,9 @@ struct Tile {
   static constexpr int kXLines = kConsumerWarps * Format::kXBytes / Format::kBytes;
   static constexpr int kXRowBytes = kXLines * kLineBytes;
   static constexpr int kStageBytes = kRows * kRowBytes + kXRows * kXRowBytes;
-  // A step's scales: x's, [kConsumerWarps][num_tokens], and the weight's, [kConsumerWarps].
-  static constexpr int kScaleBytes = Format::kBlockScales ? 16 * (kXRows + 1) : 0;
+  // A step's scales: the weight's, [kConsumerWarps], and x's, [kConsumerWarps][num_tokens].
+  static constexpr int kScaleBytes =
+      Format::kBlockScales ? 16 * (1 + (Format::kXScaled ? kXRows : 0)) : 0;
   // The warps' sums, [kConsumerWarps][kXRows][kSumPitch] floats over the stages once these are
   // read; the pad spreads the banks.  After them each token's norm's scale.
   static constexpr int kSumPitch = kRows + 4;
@@ -83,14 +89,16 @@ struct RingsOf {
   using Tall = Tile<F, B, 64, kTall>;
   using Many = Tile<F, B, kManyRows, kManyStages>;
 };
+template <typename F>
+constexpr bool kWide = F::kXBytes > F::kBytes;  // x takes twice the bytes of as much of a row
 template <typename F, typename Batch>
 struct Rings;
-template <>
-struct Rings<Fp8ByBf16, Batch<8, 2>> : RingsOf<Fp8ByBf16, Batch<8, 2>, 11, 7, 6, 3, 16, 4> {};
 template <typename F>
-struct Rings<F, Batch<8, 2>> : RingsOf<F, Batch<8, 2>, 12, 8, 6, 3, 16, 4> {};
+struct Rings<F, Batch<8, 2>>
+    : RingsOf<F, Batch<8, 2>, kWide<F> ? 11 : 12, kWide<F> ? 7 : 8, 6, 3, 16, 4> {};
 template <typename F>
-struct Rings<F, Batch<8, 8>> : RingsOf<F, Batch<8, 8>, 9, 6, 4, 3, 16, 4> {};
+struct Rings<F, Batch<8, 8>>
+    : RingsOf<F, Batch<8, 8>, kWide<F> ? 6 : 9, kWide<F> ? 4 : 6, 4, kWide<F> ? 2 : 3, 16, 4> {};
 template <typename F>
 struct Rings<F, Batch<16, 16>> : RingsOf<F, Batch<16, 16>, 6, 4, 4, 2, 32, 4> {};
 template <typename F>

@@ -160,6 +160,7 @@ __device__ __forceinline__ void consume_down(const Ring<T>& ring, DownShared<T>&
   // If the ids are ready, so is the residual; the shared experts' result may not be.
   if (!args.ids_ready) wait_for_previous();
   DownOutput output = read_output(args, token, blockIdx.x * T::kRows + row);
+  const auto line_place = LinePlace<T>::of();
   wait_for_previous();  // the kernel before may read what y overwrites
   if (args.shared && output.real) output.shared = __bfloat162float(args.shared[output.at]);
   const int num_chosen = plan.num_chosen;
@@ -168,7 +169,7 @@ __device__ __forceinline__ void consume_down(const Ring<T>& ring, DownShared<T>&
   for (int chosen = 0; chosen < num_chosen; ++chosen) {
     const auto weights = ColumnWeights<T>::of(shared, chosen);
     float part[4] = {};
-    add_segment<T>(ring, place, num_steps, part);
+    add_segment<T>(ring, place, line_place, num_steps, part);
     weights.add(part, sums);
   }
   store_sums<T>(shared.sums, sums);
@@ -202,8 +203,12 @@ __device__ __forceinline__ void read_routing(DownShared<T>& shared, const Expert
 template <typename T>
 constexpr int kDownThreads = T::kConsumers + T::kCopyWarps * kWarpSize;
 
+// Beside two blocks of down for few tokens, a multiprocessor's registers last for gate_up's one.
 template <typename T>
-__global__ void __launch_bounds__(kDownThreads<T>)
+constexpr int kRegisterShares = T::kXRows <= 2 ? 3 : 1;
+
+template <typename T>
+__global__ void __launch_bounds__(kDownThreads<T>, kRegisterShares<T>)
     down_kernel(const __grid_constant__ CUtensorMap weight_map,
                 const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ ExpertsArgs args) {

@@ -134,10 +134,11 @@ __device__ __forceinline__ void add_gate_up(const Ring<T>& ring, GateUpShared<T>
   const bool writes = !kHasWriter<T> && threadIdx.x < kWarpSize;
   if (writes) find_norm_scales<T>(shared, args);
   RingPlace place;
+  const auto line_place = LinePlace<T>::of();
   for (int tile = tiles.first; tile < tiles.last; ++tile) {
     const int i = tile - tiles.first, buffer = i % 2;
     float sums[4] = {};
-    add_segment<T>(ring, place, num_steps, sums);
+    add_segment<T>(ring, place, line_place, num_steps, sums);
     if (kHasWriter<T> && i >= 2) {
       barrier_wait(shared_address(&shared.empty[buffer]), (i / 2 - 1) % 2);
     }

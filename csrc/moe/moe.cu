@@ -52,20 +52,24 @@ template <typename T, template <typename> typename S>
 constexpr int kSharedBytes = T::kRingBytes + static_cast<int>(sizeof(S<T>));
 
 // Blocks of gate_up a multiprocessor, and the ring of each: what keeps memory busy, and no more, so
-// that down's blocks start beside them.
+// that down's blocks start beside them. One block a multiprocessor takes more than half of its
+// memory, and leaves what down's two take: where two fit, two share one while another has none.
 struct GateUpPlan {
-  int blocks, lines, stages;
+  int blocks, lines, stages, bytes;  // bytes: 0 for what is needed
 };
-constexpr GateUpPlan kFewTokens = {1, 8, 6}, kManyTokens = {3, 4, 4};
+constexpr GateUpPlan kFewTokens = {1, 8, 6, 114 * 1024}, kManyTokens = {3, 4, 4, 0};
 
 template <typename W, int kXRows>
 cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t stream) {
   constexpr GateUpPlan kPlan = kXRows <= 2 ? kFewTokens : kManyTokens;
-  using T = Tile<W, 2 * kTileRows, kXRows, kPlan.lines, kPlan.stages>;
+  using One = Tile<W, 2 * kTileRows, kXRows, kPlan.lines, 1>;
+  constexpr int kRoom = kPlan.bytes - static_cast<int>(sizeof(GateUpShared<One>));
+  constexpr int kFit = kPlan.bytes ? kRoom / One::kRingBytes : kPlan.stages;
+  using T = Tile<W, 2 * kTileRows, kXRows, kPlan.lines, std::min(kPlan.stages, kFit)>;
   Maps maps;
   cudaError_t error = describe<T>(&maps, args, args.num_tokens);
   if (error != cudaSuccess) return error;
-  constexpr int kBytes = kSharedBytes<T, GateUpShared>;
+  constexpr int kBytes = std::max(kSharedBytes<T, GateUpShared>, kPlan.bytes);
   error = allow_shared_memory<gate_up_kernel<T>>(kBytes);
   if (error != cudaSuccess) return error;
   const int most_chosen = std::min(args.num_tokens * args.top_k, args.num_experts);

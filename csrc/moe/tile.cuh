@@ -66,10 +66,48 @@ struct Ring {
   }
 };
 
-// 16 bytes of a line: where the copies' swizzle keeps chunk c of the n-th line of a matrix.
-__device__ __forceinline__ uint4 load_chunk(uint32_t matrix, int line, int chunk) {
-  return gemm::load_shared_16(matrix + line * gemm::kLineBytes + ((chunk ^ (line % 8)) * 16));
+// Where the copies' swizzle keeps 16 bytes, chunk c of the n-th line of a matrix.
+__device__ __forceinline__ uint32_t chunk_offset(int line, int chunk) {
+  return line * gemm::kLineBytes + ((chunk ^ (line % 8)) * 16);
 }
+
+// The value itself, which ptxas does not compute again: a shuffle is not done twice.
+__device__ __forceinline__ uint32_t keep(uint32_t v) {
+  return __shfl_sync(kAllLanes, v, threadIdx.x % kWarpSize);
+}
+
+// Where in a stage a lane finds its parts of its warp's line: of the tile's first eight rows, of x,
+// and the number of the scale. Kept in registers, as computing them again takes a third of a step.
+template <typename T>
+struct LinePlace {
+  static constexpr bool kWide = T::kXChunks > 1;  // x takes two lines for one of the weight
+  uint32_t low, x[kWide ? 4 : 1], scale = 0;
+
+  // By whole warps.
+  __device__ static LinePlace of() {
+    const int lane = threadIdx.x % kWarpSize, row = lane / 4, column = row % T::kXRows;
+    const int line = threadIdx.x / kWarpSize;
+    LinePlace found;
+    found.low = keep(chunk_offset(row * T::kLines + line, lane % 4));
+    if constexpr (kWide) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int x_line = column * T::kXLines + 2 * line + i / 2;
+        found.x[i] = keep(chunk_offset(x_line, lane % 4 * 2 + i % 2));
+      }
+    } else {
+      found.x[0] = keep(chunk_offset(column * T::kXLines + line, lane % 4));
+    }
+    if (T::kScales > 0) found.scale = keep(T::Operands::kRowScales ? row : line);
+    return found;
+  }
+
+  // The second half of a line lies four chunks on, whatever the swizzle.
+  __device__ uint32_t low_of(int half) const { return low ^ (half * 64); }
+  __device__ uint32_t x_of(int half, int j) const {
+    return kWide ? x[2 * half + j] : x[0] ^ (half * 64);
+  }
+};
 
 // A warp multiplies one line of a step, in two halves. As gemm::multiply_line has it, a lane reads
 // 16 bytes of a row and deals its words to fragments; of FP8 they meet 32 of x.
@@ -80,32 +118,24 @@ struct Line {
   float low_scale, high_scale;
 
   // Every load comes before the first use, so the warp waits for memory once.
-  __device__ static Line load(const Ring<T>& ring, int stage) {
-    const int lane = threadIdx.x % kWarpSize, row = lane / 4, column = row % T::kXRows;
-    const int line = threadIdx.x / kWarpSize;
+  __device__ static Line load(const Ring<T>& ring, int stage, const LinePlace<T>& place) {
     const uint32_t weight = ring.weight(stage), x = ring.x(stage);
     Line found = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int chunk = lane % 4 + 4 * half;
-      found.low[half] = load_chunk(weight, row * T::kLines + line, chunk);
-      if (T::kRows == 16)
-        found.high[half] = load_chunk(weight, (row + 8) * T::kLines + line, chunk);
-      if constexpr (T::kWeightBytes == 2) {
-        found.x[half][0] = load_chunk(x, column * T::kXLines + line, chunk);
-      } else {
+      const uint32_t low = weight + place.low_of(half);
+      found.low[half] = gemm::load_shared_16(low);
+      if (T::kRows == 16) found.high[half] = gemm::load_shared_16(low + 8 * T::kRowBytes);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int x_line = column * T::kXLines + 2 * line + half;
-          found.x[half][j] = load_chunk(x, x_line, lane % 4 * 2 + j);
-        }
+      for (int j = 0; j < T::kXChunks; ++j) {
+        found.x[half][j] = gemm::load_shared_16(x + place.x_of(half, j));
       }
     }
     if constexpr (T::kScales > 0) {
-      const int first = T::Operands::kRowScales ? row : line;
-      found.low_scale = gemm::load_shared_float(ring.scale(stage, first));
+      const uint32_t scale = ring.scale(stage, 0) + 4 * place.scale;
+      found.low_scale = gemm::load_shared_float(scale);
       if (T::kRows == 16) {
-        found.high_scale = gemm::load_shared_float(ring.scale(stage, first + T::kEightsScales));
+        found.high_scale = gemm::load_shared_float(scale + 4 * T::kEightsScales);
       }
     }
     return found;
@@ -178,7 +208,8 @@ __device__ __forceinline__ void arrive_after(uint32_t barrier, uint32_t used, ui
 
 // One consumer warp: its line of a segment's stages, scaled.
 template <typename T>
-__device__ __forceinline__ void add_segment(const Ring<T>& ring, RingPlace& place, int num_steps,
+__device__ __forceinline__ void add_segment(const Ring<T>& ring, RingPlace& place,
+                                            const LinePlace<T>& line_place, int num_steps,
                                             float (&sums)[4]) {
   float halves[2][4] = {};
 #pragma unroll 1
@@ -186,7 +217,7 @@ __device__ __forceinline__ void add_segment(const Ring<T>& ring, RingPlace& plac
     const int stage = place.stage;
     barrier_wait(ring.full(stage), place.parity);
     place.advance(T::kStages);
-    const Line<T> line = Line<T>::load(ring, stage);
+    const Line<T> line = Line<T>::load(ring, stage, line_place);
     __syncwarp();
     if (threadIdx.x % kWarpSize == 0) {
       arrive_after(ring.empty(stage), line.used(), static_cast<uint32_t>(num_steps) >> 24);

@@ -195,7 +195,7 @@ def expert_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
         else:
             weight = empty(square, square, dtype=m.dtype)
             head = (x, weight, None, x, norm, 1e-5, router, None, *layers, *how, "silu")
-            yield *head, norm, 1e-5, weight, None
+            yield *head, norm, 1e-5, weight, None, *[None] * 4, 0
 
 
 def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:

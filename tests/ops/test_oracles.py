@@ -235,6 +235,8 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("down", lambda w: w.flip(0)),
         ("next_norm_weight", percent),
         ("next_bias", torch.neg),
+        ("gate_up_scale", lambda s: s.flip(0)),
+        ("next_scale", lambda s: s * 1.5),
     ],
     "embedding": [("ids", off_by_one)],
     "gather_last_token": [("query_start_loc", lambda starts: (starts - 1).clamp(min=0))],

@@ -90,6 +90,28 @@ def test_fp8_is_near_float64(n: int, k: int, scheme: str, kernels: Any, fw_seed:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["tensor", "token", "block"])
+@pytest.mark.parametrize(("n", "k"), FP8_SHAPES)
+def test_fp8_weights_by_bfloat16_are_near_float64(
+    n: int, k: int, scheme: str, kernels: Any, fw_seed: int
+) -> None:
+    if scheme == "block" and k % 512:
+        pytest.skip("block scales are copied for 512 columns")
+    torch.manual_seed(fw_seed)
+    for rows in range(1, 9):
+        _, weight, _, _, weight_scale = draw_fp8(rows, n, k, scheme)
+        x, _ = draw_bf16(rows, 1, k)
+        bias = torch.randn(n, device="cuda").bfloat16() if rows % 2 else None
+        exact = x.double() @ dequantized(weight, weight_scale).T
+        exact = exact if bias is None else exact + bias.double()
+        call = (x, weight, bias, None, weight_scale, torch.bfloat16)
+        got = kernels.skinny_linear(*call)
+        error = float(((got.double() - exact).abs().max() / exact.abs().max()).nan_to_num(9.0))
+        assert error <= 2.0**-8, f"{rows} rows: {error}, --fw-seed={fw_seed}"
+        assert torch.equal(got, kernels.skinny_linear(*call)), f"{rows} rows: another result"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("n", "k"), [(1, 64), (37, 192), (1000, 960), (14336, 4096), (8192, 2048), (8200, 512)]
@@ -221,21 +243,33 @@ def acted(gate: Tensor, activation: str) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 16])
-def test_the_halves_of_the_joined_kernels_make_its_bits(rows: int, kernels: Any) -> None:
+@pytest.mark.parametrize(
+    ("rows", "scheme"), [(1, ""), (7, ""), (16, ""), (1, "token"), (2, "block"), (8, "block")]
+)
+def test_the_halves_of_the_joined_kernels_make_its_bits(
+    rows: int, scheme: str, kernels: Any
+) -> None:
     """Experts lie between them; the layers are the same."""
     x, weight, residual = (
         torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         for shape in ((rows, 2048), (2048, 2048), (rows, 2048))
     )
     norm, bias = (torch.randn(2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    behind = (weight.flip(0).contiguous(), bias, "silu")
-    joined = kernels.skinny_linear_add_norm_linear(x, weight, bias, residual, norm, 1e-6, *behind)
-    weighted, total, squares = kernels.skinny_linear_add(x, weight, bias, residual, norm)
-    y = kernels.skinny_norm_linear(weighted, squares, 1e-6, *behind)
+    scale = None
+    if scheme:
+        _, weight, _, _, scale = draw_fp8(rows, 2048, 2048, scheme)
+    then = weight.view(torch.uint8).flip(0).contiguous().view(weight.dtype)
+    behind = (then, bias, None if scheme == "block" else "silu")
+    head = (x, weight, bias, residual, norm)
+    joined = kernels.skinny_linear_add_norm_linear(*head, 1e-6, *behind, scale, scale)
+    weighted, total, squares = kernels.skinny_linear_add(*head, scale)
+    y = kernels.skinny_norm_linear(weighted, squares, 1e-6, *behind, scale)
     assert torch.equal(y, joined[0]) and torch.equal(total, joined[1])
+    assert torch.equal(
+        total, kernels.skinny_linear(x, weight, bias, None, scale, x.dtype) + residual
+    )
     with pytest.raises(RuntimeError, match=r"skinny_norm_linear: squares have shape"):
-        kernels.skinny_norm_linear(weighted, squares[:, 1:], 1e-6, *behind)
+        kernels.skinny_norm_linear(weighted, squares[:, 1:], 1e-6, *behind, scale)
 
 
 @pytest.mark.gpu
@@ -326,10 +360,12 @@ def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
     with pytest.raises(RuntimeError, match="x_scale is given, expected weight_scale too"):
         kernels.skinny_linear(q, q_weight, None, one)
     rows = torch.ones(256, 1, device="cuda")
-    unquantized = torch.randn(3, 640, device="cuda").bfloat16()
-    with pytest.raises(RuntimeError, match="has 3 rows, expected 2 or fewer"):
+    unquantized = torch.randn(9, 640, device="cuda").bfloat16()
+    with pytest.raises(RuntimeError, match="has 9 rows, expected 8 or fewer"):
         kernels.skinny_linear(unquantized, q_weight, None, None, rows, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="in_features a multiple of 512"):
+        kernels.skinny_linear(unquantized[:2], q_weight, None, None, weight_scale, torch.bfloat16)
     with pytest.raises(
-        RuntimeError, match=r"weight_scale has shape \[9, 1\], expected \[1, 1\] or"
+        RuntimeError, match=r"weight_scale has shape \[9, 1\], expected \[1, 1\], \[256, 1\] or"
     ):
         kernels.skinny_linear(unquantized[:2], q_weight, None, None, rows[:9], torch.bfloat16)

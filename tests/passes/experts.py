@@ -54,7 +54,7 @@ def shared(x: Tensor, flat: Tensor) -> Tensor:
     return ops.combine_experts(ops.expert_linear(h, down, ids), topk_weights, beside, gate)
 
 
-def fp8(x: Tensor, flat: Tensor) -> Tensor:
+def fp8(x: Tensor, flat: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     router, gate_up, down = weights(flat)
     scales = [w.abs().amax(-1, keepdim=True) / 448 for w in (gate_up, down)]
     gate_up, down = (
@@ -62,9 +62,9 @@ def fp8(x: Tensor, flat: Tensor) -> Tensor:
     )
     topk_weights, ids = ops.route(ops.linear(x, router), None, TOP_K)
     q, scale = ops.quant_fp8_dynamic(x, 0)
-    h = ops.silu_mul(ops.expert_linear(q, gate_up, ids, scale, scales[0], torch.float32))
+    h = ops.silu_mul(ops.expert_linear(q, gate_up, ids, scale, scales[0], dtype))
     q, scale = ops.quant_fp8_dynamic(h, 0)
-    y = ops.expert_linear(q, down, ids, scale, scales[1], torch.float32)
+    y = ops.expert_linear(q, down, ids, scale, scales[1], dtype)
     return ops.combine_experts(y, topk_weights)
 
 
@@ -142,6 +142,51 @@ def no_linear_before(x: Tensor, flat: Tensor) -> Tensor:
 def fp8_behind_the_norm(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
     return fp8(ops.rms_norm(x * 3 + ops.linear(x, layer, None), first, 1e-5), flat)
+
+
+def fp8_linear(
+    x: Tensor, layer: Tensor, bias: Tensor | None = None, static: bool = False
+) -> Tensor:
+    scale = layer.abs().amax(-1, keepdim=True) / 448
+    weight = (layer / scale).to(torch.float8_e4m3fn)
+    if static:
+        one = torch.full((1, 1), 0.01)
+        q = ops.quant_fp8_static(x, one)
+        return ops.linear(q, layer.to(torch.float8_e4m3fn), bias, one, one, x.dtype)
+    q, x_scale = ops.quant_fp8_dynamic(x, 0)
+    return ops.linear(q, weight, bias, x_scale, scale, x.dtype)
+
+
+def fp8_between_linears(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+    first, second, layer = norm_weights(flat)
+    total = x * 3 + fp8_linear(x, layer)
+    total = total + fp8(ops.rms_norm(total, first, 1e-5), flat)
+    return fp8_linear(ops.rms_norm(total, second, 1e-6), layer, first), total
+
+
+def fp8_last_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+    first, second, layer = norm_weights(flat)
+    total = fp8_linear(x, layer, first) + x * 3
+    total = total + fp8(ops.rms_norm(total, first, 1e-5), flat)
+    return ops.rms_norm(total, second, 1e-6), total
+
+
+def fp8_before_a_plain_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The layer behind is not FP8, so it is not joined."""
+    first, second, layer = norm_weights(flat)
+    total = x * 3 + fp8_linear(x, layer)
+    total = total + fp8(ops.rms_norm(total, first, 1e-5), flat)
+    return ops.linear(ops.rms_norm(total, second, 1e-6), layer, first), total
+
+
+def fp8_layer_before(x: Tensor, flat: Tensor) -> Tensor:
+    first, _, layer = norm_weights(flat)
+    return moe(ops.rms_norm(x * 3 + fp8_linear(x, layer), first, 1e-5), flat)
+
+
+def static_layer_before(x: Tensor, flat: Tensor) -> Tensor:
+    first, _, layer = norm_weights(flat)
+    return fp8(ops.rms_norm(x * 3 + fp8_linear(x, layer, static=True), first, 1e-5), flat)
 
 
 def norm_read_twice(x: Tensor, flat: Tensor) -> Tensor:

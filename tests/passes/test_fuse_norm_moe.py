@@ -14,7 +14,13 @@ PASSES = ["fuse_add_norm", "fuse_gated_linear", "fuse_moe", "fuse_norm_moe"]
 
 @pytest.mark.parametrize(
     ("model", "left"),
-    [(experts.between_linears, []), (experts.last_layer, ["add_rms_norm.default"])],
+    [
+        (experts.between_linears, []),
+        (experts.last_layer, ["add_rms_norm.default"]),
+        (experts.fp8_between_linears, []),
+        (experts.fp8_last_layer, ["add_rms_norm.default"]),
+        (experts.fp8_before_a_plain_layer, ["add_rms_norm.default", "linear.default"]),
+    ],
 )
 def test_they_become_one_op_and_no_bit_changes(model: experts.Model, left: list[str]) -> None:
     x, flat = experts.inputs()
@@ -35,7 +41,9 @@ def test_they_become_one_op_and_no_bit_changes(model: experts.Model, left: list[
     [
         (experts.shared_reads_the_norm, "a shared expert reads the norm too"),
         (experts.no_linear_before, "does not come from a linear layer"),
-        (experts.fp8_behind_the_norm, "the experts are FP8"),
+        (experts.fp8_behind_the_norm, "the experts are FP8, a linear layer beside them not"),
+        (experts.fp8_layer_before, "the experts are not FP8, a linear layer beside them is"),
+        (experts.static_layer_before, "is not quantized by quant_fp8_dynamic"),
         (experts.norm_read_twice, "is also read by"),
         (experts.sum_read_early, "the sum is used before the experts"),
     ],

@@ -78,15 +78,30 @@ def test_a_layer_of_few_tokens_is_ten_launches_of_triton(folder: Path, capsys: C
     assert "_sort_by_expert_kernel" not in few and few.count("_expert_linear_kernel") == 2
 
 
-def test_fp8_experts_are_joined_without_their_norms(folder: Path, capsys: Capture) -> None:
-    told = facts(folder, capsys, "--quantization", "fp8")
-    outcomes = {
-        (s["name"], s["outcome"], s["reason"], s["count"])
-        for s in told["sites"]
-        if s["name"] in ("fuse_moe", "fuse_norm_moe")
-    }
-    reason = "the experts are FP8, whose input is quantized behind the norm"
-    assert outcomes == {
-        ("fuse_moe", "matched", "", 4),
-        ("fuse_norm_moe", "missed", reason, 4),
+@pytest.mark.parametrize(("scheme", "most"), [("fp8", 2), ("fp8_block", 8)])
+def test_few_tokens_of_fp8_are_not_quantized(
+    folder: Path, capsys: Capture, scheme: str, most: int
+) -> None:
+    """They take the seven launches of bfloat16; more take ten, or more when sorted."""
+    told = facts(folder, capsys, "--quantization", scheme, "--require-all-fusions")
+    passes = {p["name"]: (p["sites"], p["matched"]) for p in told["passes"]}
+    assert passes["fuse_moe"] == passes["fuse_norm_moe"] == (4, 4)
+    layers = told["layers"][0]
+    assert layers["launches"] == 7
+    few, *_, many = (r["kernels"] for r in layers["ranges"] if r["decode"])
+    assert next(r["last"] for r in layers["ranges"] if r["decode"]) == most
+    assert not any("quant" in kernel for kernel in few)
+    assert [kernel for kernel in many if "quant" in kernel] == [
+        *["_quant_kernel"] * 3,
+        "_norm_quant_kernel",
+    ]
+
+
+def test_fp8_experts_with_static_scales_are_joined_without_their_norms(
+    folder: Path, capsys: Capture
+) -> None:
+    told = facts(folder, capsys, "--quantization", "fp8_static")
+    found = {(s["outcome"], s["reason"]) for s in told["sites"] if s["name"] == "fuse_norm_moe"}
+    assert found == {
+        ("missed", "the experts' inputs have static scales: they are quantized for any tokens")
     }
