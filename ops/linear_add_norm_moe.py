@@ -10,7 +10,8 @@ residual, and normalizes the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -117,7 +118,7 @@ def _cuda_runs(*args: Any) -> tuple[str, ...]:
     call = Call.of(args)
     if not _streams(call):
         if call.is_fp8:
-            return turns.names(in_turn, call, _part("cuda"))
+            return turns.names(in_turn, call, _parts(call, "cuda"))
         return csrc.names(call.experts, _runs(*args))
     names = (f"{STREAM.name}, add", *csrc.STREAMED)
     return names if call.is_last else (*names[:-1], f"{names[-1]}, add", f"norm, {STREAM.name}")
@@ -151,17 +152,30 @@ def _logits(experts: Experts) -> Tensor:
     return _linear(experts.x, experts.router_weight, None)
 
 
-def _part(name: str) -> turns.Part:
+def _parts(call: Call, name: str) -> turns.Part:
     """Choose the implementations of FP8 layers that are computed op by op."""
-    named = {LINEAR.name: "skinny", FUSED_MOE.name: name}
+    scheme = "fp8 block" if call.experts.group_size else "fp8 token"
+    dense = _dense_part(tuple(streamed_layers(call)), scheme, call.head.x.device)
+    named = {LINEAR.name: dense, FUSED_MOE.name: name}
     return lambda op: op.implementation(named.get(op.name, "triton"))
+
+
+@lru_cache(4096)
+def _dense_part(layers: tuple[LinearDesc, ...], scheme: str, device: torch.device) -> str:
+    """The implementation of the dense layers.  Shapes that the library refuses, such as blocks of
+    256 columns, are Triton's for any number of tokens."""
+    for layer in layers:
+        plain = replace(layer, weight_format=scheme, add=False, prologue="")
+        if LIBRARY.refuses(plain, 1, here(device)):
+            return "triton"
+    return "skinny"
 
 
 def _run_in_turn(call: Call, name: str, layers: Layers) -> Results:
     """Runs the ops in turn.  The kernel that sums the experts also applies the norm that follows;
     in FP8 that norm's kernel quantizes instead."""
     if call.is_fp8:
-        made: Results = turns.run(in_turn, call, _part(name))
+        made: Results = turns.run(in_turn, call, _parts(call, name))
         return made
     y = _linear(*call.head.layer)
     launches, (normed, total) = norm.norm(*call.head.between(y))
@@ -201,7 +215,7 @@ def _launches(*args: Any) -> Launches[Results]:
     """The launches that must be compiled: all but the GEMMs of dense layers."""
     call = Call.of(args)
     if call.is_fp8:
-        return turns.plan(in_turn, call, _part("triton"))
+        return turns.plan(in_turn, call, _parts(call, "triton"))
     first, then, results = _planned(call)
     return [*first, *then], results
 
@@ -209,7 +223,7 @@ def _launches(*args: Any) -> Launches[Results]:
 def _runs(*args: Any) -> tuple[str, ...]:
     call = Call.of(args)
     if call.is_fp8:
-        return turns.names(in_turn, call, _part("triton"))
+        return turns.names(in_turn, call, _parts(call, "triton"))
     first, then, _ = _planned(call)
     of_linear = LINEAR.implementation("skinny").runs
     assert of_linear is not None
@@ -232,12 +246,7 @@ def _supports(desc: OpDesc) -> str:
 
 
 def _refuses_fp8(call: Call, desc: OpDesc) -> str:
-    """Why the dense layers of FP8 are not computed in turn, or nothing."""
-    scheme = "fp8 block" if call.experts.group_size else "fp8 token"
-    for layer in streamed_layers(call):
-        plain = LinearDesc(scheme, layer.dtype, layer.out_features, layer.in_features)
-        if reason := LIBRARY.refuses(plain, 1, Target.of(desc)):
-            return reason
+    """Why what quantizes for dense layers does not serve a call, or nothing."""
     group_size = ("group_size", call.experts.group_size)
     for op, x in ((QUANTIZE_ROWS, call.head.x), (ADD_NORM_QUANTIZE, call.head.residual)):
         part = OpDesc(op.name, (("x", x), group_size), desc.device, desc.sm)

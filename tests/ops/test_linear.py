@@ -41,7 +41,8 @@ def relative_error(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
 @pytest.mark.parametrize("implementation", [impl.name for impl in OP.implementations])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float32, 2e-6), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-9)],
+    # In float32, of 2304 terms: as independent errors add, that is 48 times half a unit.
+    [(torch.float32, 64 * 2.0**-24), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-9)],
 )
 def test_every_case_is_near_float64(
     implementation: str, dtype: torch.dtype, tolerance: float, device: torch.device, fw_seed: int

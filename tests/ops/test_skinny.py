@@ -82,7 +82,8 @@ def test_fp8_is_near_float64(n: int, k: int, scheme: str, kernels: Any, fw_seed:
         exact = exact if bias is None else exact + bias.double()
         got = kernels.skinny_linear(x, weight, bias, x_scale, weight_scale, dtype)
         assert got.dtype == dtype and got.shape == (rows, n)
-        bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}[dtype]
+        # Half a unit in the last place, of the least number of a binade, and sums.
+        bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[dtype] + 1e-5
         error = float(((got.double() - exact).abs().max() / exact.abs().max()).nan_to_num(9.0))
         assert error <= bound, f"{rows} rows, {dtype}: {error}, --fw-seed={fw_seed}"
         again = kernels.skinny_linear(x, weight, bias, x_scale, weight_scale, dtype)
@@ -107,7 +108,7 @@ def test_fp8_weights_by_bfloat16_are_near_float64(
         call = (x, weight, bias, None, weight_scale, torch.bfloat16)
         got = kernels.skinny_linear(*call)
         error = float(((got.double() - exact).abs().max() / exact.abs().max()).nan_to_num(9.0))
-        assert error <= 2.0**-8, f"{rows} rows: {error}, --fw-seed={fw_seed}"
+        assert error <= 2.0**-8 + 1e-5, f"{rows} rows: {error}, --fw-seed={fw_seed}"
         assert torch.equal(got, kernels.skinny_linear(*call)), f"{rows} rows: another result"
 
 

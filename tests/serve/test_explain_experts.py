@@ -97,6 +97,17 @@ def test_few_tokens_of_fp8_are_not_quantized(
     ]
 
 
+def test_rows_that_the_library_refuses_are_tritons_for_any_tokens(capsys: Capture) -> None:
+    """Blocks of 256 columns.  What runs in PyTorch reads ids on the host, which no graph holds."""
+    told = facts(Path("abacus-moe"), capsys, "--quantization", "fp8_block")
+    layers = told["layers"][0]
+    assert [c["op"] for c in layers["calls"] if "moe" in c["op"]] == [
+        "fw_cuda::linear_add_norm_moe"
+    ]
+    for kernels in (r["kernels"] for r in layers["ranges"]):
+        assert kernels.count("_linear_fp8_kernel") == 2
+
+
 def test_fp8_experts_with_static_scales_are_joined_without_their_norms(
     folder: Path, capsys: Capture
 ) -> None:
