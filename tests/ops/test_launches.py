@@ -196,6 +196,18 @@ def expert_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
             weight = empty(square, square, dtype=m.dtype)
             head = (x, weight, None, x, norm, 1e-5, router, None, *layers, *how, "silu")
             yield *head, norm, 1e-5, weight, None, *[None] * 4, 0
+            fp8 = [t.to(torch.float8_e4m3fn) for t in (weight, *layers)]
+            head = (x, fp8[0], None, x, norm, 1e-5, router, None, *fp8[1:], *how, "silu")
+            for group in (0, 128):
+                scales = [scales_of(t, group) for t in (*fp8, fp8[0])]
+                yield *head, norm, 1e-5, fp8[0], None, *scales, group
+
+
+def scales_of(weight: Tensor, group: int) -> Tensor:
+    """Scales of rows, or of blocks, of a weight or of those of experts."""
+    *experts, rows, columns = weight.shape
+    shape = (-(-rows // group), -(-columns // group)) if group else (rows, 1)
+    return empty(*experts, *shape, dtype=torch.float32)
 
 
 def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:

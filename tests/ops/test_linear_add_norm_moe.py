@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops import load_cuda_library
+from fusewright.ops import linear_add_norm_moe, load_cuda_library
 from fusewright.ops._moe_chain import Call, in_turn
 from fusewright.ops.linear_add_norm_moe import OP
 
@@ -89,6 +89,17 @@ def test_what_is_unrounded_is_near_the_reference() -> None:
             error(*pair) for pair in zip(OP.reference(*args), unrounded(Call.of(args)), strict=True)
         ]
         assert 1e-4 < errors[0] < 0.06, f"{label}: {errors}"
+
+
+def test_dense_layers_may_be_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are on a GPU whose library refuses their shapes."""
+    monkeypatch.setattr(linear_add_norm_moe, "_dense_part", lambda *layers: "triton")
+    for label, args in fp8_cases("cpu").items():
+        pairs = zip(OP.implementation("triton").fn(*args), unrounded(Call.of(args)), strict=True)
+        assert all(error(*pair) < 0.06 for pair in pairs), label
+        assert OP.implementation("triton").runs(*args).count("_linear_fp8_kernel") == (  # type: ignore[misc]
+            1 if Call.of(args).is_last else 2
+        )
 
 
 @pytest.mark.parametrize("name", _SCALES)
