@@ -127,7 +127,7 @@ def supports_call(call: Call, desc: OpDesc) -> str:
 
 
 def _with_clear_groups(orders: Tensor, *, num_groups: int, num_chosen: int) -> Tensor:
-    """Of several orders of a token's experts, the one whose chosen groups are ahead by most.
+    """Choose the order of a token's experts in which the chosen groups are ahead by most.
 
     A group counts by the sum of its best two sigmoid scores; two such sums may be nearly equal.
 

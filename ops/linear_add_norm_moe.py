@@ -101,7 +101,7 @@ def _cuda(*args: Any) -> Results:
     with csrc's router, many with its grouped GEMM for the experts."""
     call = Call.of(args)
     if not _streams(call):
-        return _run_in_turn(call, "cuda", _cuda_layers)
+        return _run_in_turn(call, "cuda")
     add = torch.ops.fw_cuda.skinny_linear_add.default
     weighted, total, squares = add(*call.head[:5], call.weight_scale)
     experts = call.experts._replace(x=weighted)
@@ -137,7 +137,7 @@ def _cuda_supports(desc: OpDesc) -> str:
 
 
 def _triton(*args: Any) -> Results:
-    return _run_in_turn(Call.of(args), "triton", _triton_layers)
+    return _run_in_turn(Call.of(args), "triton")
 
 
 def _cuda_layers(experts: Experts) -> Planned:
@@ -171,7 +171,7 @@ def _dense_part(layers: tuple[LinearDesc, ...], scheme: str, device: torch.devic
     return "skinny"
 
 
-def _run_in_turn(call: Call, name: str, layers: Layers) -> Results:
+def _run_in_turn(call: Call, name: str) -> Results:
     """Runs the ops in turn.  The kernel that sums the experts also applies the norm that follows;
     in FP8 that norm's kernel quantizes instead."""
     if call.is_fp8:
@@ -180,6 +180,7 @@ def _run_in_turn(call: Call, name: str, layers: Layers) -> Results:
     y = _linear(*call.head.layer)
     launches, (normed, total) = norm.norm(*call.head.between(y))
     run_all(launches)
+    layers = _cuda_layers if name == "cuda" else _triton_layers
     launches, results = _plan_experts(call, normed, total, layers)
     run_all(launches)
     if call.is_last:

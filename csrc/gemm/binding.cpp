@@ -102,7 +102,7 @@ Epilogue epilogue_of(const char* op, const std::optional<std::string>& activatio
   fail(op, "activation is '", *activation, "', expected 'silu' or 'gelu_tanh'");
 }
 
-// What a layer's kernel takes, and of which operands.
+// Holds what a layer's kernel takes, and of which operands.
 struct Layer {
   SkinnyLinearArgs args;
   Operands operands;
