@@ -67,14 +67,12 @@ class Call(NamedTuple):
 
 _EXPERTS = parameters_of(Experts)
 _NAMED = {found.name: found for found in (*_EXPERTS, *parameters_of(Call))}
+_FP8 = ("weight_scale", "gate_up_scale", "down_scale", "next_scale", "group_size")
 PARAMETERS = (
     *parameters_of(LinearAddNorm),
     *(*_EXPERTS[1:5], *_EXPERTS[12:19]),
     *parameters_of(Call)[2:6],
-    *map(
-        _NAMED.__getitem__,
-        ("weight_scale", "gate_up_scale", "down_scale", "next_scale", "group_size"),
-    ),
+    *(_NAMED[name] for name in _FP8),
 )
 
 

@@ -116,6 +116,8 @@ def _why_not_experts(experts: Experts) -> str:
 def _why_not(first: _Layer, before: Any, norm: fx.Node, normed: fx.Node, moe: fx.Node) -> str:
     if any(offset is not None for offset in norm.args[4:]):
         return "the norm's weight has an offset"
+    if norm.args[0] is norm.args[1]:
+        return f"{before.name} is added to itself"
     for node, reader in ((before, norm), (normed, moe)):
         if reason := read_elsewhere(node, [reader]):
             return reason

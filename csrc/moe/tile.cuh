@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t chunk_offset(int line, int chunk) {
   return line * gemm::kLineBytes + ((chunk ^ (line % 8)) * 16);
 }
 
-// The value itself, which ptxas does not compute again: a shuffle is not done twice.
+// Returns v itself, which ptxas then does not compute again: it does not do a shuffle twice.
 __device__ __forceinline__ uint32_t keep(uint32_t v) {
   return __shfl_sync(kAllLanes, v, threadIdx.x % kWarpSize);
 }

@@ -38,11 +38,19 @@ def relative_error(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
     return float(error.nan_to_num(torch.inf))
 
 
+def of_a_chain(terms: int) -> float:
+    """The error that float32 sums of so many terms need.
+
+    A chain of 2,048 multiply-adds, each rounded once, was off by 1.7e-6 in the median and by 2.7e-6
+    at most in 60 draws of 33 rows and 2,048 columns; errors grow as the square root of the terms.
+    """
+    return 1.25 * 2.0**-24 * float(terms) ** 0.5
+
+
 @pytest.mark.parametrize("implementation", [impl.name for impl in OP.implementations])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # In float32, of 2304 terms: as independent errors add, that is 48 times half a unit.
-    [(torch.float32, 64 * 2.0**-24), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-9)],
+    [(torch.float32, 2e-6), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-9)],
 )
 def test_every_case_is_near_float64(
     implementation: str, dtype: torch.dtype, tolerance: float, device: torch.device, fw_seed: int
@@ -56,7 +64,8 @@ def test_every_case_is_near_float64(
         if any(arg is not None for arg in case.args[3:]):
             continue  # FP8, or with an epilogue
         error = relative_error(OP.overload(implementation)(*case.args), *case.args[:3])
-        assert error <= tolerance, f"{case.label}: {error}, --fw-seed={fw_seed}"
+        bound = max(tolerance, of_a_chain(case.args[0].shape[-1]))
+        assert error <= bound, f"{case.label}: {error}, --fw-seed={fw_seed}"
         checked += 1
     if not checked:
         pytest.skip(f"{implementation} runs no case of {dtype} here")

@@ -82,7 +82,7 @@ def test_fp8_is_near_float64(n: int, k: int, scheme: str, kernels: Any, fw_seed:
         exact = exact if bias is None else exact + bias.double()
         got = kernels.skinny_linear(x, weight, bias, x_scale, weight_scale, dtype)
         assert got.dtype == dtype and got.shape == (rows, n)
-        # Half a unit in the last place, of the least number of a binade, and sums.
+        # Half a unit in the last place, of the least number of a binade; sums add to it.
         bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[dtype] + 1e-5
         error = float(((got.double() - exact).abs().max() / exact.abs().max()).nan_to_num(9.0))
         assert error <= bound, f"{rows} rows, {dtype}: {error}, --fw-seed={fw_seed}"

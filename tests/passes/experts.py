@@ -139,6 +139,12 @@ def no_linear_before(x: Tensor, flat: Tensor) -> Tensor:
     return moe(ops.rms_norm(x * 3 + x.relu(), first, 1e-5), flat)
 
 
+def added_to_itself(x: Tensor, flat: Tensor) -> Tensor:
+    first, _, layer = norm_weights(flat)
+    y = ops.linear(x, layer, None)
+    return moe(ops.rms_norm(y + y, first, 1e-5), flat)
+
+
 def fp8_behind_the_norm(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
     return fp8(ops.rms_norm(x * 3 + ops.linear(x, layer, None), first, 1e-5), flat)

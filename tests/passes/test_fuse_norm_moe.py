@@ -41,6 +41,7 @@ def test_they_become_one_op_and_no_bit_changes(model: experts.Model, left: list[
     [
         (experts.shared_reads_the_norm, "a shared expert reads the norm too"),
         (experts.no_linear_before, "does not come from a linear layer"),
+        (experts.added_to_itself, "is added to itself"),
         (experts.fp8_behind_the_norm, "the experts are FP8, a linear layer beside them not"),
         (experts.fp8_layer_before, "the experts are not FP8, a linear layer beside them is"),
         (experts.static_layer_before, "is not quantized by quant_fp8_dynamic"),
