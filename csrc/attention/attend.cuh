@@ -389,25 +389,32 @@ __device__ __forceinline__ void attend(const MatrixRows<T>& rows, uint32_t stage
 }
 
 // Element i of fragment j, for the lane of that number: its head of the group and its dimension.
+// Whether it is FP8 is asked once, so that what runs lies together: between two layers' calls the
+// caches lose these instructions to the weights.
 template <typename T>
 __device__ __forceinline__ void store_fragment(const DecodeArgs& args, int token, int head, int j,
                                                int lane, float4 v) {
   const float values[4] = {v.x, v.y, v.z, v.w};
-  const float out_scale = args.out_scale ? args.out_scale[0] : 1.0f;
   const float v_scale = args.kv_scale ? args.kv_scale[args.kv_heads + head] : 1.0f;
   const int64_t row = (static_cast<int64_t>(token) * args.kv_heads + head) * args.group;
+  const int first_member = j / T::kSteps * 8 + lane % 4 * 2;
+  const int first_d = j % T::kSteps * 16 + (T::kFp8 ? lane / 4 * 2 : lane / 4);
+  const auto each = [&](const auto& store) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int member = j / T::kSteps * 8 + lane % 4 * 2 + i % 2;
-    const int d = j % T::kSteps * 16 + (T::kFp8 ? lane / 4 * 2 + i / 2 : lane / 4 + i / 2 * 8);
-    if (member >= args.group) continue;
-    const int64_t at = (row + member) * T::kHeadDim + d;
-    const float value = values[i] * v_scale;
-    if (args.out_scale) {
-      store_rounded(static_cast<__nv_fp8_e4m3*>(args.out) + at, value / out_scale);
-    } else {
-      store_rounded(static_cast<typename T::Q*>(args.out) + at, value);
+    for (int i = 0; i < 4; ++i) {
+      const int member = first_member + i % 2, d = first_d + i / 2 * (T::kFp8 ? 1 : 8);
+      if (member < args.group) store((row + member) * T::kHeadDim + d, values[i] * v_scale);
     }
+  };
+  if (args.out_scale) [[unlikely]] {
+    const float out_scale = args.out_scale[0];
+    each([&](int64_t at, float value) {
+      store_rounded(static_cast<__nv_fp8_e4m3*>(args.out) + at, value / out_scale);
+    });
+  } else {
+    each([&](int64_t at, float value) {
+      store_rounded(static_cast<typename T::Q*>(args.out) + at, value);
+    });
   }
 }
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ float4 merge_maxima(const float4 (&maxima)[kCount],
 }
 
 __device__ __forceinline__ float4 divided(const float4& v, float even, float odd) {
-  const float of_even = 1.0f / even, of_odd = 1.0f / odd;
+  const float of_even = reciprocal_approx(even), of_odd = reciprocal_approx(odd);
   return {v.x * of_even, v.y * of_odd, v.z * of_even, v.w * of_odd};
 }
 

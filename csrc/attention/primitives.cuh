@@ -89,6 +89,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// Off by one unit of the last place: what is divided is rounded to two bytes or one.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The absolute error, 2e-7, is what counts in a logit.
 __device__ __forceinline__ float tanh_of(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * 2.885390082f));

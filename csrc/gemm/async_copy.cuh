@@ -1,5 +1,5 @@
-// What kernels that stream through shared memory are made of: copies that complete on barriers, and
-// reads of another block's memory. sm_90.
+// What kernels that stream through shared memory are made of: copies that complete on barriers.
+// sm_90.
 #pragma once
 
 #include <cuda.h>
@@ -43,22 +43,6 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int by
           "r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n\t"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
-}
-
-// The float at this block's shared address, but in the block of that rank of the cluster.
-__device__ __forceinline__ float load_from_rank(uint32_t address, int rank) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote));
-  return v;
 }
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {

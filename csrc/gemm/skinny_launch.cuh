@@ -75,13 +75,14 @@ cudaError_t launch(const SkinnyLinearArgs& args, const Ranks& ranks, int splits,
   error = describe_matrix<X>(&x_map, args.x, args.num_tokens, args.in_features, args.x_row_stride,
                              args.num_tokens, T::kXLines);
   if (error != cudaSuccess) return error;
-  error = allow_shared_memory<skinny_linear_kernel<T, Ranks>>(T::kSharedBytes);
+  constexpr auto kKernel = skinny_linear_kernel<T, Ranks>;
+  error = allow_shared_memory<kKernel>(T::kSharedBytes + RankSums<T>::bytes(kMaxSplits));
   if (error != cudaSuccess) return error;
   const int outputs = T::kRows / halves;
   const int blocks = (args.out_features + outputs - 1) / outputs * splits;
-  const LaunchConfig config(blocks, kThreads, T::kSharedBytes, splits, programmatic, stream);
-  return cudaLaunchKernelEx(&config.config, skinny_linear_kernel<T, Ranks>, weight_map, x_map, args,
-                            splits, ranks);
+  const LaunchConfig config(blocks, kThreads, T::kSharedBytes + RankSums<T>::bytes(splits), splits,
+                            programmatic, stream);
+  return cudaLaunchKernelEx(&config.config, kKernel, weight_map, x_map, args, splits, ranks);
 }
 
 template <typename Format, typename B, typename Ranks>

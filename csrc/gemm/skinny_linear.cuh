@@ -12,8 +12,8 @@
 //   (mma m16n8k16): M = 1 costs them what M = 8 does, and that is little. FP8 MMAs (m16n8k32)
 //   are, on sm_90, conversions to half, which is exact, and MMAs of halves.
 // - Small blocks, two to six a multiprocessor: what one is late another takes on. Where N gives too
-//   few, the `splits` blocks of a cluster share a tile along K, and add their sums through
-//   distributed shared memory in order of rank: one launch, no atomics.
+//   few, the `splits` blocks of a cluster share a tile along K, and send their sums to the first of
+//   them, which adds them up in order of rank: one launch, no atomics.
 // - No gap between layers. Launched programmatically, the next call's blocks start while this one
 //   drains, and fill their stages with weights before they wait for its result.
 //
@@ -23,15 +23,9 @@
 // Free of any framework: pointers, strides and a stream. The instructions need sm_90.
 #pragma once
 
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
-#include "../collective/push.cuh"
 #include "../common/mma.cuh"
 #include "async_copy.cuh"
-#include "skinny.h"
-#include "skinny_tile.cuh"
+#include "skinny_write.cuh"
 
 namespace fusewright::gemm {
 
@@ -53,12 +47,6 @@ struct Shared {
     return base + T::kStages * (T::kStageBytes + 16) + stage * T::kScaleBytes;
   }
   __device__ uint32_t x_scale(int stage) const { return weight_scale(stage) + 16; }
-};
-
-// What a block adds up: a tile's rows, segments [first, first + num_steps) of K.  Its outputs begin
-// at first_output; gated, half of its rows are gates and half the ups of the same outputs.
-struct Share {
-  int rank, first_output, first, num_steps;
 };
 
 // One thread: every copy of the block. Weights for the whole ring are under way before it waits for
@@ -254,243 +242,6 @@ __device__ __forceinline__ void store_sums(float* to, const Sums<T>& sums) {
   }
 }
 
-__device__ __forceinline__ float load_element(const void* p, int64_t i, Element element) {
-  if (element == Element::kBFloat16) {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  }
-  if (element == Element::kHalf) return __half2float(static_cast<const __half*>(p)[i]);
-  return static_cast<const float*>(p)[i];
-}
-
-__device__ __forceinline__ float rounded(float v, Element element) {
-  if (element == Element::kBFloat16) return __bfloat162float(__float2bfloat16_rn(v));
-  return element == Element::kHalf ? __half2float(__float2half_rn(v)) : v;
-}
-
-__device__ __forceinline__ void store_element(void* p, int64_t i, Element element, float v) {
-  if (element == Element::kBFloat16) {
-    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
-  } else if (element == Element::kHalf) {
-    static_cast<__half*>(p)[i] = __float2half_rn(v);
-  } else if (element == Element::kE4M3) {
-    static_cast<__nv_fp8_e4m3*>(p)[i] = __nv_fp8_e4m3(v);  // to nearest, saturated
-  } else {
-    static_cast<float*>(p)[i] = v;
-  }
-}
-
-__device__ __forceinline__ float activated(float gate, Epilogue epilogue) {
-  if (epilogue == Epilogue::kSiluMul) return gate / (1.0f + expf(-gate));
-  constexpr float kSqrtTwoOverPi = 0.7978845608f;
-  const float inner = kSqrtTwoOverPi * (gate + 0.044715f * gate * gate * gate);
-  return 0.5f * gate * (1.0f + tanhf(inner));
-}
-
-// A row's sum over ranks and warps, in order.
-template <typename T>
-__device__ __forceinline__ float add_up(uint32_t sums, int splits, int token, int row) {
-  const uint32_t address = sums + (token * T::kSumPitch + row) * 4;
-  float total = 0.0f;
-  for (int rank = 0; rank < splits; ++rank) {
-#pragma unroll
-    for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      total += load_from_rank(address + warp * T::kWarpSums * 4, rank);
-    }
-  }
-  return total;
-}
-
-// x's scale of a row's sum, but for those of blocks.
-template <typename T>
-__device__ __forceinline__ float x_scale_of(const SkinnyLinearArgs& args, int token) {
-  if constexpr (!T::Format::kXScaled || T::Format::kBlockScales) return 1.0f;
-  return args.x_scale[token * args.x_scale_stride];
-}
-
-// The weight's, of a row and, gated, of its up's row.
-struct Scales {
-  float weight = 1.0f, up = 1.0f;
-};
-
-// Read before the wait, as the weight is, and multiplied behind the sum.  What is used before the
-// sum is waited for before it; what is read behind it, where a block has nothing else to do.
-template <typename T>
-__device__ __forceinline__ Scales read_scales(const SkinnyLinearArgs& args, int n) {
-  Scales scales;
-  if constexpr (T::Format::kScaled) {
-    if (n >= args.out_features) return scales;
-    scales.weight = args.weight_scale[n * args.weight_scale_stride];
-    const int up_n = n + args.out_features;
-    if (args.gated()) scales.up = args.weight_scale[up_n * args.weight_scale_stride];
-  }
-  return scales;
-}
-
-// A row's sum, scaled, with its bias.
-template <typename T>
-__device__ __forceinline__ float finish_sum(const SkinnyLinearArgs& args, uint32_t sums, int splits,
-                                            int token, int row, int n, float scale) {
-  const float total = add_up<T>(sums, splits, token, row) * scale;
-  return args.bias ? total + load_element(args.bias, n, args.element) : total;
-}
-
-// The norm's scale of token thread / 8, from its sums of squares [num_tokens, groups]; for complete
-// warps.
-__device__ __forceinline__ float norm_scale(int thread, const float* token_squares, int groups,
-                                            int num_tokens, int in_features, float eps) {
-  const int token = thread / 8;
-  float total = 0.0f;
-  if (token < num_tokens) {
-    const auto* squares = reinterpret_cast<const float4*>(token_squares + token * groups);
-#pragma unroll 8
-    for (int i = thread % 8; i < groups / 4; i += 8) {
-      const float4 v = squares[i];
-      total += (v.x + v.y) + (v.z + v.w);
-    }
-  }
-#pragma unroll
-  for (int other = 4; other; other /= 2) total += __shfl_xor_sync(~0u, total, other);
-  return rsqrtf(total / static_cast<float>(in_features) + eps);
-}
-
-// What a block writes of the outputs of its cluster's tile: items [first, end) of [token][width].
-// The add's are one block's: half warps are to hold whole groups.
-struct Part {
-  int width, first, end;
-};
-
-template <typename T>
-__device__ __forceinline__ Part part_of(const SkinnyLinearArgs& args, const Share& share,
-                                        int splits) {
-  const int width = args.gated() ? T::kRows / 2 : T::kRows;
-  const int num_items = args.num_tokens * width;
-  if (args.epilogue == Epilogue::kAdd) return {width, 0, share.rank ? 0 : num_items};
-  return {width, num_items * share.rank / splits, num_items * (share.rank + 1) / splits};
-}
-
-// What an item takes from memory, read before its sum is known.
-struct Ahead {
-  float x_scale, residual, norm_weight;
-};
-
-template <typename T>
-__device__ __forceinline__ Ahead read_ahead(const SkinnyLinearArgs& args, const Share& share,
-                                            const Part& part, int item) {
-  const int token = item / part.width, n = share.first_output + item % part.width;
-  if (item >= part.end || n >= args.out_features) return {};
-  Ahead ahead = {x_scale_of<T>(args, token), 0.0f, 0.0f};
-  if (args.epilogue == Epilogue::kAdd) {
-    const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
-    ahead.residual = __bfloat162float(args.residual[at]);
-    ahead.norm_weight = __bfloat162float(args.norm_weight[n]);
-  }
-  return ahead;
-}
-
-// One output of the add.  Half warps come here as a whole: their items are a group.
-__device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int token, int n,
-                                            float sum, const Ahead& ahead) {
-  const float total = rounded(rounded(sum, args.element) + ahead.residual, args.element);
-  const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
-  store_element(args.y, at, args.element, total);
-  args.weighted[at] = __float2bfloat16_rn(total * ahead.norm_weight);
-  float squares = total * total;
-  const unsigned half = 0xffffu << (threadIdx.x & 16);
-#pragma unroll
-  for (int other = kNormGroup / 2; other; other /= 2) {
-    squares += __shfl_xor_sync(half, squares, other);
-  }
-  if (n % kNormGroup == 0) args.squares_out[at / kNormGroup] = squares;
-}
-
-// An add over ranks: this rank's sums go to the others, and y is made of the sums of all. Two
-// passes over the items of the tile, so that all of them travel at once. A word has the outputs of
-// two lanes. `first` is of the thread's first item.
-template <typename T>
-__device__ __forceinline__ void write_reduced(const SkinnyLinearArgs& args,
-                                              const collective::WordExchange& exchange,
-                                              uint32_t sums, const Share& share, const Part& part,
-                                              int splits, const Ahead& first) {
-  const unsigned half = 0xffffu << (threadIdx.x & 16);
-  const bool even = threadIdx.x % 2 == 0;
-  const auto sendable_pair = [&](int token, int row, int n) {
-    const float sum = finish_sum<T>(args, sums, splits, token, row, n, 1.0f);
-    const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
-    const unsigned own = reinterpret_cast<const uint16_t&>(rounded);
-    return collective::without_negative_zeros(own | __shfl_down_sync(half, own, 1) << 16);
-  };
-  const auto each_item = [&](const auto& visit) {
-    for (int item = part.first + threadIdx.x; item < part.end; item += kThreads) {
-      const int token = item / part.width, row = item % part.width, n = share.first_output + row;
-      if (n >= args.out_features) continue;
-      const int64_t word = (static_cast<int64_t>(token) * args.out_features + n) / 2;
-      visit(item, token, n, word, sendable_pair(token, row, n));
-    }
-  };
-  each_item([&](int, int, int, int64_t word, unsigned pair) {
-    if (even) exchange.push(word, pair);
-  });
-  each_item([&](int item, int token, int n, int64_t word, unsigned pair) {
-    const bool is_first = item < part.first + kThreads;
-    const Ahead ahead = is_first ? first : read_ahead<T>(args, share, part, item);
-    float low = 0.0f, high = 0.0f;
-    if (even) {
-      exchange.pull(word, pair, [&](unsigned found) {
-        low += __uint_as_float(found << 16);
-        high += __uint_as_float(found & 0xffff0000u);
-      });
-    }
-    const float odd = __shfl_up_sync(half, high, 1);
-    write_added(args, token, n, even ? low : odd, ahead);
-  });
-}
-
-// Writes this block's part of the tile to y.  `next` is of the
-// thread's first item, as next_scales are; norm_scales are of the tokens; out_scale is y's, if FP8
-// sums have one.
-template <typename T>
-__device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, uint32_t sums,
-                                           const float* norm_scales, const Share& share,
-                                           const Part& part, int splits, Scales next_scales,
-                                           Ahead next, float out_scale) {
-  for (int item = part.first + threadIdx.x; item < part.end; item += kThreads) {
-    const int token = item / part.width, row = item % part.width, n = share.first_output + row;
-    const Ahead ahead = next;
-    const Scales scales = next_scales;
-    next = read_ahead<T>(args, share, part, item + kThreads);
-    next_scales = read_scales<T>(args, share.first_output + (item + kThreads) % part.width);
-    if (n >= args.out_features) continue;
-    const float norm = args.squares ? norm_scales[token] : 1.0f;
-    float value =
-        finish_sum<T>(args, sums, splits, token, row, n, ahead.x_scale * scales.weight * norm);
-    if (args.epilogue == Epilogue::kAdd) {
-      write_added(args, token, n, value, ahead);
-      continue;
-    }
-    if (args.gated()) {
-      const int up_n = n + args.out_features;
-      const float up =
-          finish_sum<T>(args, sums, splits, token, row + part.width, up_n,
-                        (T::Format::kScaled ? ahead.x_scale * scales.up : 1.0f) * norm);
-      const float gate = activated(rounded(value, args.element), args.epilogue);
-      value = gate * rounded(up, args.element);
-    }
-    const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
-    if (args.out_scale) {
-      value = rounded(value, args.element) *
-              (1.0f / (T::Format::kScaled ? out_scale : *args.out_scale));
-      store_element(args.y, at, Element::kE4M3, value);
-    } else {
-      store_element(args.y, at, args.element, value);
-    }
-  }
-}
-
-// A kernel that sums over no ranks takes this in place of the peers.
-struct OneRank {};
-template <typename Ranks>
-constexpr bool kReduces = std::is_same_v<Ranks, collective::Peers>;
-
 template <typename T, typename Ranks>
 __global__ void __launch_bounds__(kThreads)
     skinny_linear_kernel(const __grid_constant__ CUtensorMap weight_map,
@@ -499,6 +250,7 @@ __global__ void __launch_bounds__(kThreads)
                          const __grid_constant__ Ranks ranks) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const Shared<T> shared{shared_address(memory)};
+  auto& rank_sums = *reinterpret_cast<RankSums<T>*>(memory + T::kSharedBytes);
   Share share;
   share.rank = blockIdx.x % splits;
   share.first_output = blockIdx.x / splits * (args.gated() ? T::kRows / 2 : T::kRows);
@@ -511,23 +263,25 @@ __global__ void __launch_bounds__(kThreads)
       barrier_init(shared.full(stage), 1);
       barrier_init(shared.empty(stage), kConsumerWarps);
     }
+    if (splits > 1) rank_sums.inbox.init();
     barrier_init_fence();
+    if (splits > 1) rank_sums.inbox.expect((splits - 1) * args.num_tokens * T::kRows * 4);
   }
   __syncthreads();
+  if (splits > 1) cluster_arrive();
 
   constexpr int kConsumers = kConsumerWarps * kWarpSize;
   Sums<T> sums = {};
   if (threadIdx.x == kConsumers) produce<T>(weight_map, x_map, shared, share, args);
   Scales scales;
+  const Part part = part_of<T>(args, share);
   if constexpr (T::Format::kScaled) {
-    const Part part = part_of<T>(args, share, splits);
-    scales = read_scales<T>(args, share.first_output + (part.first + threadIdx.x) % part.width);
+    scales = read_scales<T>(args, share.first_output + part.row(threadIdx.x));
   }
   wait_for_previous();  // every thread: the kernel before may read what y overwrites
   unsigned epoch = 0;
   if constexpr (kReduces<Ranks>) epoch = collective::epoch_of(ranks);
-  const Part part = part_of<T>(args, share, splits);
-  const Ahead ahead = read_ahead<T>(args, share, part, part.first + threadIdx.x);
+  const Ahead ahead = read_ahead<T>(args, share, part, threadIdx.x);
   const float out_scale = T::Format::kScaled && args.out_scale ? *args.out_scale : 1.0f;
   float scale = 1.0f;
   if (threadIdx.x < kConsumers) {
@@ -543,19 +297,25 @@ __global__ void __launch_bounds__(kThreads)
     store_sums<T>(reinterpret_cast<float*>(memory), sums);
     if (threadIdx.x % 8 == 0) norm_scales[threadIdx.x / 8] = scale;
   }
+  __syncthreads();
+  const TileSums<T> tile_sums{reinterpret_cast<const float*>(memory), &rank_sums, splits};
   if (splits > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
+    cluster_wait();  // every block of the cluster has an inbox
+    if (share.rank) {
+      send_sums<T>(tile_sums, rank_sums, share.rank, args.num_tokens);
+    } else {
+      rank_sums.inbox.wait(0);
+    }
   }
   if constexpr (kReduces<Ranks>) {
     const collective::WordExchange exchange(ranks, epoch);
     if (threadIdx.x == kConsumers) exchange.count();
-    write_reduced<T>(args, exchange, shared.base, share, part, splits, ahead);
+    write_reduced<T>(args, exchange, tile_sums, share, part, ahead);
+  } else if (args.epilogue == Epilogue::kAdd) {
+    write_sum<T>(args, tile_sums, norm_scales, share, part, scales, ahead);
   } else {
-    write_part<T>(args, shared.base, norm_scales, share, part, splits, scales, ahead, out_scale);
+    write_part<T>(args, tile_sums, norm_scales, share, part, scales, ahead, out_scale);
   }
-  if (splits > 1) cluster_sync();  // no block leaves while others read it
 }
 
 }  // namespace fusewright::gemm

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
+#include <bit>
 #include <cstdint>
 
 #include "skinny.h"
@@ -55,7 +56,7 @@ template <typename Format_, typename Batch_, int kRows_, int kStages_>
 struct Tile {
   using Format = Format_;
   static constexpr int kRows = kRows_, kTokens = Batch_::kTokens, kXRows = Batch_::kXRows;
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kStages_, kLog2Rows = std::countr_zero(unsigned{kRows});
   static constexpr int kTilesM = kRows / 16, kTilesN = kTokens / 8;
   // x has the columns of the weight's lines, in as many lines, or twice as many.
   static constexpr int kXLines = kConsumerWarps * Format::kXBytes / Format::kBytes;
@@ -74,6 +75,12 @@ struct Tile {
   static_assert(kBlocksPerMultiprocessor <= 8);
   static_assert(kStageBytes % 1024 == 0, "the swizzle's pattern repeats every 1024 bytes");
   static_assert(kSumBytes + 4 * kMaxNormedTokens <= kStages * kStageBytes);
+};
+
+// What a block adds up: a tile's rows, segments [first, first + num_steps) of K.  Its outputs begin
+// at first_output; gated, half of its rows are gates and half the ups of the same outputs.
+struct Share {
+  int rank, first_output, first, num_steps;
 };
 
 // The rings of a batch.  Deep, medium: a multiprocessor's memory for two or three blocks, for a
@@ -113,11 +120,13 @@ struct TilePlan {
   int splits;
 };
 
+constexpr int kMaxSplits = 8;
+
 // Splits that bring `tiles` blocks close to `slots`, each with eight steps or more: what a cluster
 // costs, a block with fewer does not gain.
 constexpr int splits_for(int tiles, int slots, int steps) {
   int splits = 1;
-  while (splits < 8 && 2 * splits * tiles <= slots && steps >= 16 * splits) splits *= 2;
+  while (splits < kMaxSplits && 2 * splits * tiles <= slots && steps >= 16 * splits) splits *= 2;
   return splits;
 }
 

@@ -22,7 +22,11 @@ cudaError_t run_route(const RouteArgs& args, int block_experts, int cluster, boo
   const int warps = kRouteWarps + (args.squares ? kNormWarps : 0);
   const gemm::LaunchConfig config(clusters * cluster, warps * kWarpSize, 0, cluster, programmatic,
                                   stream);
-  return cudaLaunchKernelEx(&config.config, kKernel, args, block_experts, cluster);
+  int log2_sharers = 0;  // threads of a warp that compare one expert with the others
+  while (log2_sharers < 5 && (2 << log2_sharers) * args.num_experts <= warps * kWarpSize) {
+    ++log2_sharers;
+  }
+  return cudaLaunchKernelEx(&config.config, kKernel, args, block_experts, cluster, log2_sharers);
 }
 
 struct Maps {
@@ -73,8 +77,11 @@ cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t
   error = allow_shared_memory<gate_up_kernel<T>>(kBytes);
   if (error != cudaSuccess) return error;
   const int most_chosen = std::min(args.num_tokens * args.top_k, args.num_experts);
-  const int blocks =
-      std::min(args.out_features / kTileRows * most_chosen, gemm::kMultiprocessors * kPlan.blocks);
+  // As many blocks as end together, if all chosen experts differ.
+  const int tiles = args.out_features / kTileRows * most_chosen;
+  const int most_blocks = gemm::kMultiprocessors * kPlan.blocks;
+  const int tiles_each = (tiles + most_blocks - 1) / most_blocks;
+  const int blocks = (tiles + tiles_each - 1) / tiles_each;
   const gemm::LaunchConfig config(blocks, kGateUpThreads<T>, kBytes, 1, programmatic, stream);
   return cudaLaunchKernelEx(&config.config, gate_up_kernel<T>, maps.weight, maps.x, args);
 }

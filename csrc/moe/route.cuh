@@ -33,7 +33,7 @@ struct Choice {
   float chosen_score[kMaxTopK];
   int chosen[kMaxTopK];
   float choice[kMaxExperts];              // what experts are chosen by
-  alignas(16) uint32_t key[kMaxExperts];  // its order, of integers
+  alignas(16) uint32_t key[kMaxExperts];  // its order, of integers; 0 behind the last expert
   float score[kMaxExperts];
   float logits[kMaxExperts];  // of this block's token, as messages fill them
 };
@@ -120,8 +120,14 @@ __device__ __forceinline__ void add_logits(const RouteArgs& args, int first_expe
   for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
 }
 
-// Choices of experts outside the best groups become minus infinity. A group's score is its best
-// expert's choice or, with a correction bias, the sum of its best two.
+// Ordered as the numbers are; 0 is below all.
+__device__ __forceinline__ uint32_t key_of(float v) {
+  const uint32_t bits = __float_as_uint(v == 0.0f ? 0.0f : v);  // -0 is 0
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// Keys of experts outside the best groups become that of minus infinity. A group's score is its
+// best expert's choice or, with a correction bias, the sum of its best two.
 __device__ __forceinline__ void mask_groups(const RouteArgs& args, Choice& shared) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int size = args.num_experts / args.num_groups;
@@ -149,7 +155,7 @@ __device__ __forceinline__ void mask_groups(const RouteArgs& args, Choice& share
     for (int i = 0; i < args.num_groups; ++i) {
       ahead += is_ahead(shared.group_score[i], i, score, group);
     }
-    if (ahead >= args.topk_groups) shared.choice[expert] = -INFINITY;
+    if (ahead >= args.topk_groups) shared.key[expert] = key_of(-INFINITY);
   }
   __syncthreads();
 }
@@ -166,7 +172,9 @@ __device__ __forceinline__ void score_experts(const RouteArgs& args, Choice& sha
   const int num_experts = args.num_experts, lane = threadIdx.x % kWarpSize;
   for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
     const float logit = shared.logits[expert] * norm_scale;
-    shared.score[expert] = shared.choice[expert] = logit == logit ? logit : -INFINITY;
+    const float score = logit == logit ? logit : -INFINITY;
+    shared.score[expert] = shared.choice[expert] = score;
+    shared.key[expert] = key_of(score);
   }
   __syncthreads();
   if (chosen_suffice(args)) return;
@@ -186,46 +194,41 @@ __device__ __forceinline__ void score_experts(const RouteArgs& args, Choice& sha
     const float logit = shared.score[expert];
     const float score = softmax ? expf(logit - highest) * factor : 1.0f / (1.0f + expf(-logit));
     shared.score[expert] = score;
-    if (bias || !softmax) shared.choice[expert] = score + (bias ? bias[expert] : 0.0f);
+    if (bias || !softmax) {
+      const float choice = score + (bias ? bias[expert] : 0.0f);
+      shared.choice[expert] = choice;
+      shared.key[expert] = key_of(choice);
+    }
   }
   __syncthreads();
-}
-
-// Ordered as the numbers are; 0 is below all.
-__device__ __forceinline__ uint32_t key_of(float v) {
-  const uint32_t bits = __float_as_uint(v == 0.0f ? 0.0f : v);  // -0 is 0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 // The expert whose choice is ahead of all but `rank` others', to shared.chosen[rank], of top_k
-// ranks. Adjacent threads, as many as there are, share an expert's comparisons.
-__device__ __forceinline__ void rank_experts(const RouteArgs& args, Choice& shared) {
-  const int num_experts = args.num_experts, quads = (num_experts + 3) / 4;
-  for (int expert = threadIdx.x; expert < 4 * quads; expert += blockDim.x) {
-    shared.key[expert] = expert < num_experts ? key_of(shared.choice[expert]) : 0;
-  }
-  __syncthreads();
-  int sharers = 1;
-  while (sharers < kWarpSize && 2 * sharers * num_experts <= static_cast<int>(blockDim.x)) {
-    sharers *= 2;
-  }
-  const int expert = threadIdx.x / sharers;
-  const bool real = expert < num_experts;
+// ranks. Adjacent threads, 2^log2_sharers of them, share an expert's comparisons.
+__device__ __forceinline__ void rank_experts(const RouteArgs& args, Choice& shared,
+                                             int log2_sharers) {
+  const int quads = (args.num_experts + 3) / 4, sharers = 1 << log2_sharers;
+  const int expert = threadIdx.x >> log2_sharers, sharer = threadIdx.x & (sharers - 1);
+  const bool real = expert < args.num_experts;
   int rank = 0;
   if (real) {
+    const auto* all = reinterpret_cast<const uint4*>(shared.key);
     const uint32_t key = shared.key[expert];
-#pragma unroll 4
-    for (int quad = threadIdx.x % sharers; quad < quads; quad += sharers) {
-      const uint4 v = reinterpret_cast<const uint4*>(shared.key)[quad];
-      const uint32_t others[] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // a lower expert is ahead with an equal key
-        rank += others[i] > key - (4 * quad + i < expert ? 1 : 0) ? 1 : 0;
-      }
+    const int own = expert / 4;
+#pragma unroll 8
+    for (int quad = sharer; quad < quads; quad += sharers) {
+      const uint4 v = all[quad];
+      const uint32_t behind = quad < own ? key - 1 : key;  // a lower expert's equal key is ahead
+      rank += (v.x > behind) + (v.y > behind) + (v.z > behind) + (v.w > behind);
+    }
+    if (sharer == 0) {
+      const uint4 v = all[own];
+      const int place = expert % 4;
+      rank += (v.x == key && place > 0) + (v.y == key && place > 1) + (v.z == key && place > 2);
     }
   }
   for (int other = sharers / 2; other; other /= 2) rank += __shfl_xor_sync(kAllLanes, rank, other);
-  if (real && threadIdx.x % sharers == 0 && rank < args.top_k) {
+  if (real && sharer == 0 && rank < args.top_k) {
     shared.chosen[rank] = expert;
     shared.chosen_score[rank] = shared.score[expert];
   }
@@ -283,8 +286,9 @@ __device__ __forceinline__ void send_logits(const RouteArgs& args, RouteShared<k
 
 // Blocks of `block_experts` experts, `cluster` of them a cluster.
 template <bool kWide>
-__global__ void __launch_bounds__((kRouteWarps + kNormWarps) * kWarpSize)
-    route_kernel(const __grid_constant__ RouteArgs args, int block_experts, int cluster) {
+__global__ void __launch_bounds__((kRouteWarps + kNormWarps) * kWarpSize, kWide ? 1 : 2)
+    route_kernel(const __grid_constant__ RouteArgs args, int block_experts, int cluster,
+                 int log2_sharers) {
   __shared__ RouteShared<kWide> shared;
   const int warp = threadIdx.x / kWarpSize;
   const int rank = block_rank(), first_token = blockIdx.x / cluster * kMaxTokens;
@@ -295,6 +299,9 @@ __global__ void __launch_bounds__((kRouteWarps + kNormWarps) * kWarpSize)
     shared.inbox.expect(args.num_experts * 4);
   }
   if (threadIdx.x < kMaxTopK) shared.chosen[threadIdx.x] = 0;
+  if (threadIdx.x < 3 && args.num_experts + threadIdx.x < kMaxExperts) {
+    shared.key[args.num_experts + threadIdx.x] = 0;
+  }
   cluster_arrive();
   // The choice is made once of no logits before, while there is time, to bring its instructions
   // near.
@@ -307,7 +314,7 @@ __global__ void __launch_bounds__((kRouteWarps + kNormWarps) * kWarpSize)
     }
     score_experts(args, shared, args.squares ? shared.norm_scale[rank % kMaxTokens] : 1.0f);
     if (args.num_groups > 1) mask_groups(args, shared);
-    rank_experts(args, shared);
+    rank_experts(args, shared, log2_sharers);
     if (warp == 0) write_choice(args, shared, first_token + rank, real);
   }
 }
