@@ -65,6 +65,7 @@ def draw_bf16(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 FP8_SHAPES = [(1, 128), (37, 128), (130, 640), (333, 512), (4096, 4096), (1000, 7168)]
 FP8_SHAPES += [(6144, 4096), (20000, 1024), (4096, 14336)]
+FP8_SHAPES += [(300, 16384), (70, 32768)]  # four and eight blocks share a tile
 
 
 @pytest.mark.gpu
