@@ -1,4 +1,4 @@
-// What kernels that stream through shared memory are made of: copies that complete on barriers.
+// Kernels that stream through shared memory are made of these copies, which complete on barriers.
 // sm_90.
 #pragma once
 

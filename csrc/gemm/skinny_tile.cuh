@@ -77,8 +77,8 @@ struct Tile {
   static_assert(kSumBytes + 4 * kMaxNormedTokens <= kStages * kStageBytes);
 };
 
-// What a block adds up: a tile's rows, segments [first, first + num_steps) of K.  Its outputs begin
-// at first_output; gated, half of its rows are gates and half the ups of the same outputs.
+// A block adds up segments [first, first + num_steps) of K of a tile's rows.  Its outputs begin at
+// first_output; gated, half of its rows are gates and half the ups of the same outputs.
 struct Share {
   int rank, first_output, first, num_steps;
 };
