@@ -1,5 +1,4 @@
-// What becomes of a tile's sums: they are added up over warps and blocks, scaled, and written as
-// the epilogue has it.
+// A tile's sums are added up over warps and blocks, scaled, and written as the epilogue has it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -45,7 +44,7 @@ __device__ __forceinline__ float activated(float gate, Epilogue epilogue) {
   return 0.5f * gate * (1.0f + tanhf(inner));
 }
 
-// What the blocks that share a tile send to the first of them, behind its ring: their sums.
+// The blocks that share a tile send their sums to the first of them, behind its ring.
 template <typename T>
 struct RankSums {
   Inbox inbox;
@@ -159,7 +158,7 @@ __device__ __forceinline__ Part part_of(const SkinnyLinearArgs& args, const Shar
   return {log2_width, share.rank ? 0 : args.num_tokens << log2_width};
 }
 
-// What an item takes from memory, read before its sum is known.
+// An item takes these from memory, and reads them before its sum is known.
 struct Ahead {
   float x_scale, residual, norm_weight;
 };
