@@ -43,7 +43,7 @@ def test_the_device_table_and_the_inbox_limit_what_is_pushed(
     ("world", "num_rows", "shots"),
     [
         *((2, 256, 1), (2, 257, 2), (2, 8192, 2), (2, 8193, 0)),
-        *((4, 64, 1), (4, 65, 2), (4, 1024, 2), (4, 1025, 0), (8, 16, 1), (8, 17, 2)),
+        *((4, 16, 1), (4, 17, 2), (4, 4096, 2), (4, 4097, 0), (8, 16, 1), (8, 17, 2)),
     ],
 )
 def test_larger_sums_are_sent_twice(world: int, num_rows: int, shots: int) -> None:
