@@ -389,8 +389,8 @@ __device__ __forceinline__ void attend(const MatrixRows<T>& rows, uint32_t stage
 }
 
 // Element i of fragment j, for the lane of that number: its head of the group and its dimension.
-// Whether it is FP8 is asked once, so that what runs lies together: between two layers' calls the
-// caches lose these instructions to the weights.
+// One branch asks whether the result is FP8, so that instructions that run lie together: they are
+// cold, since other kernels ran after the last layer's call.
 template <typename T>
 __device__ __forceinline__ void store_fragment(const DecodeArgs& args, int token, int head, int j,
                                                int lane, float4 v) {

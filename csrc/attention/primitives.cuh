@@ -89,7 +89,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Off by one unit of the last place: what is divided is rounded to two bytes or one.
+// The result is off by one unit of the last place at most. Quotients are rounded to two bytes or to
+// one, which is far more.
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

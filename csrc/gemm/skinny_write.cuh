@@ -44,14 +44,15 @@ __device__ __forceinline__ float activated(float gate, Epilogue epilogue) {
   return 0.5f * gate * (1.0f + tanhf(inner));
 }
 
-// The blocks that share a tile send their sums to the first of them, behind its ring.
+// The blocks that share a tile send their sums to the first of them, behind its ring. A launch has
+// memory for as many blocks as there are.
 template <typename T>
 struct RankSums {
   Inbox inbox;
-  float sums[1][T::kXRows][T::kRows];  // of each block but the first
+  float sums[kMaxSplits - 1][T::kXRows][T::kRows];  // of each block but the first
 
   static constexpr int bytes(int splits) {
-    return splits > 1 ? sizeof(Inbox) + (splits - 1) * T::kXRows * T::kRows * 4 : 0;
+    return splits > 1 ? sizeof(Inbox) + (splits - 1) * sizeof(sums[0]) : 0;
   }
 };
 
@@ -237,9 +238,8 @@ __device__ __forceinline__ void write_reduced(const SkinnyLinearArgs& args,
 }
 
 // Calls visit for each output of the tile that this thread has, of which `next` and next_scales are
-// of the first: with its token, row, feature, sum, norm's scale, and what was read. What runs
-// behind the sums is kept short, as between two layers' calls the caches lose these instructions to
-// the weights.
+// of the first: with its token, row, feature, sum, norm's scale, and what was read. Code behind the
+// sums is kept short, since it is cold: other kernels ran since the last layer's call.
 template <typename T, typename Visit>
 __device__ __forceinline__ void each_output(const SkinnyLinearArgs& args, const TileSums<T>& sums,
                                             const float* norm_scales, const Share& share,
@@ -289,7 +289,7 @@ __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, const T
   each_output<T>(args, sums, norm_scales, share, part, first_scales, first, write);
 }
 
-// The same of an add.
+// Writes the outputs of an add.
 template <typename T>
 __device__ __forceinline__ void write_sum(const SkinnyLinearArgs& args, const TileSums<T>& sums,
                                           const float* norm_scales, const Share& share,
