@@ -5,8 +5,8 @@ weights of the chosen experts, in bfloat16 or FP8.  FP8 weights meet bfloat16 ac
 these too would save no bytes.  The first two kernels apply the scale of a norm to their sums; the
 third adds a residual and prepares the input of the next norm's reader.  For some more tokens the
 same router chooses, and all else is Triton's.  For many tokens Triton chooses experts and sorts
-slots, a grouped GEMM of bfloat16 computes both layers, and Triton adds the results.  For numbers of
-tokens in between, all kernels are Triton's.
+slots, a grouped GEMM of bfloat16 or FP8 computes both layers, and Triton adds the results and
+quantizes before a layer of FP8.  For numbers of tokens in between, all kernels are Triton's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ._cuda import load_cuda_library
 from ._desc import TensorDesc
 from ._launch import run_all
 from ._linear_kernels import Target, here
-from ._moe import Call, Planned, plan_experts, plan_layers, plan_routing, plan_sort
+from ._moe import Call, Planned, plan_experts, plan_layers, plan_quantized, plan_routing, plan_sort
 from .launches.experts import MOST_EXPERTS, rows_an_expert
 
 MOST_TOKENS = 8
 MOST_ROUTED_TOKENS = 64
 """Most tokens for which csrc's router runs.  With 128 experts and 2048 features it takes 4.2, 6.6
 and 13.1 us at 16, 64 and 128 tokens, where a GEMM and Triton's choice take 7.3, 7.7 and 7.7."""
-MOST_TILED_ROWS = 24
+MOST_TILED_ROWS = {2: 24, 1: 8}
 """Most rows an expert, as the rule of tiles counts them, for which Triton's GEMMs run instead of
-the grouped one (docs/decisions/experts.md)."""
+the grouped one, by the bytes of an element of the weight (docs/decisions/experts.md)."""
 MANY_TOKENS = 1 << 20
 """So many tokens that the grouped GEMM serves them, if it serves any."""
 _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32
@@ -53,7 +53,7 @@ def _why_not_csrc(call: Call, target: Target) -> str:
 
 
 def _why_not_weights(call: Call) -> str:
-    """Why the kernels for few tokens do not read these weights, or an empty string."""
+    """Why csrc's kernels do not read these weights, or an empty string."""
     if call.gate_up_scale is None or call.down_scale is None:
         served = call.gate_up.dtype == torch.bfloat16
         return "" if served else f"weights of {call.gate_up.dtype}, not bfloat16"
@@ -123,18 +123,17 @@ def why_not_streamed(call: Call, rows: int, target: Target) -> str:
 
 def why_not_grouped(call: Call, rows: int, target: Target) -> str:
     """Why the grouped GEMM does not serve this many tokens, or an empty string; reads no data."""
-    if reason := _why_not_csrc(call, target):
+    if reason := _why_not_csrc(call, target) or _why_not_weights(call):
         return reason
-    if call.gate_up.dtype != torch.bfloat16:
-        return f"weights of {call.gate_up.dtype}, not bfloat16"
     experts, both, hidden = call.gate_up.shape
     if hidden % _LINE or both % (2 * _LINE):
         return f"{hidden} and {both // 2} features: not multiples of {_LINE}"
     if experts > MOST_EXPERTS:
         return f"{experts} experts: at most {MOST_EXPERTS}"
     each = rows_an_expert(rows, call.top_k, experts)
-    if each <= MOST_TILED_ROWS:
-        return f"{rows} tokens, {each:g} an expert: faster above {MOST_TILED_ROWS}"
+    most = MOST_TILED_ROWS[call.gate_up.dtype.itemsize]
+    if each <= most:
+        return f"{rows} tokens, {each:g} an expert: faster above {most}"
     return _why_not_built(target, GROUPED)
 
 
@@ -171,8 +170,7 @@ def _serves(
 
 def streams(call: Call) -> bool:
     """Whether the kernels for few tokens serve a call."""
-    scales = [t for t in (call.gate_up_scale, call.down_scale) if t is not None]
-    return _serves(why_not_streamed, call, (call.router_weight, call.gate_up, call.down, *scales))
+    return _serves(why_not_streamed, call, (call.router_weight, *_experts_of(call)))
 
 
 def routes(call: Call) -> bool:
@@ -182,7 +180,13 @@ def routes(call: Call) -> bool:
 
 def groups(call: Call) -> bool:
     """Whether the grouped GEMM serves a call."""
-    return _serves(why_not_grouped, call, (call.gate_up, call.down))
+    return _serves(why_not_grouped, call, _experts_of(call))
+
+
+def _experts_of(call: Call) -> tuple[Tensor, ...]:
+    """The weights of the experts' layers, with their scales if there are some."""
+    held = (call.gate_up, call.down, call.gate_up_scale, call.down_scale)
+    return tuple([tensor for tensor in held if tensor is not None])
 
 
 def grouped_layers(call: Call, logits: Tensor) -> Planned:
@@ -190,10 +194,18 @@ def grouped_layers(call: Call, logits: Tensor) -> Planned:
     launches, topk_weights, _, by_expert = plan_routing(call, logits)
     assert by_expert is not None
     run_all(launches)
+
+    def multiply(x: Tensor, weight: Tensor, scale: Tensor | None, *how: Any) -> Tensor:
+        more, (x, *scales) = plan_quantized(x, call.scheme(None))
+        run_all(more)
+        run = torch.ops.fw_cuda.moe_grouped_linear.default
+        y: Tensor = run(x, weight, *by_expert, *how, *scales, *([] if scale is None else [scale]))
+        return y
+
     # Rows of h are in the order of the sort: only the first layer gathers, the second scatters.
-    multiply = torch.ops.fw_cuda.moe_grouped_linear.default
-    h = multiply(call.x, call.gate_up, *by_expert, call.top_k, call.activation, False, True)
-    return Planned([], multiply(h, call.down, *by_expert, 1, "", True, False), topk_weights)
+    of_first, of_second = (call.top_k, call.activation, False, True), (1, "", True, False)
+    h = multiply(call.x, call.gate_up, call.gate_up_scale, *of_first)
+    return Planned([], multiply(h, call.down, call.down_scale, *of_second), topk_weights)
 
 
 def layers(call: Call, logits: Callable[[Call], Tensor]) -> Planned:

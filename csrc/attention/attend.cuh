@@ -15,7 +15,6 @@ namespace fusewright::attention {
 
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr float kNoMax = -1.0e30f;  // finite: a row without a token gives exp2(-inf - kNoMax) = 0
-constexpr float kLog2E = 1.4426950408889634f;
 
 template <typename Q_, typename Kv_, int kHeadDim_, int kHeadTiles_>
 struct Tile {

@@ -10,6 +10,7 @@
 
 #include "../common/device.cuh"
 #include "../common/mma.cuh"
+#include "../common/numbers.cuh"
 
 namespace fusewright::attention {
 
@@ -50,26 +51,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const Fragment& a, uint32_t b
   fusewright::mma<M>(d, a.x, a.y, a.z, a.w, b0, b1);
 }
 
-// Two floats as two 16-bit numbers, low first.
-template <typename M>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(v);
-}
-
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-  const __half2 v = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(v);
-}
-
-__device__ __forceinline__ float2 unpack_bfloat16(uint32_t v) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
-}
-
 // The two e4m3 numbers in the low half of v, exactly, as two of fp16.
 __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t v) {
   uint32_t d;
@@ -81,20 +62,6 @@ __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t v) {
       : "=r"(d)
       : "r"(v));
   return d;
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The result is off by one unit of the last place at most. Quotients are rounded to two bytes or to
-// one, which is far more.
-__device__ __forceinline__ float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // The absolute error, 2e-7, is what counts in a logit.

@@ -49,6 +49,11 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, boo
                : "memory");
 }
 
+// The same of 4 bytes, which are always read.
+__device__ __forceinline__ void copy_async_4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

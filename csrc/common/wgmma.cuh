@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -109,6 +110,18 @@ __device__ __forceinline__ void multiply<__half>(float (&d)[64], uint64_t a, uin
   FW_FROM_SHARED("f16");
 }
 
+// Of one byte, 32 elements of a row are multiplied.
+template <>
+__device__ __forceinline__ void multiply<__nv_fp8_e4m3>(float (&d)[64], uint64_t a, uint64_t b,
+                                                        bool fresh) {
+  asm volatile(
+      "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %66, 0;\n\t"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
+      " {" FW_NAMES_64 "}, %64, %65, add, 1, 1;\n\t}"
+      : FW_32(d, 0), FW_32(d, 32)
+      : "l"(a), "l"(b), "r"(fresh ? 0 : 1));
+}
+
 // The same with 256 rows of b.
 __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool fresh) {
   asm volatile(
@@ -132,6 +145,15 @@ template <>
 __device__ __forceinline__ void multiply_add<__half>(float (&d)[64], const uint32_t* a,
                                                      uint64_t b) {
   FW_FROM_REGISTERS("f16");
+}
+
+// Four 8 x 8 matrices of 16-bit elements to shared memory; lane i gives the address of row i % 8 of
+// matrix i / 8. Each word is two neighbouring elements, as an MMA leaves them.
+__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a),
+               "r"(b), "r"(c), "r"(d)
+               : "memory");
 }
 
 // Transposes four words over the four threads of a quad. As an MMA leaves them, each thread has two

@@ -8,20 +8,24 @@
 namespace fusewright::moe {
 namespace {
 
-// Boxes of 64 columns of a [groups, rows, columns] tensor; outside a group are zeros.
+constexpr int kLeastWideRows = 64;  // an expert, on average (docs/decisions/experts.md)
+
+// Boxes of a line of columns of a [groups, rows, columns] tensor; outside a group are zeros.
+template <typename T>
 cudaError_t describe_groups(CUtensorMap* map, const void* data, int64_t groups, int64_t rows,
                             int64_t columns, int64_t row_stride, int box_rows) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
                               static_cast<cuuint64_t>(groups)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_stride) * 2,
-                                static_cast<cuuint64_t>(rows * row_stride) * 2};
-  const cuuint32_t box[] = {kGroupedLine, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(row_stride) * T::kElementBytes,
+                                static_cast<cuuint64_t>(rows * row_stride) * T::kElementBytes};
+  const cuuint32_t box[] = {T::kLine, static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[] = {1, 1, 1};
+  const auto type = T::kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -29,12 +33,12 @@ cudaError_t describe_groups(CUtensorMap* map, const void* data, int64_t groups, 
 template <typename T>
 cudaError_t run(const GroupedArgs& args, bool programmatic, cudaStream_t stream) {
   CUtensorMap weight_map, x_map;
-  cudaError_t error = describe_groups(&weight_map, args.weight, args.num_experts,
-                                      int64_t{args.out_features} * (T::kGated ? 2 : 1),
-                                      args.in_features, args.in_features, T::kBoxRows);
+  cudaError_t error = describe_groups<T>(&weight_map, args.weight, args.num_experts,
+                                         int64_t{args.out_features} * (T::kGated ? 2 : 1),
+                                         args.in_features, args.in_features, T::kBoxRows);
   if (error != cudaSuccess) return error;
-  error = describe_groups(&x_map, args.x, 1, args.x_rows, args.in_features, args.x_row_stride,
-                          kWarpgroupRows);
+  error = describe_groups<T>(&x_map, args.x, 1, args.x_rows, args.in_features, args.x_row_stride,
+                             kWarpgroupRows);
   if (error != cudaSuccess) return error;
   error = allow_shared_memory<grouped_kernel<T>>(T::kSharedBytes);
   if (error != cudaSuccess) return error;
@@ -47,15 +51,31 @@ cudaError_t run(const GroupedArgs& args, bool programmatic, cudaStream_t stream)
   return cudaLaunchKernelEx(&config.config, grouped_kernel<T>, weight_map, x_map, args);
 }
 
+template <Scales kScales, bool kWide>
+cudaError_t run_scaled(const GroupedArgs& args, bool programmatic, cudaStream_t stream) {
+  if (args.gated) {
+    return args.x_sorted ? run<GroupedTile<kScales, false, true, kWide>>(args, programmatic, stream)
+                         : run<GroupedTile<kScales, true, true, kWide>>(args, programmatic, stream);
+  }
+  return args.x_sorted ? run<GroupedTile<kScales, false, false, kWide>>(args, programmatic, stream)
+                       : run<GroupedTile<kScales, true, false, kWide>>(args, programmatic, stream);
+}
+
 }  // namespace
 
 cudaError_t launch_grouped(const GroupedArgs& args, bool programmatic, cudaStream_t stream) {
-  if (args.gated) {
-    return args.x_sorted ? run<GroupedTile<false, true>>(args, programmatic, stream)
-                         : run<GroupedTile<true, true>>(args, programmatic, stream);
+  const bool wide = args.num_slots >= int64_t{kLeastWideRows} * args.num_experts;
+  switch (args.scales) {
+    case Scales::kNone:
+      return run_scaled<Scales::kNone, true>(args, programmatic, stream);
+    case Scales::kRows:
+      return wide ? run_scaled<Scales::kRows, true>(args, programmatic, stream)
+                  : run_scaled<Scales::kRows, false>(args, programmatic, stream);
+    case Scales::kBlocks:
+      return wide ? run_scaled<Scales::kBlocks, true>(args, programmatic, stream)
+                  : run_scaled<Scales::kBlocks, false>(args, programmatic, stream);
   }
-  return args.x_sorted ? run<GroupedTile<false, false>>(args, programmatic, stream)
-                       : run<GroupedTile<true, false>>(args, programmatic, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace fusewright::moe

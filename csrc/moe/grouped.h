@@ -12,19 +12,27 @@ namespace fusewright::moe {
 
 constexpr int kMaxGroupedExperts = 1024;
 constexpr int kGroupedLine = 64;  // both features are multiples of it
+constexpr int kScaleBlock = 128;  // features that share a scale; in_features of FP8 are multiples
+
+// What scales of FP8 belong to: a row of x and of the weight; or 128 features of a row of x, and a
+// square of 128 in the weight. Without scales, numbers are bfloat16.
+enum class Scales { kNone, kRows, kBlocks };
 
 // Slots of an expert are order[offsets[e]] to order[offsets[e + 1] - 1]; a slot's place is where it
 // is in the order.
 struct GroupedArgs {
-  const __nv_bfloat16* x;       // [x_rows, in_features], rows x_row_stride elements apart
-  const __nv_bfloat16* weight;  // [num_experts, rows, in_features], contiguous
-  const int* order;             // [num_slots]
-  const int* offsets;           // [num_experts + 1]
-  __nv_bfloat16* y;             // [num_slots, out_features]
+  const void* x;              // [x_rows, in_features], rows x_row_stride elements apart
+  const void* weight;         // [num_experts, rows, in_features], contiguous
+  const float* x_scale;       // [x_rows, groups], with the strides below
+  const float* weight_scale;  // [num_experts, rows, 1] or [num_experts, blocks, blocks], contiguous
+  const int* order;           // [num_slots]
+  const int* offsets;         // [num_experts + 1]
+  __nv_bfloat16* y;           // [num_slots, out_features]
   int num_slots, num_experts;
   int in_features, out_features;  // with gates, half of the weight's rows
   int x_rows, slots_a_row;        // a slot's row of x is slot / slots_a_row
-  int64_t x_row_stride;
+  int64_t x_row_stride, x_scale_row, x_scale_group;
+  Scales scales;
   bool gated;             // y is act(gate) * up, of weights with rows of gates, then of ups
   Activation activation;  // of the gates
   bool x_sorted;          // rows of x are places, not slots

@@ -8,7 +8,8 @@ what the allocator hands out for a result is full of NaN.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ class Sizes:
     tokens: int
 
 
+FP8 = torch.float8_e4m3fn
 SMALL = Sizes(8, 1024, 1024, 2, 700)
 ODD = Sizes(5, 192, 320, 2, 333)
 
@@ -79,7 +81,20 @@ class Drawn:
     expected: Tensor
 
 
-def draw(sizes: Sizes, routing: str, layout: str, activation: str, padding: int = 0) -> Drawn:
+def quantized(values: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 of the last two dimensions with a scale for each block of so many rows and columns, the
+    scales, and what both stand for."""
+    *outer, n, k = values.shape
+    blocks = values.reshape(*outer, n // rows, rows, k // columns, columns)
+    scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
+    rounded = (blocks / scales).to(FP8)
+    meant = (rounded.float() * scales).reshape(values.shape)
+    return rounded.reshape(values.shape), scales.squeeze((-3, -1)), meant
+
+
+def draw(
+    sizes: Sizes, routing: str, layout: str, activation: str, padding: int = 0, fp8: str = ""
+) -> Drawn:
     slots, x_sorted, y_sorted = sizes.tokens * sizes.top_k, *LAYOUTS[layout]
     ids = ROUTINGS[routing](sizes.experts, slots)
     order = ids.argsort(stable=True)
@@ -89,17 +104,27 @@ def draw(sizes: Sizes, routing: str, layout: str, activation: str, padding: int 
     k, rows = sizes.in_features, sizes.out_features * (2 if activation else 1)
     x = torch.randn(slots // a_row, k + padding, device="cuda").bfloat16()[:, :k]
     weight = torch.randn(sizes.experts, rows, k, device="cuda").mul_(k**-0.5).bfloat16()
-    places = x if x_sorted else x[order // a_row]
-    by_place = multiply_in_float32(places.float(), weight, offsets.tolist(), activation)
+    meant, scales = (x.float(), weight.float()), []
+    if fp8:
+        # Columns of a scale; and rows of the weight that share one, whose scales differ much.
+        columns, shared = (128, 128) if fp8 == "block" else (k, 1)
+        spread = torch.rand(sizes.experts, rows // shared, 1, k // columns, 1, device="cuda").exp2()
+        weight = (weight.view(*spread.shape[:2], shared, k // columns, columns) * spread).flatten(3)
+        weight, weight_scale, of_weight = quantized(weight.flatten(1, 2), shared, columns)
+        x, x_scale, of_x = quantized(x.float(), 1, columns)
+        # Scales of blocks are column-major, as our kernels make them.
+        scales, meant = [x_scale.t().contiguous().t(), weight_scale], (of_x, of_weight)
+    places = meant[0] if x_sorted else meant[0][order // a_row]
+    by_place = multiply_in_float32(places, meant[1], offsets.tolist(), activation)
     expected = by_place if y_sorted else torch.empty_like(by_place).index_copy_(0, order, by_place)
-    given = (a_row, activation, x_sorted, y_sorted)
+    given = (a_row, activation, x_sorted, y_sorted, *scales)
     return Drawn((x, weight, order.to(torch.int32), offsets, *given), expected)
 
 
 def multiply_in_float32(x: Tensor, weight: Tensor, ends: list[int], activation: str) -> Tensor:
     parts = []
     for expert in range(len(weight)):
-        y = x[ends[expert] : ends[expert + 1]] @ weight[expert].float().T
+        y = x[ends[expert] : ends[expert + 1]] @ weight[expert].T
         if activation:
             gate, up = y.bfloat16().float().chunk(2, -1)
             y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
@@ -151,6 +176,48 @@ def test_any_routing(grouped: Any, routing: str, layout: str, activation: str) -
 @pytest.mark.parametrize(("layout", "activation"), [("up", "silu"), ("down", "")])
 def test_any_sizes(grouped: Any, sizes: Sizes, layout: str, activation: str) -> None:
     check_call(grouped, draw(sizes, "uniform", layout, activation))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", ["token", "block"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("layout", "activation"), [("up", "silu"), ("down", "")])
+@pytest.mark.parametrize("experts", [8, 32], ids=["wide tile", "tile"])
+def test_any_routing_of_fp8(
+    grouped: Any, routing: str, layout: str, activation: str, experts: int, fp8: str
+) -> None:
+    sizes = replace(SMALL, experts=experts)
+    check_call(grouped, draw(sizes, routing, layout, activation, fp8=fp8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", ["token", "block"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(1, 128, 128, 1, 1),
+        Sizes(1, 128, 128, 1, 300),
+        Sizes(5, 384, 640, 2, 333),
+        Sizes(1024, 128, 256, 4, 700),
+        Sizes(128, 2048, 768, 8, 600),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("layout", "activation"), [("up", "silu"), ("down", ""), ("as expert_linear", "gelu_tanh")]
+)
+def test_any_sizes_of_fp8(
+    grouped: Any, sizes: Sizes, layout: str, activation: str, fp8: str
+) -> None:
+    check_call(grouped, draw(sizes, "uniform", layout, activation, fp8=fp8))
+
+
+@pytest.mark.gpu
+def test_outputs_of_rows_may_be_half_a_tile(grouped: Any) -> None:
+    for experts, layout in product((5, 32), (("down", ""), ("up", "silu"))):
+        for outputs in (192, 320):
+            sizes = Sizes(experts, 128, outputs, 2, 333)
+            check_call(grouped, draw(sizes, "uniform", *layout, fp8="token"))
 
 
 @pytest.mark.gpu
@@ -210,6 +277,27 @@ def test_refusals_name_the_argument(grouped: Any, name: str) -> None:
         grouped(*args)
 
 
+REFUSED_FP8: dict[str, tuple[int, Callable[[Any], Any], str]] = {
+    "scales of the weight alone": (8, lambda _: None, "expected both or none"),
+    "a scale a row too few": (8, lambda scale: scale[:, :1], "x_scale has shape"),
+    "a row of scales too few": (9, lambda scale: scale[:, 1:].contiguous(), "has weight_scale"),
+    "scales of float16": (9, Tensor.half, "weight_scale is not of float32"),
+    "weights of bfloat16": (1, Tensor.bfloat16, "weight has shape"),
+    "rows of bfloat16": (0, Tensor.bfloat16, "x has shape"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REFUSED_FP8)
+def test_refusals_name_the_scale(grouped: Any, name: str) -> None:
+    index, change, expected = REFUSED_FP8[name]
+    sizes = Sizes(5, 256, 256, 2, 333)
+    args = [*draw(sizes, "uniform", "up", "silu", fp8="block").args]
+    args[index] = change(args[index])
+    with pytest.raises(RuntimeError, match=expected):
+        grouped(*args)
+
+
 @pytest.mark.parametrize(
     ("experts", "tokens", "times"),
     [
@@ -239,3 +327,28 @@ def test_mixtures_of_many_rows_an_expert_run_it(experts: int, tokens: int, times
     on_meta[3] = on_meta[3][:, :-32]
     on_meta[4] = on_meta[4][:, :, :-16]
     assert "moe_grouped_linear" not in runs(*on_meta), "48 features are no whole lines"
+
+
+@pytest.mark.parametrize("fp8", ["token", "block"])
+@pytest.mark.parametrize(("tokens", "times"), [(128, 0), (129, 2), (4096, 2)])
+def test_mixtures_of_fp8_run_it_from_fewer_rows_an_expert_on(
+    tokens: int, times: int, fp8: str
+) -> None:
+    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
+    args = moe_args(draw, 16, 32, 2, 256, 128, fp8=fp8)
+    on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
+    on_meta[0] = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
+    runs = BY_NAME["fused_moe"].implementation("cuda").runs
+    assert runs is not None
+    names = runs(*on_meta)
+    assert names.count("moe_grouped_linear") == times
+    assert names.count("_quant_kernel") == 2, "both layers' inputs are quantized"
+
+
+def test_mixtures_with_static_scales_do_not_run_it() -> None:
+    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
+    args = moe_args(draw, 16, 4, 2, 256, 128, fp8="tensor")
+    on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
+    on_meta[0] = torch.empty(4096, 256, dtype=torch.bfloat16, device="meta")
+    runs = BY_NAME["fused_moe"].implementation("cuda").runs
+    assert runs is not None and "moe_grouped_linear" not in runs(*on_meta)

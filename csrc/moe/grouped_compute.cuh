@@ -1,0 +1,232 @@
+// The warpgroups of a grouped GEMM that compute and store.
+#pragma once
+
+#include "../common/numbers.cuh"
+#include "grouped_tile.cuh"
+
+namespace fusewright::moe {
+
+template <typename T>
+struct GroupedComputer {
+  const GroupedArgs& args;
+  GroupedShared<T>& shared;
+  uint32_t ring;
+  uint32_t scratch;  // of this warp
+  int group;         // of the two
+  RingCursor<T::kStages> at;
+  float sums[T::kWeightRows / 2];
+
+  __device__ __forceinline__ void wait() const {
+    barrier_wait(shared_address(&shared.full[at.stage]), at.parity);
+    // Gathered rows were not written by the copy engine, and MMAs read through its eyes.
+    if constexpr (T::kGathered) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+  }
+
+  // The tile's row whose sums this thread has, together with the row 8 behind it.
+  __device__ __forceinline__ int own_row() const {
+    return group * kWarpgroupRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  }
+
+  // Products with rows of the weight from `first` on, twice as many as d has numbers.
+  template <int kCount>
+  __device__ __forceinline__ void start_step(float (&d)[kCount], int first, bool fresh) {
+    const int to = ring + at.stage * T::kStageBytes;
+    const int rows = group * kWarpgroupRows * kLineBytes;
+    const int weight_rows = T::kXBytes + first * kLineBytes;
+    const uint32_t word = uniform(static_cast<int>(low_word(to, 0)));
+    pin(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLineBytes; k += 32) {
+      const uint64_t a = operand<kAtomBytes>(word + (rows >> 4), k);
+      const uint64_t b = operand<kAtomBytes>(word + (weight_rows >> 4), k);
+      if constexpr (T::kFp8) {
+        multiply<__nv_fp8_e4m3>(d, a, b, fresh && k == 0);
+      } else {
+        multiply(d, a, b, fresh && k == 0);
+      }
+    }
+    wgmma_commit_group();
+  }
+
+  __device__ __forceinline__ void let_other_start() const {
+    asm volatile("bar.arrive %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads) : "memory");
+  }
+
+  // Steps of a tile that has no rows for this warpgroup.
+  __device__ __forceinline__ void pass(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      wait();
+      release(at.stage);
+      at.advance();
+    }
+  }
+
+  // `first_tile`: the other warpgroup waits for the first steps of this one.
+  __device__ __forceinline__ void compute(int steps, bool first_tile) {
+    const int lead_at = min(kLead, steps) - 1;
+    int previous = 0;
+    for (int step = 0; step < steps; ++step) {
+      wait();
+      start_step(sums, 0, step == 0);
+      if (first_tile && step == lead_at) let_other_start();
+      wgmma_wait_group<1>();
+      if (step > 0) release(previous);
+      previous = at.stage;
+      at.advance();
+    }
+    wgmma_wait_group<0>();
+    pin(sums);
+    release(previous);
+  }
+
+  // Sums of FP8 keep 14 bits in the tensor cores, so those of each step are added up here, with the
+  // step's scales if blocks have some. One warpgroup adds while the other multiplies.
+  __device__ __forceinline__ void compute_fp8(int steps) {
+    constexpr bool kBlocks = T::kScales == Scales::kBlocks;
+    constexpr int kCount = 64, kHalf = T::kWeightRows / 4;
+#pragma unroll
+    for (float& sum : sums) sum = 0.0f;
+    for (int step = 0; step < steps; ++step) {
+      wait();
+      const StepScales<T>& scales = shared.scales[at.stage];
+#pragma unroll
+      for (int first = 0; first < T::kWeightRows / 2; first += kCount) {
+        float part[kCount];
+        start_step(part, 2 * first, true);
+        float scale[4];  // of two rows for gates, then for ups
+        if constexpr (kBlocks) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            scale[i] = scales.weight[i / 2] * scales.x[own_row() + i % 2 * 8];
+          }
+          pin(scale);  // read before the stage is released
+        }
+        wgmma_wait_group<0>();
+        pin(part);
+        if (kBlocks && first + kCount == T::kWeightRows / 2) release(at.stage);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          float& sum = sums[first + i];
+          const int of = (first + i) / kHalf * 2 + i / 2 % 2;
+          sum = kBlocks ? fmaf(part[i], scale[of], sum) : sum + part[i];
+        }
+      }
+      if constexpr (!kBlocks) {
+        if (step == steps - 1) scale_rows(scales);
+        pin(sums);  // as above
+        release(at.stage);
+      }
+      at.advance();
+    }
+  }
+
+  // Applies the scales of rows of x and of the weight.
+  __device__ __forceinline__ void scale_rows(const StepScales<T>& scales) {
+    const float of_row[2] = {scales.x[own_row()], scales.x[own_row() + 8]};
+#pragma unroll
+    for (int i = 0; i < T::kWeightRows / 2; i += 4) {
+      const float2 w =
+          *reinterpret_cast<const float2*>(&scales.weight[2 * i + threadIdx.x % 4 * 2]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i + j] *= of_row[j / 2] * (j % 2 ? w.y : w.x);
+    }
+  }
+
+  template <Activation kActivation>
+  __device__ __forceinline__ static float activated(float gate, float up) {
+    float exponent = gate;
+    if constexpr (kActivation == Activation::kGeluTanhMul) {
+      // 0.5 * (1 + tanh(u)) is the logistic function of 2u.
+      exponent = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
+    }
+    return gate * reciprocal_approx(1.0f + exp2_approx(-kLog2E * exponent)) * up;
+  }
+
+  // Two outputs of a row, as bfloat16; gates and ups are rounded to it too.
+  template <Activation kActivation>
+  __device__ __forceinline__ uint32_t outputs(int index) const {
+    const uint32_t pair = pack<__nv_bfloat16>(sums[index], sums[index + 1]);
+    if constexpr (!T::kGated) return pair;
+    constexpr int kHalf = T::kWeightRows / 4;
+    const float2 gate = unpack_bfloat16(pair);
+    const float2 up =
+        unpack_bfloat16(pack<__nv_bfloat16>(sums[index + kHalf], sums[index + 1 + kHalf]));
+    return pack<__nv_bfloat16>(activated<kActivation>(gate.x, up.x),
+                               activated<kActivation>(gate.y, up.y));
+  }
+
+  // A warp's outputs go through shared memory, 64 columns at a time, so that it stores whole lines.
+  template <Activation kActivation>
+  __device__ __forceinline__ void store(const int (&y_row)[4], int column) const {
+    const int lane = threadIdx.x % 32;
+    const uint32_t put = scratch + lane % 16 * kLineBytes;
+    const uint32_t get = scratch + lane / 8 * kLineBytes;
+    __nv_bfloat16* y = args.y + column + lane % 8 * 8;
+#pragma unroll
+    for (int part = 0; part < T::kOutputs / 64; ++part) {
+      if (column + 64 * part >= args.out_features) break;
+      __syncwarp();  // all lanes have read what was there
+#pragma unroll
+      for (int eight = 0; eight < 8; eight += 2) {
+        const int index = 4 * (8 * part + eight);
+        store_matrices(put + ((eight + lane / 16) ^ lane % 8) * 16, outputs<kActivation>(index),
+                       outputs<kActivation>(index + 2), outputs<kActivation>(index + 4),
+                       outputs<kActivation>(index + 6));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 v = gemm::load_shared_16(get + 4 * i * kLineBytes +
+                                             (lane % 8 ^ (4 * i + lane / 8) % 8) * 16);
+        if (y_row[i] < 0) continue;
+        const int64_t from_row = static_cast<int64_t>(y_row[i]) * args.out_features;
+        *reinterpret_cast<uint4*>(y + from_row + 64 * part) = v;
+      }
+    }
+  }
+
+  // The rows of y that this thread stores, every fourth of its warp's, or -1.
+  __device__ __forceinline__ void find_rows(const GroupedItem& item, int (&y_row)[4]) const {
+    const int first = group * kWarpgroupRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + 4 * i, place = item.first + row;
+      y_row[i] = row >= item.rows ? -1 : args.y_sorted ? place : __ldcg(args.order + place);
+    }
+  }
+
+  __device__ __forceinline__ void run(Walk& walk) {
+    const int steps = args.in_features / T::kLine, tiles = walk.num_tiles();
+    const int first_tile = blockIdx.x;
+    if (!T::kFp8 && group == 1 && first_tile < tiles) {
+      asm volatile("bar.sync %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads) : "memory");
+    }
+    for (int tile = first_tile; tile < tiles; tile += gridDim.x) {
+      const GroupedItem item = walk.find(tile);
+      if (group * kWarpgroupRows >= item.rows) {
+        pass(steps);
+        continue;
+      }
+      int y_row[4];
+      find_rows(item, y_row);
+      if constexpr (T::kFp8) {
+        compute_fp8(steps);
+      } else {
+        compute(steps, group == 0 && tile == first_tile);
+      }
+      if (!T::kGated || args.activation == Activation::kSiluMul) {
+        store<Activation::kSiluMul>(y_row, item.column);
+      } else {
+        store<Activation::kGeluTanhMul>(y_row, item.column);
+      }
+    }
+  }
+};
+
+}  // namespace fusewright::moe
