@@ -22,7 +22,7 @@ from ._cuda import load_cuda_library
 from ._desc import TensorDesc
 from ._launch import run_all
 from ._linear_kernels import Target, here
-from ._moe import Call, Planned, plan_experts, plan_layers, plan_quantized, plan_routing, plan_sort
+from ._moe import Call, Planned, Routed, plan_experts, plan_quantized, plan_routing, plan_sort
 from .launches.experts import MOST_EXPERTS, rows_an_expert
 
 MOST_TOKENS = 8
@@ -189,9 +189,10 @@ def _experts_of(call: Call) -> tuple[Tensor, ...]:
     return tuple([tensor for tensor in held if tensor is not None])
 
 
-def grouped_layers(call: Call, logits: Tensor) -> Planned:
-    """Run at once what ``plan_layers`` plans: the result has no launches left.  x is contiguous."""
-    launches, topk_weights, _, by_expert = plan_routing(call, logits)
+def grouped_layers(call: Call, routed: Routed) -> Planned:
+    """Run at once what ``plan_experts`` plans: the result has no launches left.  x is
+    contiguous."""
+    launches, topk_weights, _, by_expert = routed
     assert by_expert is not None
     run_all(launches)
 
@@ -209,23 +210,19 @@ def grouped_layers(call: Call, logits: Tensor) -> Planned:
 
 
 def layers(call: Call, logits: Callable[[Call], Tensor]) -> Planned:
-    """The choice of experts and their layers, by csrc's kernels where it has some for this many
-    tokens, else by Triton's.  ``logits`` runs the router's layer; x is contiguous."""
+    """The choice of experts and their layers, each by csrc's kernels where it has some for this
+    many tokens, else by Triton's.  ``logits`` runs the router's layer; x is contiguous."""
     if routes(call):
-        return routed_layers(call)
-    return (grouped_layers if groups(call) else plan_layers)(call, logits(call))
+        routed = plan_sort(call, [], *_route(call))
+    else:
+        routed = plan_routing(call, logits(call))
+    return (grouped_layers if groups(call) else plan_experts)(call, routed)
 
 
 def names(call: Call, of_triton: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of what ``layers`` runs, given those of Triton's launches."""
-    if routes(call):
-        return routed_names(of_triton)
-    return grouped_names(of_triton) if groups(call) else of_triton
-
-
-def routed_layers(call: Call) -> Planned:
-    """Run the router at once, and plan the layers behind it as ``plan_layers`` does."""
-    return plan_experts(call, plan_sort(call, [], *_route(call)))
+    found = routed_names(of_triton) if routes(call) else of_triton
+    return grouped_names(found) if groups(call) else found
 
 
 def _route(call: Call, squares: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:

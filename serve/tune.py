@@ -34,10 +34,10 @@ def moe(
     ] = None,
     seconds: Annotated[float, typer.Option(help="stop then, and keep what was found")] = 600.0,
 ) -> None:
-    """Find the fastest tiles of a model's experts on this GPU.
+    """Find the fastest tiles of a model's experts on this machine's GPUs, all of them at once.
 
     The file is in the format of vLLM and SGLang. What it has already is kept, so that a run that
-    was interrupted goes on where it was.
+    was interrupted goes on where it was. CUDA_VISIBLE_DEVICES leaves GPUs out.
     """
     if dtype not in KINDS:
         raise UserError(f"dtype={dtype}: expected one of {', '.join(KINDS)}")
@@ -57,7 +57,8 @@ def moe(
 
     if not torch.cuda.is_available():
         raise UserError("tune moe: torch sees no CUDA GPU; run it on the machine that will serve")
-    from ..compiler.lowering.tune_experts import TOKENS, ExpertMeasure, Experts, Tuned, tune
+    from ..compiler.lowering.tune_experts import TOKENS, Experts, Tuned, tune
+    from .tune_gpus import gpus_like_the_first, measures
 
     kind = dtype.replace("_", " ")
     inner = spec.moe.intermediate_size // tp
@@ -73,17 +74,15 @@ def moe(
         gain = tuned.rule_us[count] / tuned.us[count]
         typer.echo(f"{count} tokens: {tuned.us[count]:.1f} us, {gain:.2f}x the rule", err=True)
 
-    with torch.inference_mode():
+    gpus = gpus_like_the_first()
+    if len(gpus) > 1:
+        typer.echo(f"{len(gpus)} GPUs measure at once", err=True)
+    with measures(experts, gpus) as each:
         found = tune(
-            experts,
-            ExpertMeasure(experts),
-            tokens=counts or TOKENS,
-            seconds=seconds,
-            known=known,
-            on_done=keep,
+            experts, each, tokens=counts or TOKENS, seconds=seconds, known=known, on_done=keep
         )
     rows = [["tokens", "us", "by the rule", "tile"]]
-    for count, us in found.us.items():
+    for count, us in sorted(found.us.items()):
         rows.append([str(count), f"{us:.1f}", f"{found.rule_us[count]:.1f}", _shown(found, count)])
     typer.echo(table(rows))
     if found.skipped:

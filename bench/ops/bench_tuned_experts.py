@@ -99,7 +99,7 @@ def tune_shape(shape: str, measure: Measure, tokens: tuple[int, ...], end: float
     """The row of a shape, tuned until the time ``end`` at the latest."""
     experts = experts_of(shape)
     start = time.monotonic()
-    tuned = tune(experts, measure, tokens=tokens, seconds=end - start)
+    tuned = tune(experts, [measure], tokens=tokens, seconds=end - start)
     seconds = time.monotonic() - start
     rows = compare(experts, tuned, measure)
     print(f"{shape}: tuned in {seconds:.0f} s, no time for {tuned.skipped} tokens")

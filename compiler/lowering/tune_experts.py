@@ -1,17 +1,20 @@
 """Finds the fastest tile of the experts' GEMMs for each number of tokens, within a time.
 
-``tune`` asks a measure for the candidates that a shape and a number of tokens leave, and keeps one
-only where it beats the tile of the rule; there the rule's own is written down, so that no
-neighbour's serves in its place.  ``ExpertMeasure`` answers on the GPU: both layers of the experts
-behind the sort, in a CUDA graph, their weights in memory.
+``tune`` asks measures for the times of the candidates that a shape and a number of tokens leave.
+It keeps the fastest only where that beats the tile of the rule; elsewhere it writes down the
+rule's own, so that no neighbour's serves in its place.  ``ExpertMeasure`` answers on a GPU: it
+times both layers of the experts behind the sort, in a CUDA graph, their weights in memory.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -93,7 +96,7 @@ def candidates(experts: Experts, tokens: int) -> Iterator[ExpertTile]:
 
 def tune(
     experts: Experts,
-    measure: Measure,
+    measures: Sequence[Measure],
     *,
     tokens: Sequence[int] = TOKENS,
     seconds: float,
@@ -104,30 +107,51 @@ def tune(
     """Choose a tile for each number of tokens, until the time is up.
 
     Args:
+        measures: one for each GPU.  They work at once; each takes the next number of tokens when it
+            is free.
         known: what an interrupted run has found; it is kept, and not measured again.
-        on_done: called after each number of tokens that was measured.
+        on_done: called after each number of tokens that was measured, one call at a time.
+
+    Raises:
+        Exception: that of a measure, after the others have finished what they were at.
     """
-    end, tuned = clock() + seconds, Tuned(dict(known or {}))
-    for count in tokens:
-        if count in tuned.tiles:
-            continue
-        if clock() >= end:
-            tuned.skipped.append(count)
-            continue
-        rule = rule_tile(experts, count)
-        tiles = [rule, *(tile for tile in candidates(experts, count) if tile != rule)]
-        times = measure(count, tiles)
-        best = min(range(len(tiles)), key=times.__getitem__)
-        chosen = best if times[best] < times[0] * (1 - LEAST_GAIN) else 0
-        tuned.tiles[count], tuned.us[count] = tiles[chosen], times[chosen]
-        tuned.rule_us[count] = times[0]
-        on_done(count, tuned)
+    end, tuned, lock = clock() + seconds, Tuned(dict(known or {})), Lock()
+    left = deque(count for count in tokens if count not in tuned.tiles)
+
+    def take() -> int | None:
+        with lock:
+            if left and clock() >= end:
+                tuned.skipped.extend(left)
+                left.clear()
+            return left.popleft() if left else None
+
+    def work(measure: Measure) -> None:
+        while (count := take()) is not None:
+            rule = rule_tile(experts, count)
+            tiles = [rule, *(tile for tile in candidates(experts, count) if tile != rule)]
+            try:
+                times = measure(count, tiles)
+            except BaseException:
+                with lock:
+                    left.clear()
+                raise
+            best = min(range(len(tiles)), key=times.__getitem__)
+            chosen = best if times[best] < times[0] * (1 - LEAST_GAIN) else 0
+            with lock:
+                tuned.tiles[count], tuned.us[count] = tiles[chosen], times[chosen]
+                tuned.rule_us[count] = times[0]
+                on_done(count, tuned)
+
+    with ThreadPoolExecutor(len(measures)) as pool:
+        for done in [pool.submit(work, measure) for measure in measures]:
+            done.result()
     return tuned
 
 
 class ExpertMeasure:
     """Times tiles on the GPU in use, every expert as likely as any."""
 
+    @torch.inference_mode()
     def __init__(self, experts: Experts) -> None:
         self._experts, self._device = experts, torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(self._device)
@@ -138,6 +162,7 @@ class ExpertMeasure:
             self._weight(e.hidden, e.intermediate),
         ]
 
+    @torch.inference_mode()
     def __call__(self, tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
         e = self._experts
         drawn = torch.rand((tokens, e.experts), device=self._device)

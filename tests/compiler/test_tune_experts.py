@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import count
 from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 import torch
 
 from fusewright.compiler.lowering.tune_experts import (
     Experts,
+    Measure,
     candidates,
     rule_tile,
     tune,
 )
-from fusewright.config import UserError
+from fusewright.config import MachineError, UserError
 from fusewright.config.expert_tables import SHARED_BYTES, ExpertTable, ExpertTile
 from fusewright.ops import _expert_tables, variants_of
 from fusewright.ops._expert_kernels import plan_gemm
 from fusewright.ops.launches.experts import sort_by_expert
 from fusewright.serve.cli import main
+from fusewright.serve.tune_gpus import GpuProcess, measures
 
 QWEN = Experts(128, 768, 2048, 8, "bfloat16")
 META = torch.device("meta")
@@ -44,7 +49,7 @@ def test_the_rules_tile_follows_the_rows_of_an_expert_and_of_its_weight() -> Non
     assert stages == {768: [5, 4], 192: [3, 4]}
 
 
-def faster(*fast: ExpertTile, by: float = 0.5) -> object:
+def faster(*fast: ExpertTile, by: float = 0.5) -> Measure:
     """A measure for which these tiles take that share of the time of all others."""
 
     def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
@@ -55,9 +60,9 @@ def faster(*fast: ExpertTile, by: float = 0.5) -> object:
 
 def test_a_tile_is_kept_only_where_it_beats_the_rule() -> None:
     better = next(t for t in candidates(QWEN, 64) if t != rule_tile(QWEN, 64))
-    found = tune(QWEN, faster(better), tokens=(64,), seconds=1e9)  # type: ignore[arg-type]
+    found = tune(QWEN, [faster(better)], tokens=(64,), seconds=1e9)
     assert found.tiles == {64: better} and (found.us[64], found.rule_us[64]) == (50.0, 100.0)
-    found = tune(QWEN, faster(better, by=0.99), tokens=(64,), seconds=1e9)  # type: ignore[arg-type]
+    found = tune(QWEN, [faster(better, by=0.99)], tokens=(64,), seconds=1e9)
     assert found.tiles == {64: rule_tile(QWEN, 64)}
     assert found.table(QWEN).find(64) == rule_tile(QWEN, 64)
 
@@ -66,7 +71,7 @@ def test_a_tile_that_does_not_run_is_never_kept() -> None:
     def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
         return [100.0, *[torch.inf] * (len(tiles) - 1)]
 
-    assert tune(QWEN, measure, tokens=(16,), seconds=1e9).tiles == {16: rule_tile(QWEN, 16)}
+    assert tune(QWEN, [measure], tokens=(16,), seconds=1e9).tiles == {16: rule_tile(QWEN, 16)}
 
 
 def test_it_stops_in_time_and_goes_on_where_it_was() -> None:
@@ -74,15 +79,99 @@ def test_it_stops_in_time_and_goes_on_where_it_was() -> None:
     done: list[int] = []
     first = tune(
         QWEN,
-        faster(),  # type: ignore[arg-type]
+        [faster()],
         tokens=(1, 16, 64, 256),
         seconds=2,
         on_done=lambda tokens, tuned: done.append(tokens),
         clock=lambda: float(next(clock)),
     )
     assert (done, first.skipped) == ([1], [16, 64, 256])
-    again = tune(QWEN, faster(), tokens=(1, 16, 64), seconds=1e9, known=first.tiles)  # type: ignore[arg-type]
+    again = tune(QWEN, [faster()], tokens=(1, 16, 64), seconds=1e9, known=first.tiles)
     assert list(again.us) == [16, 64] and list(again.tiles) == [1, 16, 64]
+
+
+def test_gpus_take_numbers_of_tokens_in_turn_and_measure_at_once() -> None:
+    both = Barrier(2, timeout=30)
+    seen: dict[str, list[int]] = {"first": [], "other": []}
+
+    def gpu(name: str) -> Measure:
+        def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+            both.wait()  # until the other measures too
+            seen[name].append(tokens)
+            return [100.0] * len(tiles)
+
+        return measure
+
+    done: list[int] = []
+    counts = (1, 16, 64, 256)
+    found = tune(
+        QWEN,
+        [gpu("first"), gpu("other")],
+        tokens=counts,
+        seconds=1e9,
+        on_done=lambda tokens, tuned: done.append(tokens),
+    )
+    assert sorted(found.tiles) == sorted(done) == [*counts] and not found.skipped
+    assert sorted(seen["first"] + seen["other"]) == [*counts]
+    assert [len(tokens) for tokens in seen.values()] == [2, 2]
+
+
+def test_what_others_found_is_kept_when_a_gpu_fails() -> None:
+    failed = Event()
+
+    def fails(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        failed.set()
+        raise MachineError("GPU 1: gone")
+
+    def slow(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        assert failed.wait(30)
+        return [100.0] * len(tiles)
+
+    done: list[int] = []
+    with pytest.raises(MachineError, match="GPU 1: gone"):
+        tune(
+            QWEN,
+            [slow, fails],
+            tokens=(1, 16, 64, 256),
+            seconds=1e9,
+            on_done=lambda tokens, tuned: done.append(tokens),
+        )
+    assert done in ([1], [16]), "that which was being measured; no other was begun"
+
+
+WORKER = """
+import sys
+from fusewright.serve.tune_gpus import answer_all
+def measure(tokens, tiles):
+    if tokens == 64:
+        sys.exit(3)
+    return [tokens / tile.rows for tile in tiles[:-1]] + [float("inf")]
+answer_all(measure, sys.stdin, sys.stdout)
+"""
+
+
+def test_a_process_answers_until_it_ends() -> None:
+    process = GpuProcess(5, [sys.executable, "-c", WORKER])
+    with closing(process):
+        tiles = [*candidates(QWEN, 256)][:3]
+        assert process(256, tiles) == [256 / tiles[0].rows, 256 / tiles[1].rows, torch.inf]
+        assert process(32, tiles)[0] == 32 / tiles[0].rows
+        for _ in range(2):
+            with pytest.raises(MachineError, match=r"GPU 5: its process ended .* exit code 3"):
+                process(64, tiles)
+
+
+@pytest.mark.gpu
+def test_processes_measure_what_this_one_does() -> None:
+    small = Experts(8, 128, 256, 2, "bfloat16")
+    tiles = [*candidates(small, 64)][:2]
+    times = []
+    for gpus in ([0], [0, 0]):  # a GPU twice has two processes
+        with measures(small, gpus) as each:
+            times += [measure(64, tiles) for measure in each]
+    assert len(times) == 3
+    for found in times:
+        assert all(1.0 < us < 1000.0 for us in found), times
 
 
 @pytest.fixture

@@ -330,12 +330,16 @@ def test_mixtures_of_many_rows_an_expert_run_it(experts: int, tokens: int, times
 
 
 @pytest.mark.parametrize("fp8", ["token", "block"])
-@pytest.mark.parametrize(("tokens", "times"), [(128, 0), (129, 2), (4096, 2)])
+@pytest.mark.parametrize(
+    ("experts", "tokens", "times"),
+    [(32, 128, 0), (32, 129, 2), (32, 4096, 2), (8, 32, 0), (8, 33, 2), (8, 64, 2)],
+)
 def test_mixtures_of_fp8_run_it_from_fewer_rows_an_expert_on(
-    tokens: int, times: int, fp8: str
+    experts: int, tokens: int, times: int, fp8: str
 ) -> None:
+    """Whoever chooses the experts."""
     draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
-    args = moe_args(draw, 16, 32, 2, 256, 128, fp8=fp8)
+    args = moe_args(draw, 16, experts, 2, 256, 128, fp8=fp8)
     on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
     on_meta[0] = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
     runs = BY_NAME["fused_moe"].implementation("cuda").runs
@@ -343,6 +347,7 @@ def test_mixtures_of_fp8_run_it_from_fewer_rows_an_expert_on(
     names = runs(*on_meta)
     assert names.count("moe_grouped_linear") == times
     assert names.count("_quant_kernel") == 2, "both layers' inputs are quantized"
+    assert ("moe_route" in names) is (tokens <= 64)
 
 
 def test_mixtures_with_static_scales_do_not_run_it() -> None:
