@@ -1,4 +1,5 @@
-"""Mixtures of experts, router included, and their layers alone, with balanced and skewed routing.
+"""Mixtures of experts, router included, and their layers alone, with balanced and skewed routing,
+and in FP8 with scales of blocks.
 
 The rival of a layer is torch's grouped GEMM over rows that it has to gather first.  Weights of all
 experts are made for a work, so they lie in memory and not in L2.
@@ -17,6 +18,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ...ops import BY_NAME
+from ...ops._float8 import E4M3
+from ...ops.launches.quant import GROUP
 from .harness import TOKENS, KernelWork, cases, measure, randn
 
 
@@ -36,15 +39,18 @@ MIXTURES = (
     Mixture("Mixtral-8x7B", 4096, 14336, 8, 2),
     Mixture("DeepSeek-V3, 1 of 8", 7168, 256, 256, 8),
 )
+KINDS = ((False, False, "balanced"), (True, False, "skewed"), (False, True, "FP8 blocks"))
 MANY_TOKENS = (*TOKENS, 8192, 16384)
 """A prefill's numbers of tokens too, which the grouped GEMM is for."""
-CSRC = BY_NAME["fused_moe"].implementation("cuda").fn
-"""Opt-in, so ``-O2`` does not choose it."""
+TRITON = BY_NAME["fused_moe"].implementation("triton").fn
+"""Serves where csrc's kernels do not; ``-O2`` prefers these."""
 _SKEW = 4.0
 """Bias of the first expert in units of a mean score; the bias of the others falls as 1 / rank."""
 
 
-def make(mixture: Mixture, skewed: bool, tokens: int, device: torch.device) -> tuple[Any, ...]:
+def make(
+    mixture: Mixture, skewed: bool, fp8: bool, tokens: int, device: torch.device
+) -> tuple[Any, ...]:
     """Arguments of ``fused_moe``.  A correction bias draws tokens to few experts."""
     m, bias = mixture, None
     if skewed:
@@ -55,8 +61,17 @@ def make(mixture: Mixture, skewed: bool, tokens: int, device: torch.device) -> t
     down = randn(m.experts, m.hidden, m.intermediate, device=device)
     x = randn(tokens, m.hidden, device=device)
     how = (m.top_k, "softmax", True, 1, 1, 1.0, "silu")
+    if fp8:
+        scales = (block_scales(gate_up), block_scales(down), None, None, GROUP)
+        return x, router, bias, gate_up.to(E4M3), down.to(E4M3), *scales, None, None, *how
     layers = (gate_up.mul_(m.hidden**-0.5), down.mul_(m.intermediate**-0.5))
     return x, router, bias, *layers, *[None] * 4, 0, None, None, *how
+
+
+def block_scales(weight: Tensor) -> Tensor:
+    """Scales of blocks, by which numbers of one give results of one."""
+    experts, n, k = weight.shape
+    return torch.full((experts, n // GROUP, k // GROUP), k**-0.5, device=weight.device)
 
 
 def make_layer(mixture: Mixture, tokens: int, device: torch.device) -> tuple[Any, ...]:
@@ -82,10 +97,10 @@ def grouped_mm(x: Tensor, weight: Tensor, topk_ids: Tensor, *_: Any) -> Tensor:
 def works() -> Iterator[KernelWork]:
     for mixture in MIXTURES:
         for tokens in MANY_TOKENS:
-            for skewed, kind in ((False, "balanced"), (True, "skewed")):
+            for skewed, fp8, kind in KINDS:
                 label = f"{mixture.name}, {tokens} tokens, {kind}"
-                made = partial(make, mixture, skewed, tokens)
-                yield KernelWork("fused_moe", label, made, {}, {"csrc": CSRC})
+                made = partial(make, mixture, skewed, fp8, tokens)
+                yield KernelWork("fused_moe", label, made, {}, {"triton": TRITON})
             label = f"{mixture.name} gate_up, {tokens} tokens"
             rivals = {"grouped_mm": grouped_mm}
             layer = partial(make_layer, mixture, tokens)
