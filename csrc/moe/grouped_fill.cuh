@@ -38,11 +38,13 @@ struct GroupedFiller {
     }
   }
 
-  // The scale of a row of the tile's weight, or the first of those of its blocks.
+  // The scale of a row of the tile's weight, or the first of those of its blocks. Rows behind the
+  // last are read as the last.
   __device__ __forceinline__ const float* scale_of(const GroupedItem& item, int row) const {
-    int rows = args.out_features, at = min(item.column + row, rows - 1);
+    int rows = args.out_features;
+    int at = min(item.column + (T::kGated ? row % T::kBoxRows : row), rows - 1);
     if constexpr (T::kGated) {
-      at = item.column + row % T::kBoxRows + row / T::kBoxRows * rows;
+      at += row / T::kBoxRows * rows;
       rows *= 2;
     }
     if constexpr (T::kScales == Scales::kRows) {
