@@ -14,7 +14,6 @@ from ..compiler.record import Record
 from ..compiler.run.load import TABLE
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.device_table import parse_table
-from ..config.expert_tables import file_name
 from ..config.resolve import why_off
 from ..model_executor.spec import stage_of
 from .aot_compile import target_hardware
@@ -27,6 +26,7 @@ from .worker.source import (
     model_source,
 )
 from .worker.startup import read_model
+from .worker.untuned_experts import why_tune
 
 if TYPE_CHECKING:
     from ..compiler.artifacts.artifact import Artifact
@@ -113,7 +113,8 @@ def explain_model(
             ops.take_table(parse_table(artifact.read(TABLE), f"artifact {artifact.manifest.key}"))
         cublaslt = int(version) if version.isdigit() else 0
         notes += ops.table_notes(lowered.weights, hardware.name, cublaslt)
-        notes += _notes_on_experts(spec, config)
+        notes += [f"tuned tiles ignored: {why}" for _, why in config.compile.ignored_expert_tables]
+        notes += [note] if (note := why_tune(spec, config)) else []
     notes += [_CUBLAS] if hardware.device == "cuda" else []
     notes += [_CSRC] if absent else []
     facts = explain(
@@ -171,17 +172,3 @@ def passes_off(options: EngineOptions, config: ResolvedConfig) -> Mapping[str, s
                 name, config.compile.level, config.hardware.sm, config.precision.weights
             )
     return off
-
-
-def _notes_on_experts(spec: ModelSpec, config: ResolvedConfig) -> list[str]:
-    """Which files of tuned tiles cannot serve, and what to do where experts have none."""
-    notes = [f"tuned tiles ignored: {why}" for _, why in config.compile.ignored_expert_tables]
-    shape = spec.expert_shape
-    if spec.expert_parallel:
-        return notes
-    if shape and not any(table.shape == shape for table in config.compile.expert_tables):
-        notes.append(
-            f"experts {file_name(shape, config.hardware.name)}: no tuned tiles, so those of a rule "
-            "serve; `fusewright tune moe MODEL` writes the file for --tuned-config-dir"
-        )
-    return notes

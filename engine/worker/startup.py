@@ -57,6 +57,7 @@ from .source import (
     module_arguments,
 )
 from .startup_report import StartupReport
+from .untuned_experts import say_how_to_tune
 
 _CPU_CACHE_BYTES = 2**30
 
@@ -206,6 +207,8 @@ def compile_model(
         assert compiled.artifact is not None
         peers.share(compiled.artifact)
     say_where_csrc_is_missing(config.hardware)
+    if peers.rank == 0:
+        say_how_to_tune(spec, config)
     with startup.phase("wait for weights"):
         model = weights.result()
     tensors = [*model.named_parameters(), *model.named_buffers()]

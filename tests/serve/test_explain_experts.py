@@ -66,7 +66,7 @@ def test_every_layer_is_one_op_between_attention_and_rotary(folder: Path, capsys
     assert many.count("moe_grouped_linear") == 2 and "_expert_linear_kernel" not in many
     (note,) = [note for note in told["notes"] if note.startswith("experts ")]
     assert "E=128,N=768,device_name=sm_90.json: no tuned tiles" in note
-    assert "fusewright tune moe" in note
+    assert f"`fusewright tune moe {folder} --output DIR`" in note
 
 
 def test_a_layer_of_few_tokens_is_ten_launches_of_triton(folder: Path, capsys: Capture) -> None:

@@ -1,0 +1,44 @@
+"""Says which command tunes a model's experts where no tuned tiles serve them."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+
+from ...config import ResolvedConfig
+from ...config.expert_tables import file_name
+from ...model_executor.spec import ModelSpec
+
+_log = logging.getLogger(__name__)
+_RULES_GPU, _LOSS = "NVIDIA H200", "up to 5 %"
+"""Where the rule of tiles was measured, and what it loses there to tuned ones
+(docs/decisions/experts.md)."""
+
+
+def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:
+    """The command that tunes a rank's experts and what is lost without; an empty string where
+    tuned tiles serve or none can."""
+    shape = spec.expert_shape
+    if config.hardware.device != "cuda" or shape is None or spec.expert_parallel:
+        return ""
+    if any(table.shape == shape for table in config.compile.expert_tables):
+        return ""
+    gpu = config.hardware.name
+    loss = f"{_LOSS} of the experts' time" if gpu == _RULES_GPU else "how much is not known here"
+    command = ["fusewright", "tune", "moe", config.model.path]
+    if spec.ranks_an_expert > 1:
+        command += ["--tp", str(spec.ranks_an_expert)]
+    if shape[2] != "bfloat16":
+        command += ["--dtype", shape[2].replace(" ", "_")]
+    return (
+        f"experts {file_name(shape, gpu)}: no tuned tiles, so those of a rule serve, measured on "
+        f"an {_RULES_GPU}; they lose {loss}. `{shlex.join(command)} --output DIR` writes the file "
+        "for --tuned-config-dir DIR"
+    )
+
+
+def say_how_to_tune(spec: ModelSpec, config: ResolvedConfig) -> None:
+    """A message where that may pay: a warning on a GPU on which the rule was not measured."""
+    if note := why_tune(spec, config):
+        known = config.hardware.name == _RULES_GPU
+        _log.log(logging.INFO if known else logging.WARNING, "%s", note)
