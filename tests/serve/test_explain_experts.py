@@ -69,6 +69,21 @@ def test_every_layer_is_one_op_between_attention_and_rotary(folder: Path, capsys
     assert f"`fusewright tune moe {folder} --output DIR`" in note
 
 
+@pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
+def test_fp8_experts_run_the_grouped_gemm_from_fewer_tokens_on(
+    folder: Path, capsys: Capture, kind: str
+) -> None:
+    ranges = facts(folder, capsys, "--quantization", kind)["layers"][0]["ranges"]
+    for decode in (True, False):
+        begins = [r["first"] for r in ranges if r["decode"] is decode]
+        assert 129 in begins and 257 not in begins
+        for found in ranges:
+            if found["decode"] is decode and found["first"] > 8:
+                grouped = found["kernels"].count("moe_grouped_linear")
+                assert grouped == (2 if found["first"] >= 129 else 0)
+                assert found["kernels"].count("_expert_linear_kernel") == 2 - grouped
+
+
 def test_a_layer_of_few_tokens_is_ten_launches_of_triton(folder: Path, capsys: Capture) -> None:
     """Nothing is sorted for them."""
     told = facts(folder, capsys, "--kernels", "linear_add_norm_moe=triton")
