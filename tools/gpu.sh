@@ -3,7 +3,9 @@
 #   tools/gpu.sh test [--round 1|2] [pytest arguments]
 #                                          the GPU tests; stamp to bench/results and to $OUT. Both
 #                                          rounds take about ten minutes on one H200; with the stamp
-#                                          of one in bench/results, the other completes it
+#                                          of one in bench/results, the other completes it. With
+#                                          $OUT/round-N.jsonl of a round that was cut off in
+#                                          build/gpu-tests (carry it), only what it lacks is run
 #   tools/gpu.sh run COMMAND...            any command with the package importable
 # Wheels in .whl/ are installed into /tmp/site first. `test` builds csrc/ from source here, where the
 # build folder of an earlier call spares what has not changed; `run` takes a library that is newer

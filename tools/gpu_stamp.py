@@ -3,7 +3,8 @@
 `run` runs `pytest -m gpu` and writes bench/results/gpu-tests.json; `check` names the sources that
 changed since, for `make check`. Tests that want the whole GPU are a round of their own. A machine
 that is lent for less than both take runs one with `--round 1` or `--round 2`, and the stamp says
-which it has. Standard library only at import, so that `check` needs no torch.
+which it has. A round that was cut off goes on where it was, if build/gpu-tests has what it left
+there and in $OUT. Standard library only at import, so that `check` needs no torch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import argparse
 import datetime
 import hashlib
 import json
+import os
 import platform
+import shutil
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STAMP = ROOT / "bench" / "results" / "gpu-tests.json"
 LIBRARY = ROOT / "ops" / "_fw_cuda.so"
 BUILT = ROOT / "build" / "csrc" / "built.json"  # left by tools/build_csrc.sh
+RESULTS = ROOT / "build" / "gpu-tests"  # of rounds, as far as they came
 
 # What the GPU tests exercise: the package below serve/ and bench/, its kernels and their tests.
 COVERED_FOLDERS = (
@@ -43,6 +45,9 @@ COVERED_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 # each, left it nothing now and then.
 BYTES_A_WORKER = 11 << 30
 ROUNDS = {1: "gpu and whole_gpu", 2: "gpu and not whole_gpu"}
+
+_RAN = (0, 1)  # pytest's exit codes when it ran all tests
+_NOTHING_LEFT = 5
 
 NOT_COVERED = ("tests/serve/", "tests/bench/", "tests/tools/", "tests/test_layout.py")
 
@@ -89,19 +94,37 @@ def notice(stamp: Path = STAMP, root: Path = ROOT) -> str:
     return f"gpu-tests.json covers these sources: {record['passed']} passed on {record['gpu']}"
 
 
-def counts_from_junit(report: Path) -> dict[str, int]:
-    """passed, failed (errors included) and skipped from pytest's junit XML."""
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
-    totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
-    for suite in suites:
-        for key in totals:
-            totals[key] += int(suite.get(key, 0))
-    failed = totals["failures"] + totals["errors"]
-    return {
-        "passed": totals["tests"] - failed - totals["skipped"],
-        "failed": failed,
-        "skipped": totals["skipped"],
-    }
+def counts(outcomes: dict[str, str]) -> dict[str, int]:
+    """passed, failed and skipped."""
+    found = Counter(outcomes.values())
+    return {name: found[name] for name in ("passed", "failed", "skipped")}
+
+
+def begun(number: int, about: dict[str, object], results: Path = RESULTS) -> Path:
+    """The file of a round's outcomes: as a run about the same left it, else a new one. It begins
+    with a line that says what it is about."""
+    path = results / f"round-{number}.jsonl"
+    header = json.dumps(about, sort_keys=True) + "\n"
+    if not (path.is_file() and path.read_text().startswith(header)):
+        results.mkdir(parents=True, exist_ok=True)
+        path.write_text(header)
+    return path
+
+
+def run_round(number: int, path: Path, pytest_arguments: list[str]) -> int:
+    """Run the tests of a round that have no outcome in the file; returns pytest's exit code."""
+    from gpu_results import outcomes
+
+    files = [path]
+    if "OUT" in os.environ:  # what comes back from a lent machine, also when its time is up
+        files.append(Path(shutil.copy(path, os.environ["OUT"])))
+    beside = ["-n", str(num_workers()), "--dist", "worksteal"] if number > 1 else []
+    command = [sys.executable, "-m", "pytest", "-m", ROUNDS[number], *beside, "-p", "gpu_results"]
+    command += [*(f"--results={file}" for file in files), *pytest_arguments]
+    paths = [str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    code = subprocess.run(command, cwd=ROOT, check=False, env=environment).returncode
+    return 0 if code == _NOTHING_LEFT and outcomes(path) else code
 
 
 def machine() -> dict[str, str | None]:
@@ -151,29 +174,25 @@ def rounds_so_far(about: dict[str, object]) -> dict[str, dict[str, int]]:
 
 def run(numbers: list[int], pytest_arguments: list[str]) -> int:
     """Run these rounds of the GPU tests, write the stamp, return the larger of pytest's exit
-    codes."""
+    codes. A round that did not come to its end leaves no stamp."""
+    from gpu_results import outcomes
+
     versions = machine()
     built = library_built_here()
     digests = source_digests()
     about = {**versions, "arguments": pytest_arguments, "digest": combined_digest(digests)}
-    rounds = rounds_so_far(about)
-    with tempfile.TemporaryDirectory() as folder:
-        codes = []
-        workers = ["-n", str(num_workers()), "--dist", "worksteal"]
-        for number in numbers:
-            report = Path(folder) / f"report-{number}.xml"
-            beside = workers if number > 1 else []
-            command = [sys.executable, "-m", "pytest", "-m", ROUNDS[number], *beside]
-            command += [f"--junit-xml={report}", *pytest_arguments]
-            codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
-            if not report.is_file():
-                return codes[-1]
-            rounds[ROUNDS[number]] = counts_from_junit(report)
-    counts: Counter[str] = Counter()
+    rounds, codes = rounds_so_far(about), []
+    for number in numbers:
+        path = begun(number, about)
+        codes.append(run_round(number, path, pytest_arguments))
+        if codes[-1] not in _RAN:
+            return codes[-1]
+        rounds[ROUNDS[number]] = counts(outcomes(path))
+    total: Counter[str] = Counter()
     for found in rounds.values():
-        counts.update(found)
+        total.update(found)
     record = {
-        **counts,
+        **total,
         **about,
         "csrc_built_from_source": built,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -184,7 +203,7 @@ def run(numbers: list[int], pytest_arguments: list[str]) -> int:
     draft = STAMP.with_suffix(".tmp")
     draft.write_text(json.dumps(record, indent=1) + "\n")
     draft.replace(STAMP)
-    print(f"wrote {STAMP.relative_to(ROOT)}: {counts}")
+    print(f"wrote {STAMP.relative_to(ROOT)}: {total}")
     return max(codes)
 
 
