@@ -130,6 +130,8 @@ def test_a_start_answers_before_the_engine_is_there_and_ends_at_a_signal() -> No
 
     try:
         wait_for(answers)
+        # The server answers while the engine's process is forked, which has its own command later.
+        wait_for(lambda: server.children(".child"))
         engine = server.engine_pid
         with server.client() as client:
             assert client.get("/live").status_code == 200
