@@ -57,6 +57,7 @@ def moe(
 
     if not torch.cuda.is_available():
         raise UserError("tune moe: torch sees no CUDA GPU; run it on the machine that will serve")
+    from ..compiler.artifacts.disk import replace_file
     from ..compiler.lowering.tune_experts import TOKENS, Experts, Tuned, tune
     from .tune_gpus import gpus_like_the_first, measures
 
@@ -70,7 +71,8 @@ def moe(
     )
 
     def keep(count: int, tuned: Tuned) -> None:
-        path.write_text(tuned.table(experts).text(triton))
+        text = tuned.table(experts).text(triton)
+        replace_file(path, text.encode(), path.with_name(f"{path.name}.partial"))
         gain = tuned.rule_us[count] / tuned.us[count]
         typer.echo(f"{count} tokens: {tuned.us[count]:.1f} us, {gain:.2f}x the rule", err=True)
 

@@ -1,8 +1,8 @@
 """Measures tiles of experts on all GPUs of this machine at once, for ``fusewright tune moe``.
 
-Each GPU has a process of its own, which this module is: it reads numbers of tokens and tiles from
-its standard input, a line of JSON each, and answers with times.  One GPU alone is measured in the
-process of the command.
+Each GPU has a process of its own, which runs this module.  It reads requests from its standard
+input, each a line of JSON with a number of tokens and tiles, and answers each with a line of times.
+One GPU alone is measured in the process of the command.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ from ..engine.ranks.lifetime import end_with
 
 
 def gpus_like_the_first() -> list[int]:
-    """The GPUs of the model of the first: a file of tiles is of one model."""
+    """The indices of the GPUs that are of the same model as the first: a file of tiles is for one
+    model."""
     names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     return [gpu for gpu, name in enumerate(names) if name == names[0]]
 
 
 @contextmanager
 def measures(experts: Experts, gpus: Sequence[int]) -> Iterator[list[Measure]]:
-    """A measure for each GPU; their processes end with the block."""
+    """Yields a measure for each GPU.  Their processes end with the block."""
     if len(gpus) == 1:
         yield [ExpertMeasure(experts)]
         return
     command = [sys.executable, "-P", "-m", __name__, json.dumps(astuple(experts))]
     with ExitStack() as stack:
-        started = [GpuProcess(gpu, [*command, str(gpu), str(os.getpid())]) for gpu in gpus]
-        yield [stack.enter_context(closing(process)) for process in started]
+        commands = [[*command, str(gpu), str(os.getpid())] for gpu in gpus]
+        yield [
+            stack.enter_context(closing(GpuProcess(gpu, words)))
+            for gpu, words in zip(gpus, commands, strict=True)
+        ]
 
 
 class GpuProcess:
-    """The measure of one GPU, in a process of its own."""
+    """Times tiles on one GPU, in a process of its own.  An instance is a ``Measure``."""
 
     def __init__(self, gpu: int, command: Sequence[str]) -> None:
         self._gpu = gpu
@@ -51,7 +55,11 @@ class GpuProcess:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def __call__(self, tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
-        """Raises MachineError: the process has ended."""
+        """Microseconds of each tile.
+
+        Raises:
+            MachineError: the process has ended.
+        """
         to, answers = self._process.stdin, self._process.stdout
         assert to is not None and answers is not None
         try:
@@ -87,7 +95,7 @@ def answer_all(measure: Measure, asked: TextIO, answers: TextIO) -> None:
 def main() -> None:
     experts, gpu, parent = sys.argv[1:]
     end_with(int(parent))
-    # What libraries print must not look like an answer.
+    # Libraries print to standard output, which would be read as an answer, so that goes to stderr.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         torch.cuda.set_device(int(gpu))

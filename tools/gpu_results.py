@@ -12,15 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_stamp import outcomes
 
 _WORST_LAST = ("passed", "skipped", "failed")
-
-
-def outcomes(results: Path) -> dict[str, str]:
-    """The outcome of each test that has ended, by its id; the last one of several counts."""
-    lines = results.read_text().splitlines() if results.is_file() else []
-    found = [json.loads(line) for line in lines if line.endswith("]")]  # else cut off, or a header
-    return dict(found)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -94,9 +94,16 @@ def notice(stamp: Path = STAMP, root: Path = ROOT) -> str:
     return f"gpu-tests.json covers these sources: {record['passed']} passed on {record['gpu']}"
 
 
-def counts(outcomes: dict[str, str]) -> dict[str, int]:
-    """passed, failed and skipped."""
-    found = Counter(outcomes.values())
+def outcomes(results: Path) -> dict[str, str]:
+    """The outcome of each test that has ended, by its id; the last one of several counts."""
+    lines = results.read_text().splitlines() if results.is_file() else []
+    found = [json.loads(line) for line in lines if line.endswith("]")]  # else cut off, or a header
+    return dict(found)
+
+
+def counts(results: Path) -> dict[str, int]:
+    """The numbers of tests that passed, failed and were skipped."""
+    found = Counter(outcomes(results).values())
     return {name: found[name] for name in ("passed", "failed", "skipped")}
 
 
@@ -113,8 +120,6 @@ def begun(number: int, about: dict[str, object], results: Path = RESULTS) -> Pat
 
 def run_round(number: int, path: Path, pytest_arguments: list[str]) -> int:
     """Run the tests of a round that have no outcome in the file; returns pytest's exit code."""
-    from gpu_results import outcomes
-
     files = [path]
     if "OUT" in os.environ:  # what comes back from a lent machine, also when its time is up
         files.append(Path(shutil.copy(path, os.environ["OUT"])))
@@ -175,8 +180,6 @@ def rounds_so_far(about: dict[str, object]) -> dict[str, dict[str, int]]:
 def run(numbers: list[int], pytest_arguments: list[str]) -> int:
     """Run these rounds of the GPU tests, write the stamp, return the larger of pytest's exit
     codes. A round that did not come to its end leaves no stamp."""
-    from gpu_results import outcomes
-
     versions = machine()
     built = library_built_here()
     digests = source_digests()
@@ -187,7 +190,7 @@ def run(numbers: list[int], pytest_arguments: list[str]) -> int:
         codes.append(run_round(number, path, pytest_arguments))
         if codes[-1] not in _RAN:
             return codes[-1]
-        rounds[ROUNDS[number]] = counts(outcomes(path))
+        rounds[ROUNDS[number]] = counts(path)
     total: Counter[str] = Counter()
     for found in rounds.values():
         total.update(found)

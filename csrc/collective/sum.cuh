@@ -12,6 +12,7 @@
 #include <cuda_fp8.h>
 
 #include "../common/device.cuh"
+#include "../common/numbers.cuh"
 #include "push.cuh"
 
 namespace fusewright::collective {
@@ -28,16 +29,6 @@ __device__ __forceinline__ float2 unpack(unsigned pair, __half) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-__device__ __forceinline__ unsigned pack(float2 v, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __float22bfloat162_rn(v);
-  return *reinterpret_cast<const unsigned*>(&pair);
-}
-
-__device__ __forceinline__ unsigned pack(float2 v, __half) {
-  const __half2 pair = __float22half2_rn(v);
-  return *reinterpret_cast<const unsigned*>(&pair);
-}
-
 // The eight elements of a packet.
 struct Values {
   float2 pair[4];
@@ -50,7 +41,8 @@ struct Values {
 
   template <typename T>
   __device__ uint4 packet(T) const {
-    return {pack(pair[0], T{}), pack(pair[1], T{}), pack(pair[2], T{}), pack(pair[3], T{})};
+    return {pack<T>(pair[0].x, pair[0].y), pack<T>(pair[1].x, pair[1].y),
+            pack<T>(pair[2].x, pair[2].y), pack<T>(pair[3].x, pair[3].y)};
   }
 
   __device__ void add(const Values& other) {

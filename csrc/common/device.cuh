@@ -49,7 +49,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, boo
                : "memory");
 }
 
-// The same of 4 bytes, which are always read.
+// Copies 4 bytes from global to shared memory.
 __device__ __forceinline__ void copy_async_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }

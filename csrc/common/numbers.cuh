@@ -10,7 +10,7 @@ namespace fusewright {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Two floats as two 16-bit numbers, low first.
+// Rounds two floats to 16-bit numbers in a word, the first in its lower half.
 template <typename M>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ float2 unpack_bfloat16(uint32_t v) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
 }
 
-// 2^x; results below the normal numbers are 0.
+// Computes 2^x. Results below the normal numbers are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply<__half>(float (&d)[64], uint64_t a, uin
   FW_FROM_SHARED("f16");
 }
 
-// Of one byte, 32 elements of a row are multiplied.
+// FP8 elements have one byte, so an instruction multiplies 32 of a row instead of 16.
 template <>
 __device__ __forceinline__ void multiply<__nv_fp8_e4m3>(float (&d)[64], uint64_t a, uint64_t b,
                                                         bool fresh) {
@@ -147,8 +147,8 @@ __device__ __forceinline__ void multiply_add<__half>(float (&d)[64], const uint3
   FW_FROM_REGISTERS("f16");
 }
 
-// Four 8 x 8 matrices of 16-bit elements to shared memory; lane i gives the address of row i % 8 of
-// matrix i / 8. Each word is two neighbouring elements, as an MMA leaves them.
+// Stores four 8 x 8 matrices of 16-bit elements to shared memory. Lane i gives the address of row
+// i % 8 of matrix i / 8. A word holds two neighbouring elements, as an MMA leaves them.
 __device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a),

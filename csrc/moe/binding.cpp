@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 
+#include "../gemm/skinny.h"
 #include "moe.h"
 
 namespace fusewright::moe {
@@ -15,7 +16,7 @@ constexpr const char* kRoute = "fw_cuda::moe_route";
 constexpr const char* kGateUp = "fw_cuda::moe_gate_up";
 constexpr const char* kDown = "fw_cuda::moe_down";
 constexpr const char* kDownNorm = "fw_cuda::moe_down_norm";
-constexpr int64_t kScaleBlock = 128;  // gemm/skinny.h
+using gemm::kScaleBlock;
 
 template <typename T>
 T* data(const Tensor& t) {

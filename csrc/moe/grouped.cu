@@ -8,9 +8,12 @@
 namespace fusewright::moe {
 namespace {
 
-constexpr int kLeastWideRows = 64;  // an expert, on average (docs/decisions/experts.md)
+// FP8 takes wide tiles when experts have at least this many rows on average
+// (docs/decisions/experts.md).
+constexpr int kLeastWideRows = 64;
 
-// Boxes of a line of columns of a [groups, rows, columns] tensor; outside a group are zeros.
+// Describes boxes of box_rows rows by one line of columns in a [groups, rows, columns] tensor. A
+// box has zeros where it lies outside its group.
 template <typename T>
 cudaError_t describe_groups(CUtensorMap* map, const void* data, int64_t groups, int64_t rows,
                             int64_t columns, int64_t row_stride, int box_rows) {
@@ -52,7 +55,7 @@ cudaError_t run(const GroupedArgs& args, bool programmatic, cudaStream_t stream)
 }
 
 template <Scales kScales, bool kWide>
-cudaError_t run_scaled(const GroupedArgs& args, bool programmatic, cudaStream_t stream) {
+cudaError_t run_tile(const GroupedArgs& args, bool programmatic, cudaStream_t stream) {
   if (args.gated) {
     return args.x_sorted ? run<GroupedTile<kScales, false, true, kWide>>(args, programmatic, stream)
                          : run<GroupedTile<kScales, true, true, kWide>>(args, programmatic, stream);
@@ -67,13 +70,13 @@ cudaError_t launch_grouped(const GroupedArgs& args, bool programmatic, cudaStrea
   const bool wide = args.num_slots >= int64_t{kLeastWideRows} * args.num_experts;
   switch (args.scales) {
     case Scales::kNone:
-      return run_scaled<Scales::kNone, true>(args, programmatic, stream);
+      return run_tile<Scales::kNone, true>(args, programmatic, stream);
     case Scales::kRows:
-      return wide ? run_scaled<Scales::kRows, true>(args, programmatic, stream)
-                  : run_scaled<Scales::kRows, false>(args, programmatic, stream);
+      return wide ? run_tile<Scales::kRows, true>(args, programmatic, stream)
+                  : run_tile<Scales::kRows, false>(args, programmatic, stream);
     case Scales::kBlocks:
-      return wide ? run_scaled<Scales::kBlocks, true>(args, programmatic, stream)
-                  : run_scaled<Scales::kBlocks, false>(args, programmatic, stream);
+      return wide ? run_tile<Scales::kBlocks, true>(args, programmatic, stream)
+                  : run_tile<Scales::kBlocks, false>(args, programmatic, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -6,16 +6,18 @@
 
 #include <cstdint>
 
+#include "../gemm/skinny.h"
 #include "moe.h"
 
 namespace fusewright::moe {
 
 constexpr int kMaxGroupedExperts = 1024;
 constexpr int kGroupedLine = 64;  // both features are multiples of it
-constexpr int kScaleBlock = 128;  // features that share a scale; in_features of FP8 are multiples
+using gemm::kScaleBlock;          // in_features of FP8 are multiples of it
 
-// What scales of FP8 belong to: a row of x and of the weight; or 128 features of a row of x, and a
-// square of 128 in the weight. Without scales, numbers are bfloat16.
+// With kRows, each row of x and of the weight has a scale. With kBlocks, each kScaleBlock features
+// of a row of x have one, and each square of as many rows and columns of the weight. In both cases
+// x and the weight are FP8; with kNone they are bfloat16.
 enum class Scales { kNone, kRows, kBlocks };
 
 // Slots of an expert are order[offsets[e]] to order[offsets[e + 1] - 1]; a slot's place is where it

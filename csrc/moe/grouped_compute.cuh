@@ -27,12 +27,13 @@ struct GroupedComputer {
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
   }
 
-  // The tile's row whose sums this thread has, together with the row 8 behind it.
+  // This thread has the sums of this row of the tile, and of the row 8 behind it.
   __device__ __forceinline__ int own_row() const {
     return group * kWarpgroupRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
 
-  // Products with rows of the weight from `first` on, twice as many as d has numbers.
+  // Starts to multiply a step with the rows of the weight from `first` on, which are twice as many
+  // as d has numbers.
   template <int kCount>
   __device__ __forceinline__ void start_step(float (&d)[kCount], int first, bool fresh) {
     const int to = ring + at.stage * T::kStageBytes;
@@ -58,7 +59,7 @@ struct GroupedComputer {
     asm volatile("bar.arrive %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads) : "memory");
   }
 
-  // Steps of a tile that has no rows for this warpgroup.
+  // Goes through the steps of a tile that has no rows for this warpgroup.
   __device__ __forceinline__ void pass(int steps) {
     for (int step = 0; step < steps; ++step) {
       wait();
@@ -85,8 +86,9 @@ struct GroupedComputer {
     release(previous);
   }
 
-  // Sums of FP8 keep 14 bits in the tensor cores, so those of each step are added up here, with the
-  // step's scales if blocks have some. One warpgroup adds while the other multiplies.
+  // Tensor cores keep 14 bits of a sum of FP8 products, so the sums of each step are added up here
+  // in float32, multiplied by the step's scales if blocks have some. One warpgroup adds while the
+  // other multiplies.
   __device__ __forceinline__ void compute_fp8(int steps) {
     constexpr bool kBlocks = T::kScales == Scales::kBlocks;
     constexpr int kCount = 64, kHalf = T::kWeightRows / 4;
@@ -99,13 +101,13 @@ struct GroupedComputer {
       for (int first = 0; first < T::kWeightRows / 2; first += kCount) {
         float part[kCount];
         start_step(part, 2 * first, true);
-        float scale[4];  // of two rows for gates, then for ups
+        float scale[4];  // for gates of two rows, then for their ups
         if constexpr (kBlocks) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             scale[i] = scales.weight[i / 2] * scales.x[own_row() + i % 2 * 8];
           }
-          pin(scale);  // read before the stage is released
+          pin(scale);  // they must be read before the stage is released
         }
         wgmma_wait_group<0>();
         pin(part);
@@ -119,7 +121,7 @@ struct GroupedComputer {
       }
       if constexpr (!kBlocks) {
         if (step == steps - 1) scale_rows(scales);
-        pin(sums);  // as above
+        pin(sums);  // for the same reason
         release(at.stage);
       }
       at.advance();
@@ -148,7 +150,7 @@ struct GroupedComputer {
     return gate * reciprocal_approx(1.0f + exp2_approx(-kLog2E * exponent)) * up;
   }
 
-  // Two outputs of a row, as bfloat16; gates and ups are rounded to it too.
+  // Returns two outputs of a row in bfloat16. Gates and ups are rounded to it before they are used.
   template <Activation kActivation>
   __device__ __forceinline__ uint32_t outputs(int index) const {
     const uint32_t pair = pack<__nv_bfloat16>(sums[index], sums[index + 1]);
@@ -161,7 +163,8 @@ struct GroupedComputer {
                                activated<kActivation>(gate.y, up.y));
   }
 
-  // A warp's outputs go through shared memory, 64 columns at a time, so that it stores whole lines.
+  // Sends a warp's outputs through shared memory, 64 columns at a time, so that the warp stores
+  // whole lines.
   template <Activation kActivation>
   __device__ __forceinline__ void store(const int (&y_row)[4], int column) const {
     const int lane = threadIdx.x % 32;
@@ -191,7 +194,8 @@ struct GroupedComputer {
     }
   }
 
-  // The rows of y that this thread stores, every fourth of its warp's, or -1.
+  // Finds the rows of y that this thread stores: every fourth row of its warp. A row that is not
+  // there is -1.
   __device__ __forceinline__ void find_rows(const GroupedItem& item, int (&y_row)[4]) const {
     const int first = group * kWarpgroupRows + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 8;
 #pragma unroll

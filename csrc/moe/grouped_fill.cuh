@@ -13,12 +13,13 @@ struct GroupedFiller {
   GroupedShared<T>& shared;
   uint32_t ring;
   RingCursor<T::kStages> at;
-  // This thread copies 16 bytes of every sixteenth row: where those begin, in units of 16 bytes.
+  // This thread copies 16 bytes of every sixteenth row. Those rows begin here, in units of 16
+  // bytes.
   uint32_t begins[T::kRows / 16];
   const float* x_scale;       // of this thread's row
   const float* weight_scale;  // of this thread's block, of the first two threads
 
-  // The row of x for a row of the tile; those behind the last are read as the last.
+  // Returns the row of x for a row of the tile. Rows behind the last are read as the last.
   __device__ __forceinline__ int x_row(const GroupedItem& item, int row) const {
     const int place = item.first + min(row, item.rows - 1);
     return T::kGathered ? __ldcg(args.order + place) / args.slots_a_row : place;
@@ -38,8 +39,8 @@ struct GroupedFiller {
     }
   }
 
-  // The scale of a row of the tile's weight, or the first of those of its blocks. Rows behind the
-  // last are read as the last.
+  // Returns where the scale of a row of the tile's weight lies, or the scales of the row's blocks.
+  // Rows behind the last are read as the last.
   __device__ __forceinline__ const float* scale_of(const GroupedItem& item, int row) const {
     int rows = args.out_features;
     int at = min(item.column + (T::kGated ? row % T::kBoxRows : row), rows - 1);
@@ -82,7 +83,8 @@ struct GroupedFiller {
     }
   }
 
-  // By one thread: the weight's rows, gates before ups, and rows of x.
+  // Copies the weight's rows, gates before ups, and rows of x that need no gathering. One thread
+  // calls it.
   __device__ __forceinline__ void copy(const GroupedItem& item, uint32_t to, uint32_t full,
                                        int step) const {
     const int x_boxes = T::kGathered ? 0 : (item.rows + kWarpgroupRows - 1) / kWarpgroupRows;

@@ -19,9 +19,10 @@ constexpr int kLead = 2;            // steps by which the first computing warpgr
 constexpr int kGroupTiles = 16;     // row tiles of an expert walked before the next column tile
 constexpr int kScratchRows = 16;    // of a warp's outputs, a line each
 
-// The tile of a block: rows of slots, which the two warpgroups share, by rows of the weight.
-// kGathered: x has rows to gather, else places. kGated: outputs are of gate and up. kWide: for many
-// rows an expert, of which a wide tile reads fewer bytes from L2. Bfloat16 has no other.
+// A block computes a tile of kRows slots, which its two computing warpgroups share, by kWeightRows
+// rows of the weight. With kGathered, rows of x are gathered by slot; otherwise they are in the
+// order of places. With kGated, outputs combine gate and up. A wide tile reads fewer bytes from L2,
+// which pays when experts have many rows. Bfloat16 has wide tiles only.
 template <Scales kScalesOf, bool kIsGathered, bool kIsGated, bool kWide>
 struct GroupedTile {
   static constexpr Scales kScales = kScalesOf;
@@ -29,8 +30,8 @@ struct GroupedTile {
   static constexpr bool kFp8 = kScales != Scales::kNone;
   static constexpr int kRows = 2 * kWarpgroupRows;
   static constexpr int kWeightRows = kWide ? 256 : 128, kStages = kWide ? 4 : 6;
-  // Of a thread that fills and of one that computes. Wide tiles of FP8 have 128 sums and 64 of a
-  // step.
+  // A thread that fills gives registers to those that compute. In a wide tile of FP8 these hold 128
+  // sums, and 64 products of the current step.
   static constexpr int kFillRegisters = kWide && kFp8 ? 56 : 72;
   static constexpr int kComputeRegisters = kWide && kFp8 ? 224 : 216;
   static constexpr int kBoxRows = kWeightRows / 2;  // of a weight's copy
@@ -42,12 +43,14 @@ struct GroupedTile {
   static constexpr int kScratchBytes = kScratchRows * kLineBytes;  // of a warp
   static constexpr int kSharedBytes =
       kStages * kStageBytes + kComputingWarps * kScratchBytes + kAtomBytes;
-  // Whether all threads that fill the ring copy, not only the one that describes copies.
+  // With kAllCopy, all threads of the filling warpgroup copy; otherwise one thread issues all
+  // copies.
   static constexpr bool kAllCopy = kGathered || kFp8;
 };
 
-// Scales of FP8 for a step of blocks, or for the last step of a tile: of the tile's rows, and of
-// its rows of the weight. In blocks, gates and ups share one each, or the first and the last rows.
+// The FP8 scales that travel with a stage. Scales of blocks come with every step: one for each row
+// of x, and one for each half of the tile's weight rows (gates and ups, if gated). Scales of rows
+// come with the last step of a tile.
 template <typename T>
 struct StepScales {
   float x[T::kRows], weight[T::kScales == Scales::kBlocks ? 2 : T::kWeightRows];

@@ -11,13 +11,13 @@ from ...model_executor.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 _RULES_GPU, _LOSS = "NVIDIA H200", "up to 5 %"
-"""Where the rule of tiles was measured, and what it loses there to tuned ones
-(docs/decisions/experts.md)."""
+"""The GPU on which the rule of tiles was measured, and how much slower than with tuned tiles the
+experts are there (docs/decisions/experts.md)."""
 
 
 def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:
-    """The command that tunes a rank's experts and what is lost without; an empty string where
-    tuned tiles serve or none can."""
+    """Returns a message with the command that tunes a rank's experts and what is lost without it.
+    The message is empty if the experts have tuned tiles or cannot have any."""
     shape = spec.expert_shape
     if config.hardware.device != "cuda" or shape is None or spec.expert_parallel:
         return ""
@@ -38,7 +38,7 @@ def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:
 
 
 def say_how_to_tune(spec: ModelSpec, config: ResolvedConfig) -> None:
-    """A message where that may pay: a warning on a GPU on which the rule was not measured."""
+    """Log the message of ``why_tune``, as a warning on a GPU on which the rule was not measured."""
     if note := why_tune(spec, config):
         known = config.hardware.name == _RULES_GPU
         _log.log(logging.INFO if known else logging.WARNING, "%s", note)

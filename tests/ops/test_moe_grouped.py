@@ -82,8 +82,8 @@ class Drawn:
 
 
 def quantized(values: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 of the last two dimensions with a scale for each block of so many rows and columns, the
-    scales, and what both stand for."""
+    """Quantizes to FP8 with a scale for each block of so many rows and columns.  Returns the FP8
+    numbers, the scales, and the numbers that both stand for."""
     *outer, n, k = values.shape
     blocks = values.reshape(*outer, n // rows, rows, k // columns, columns)
     scales = blocks.abs().amax((-3, -1), keepdim=True) / 448
@@ -106,7 +106,7 @@ def draw(
     weight = torch.randn(sizes.experts, rows, k, device="cuda").mul_(k**-0.5).bfloat16()
     meant, scales = (x.float(), weight.float()), []
     if fp8:
-        # Columns of a scale; and rows of the weight that share one, whose scales differ much.
+        # Scales of the weight differ by up to a factor of two, so a wrong one shows.
         columns, shared = (128, 128) if fp8 == "block" else (k, 1)
         spread = torch.rand(sizes.experts, rows // shared, 1, k // columns, 1, device="cuda").exp2()
         weight = (weight.view(*spread.shape[:2], shared, k // columns, columns) * spread).flatten(3)
@@ -298,6 +298,21 @@ def test_refusals_name_the_scale(grouped: Any, name: str) -> None:
         grouped(*args)
 
 
+def described(experts: int, tokens: int, inner: int, fp8: str = "") -> list[Any]:
+    """The arguments of a mixture of two experts a token, as tensors without data."""
+    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
+    args = moe_args(draw, 16, experts, 2, 256, inner, fp8=fp8)
+    on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
+    on_meta[0] = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
+    return on_meta
+
+
+def kernels_of(args: list[Any]) -> tuple[str, ...]:
+    runs = BY_NAME["fused_moe"].implementation("cuda").runs
+    assert runs is not None
+    return runs(*args)
+
+
 @pytest.mark.parametrize(
     ("experts", "tokens", "times"),
     [
@@ -313,20 +328,15 @@ def test_refusals_name_the_scale(grouped: Any, name: str) -> None:
 )
 def test_mixtures_of_many_rows_an_expert_run_it(experts: int, tokens: int, times: int) -> None:
     """And some tokens run csrc's router before Triton's layers."""
-    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
-    args = moe_args(draw, 16, experts, 2, 256, 64)
-    on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
-    on_meta[0] = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
-    runs = BY_NAME["fused_moe"].implementation("cuda").runs
-    assert runs is not None
-    names = runs(*on_meta)
+    on_meta = described(experts, tokens, 64)
+    names = kernels_of(on_meta)
     assert names.count("moe_grouped_linear") == times
     assert names.count("_expert_linear_kernel") == 2 - times
     assert ("moe_route" in names) is (tokens <= 64)
     assert ("cuBLAS" in names) is ("_route_kernel" in names) is (tokens > 64)
     on_meta[3] = on_meta[3][:, :-32]
     on_meta[4] = on_meta[4][:, :, :-16]
-    assert "moe_grouped_linear" not in runs(*on_meta), "48 features are no whole lines"
+    assert "moe_grouped_linear" not in kernels_of(on_meta), "48 features are no whole lines"
 
 
 @pytest.mark.parametrize("fp8", ["token", "block"])
@@ -338,22 +348,11 @@ def test_mixtures_of_fp8_run_it_from_fewer_rows_an_expert_on(
     experts: int, tokens: int, times: int, fp8: str
 ) -> None:
     """Whoever chooses the experts."""
-    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
-    args = moe_args(draw, 16, experts, 2, 256, 128, fp8=fp8)
-    on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
-    on_meta[0] = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
-    runs = BY_NAME["fused_moe"].implementation("cuda").runs
-    assert runs is not None
-    names = runs(*on_meta)
+    names = kernels_of(described(experts, tokens, 128, fp8))
     assert names.count("moe_grouped_linear") == times
     assert names.count("_quant_kernel") == 2, "both layers' inputs are quantized"
     assert ("moe_route" in names) is (tokens <= 64)
 
 
 def test_mixtures_with_static_scales_do_not_run_it() -> None:
-    draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
-    args = moe_args(draw, 16, 4, 2, 256, 128, fp8="tensor")
-    on_meta = [t.to("meta") if isinstance(t, Tensor) else t for t in args]
-    on_meta[0] = torch.empty(4096, 256, dtype=torch.bfloat16, device="meta")
-    runs = BY_NAME["fused_moe"].implementation("cuda").runs
-    assert runs is not None and "moe_grouped_linear" not in runs(*on_meta)
+    assert "moe_grouped_linear" not in kernels_of(described(4, 4096, 128, "tensor"))

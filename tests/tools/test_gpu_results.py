@@ -89,15 +89,15 @@ def test_a_worker_that_crashes_is_a_failure(results: Path) -> None:
 
 def test_outcomes_of_other_sources_do_not_count(tmp_path: Path) -> None:
     code = f"""
-import gpu_stamp, gpu_results, pathlib
+import gpu_stamp, pathlib
 folder = pathlib.Path({str(tmp_path)!r}) / "there"
 path = gpu_stamp.begun(2, {{"digest": "0", "gpu": "H200"}}, folder)
 with path.open("a") as end:
     end.write('["a", "failed"]\\n["a", "passed"]\\n["b", "skipped"]\\n')
 same = gpu_stamp.begun(2, {{"gpu": "H200", "digest": "0"}}, folder)
-print(gpu_stamp.counts(gpu_results.outcomes(same)))
-print(gpu_results.outcomes(gpu_stamp.begun(2, {{"digest": "1", "gpu": "H200"}}, folder)))
-print(gpu_results.outcomes(gpu_stamp.begun(1, {{"digest": "0", "gpu": "H200"}}, folder)))
+print(gpu_stamp.counts(same))
+print(gpu_stamp.outcomes(gpu_stamp.begun(2, {{"digest": "1", "gpu": "H200"}}, folder)))
+print(gpu_stamp.outcomes(gpu_stamp.begun(1, {{"digest": "0", "gpu": "H200"}}, folder)))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
