@@ -23,6 +23,7 @@ OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
 ALGORITHM_BYTES = 64
 ROWS = (
     "stream bfloat16",
+    "cluster bfloat16",
     "stream fp8 tensor",
     "stream fp8 token",
     "stream fp8 block",

@@ -21,7 +21,8 @@ from . import _expert_tables
 from ._desc import TensorDesc
 from ._launch import Launches, run_launches
 from ._linear_desc import LinearDesc, describe
-from ._linear_kernels import LinearKernel, Selection, Target, here, select
+from ._linear_kernels import LinearKernel, Selection, select
+from ._target import Target, here
 from .launches import experts as plans
 from .launches.experts import Sorted
 

@@ -21,13 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _cublaslt_linear, _device_table
-from ._cuda import load_cuda_library
-from ._desc import OpDesc
+from . import _cublaslt_linear, _device_table, _linear_csrc as csrc
 from ._device_table import most_rows
 from ._launch import Launches, run_launches
 from ._linear_desc import (
-    BLOCK,
     LinearArgs,
     LinearDesc,
     Shapes,
@@ -35,35 +32,13 @@ from ._linear_desc import (
     describe_shapes,
     shapes_of,
 )
+from ._target import Target, here
 from .launches import linear as tiled, linear_fp8 as tiled_fp8
 from .launches.activation import gated_activation
 from .launches.counters import counters
 from .launches.quant import quantize
 
-# The streaming kernel's copies take rows of whole lines; smaller weights are not measured.
-_LINE_BYTES = 128
-_LEAST_BYTES = 8 << 20
-_BLOCK_COLUMNS = 512
-_MOST_NORMED_ROWS = 16
-_STREAMED = (
-    *("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"),
-    *("fp8 weight", "fp8 block weight"),
-)
 _CALLS = 4096
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a layer runs: the device, its compute capability such as 90 (0: unknown), and whether
-    the kernels of csrc are there (None: as in this process)."""
-
-    device: torch.device
-    sm: int = 0
-    csrc: bool | None = None
-
-    @classmethod
-    def of(cls, desc: OpDesc) -> Target:
-        return cls(torch.device(desc.device), desc.sm, desc.csrc)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,71 +91,6 @@ def select(
         refused.append((kernel.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise NoKernelError(f"no kernel for {rows} rows of {desc}: {reasons}")
-
-
-def stream_rows(desc: LinearDesc) -> int:
-    """The most rows for which the streaming kernel is chosen.
-
-    With it, the bfloat16 linear layers of a Llama-3-8B token take 12 % less time than with cuBLAS
-    at one row, 7 % less at 16 and 3 % more at 32, where x costs as much in L2 as the weight does in
-    memory (docs/decisions).  It is 0 if the kernel cannot run, and for weights below 8 MiB, which
-    are not measured and whose time is that of launches rather than of bytes.
-    """
-    row_bytes = desc.format.dtype.itemsize * desc.in_features
-    if row_bytes % _LINE_BYTES or desc.out_features * row_bytes < _LEAST_BYTES:
-        return 0
-    most = most_rows(f"stream {desc.weight_format}", desc.out_features)
-    return min(most, _MOST_NORMED_ROWS) if desc.add or desc.prologue else most
-
-
-def _stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
-    if target.device.type not in ("cuda", "meta"):
-        return f"on {target.device.type}, not CUDA"
-    # Its tensor copies came with SM 9.0.  For 8.0 and 8.9 the seam is the producer: cp.async.
-    if target.sm != 90:
-        return f"built for SM 9.0, not {target.sm / 10 if target.sm else 'an unknown one'}"
-    if desc.weight_format not in _STREAMED:
-        return f"dtype {desc.format.dtype}, not bfloat16 or FP8"
-    if desc.format.scaled and not desc.format.x_scale and desc.dtype != torch.bfloat16:
-        return f"x is {desc.dtype}: an FP8 weight is converted to bfloat16 alone"
-    if desc.format.x_scale and (desc.add or desc.prologue):
-        return "joins no layers of FP8 x: quantizing it in every block was slower (docs/decisions)"
-    if desc.format.weight_scale == (BLOCK, BLOCK):
-        if desc.activation:
-            return "activates no layer with scales of blocks"
-        if desc.in_features % _BLOCK_COLUMNS:
-            return f"in_features {desc.in_features}: block scales are copied for {_BLOCK_COLUMNS}"
-    if desc.groups > 1:
-        return f"{desc.groups} groups of weights, expected 1"
-    most = stream_rows(desc)
-    if not most:
-        return (
-            f"weight [{desc.out_features}, {desc.in_features}]: in_features not a multiple of "
-            f"{_LINE_BYTES // desc.format.dtype.itemsize}, or less than {_LEAST_BYTES >> 20} MiB"
-        )
-    if not 0 < rows <= most:
-        return f"{rows} rows: fastest from 1 to {most}"
-    there = load_cuda_library() if target.csrc is None else target.csrc
-    return "" if there else "csrc is not built into this installation"
-
-
-def _can_stream(t: Tensor) -> bool:
-    """Whether the kernels' 16-byte copies can read the rows of a matrix."""
-    return t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
-
-
-def streamable(x: Tensor, *weights: Tensor) -> Tensor | None:
-    """x as a matrix, if the streaming kernel's copies can read it and the weights."""
-    x_2d = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return x_2d if all(map(_can_stream, (x_2d, *weights))) else None
-
-
-def _stream(x: Tensor, weight: Tensor, *rest: Any) -> Tensor | None:
-    rows = streamable(x, weight)
-    if rows is None:
-        return None
-    y: Tensor = torch.ops.fw_cuda.skinny_linear.default(rows, weight, *rest)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
 def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
@@ -280,16 +190,16 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale
 
 
-STREAM = LinearKernel("skinny_linear", _stream_refuses, _stream, fuses=True)
-
+STREAM = LinearKernel("skinny_linear", csrc.stream_refuses, csrc.stream, fuses=True)
+CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
 ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run)
 TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
 
-KERNELS = (STREAM, ALGORITHM, TILED, LIBRARY)
+KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, LIBRARY)
 """Every kernel in order of preference: the first that does not refuse is chosen."""
-WITHOUT_CSRC = KERNELS[1:]
-UNMEASURED = KERNELS[2:]
+WITHOUT_CSRC = KERNELS[2:]
+UNMEASURED = KERNELS[3:]
 """The kernels that are left where no table names a library algorithm."""
 
 
@@ -330,15 +240,6 @@ def _candidates(
 
 
 _device_table.on_take(_candidates.cache_clear)
-
-
-@lru_cache
-def here(device: torch.device) -> Target:
-    """The target that tensors on a device mean.  "meta" stands for a GPU with every kernel, since
-    lowering has asked whether they are there."""
-    if device.type == "cuda":
-        return Target(device, _device_table.gpu_of(device)[1])
-    return Target(device, 90 if device.type == "meta" else 0, device.type == "meta" or None)
 
 
 def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cuda import load_cuda_library
 from ._desc import TensorDesc
 from ._launch import run_all
-from ._linear_kernels import Target, here
 from ._moe import Call, Planned, Routed, plan_experts, plan_quantized, plan_routing, plan_sort
+from ._target import Target, here
 from .launches.experts import MOST_EXPERTS, rows_an_expert
 
 MOST_TOKENS = 8
@@ -43,10 +42,8 @@ _SCALE_BLOCK = 128
 
 def _why_not_csrc(call: Call, target: Target) -> str:
     """Why no kernel of csrc can serve a call, or an empty string."""
-    if target.device.type not in ("cuda", "meta"):
-        return f"on {target.device.type}, not CUDA"
-    if target.sm != 90:
-        return f"built for SM 9.0, not {target.sm / 10 if target.sm else 'an unknown one'}"
+    if target.why_no_hopper:
+        return target.why_no_hopper
     if call.x.dtype != torch.bfloat16:
         return f"x is {call.x.dtype}, not bfloat16"
     return "" if call.first_expert is None else "the experts are spread over ranks"
@@ -72,8 +69,8 @@ def _why_not_weights(call: Call) -> str:
 
 
 def _why_not_built(target: Target, op: str) -> str:
-    if not (load_cuda_library() if target.csrc is None else target.csrc):
-        return "csrc is not built into this installation"
+    if target.why_no_csrc:
+        return target.why_no_csrc
     if target.csrc is None and not hasattr(torch.ops.fw_cuda, op):
         return "csrc was built without the kernels of experts: build it again"
     return ""

@@ -20,8 +20,9 @@ from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, drawn
 from ._expert_kernels import ExpertArgs, describe_experts
 from ._float8 import E4M3
 from ._linear_desc import LinearDesc
-from ._linear_kernels import Target, multiply
+from ._linear_kernels import multiply
 from ._op import Implementation, SemanticOp, dispatched, on_cpu, triton, with_defaults
+from ._target import Target
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .linear import FP8, GATED, PLAIN

@@ -17,9 +17,9 @@ from . import _moe_cuda as csrc
 from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ._float8 import E4M3
 from ._launch import Launches, run_all
-from ._linear_kernels import Target
 from ._moe import Call, Planned, check, cost_of_call, kernel_names, plan_layers, plan_sum
 from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
+from ._target import Target
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
 from .launches import experts as plans, route as route_plans

@@ -26,7 +26,6 @@ from ._linear_kernels import (
     LIBRARY,
     STREAM,
     WITHOUT_CSRC,
-    Target,
     library,
     multiply,
     namer,
@@ -36,6 +35,7 @@ from ._linear_kernels import (
     runner,
 )
 from ._op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton, with_defaults
+from ._target import Target
 from .gated_act import GATED_ACTS
 from .launches.tiles import cdiv
 from .quantize import quantize_static, refuses_device

@@ -21,16 +21,11 @@ from torch import Tensor
 
 from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._launch import Launches
+from ._linear_csrc import streamable
 from ._linear_desc import LinearArgs, LinearDesc, describe
-from ._linear_kernels import (
-    STREAM,
-    Target,
-    here,
-    plan_epilogue,
-    streamable,
-    why_not_streamed,
-)
+from ._linear_kernels import STREAM, plan_epilogue, why_not_streamed
 from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
+from ._target import Target, here
 from .launches import norm
 from .linear import GATED, OP as LINEAR
 from .norm import ADD_RMS_NORM

@@ -23,9 +23,11 @@ from ._desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ._float8 import E4M3
 from ._in_turn import Visit
 from ._launch import Launches
+from ._linear_csrc import streamable
 from ._linear_desc import LinearDesc
-from ._linear_kernels import LIBRARY, STREAM, Target, here, streamable, why_not_streamed
+from ._linear_kernels import LIBRARY, STREAM, why_not_streamed
 from ._op import Implementation, SemanticOp, on_gpu, parameters_of, signed
+from ._target import Target, here
 from .gated_act import GATED_ACTS
 from .launches.quant import WHOLE_ROW
 from .linear import OP as LINEAR

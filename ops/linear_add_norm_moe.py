@@ -23,7 +23,7 @@ from ._desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ._float8 import E4M3
 from ._launch import Launch, Launches, run_all
 from ._linear_desc import BLOCK, LinearDesc
-from ._linear_kernels import LIBRARY, STREAM, Target, here, why_not_streamed
+from ._linear_kernels import LIBRARY, STREAM, why_not_streamed
 from ._moe import (
     Call as Experts,
     Planned,
@@ -44,6 +44,7 @@ from ._moe_chain import (
     streamed_layers,
 )
 from ._op import Implementation, SemanticOp, on_gpu, signed
+from ._target import Target, here
 from .fused_moe import OP as FUSED_MOE, moe_args, supports_call
 from .launches import norm
 from .launches.tiles import cdiv

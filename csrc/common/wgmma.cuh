@@ -65,8 +65,10 @@ __device__ __forceinline__ void pin(uint32_t (&d)[kCount]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FW_32(d, i) FW_8(d, i), FW_8(d, i + 8), FW_8(d, i + 16), FW_8(d, i + 24)
+#define FW_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FW_NAMES_16 FW_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FW_NAMES_32                                                                           \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+  FW_NAMES_16 ", "                                                                            \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define FW_NAMES_64                                                                           \
   FW_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
@@ -122,14 +124,29 @@ __device__ __forceinline__ void multiply<__nv_fp8_e4m3>(float (&d)[64], uint64_t
       : "l"(a), "l"(b), "r"(fresh ? 0 : 1));
 }
 
-// The same with 256 rows of b.
+// The same with 16, 32, 64 or 256 rows of b.
+#define FW_BF16(ROWS, NAMES, A, B, ADD, ...)                                                \
+  asm volatile("{\n\t.reg .pred add;\n\tsetp.ne.b32 add, " ADD                              \
+               ", 0;\n\twgmma.mma_async.sync.aligned.m64n" ROWS "k16.f32.bf16.bf16 {" NAMES \
+               "}, " A ", " B ", add, 1, 1, 0, 0;\n\t}"                                     \
+               : __VA_ARGS__                                                                \
+               : "l"(a), "l"(b), "r"(fresh ? 0 : 1))
+
+__device__ __forceinline__ void multiply(float (&d)[8], uint64_t a, uint64_t b, bool fresh) {
+  FW_BF16("16", FW_NAMES_8, "%8", "%9", "%10", FW_8(d, 0));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[16], uint64_t a, uint64_t b, bool fresh) {
+  FW_BF16("32", FW_NAMES_16, "%16", "%17", "%18", FW_8(d, 0), FW_8(d, 8));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b, bool fresh) {
+  FW_BF16("64", FW_NAMES_32, "%32", "%33", "%34", FW_32(d, 0));
+}
+
 __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b, bool fresh) {
-  asm volatile(
-      "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %130, 0;\n\t"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"
-      " {" FW_NAMES_128 "}, %128, %129, add, 1, 1, 0, 0;\n\t}"
-      : FW_32(d, 0), FW_32(d, 32), FW_32(d, 64), FW_32(d, 96)
-      : "l"(a), "l"(b), "r"(fresh ? 0 : 1));
+  FW_BF16("256", FW_NAMES_128, "%128", "%129", "%130", FW_32(d, 0), FW_32(d, 32), FW_32(d, 64),
+          FW_32(d, 96));
 }
 
 template <typename M>
@@ -171,11 +188,14 @@ __device__ __forceinline__ void transpose_quad(uint32_t& a, uint32_t& b, uint32_
   (upper ? b : d) = s;
 }
 
+#undef FW_BF16
 #undef FW_FROM_SHARED
 #undef FW_FROM_REGISTERS
 #undef FW_NAMES_128
 #undef FW_NAMES_64
 #undef FW_NAMES_32
+#undef FW_NAMES_16
+#undef FW_NAMES_8
 #undef FW_32
 #undef FW_8
 

@@ -15,6 +15,7 @@ constexpr const char* kLinear = "fw_cuda::skinny_linear";
 constexpr const char* kAddNorm = "fw_cuda::skinny_linear_add_norm_linear";
 constexpr const char* kAdd = "fw_cuda::skinny_linear_add";
 constexpr const char* kNorm = "fw_cuda::skinny_norm_linear";
+constexpr const char* kCluster = "fw_cuda::cluster_linear";
 
 // The arguments but for scales, bias and outputs, checked.
 SkinnyLinearArgs describe(const char* op, const Tensor& x, ScalarType x_dtype, const Tensor& weight,
@@ -67,18 +68,26 @@ void add_bias(const char* op, SkinnyLinearArgs& args, const std::optional<Tensor
   args.bias = bias->data_ptr();
 }
 
-// Over `peers`, if there are any.
-void run(const char* op, const SkinnyLinearArgs& args, Operands operands, const Tensor& x,
-         const Tensor& weight, const collective::Peers* peers = nullptr) {
+// Calls `launch(programmatic, stream)`, unless there is nothing to compute.
+template <typename Launch>
+void run(const char* op, const SkinnyLinearArgs& args, const Tensor& x, const Tensor& weight,
+         const Launch& launch) {
   if (args.num_tokens == 0 || args.out_features == 0) return;
   const cudaStream_t stream = current_stream(x.get_device_index());
-  const bool programmatic = is_capturing(op, stream);
-  const cudaError_t error = peers ? launch_skinny_reduce(args, *peers, programmatic, stream)
-                                  : launch_skinny_linear(args, operands, programmatic, stream);
+  const cudaError_t error = launch(is_capturing(op, stream), stream);
   if (error != cudaSuccess) {
     fail(op, "launch on x ", shape_of(x), " and weight ", shape_of(weight),
          " failed: ", cudaGetErrorString(error));
   }
+}
+
+// Over `peers`, if there are any.
+void run(const char* op, const SkinnyLinearArgs& args, Operands operands, const Tensor& x,
+         const Tensor& weight, const collective::Peers* peers = nullptr) {
+  run(op, args, x, weight, [&](bool programmatic, cudaStream_t stream) {
+    return peers ? launch_skinny_reduce(args, *peers, programmatic, stream)
+                 : launch_skinny_linear(args, operands, programmatic, stream);
+  });
 }
 
 void check_scale(const char* op, const Tensor& t, const char* name, const Tensor& x) {
@@ -354,10 +363,29 @@ Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<
   return y;
 }
 
+Tensor cluster_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  SkinnyLinearArgs args = describe(kCluster, x, ScalarType::BFloat16, weight, ScalarType::BFloat16,
+                                   Epilogue::kLinear, kMaxClusterTokens);
+  if (args.out_features % 8 != 0 || args.out_features > kMaxClusterFeatures ||
+      args.in_features < kMinClusterDepth) {
+    fail(kCluster, "weight has shape ", shape_of(weight), ", expected a multiple of 8 rows up to ",
+         kMaxClusterFeatures, ", and ", kMinClusterDepth, " in_features or more");
+  }
+  add_bias(kCluster, args, bias, ScalarType::BFloat16, x);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
+  args.y = y.data_ptr();
+  run(kCluster, args, x, weight, [&](bool programmatic, cudaStream_t stream) {
+    return launch_cluster_linear(args, programmatic, stream);
+  });
+  return y;
+}
+
 }  // namespace
 }  // namespace fusewright::gemm
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
+  m.def("cluster_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
       "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale=None, "
       "Tensor? weight_scale=None, ScalarType? out_dtype=None, str? activation=None, "
@@ -376,6 +404,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
+  m.impl("cluster_linear", TORCH_BOX(&fusewright::gemm::cluster_linear));
   m.impl("skinny_linear", TORCH_BOX(&fusewright::gemm::skinny_linear));
   m.impl("skinny_linear_add_norm_linear",
          TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));

@@ -15,6 +15,9 @@ namespace fusewright::gemm {
 constexpr int kMaxSkinnyTokens = 32;
 constexpr int kMaxNormedTokens = 16;  // between linears that share a norm
 constexpr int kMaxWideTokens = 8;     // in bfloat16, for a weight of FP8
+constexpr int kMaxClusterTokens = 64;
+constexpr int kMaxClusterFeatures = 112 * 66;  // in one round of clusters
+constexpr int kMinClusterDepth = 128;          // in_features: a line for each of two blocks
 constexpr int kConsumerWarps = 4;
 
 // A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
@@ -84,9 +87,21 @@ enum class Operands { kBf16, kFp8, kFp8Blocks, kFp8ByBf16, kFp8BlocksByBf16 };
 cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands, bool programmatic,
                                  cudaStream_t stream);
 
-// As above with the epilogue kAdd and operands of bfloat16, with a sum over ranks in it: each rank
-// pushes its sums to the others from the block that has them, and adds up those of all. x, weight
-// and bias are a rank's own.
+// How a layer is divided: tiles of `rows` rows of the weight, each for `splits` blocks, which have
+// rings of `stages` lines.
+struct ClusterPlan {
+  int rows, splits, stages;
+};
+
+// A layer of bfloat16 with the epilogue kLinear, up to kMaxClusterTokens, kMinClusterDepth
+// in_features or more, and a multiple of 8 out_features up to kMaxClusterFeatures
+// (cluster_linear.cuh).
+cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, bool programmatic,
+                                  cudaStream_t stream);
+
+// As launch_skinny_linear with the epilogue kAdd and operands of bfloat16, with a sum over ranks in
+// it: each rank pushes its sums to the others from the block that has them, and adds up those of
+// all. x, weight and bias are a rank's own.
 cudaError_t launch_skinny_reduce(const SkinnyLinearArgs& args, const collective::Peers& peers,
                                  bool programmatic, cudaStream_t stream);
 

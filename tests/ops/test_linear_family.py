@@ -14,16 +14,17 @@ from torch import Tensor
 from fusewright.ops import BY_NAME, _linear_desc
 from fusewright.ops._linear_desc import LinearDesc, WeightFormat, describe
 from fusewright.ops._linear_kernels import (
+    CLUSTER,
     KERNELS,
     LIBRARY,
     STREAM,
     TILED,
     LinearKernel,
     NoKernelError,
-    Target,
     runner,
     select,
 )
+from fusewright.ops._target import Target
 
 H200 = Target(torch.device("meta"), 90, csrc=True)
 O_PROJ = LinearDesc("bfloat16", torch.bfloat16, 4096, 4096)
@@ -33,8 +34,10 @@ GATE_UP = LinearDesc("fp8 token", torch.bfloat16, 28672, 4096, activation="silu"
 @pytest.mark.parametrize(
     ("desc", "chosen"),
     [
-        (O_PROJ, {1: STREAM, 16: STREAM, 17: LIBRARY, 4096: LIBRARY}),
-        (replace(O_PROJ, bias=True, activation="silu"), {1: STREAM, 16: STREAM, 17: LIBRARY}),
+        (O_PROJ, {1: STREAM, 16: STREAM, 17: CLUSTER, 64: CLUSTER, 65: LIBRARY, 4096: LIBRARY}),
+        (replace(O_PROJ, bias=True, activation="silu"), {1: STREAM, 16: STREAM, 17: CLUSTER}),
+        (replace(O_PROJ, out_features=7400), {16: STREAM, 17: LIBRARY}),
+        (replace(O_PROJ, out_features=4100), {17: LIBRARY}),
         (replace(O_PROJ, out_features=512), {1: LIBRARY}),
         (GATE_UP, {8: STREAM, 9: TILED, 64: TILED, 65: LIBRARY}),
         (replace(GATE_UP, weight_format="fp8 block"), {1: TILED, 65: LIBRARY}),
@@ -50,8 +53,9 @@ def test_rows_choose_the_kernel(desc: LinearDesc, chosen: dict[int, LinearKernel
 
 
 def test_those_before_the_chosen_one_say_why_not() -> None:
-    refused = dict(select(O_PROJ, 17, H200).refused)
-    assert refused["skinny_linear"] == "17 rows: fastest from 1 to 16"
+    refused = dict(select(O_PROJ, 65, H200).refused)
+    assert refused["skinny_linear"] == "65 rows: fastest from 1 to 16"
+    assert refused["cluster_linear"] == "65 rows: fastest up to 64"
     assert refused["_linear_fp8_kernel"] == "cuBLAS is faster at every shape"
     without = dict(select(O_PROJ, 1, replace(H200, csrc=False)).refused)
     assert without["skinny_linear"] == "csrc is not built into this installation"

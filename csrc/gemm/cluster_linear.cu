@@ -1,0 +1,72 @@
+// Launches of the GEMM for some tokens: tensor maps, shared memory, how many blocks share a tile.
+#include <algorithm>
+
+#include "cluster_linear.cuh"
+#include "skinny_launch.cuh"
+
+namespace fusewright::gemm {
+namespace {
+
+// Clusters of so many blocks that run at once, a block a multiprocessor (seen on an H200). A
+// constant: results follow from shapes alone.
+constexpr int kClustersAtOnce[] = {0, 0, 66, 39, 30, 22, 17, 15, 15};
+static_assert(kMaxClusterFeatures == kClustersAtOnce[2] * kMostTileRows);
+
+// The least bytes a block, in one round. Tokens come from L2, and count half. Blocks without a
+// cluster cannot send, not even to themselves.
+ClusterPlan plan_cluster(int out_features, int in_features) {
+  constexpr int kCountedTokens = kMaxClusterTokens / 2;
+  const int lines = in_features / kLineElements;
+  ClusterPlan best = {};
+  int least = 0;
+  for (int splits = 2; splits <= std::min(kMostClusterSplits, lines); ++splits) {
+    const int clusters = kClustersAtOnce[splits];
+    const int units = (out_features + kUnitRows * clusters - 1) / (kUnitRows * clusters);
+    if (units > kMostUnits) continue;
+    const int cost = (units * kUnitRows + kCountedTokens) * ((lines + splits - 1) / splits);
+    if (least == 0 || cost < least) {
+      least = cost;
+      best = {units * kUnitRows, splits, 0};
+    }
+  }
+  return best;
+}
+
+template <int kTokens>
+cudaError_t run(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
+  using T = ClusterTile<kTokens>;
+  ClusterPlan plan = plan_cluster(args.out_features, args.in_features);
+  const int lines = (args.in_features / kLineElements + plan.splits - 1) / plan.splits;
+  const int inbox = (plan.rows / kUnitRows + plan.splits - 1) * T::kUnitBytes;
+  const int stage = plan.rows * kLineBytes + T::kXBytes, fixed = kAtomBytes + inbox;
+  plan.stages = std::min({lines, kMostStages, (T::kMostBytes - fixed) / stage});
+  // MMAs read 64 rows a warpgroup, also of a last stage that has fewer.
+  const int bytes = std::max(fixed + plan.stages * stage, kAtomBytes + (plan.stages - 1) * stage +
+                                                              kComputeGroups * 64 * kLineBytes);
+  CUtensorMap weight_map, x_map;
+  cudaError_t error = describe_matrix<Bf16>(&weight_map, args.weight, args.out_features,
+                                            args.in_features, args.weight_row_stride, plan.rows, 1);
+  if (error != cudaSuccess) return error;
+  error = describe_matrix<Bf16>(&x_map, args.x, args.num_tokens, args.in_features,
+                                args.x_row_stride, kTokens, 1);
+  if (error != cudaSuccess) return error;
+  constexpr auto kKernel = cluster_linear_kernel<T>;
+  error = allow_shared_memory<kKernel>(T::kMostBytes);
+  if (error != cudaSuccess) return error;
+  const int tiles = (args.out_features + plan.rows - 1) / plan.rows;
+  const LaunchConfig config(tiles * plan.splits, kClusterThreads, bytes, plan.splits, programmatic,
+                            stream);
+  return cudaLaunchKernelEx(&config.config, kKernel, weight_map, x_map, args, plan);
+}
+
+}  // namespace
+
+cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, bool programmatic,
+                                  cudaStream_t stream) {
+  if (args.num_tokens <= 16) return run<16>(args, programmatic, stream);
+  if (args.num_tokens <= 32) return run<32>(args, programmatic, stream);
+  if (args.num_tokens <= kMaxClusterTokens) return run<64>(args, programmatic, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fusewright::gemm
