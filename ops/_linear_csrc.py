@@ -74,10 +74,8 @@ def stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return target.why_no_csrc
 
 
-def cluster_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
-    """Why the kernel of clusters does not serve a layer, or an empty string."""
-    if target.why_no_hopper:
-        return target.why_no_hopper
+def _why_no_cluster(desc: LinearDesc) -> str:
+    """Why the kernel of clusters serves a layer with no number of rows, or an empty string."""
     if desc.weight_format != "bfloat16" or desc.groups > 1 or desc.prologue or desc.add:
         return "multiplies bfloat16 and adds a bias, nothing else"
     n, k = desc.out_features, desc.in_features
@@ -88,7 +86,21 @@ def cluster_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
         )
     if n * _row_bytes(desc) < _LEAST_BYTES:
         return f"weight [{n}, {k}]: less than {_LEAST_BYTES >> 20} MiB"
-    most = most_rows("cluster bfloat16", n)
+    return ""
+
+
+def cluster_rows(desc: LinearDesc) -> int:
+    """The most rows for which the kernel of clusters is chosen; 0 if it cannot run."""
+    if _why_no_cluster(desc):
+        return 0
+    return most_rows(f"cluster {desc.weight_format}", desc.out_features)
+
+
+def cluster_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    """Why the kernel of clusters does not serve a layer, or an empty string."""
+    if reason := target.why_no_hopper or _why_no_cluster(desc):
+        return reason
+    most = cluster_rows(desc)
     if not 0 < rows <= most:
         return f"{rows} rows: fastest up to {most}"
     return target.why_no_csrc

@@ -23,8 +23,10 @@ from ... import ops
 from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight, file_name
 from ...ops import _cublaslt
 from ...ops._cublaslt import GemmPlan
+from ...ops._cuda import load_cuda_library
 from ...ops._device_table import gpu_of, num_sms, serving
-from ...ops._linear_desc import WEIGHT_FORMATS
+from ...ops._linear_csrc import cluster_rows
+from ...ops._linear_desc import WEIGHT_FORMATS, LinearDesc
 from ...ops._linear_kernels import UNMEASURED, runner
 from ...passes import fake_value
 from .tune import graph_us
@@ -80,6 +82,7 @@ def fill(
     *,
     seconds: float,
     rows: Sequence[int] = ROWS,
+    served: Callable[[Weight], int] = lambda weight: 0,
     on_range: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Filled:
@@ -89,13 +92,14 @@ def fill(
     nothing gained there is none: it is known as a whole.
 
     Args:
+        served: the most rows for which csrc's kernel of clusters runs; tuning begins above.
         on_range: called with the number of ranges that are done and of all.
     """
     end, filled = clock() + seconds, Filled()
     seen = {a.weight for table in tables for a in table.algorithms}
     pending: list[tuple[int, Weight, int]] = []
     for weight in dict.fromkeys(weights):
-        least = LEAST_ROWS[weight[0]]
+        least = max(LEAST_ROWS[weight[0]], served(weight) + 1)
         ranges = [most for most in sorted(rows) if most >= least]
         if weight in seen:
             filled.known += len(ranges)
@@ -152,10 +156,24 @@ def tune_weights(
     device = torch.device("cuda", torch.cuda.current_device())
     measure = LibraryMeasure(weights)
     with torch.inference_mode():
-        filled = fill(weights, serving(device), measure, seconds=seconds, on_range=on_range)
+        filled = fill(
+            weights,
+            serving(device),
+            measure,
+            seconds=seconds,
+            served=_served_by_clusters,
+            on_range=on_range,
+        )
     measure.free()
     table = table_here(filled.algorithms) if filled.algorithms else None
     return table, filled
+
+
+def _served_by_clusters(weight: Weight) -> int:
+    operands, out_features, in_features = weight
+    if not load_cuda_library():
+        return 0
+    return cluster_rows(LinearDesc(operands, torch.bfloat16, out_features, in_features))
 
 
 def table_here(algorithms: Iterable[Algorithm], **measured: str) -> DeviceTable:

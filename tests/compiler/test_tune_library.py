@@ -38,6 +38,12 @@ def test_every_range_is_measured_once_and_what_gains_is_kept() -> None:
     assert (found.measured, found.known, found.skipped) == (5, 0, [])
 
 
+def test_rows_that_csrc_serves_are_not_measured() -> None:
+    log: list[tuple[Weight, int, int]] = []
+    fill([A, B], (), recording(log), seconds=60, rows=ROWS, served={A: 64, B: 0}.__getitem__)
+    assert log == [(B, 9, 16), (B, 17, 64), (A, 65, 128), (B, 65, 128)]
+
+
 def test_what_a_table_has_is_not_measured() -> None:
     log: list[tuple[Weight, int, int]] = []
     table = replace(TABLE, algorithms=(entry(A, 17, 64),))
