@@ -52,6 +52,13 @@ def test_rows_choose_the_kernel(desc: LinearDesc, chosen: dict[int, LinearKernel
     }
 
 
+def test_rows_that_copies_cannot_read_are_left_to_others() -> None:
+    x, weight = torch.ones(33, 68).bfloat16(), torch.ones(8, 64).bfloat16()
+    for kernel in (STREAM, CLUSTER):
+        assert kernel.run(x[:, 4:], weight, None) is None
+        assert kernel.run(x[:, :64].contiguous()[:, 1:], weight[:, 1:], None) is None
+
+
 def test_those_before_the_chosen_one_say_why_not() -> None:
     refused = dict(select(O_PROJ, 65, H200).refused)
     assert refused["skinny_linear"] == "65 rows: fastest from 1 to 16"
