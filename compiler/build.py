@@ -34,9 +34,10 @@ from .lowering.check_kernels import called, check_used
 from .lowering.lower import lower
 from .lowering.partition import Region, partition
 from .lowering.tune import Tuner
+from .lowering.tune_experts import ExpertMeasure, Tuned, tune_for
 from .lowering.tune_library import Filled, tune_weights, weights_of
 from .record import Record
-from .run.load import KERNELS, PLAN, TABLE, kernel_file, kernels_json, piece_file
+from .run.load import KERNELS, PLAN, TABLE, TILES, kernel_file, kernels_json, piece_file
 from .run.plan import Plan
 from .timer import Timer
 
@@ -135,7 +136,14 @@ def build(
     Returns:
         The artifact's files, by name, and its report.
     """
-    tuner = Tuner() if config.tune and device == "cuda" else None
+    measures = config.tune and device == "cuda"
+    tuner = Tuner() if measures else None
+    tiles, tuned_experts = None, Tuned()
+    if measures and source.experts:
+        with timer.phase("tune experts"):
+            tiles, tuned_experts = tune_for(
+                source.experts, config, ExpertMeasure, on_count=timer.share
+            )
     lowered = lower_model(source, config, sm=sm, timer=timer, record=record, tuner=tuner)
     traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
     if device == "cuda" and sm != _sm_here():
@@ -158,12 +166,13 @@ def build(
         held = ops.KERNELS.binaries()
         binaries = {variant: held[variant] for variant in sorted(variants, key=lambda v: v.name)}
     files = {PLAN: _json(plan.to_json())}
+    if tiles:
+        files[TILES] = _json(tiles.to_json())
     filled = Filled()
-    if config.tune and device == "cuda":
+    if measures:
+        left = max(config.tune_seconds - timer.seconds.get("tune experts", 0.0), 0.0)
         with timer.phase("tune"):
-            table, filled = tune_weights(
-                lowered.weights, seconds=config.tune_seconds, on_range=timer.share
-            )
+            table, filled = tune_weights(lowered.weights, seconds=left, on_range=timer.share)
         if table:
             files[TABLE] = table.text().encode()
     for name, piece in code.items():
@@ -183,6 +192,7 @@ def build(
         "kernels": len(binaries),
         "tuned_us": lowered.tuned_us,
         "tuned": filled.to_json(),
+        "tuned_experts": tuned_experts.to_json(),
         "seconds": {name: round(value, 4) for name, value in timer.seconds.items()},
     }
     return files, report

@@ -50,6 +50,27 @@ class ExpertTile:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a layer, as a rank holds them: how many, their intermediate size, the model's
+    hidden size, how many a token chooses, and one of ``KINDS``."""
+
+    experts: int
+    intermediate: int
+    hidden: int
+    top_k: int
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, int, str]:
+        """By which tables are found."""
+        return self.experts, self.intermediate, self.kind
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.kind == "bfloat16" else 1
+
+
+@dataclass(frozen=True)
 class ExpertTable:
     """One file; ``tiles`` by number of tokens, in order."""
 
@@ -69,8 +90,26 @@ class ExpertTable:
 
     def text(self, triton: str) -> str:
         """The file's content."""
-        entries = {str(tokens): tile.to_json() for tokens, tile in self.tiles}
-        return json.dumps({"triton_version": triton, **entries}, indent=4) + "\n"
+        return json.dumps({"triton_version": triton, **self._entries()}, indent=4) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """The table with its shape, as an artifact holds it."""
+        return {"shape": self.shape, "tiles": self._entries()}
+
+    @classmethod
+    def from_json(cls, data: Any, name: str) -> ExpertTable:
+        """The table that ``to_json`` wrote into the file of that name.
+
+        Raises:
+            LookupError, TypeError, UserError, ValueError: it did not.
+        """
+        experts, intermediate, kind = data["shape"]
+        if kind not in KINDS:
+            raise ValueError(f"kind {kind!r}, expected one of {', '.join(KINDS)}")
+        return cls(int(experts), int(intermediate), kind, _tiles(name, data["tiles"], kind))
+
+    def _entries(self) -> dict[str, dict[str, int]]:
+        return {str(tokens): tile.to_json() for tokens, tile in self.tiles}
 
 
 def installed_triton() -> str:
@@ -111,11 +150,8 @@ def parse_table(name: str, text: str, gpu: str, triton: str) -> ExpertTable:
     version = content.pop("triton_version", triton)
     if version != triton:
         raise UserError(f"{name}: measured with Triton {version}, here is {triton or 'none'}")
-    tiles = [(_tokens(name, key), _tile(name, key, tile, kind)) for key, tile in content.items()]
-    if not tiles:
-        raise UserError(f"{name}: holds no tile")
     shape = (int(found["experts"]), int(found["intermediate"]), kind)
-    return ExpertTable(*shape, tuple(sorted(tiles, key=lambda tile: tile[0])))
+    return ExpertTable(*shape, _tiles(name, content, kind))
 
 
 def _kind(name: str, dtype: str | None, block: str | None) -> str:
@@ -126,6 +162,13 @@ def _kind(name: str, dtype: str | None, block: str | None) -> str:
     if dtype == "fp8_w8a8" and block is not None and block.replace(" ", "") == "128,128":
         return "fp8 block"
     raise UserError(f"{name}: weights of dtype {dtype} in blocks of {block}, which no kernel has")
+
+
+def _tiles(name: str, content: Mapping[str, Any], kind: str) -> tuple[tuple[int, ExpertTile], ...]:
+    tiles = [(_tokens(name, key), _tile(name, key, tile, kind)) for key, tile in content.items()]
+    if not tiles:
+        raise UserError(f"{name}: holds no tile")
+    return tuple(sorted(tiles, key=lambda tile: tile[0]))
 
 
 def _tokens(name: str, key: str) -> int:

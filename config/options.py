@@ -109,7 +109,9 @@ class EngineOptions:
         None, "compile", "folder of tuned tiles of experts, as `fusewright tune moe` writes them"
     )
     tune_seconds: float = _option(
-        40.0, "compile", "-O3: stop measuring library algorithms then, and keep what was found"
+        40.0,
+        "compile",
+        "-O3: stop measuring library algorithms and experts' tiles then, and keep what was found",
     )
 
     compile_cache: bool = _option(

@@ -118,6 +118,7 @@ class Engine(EngineLoop):
             "sampling": dict(self._table.choices),
             "tuned_us": built.get("tuned_us", {}),
             "tuned": built.get("tuned", {}),
+            "tuned_experts": built.get("tuned_experts", {}),
             "expert_tables": {
                 **ops.report_expert_tables(),
                 "ignored": dict(self.config.compile.ignored_expert_tables),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import ops
 from ..compiler.record import Record
-from ..compiler.run.load import TABLE
+from ..compiler.run.load import TABLE, TILES
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.device_table import parse_table
 from ..config.resolve import why_off
@@ -114,7 +114,8 @@ def explain_model(
         cublaslt = int(version) if version.isdigit() else 0
         notes += ops.table_notes(lowered.weights, hardware.name, cublaslt)
         notes += [f"tuned tiles ignored: {why}" for _, why in config.compile.ignored_expert_tables]
-        notes += [note] if (note := why_tune(spec, config)) else []
+        has_tiles = artifact is not None and TILES in artifact.manifest.files
+        notes += [note] if (note := why_tune(spec, config)) and not has_tiles else []
     notes += [_CUBLAS] if hardware.device == "cuda" else []
     notes += [_CSRC] if absent else []
     facts = explain(

@@ -9,7 +9,12 @@ from ._cublaslt import installed as installed_cublaslt
 from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
 from ._desc import Case, OpDesc, TensorDesc
 from ._device_table import notes as table_notes, report as report_tables, take as take_table
-from ._expert_tables import report as report_expert_tables, take as take_expert_tables
+from ._expert_tables import (
+    add_measured as add_expert_table,
+    report as report_expert_tables,
+    table_of as expert_table,
+    take as take_expert_tables,
+)
 from ._kernel_table import KERNELS, KernelMissingError, KernelTable
 from ._launch import Launch, representative_sizes, variants_of
 from ._op import (
@@ -97,6 +102,7 @@ __all__ = [
     "SemanticOp",
     "TensorDesc",
     "Variant",
+    "add_expert_table",
     "all_gather",
     "all_reduce",
     "apply_penalties",
@@ -106,6 +112,7 @@ __all__ = [
     "count_tokens",
     "embedding",
     "expert_linear",
+    "expert_table",
     "find_cuda_library",
     "gather_last_token",
     "gelu_tanh_mul",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..config import UserError
-from ..config.expert_tables import file_name, installed_triton, parse_table
+from ..config.expert_tables import Experts, file_name, installed_triton, parse_table
 from .help import GroupedHelp
 from .table import table
 from .tune_serve import serve
@@ -58,14 +58,14 @@ def moe(
     if not torch.cuda.is_available():
         raise UserError("tune moe: torch sees no CUDA GPU; run it on the machine that will serve")
     from ..compiler.artifacts.disk import replace_file
-    from ..compiler.lowering.tune_experts import TOKENS, Experts, Tuned, tune
+    from ..compiler.lowering.tune_experts import TOKENS, Tuned, tune
     from .tune_gpus import gpus_like_the_first, measures
 
     kind = dtype.replace("_", " ")
     inner = spec.moe.intermediate_size // tp
     experts = Experts(spec.moe.num_experts, inner, spec.hidden_size, spec.moe.routing.top_k, kind)
     gpu, triton = torch.cuda.get_device_name(), installed_triton()
-    path = output / file_name((experts.experts, inner, kind), gpu)
+    path = output / file_name(experts.shape, gpu)
     known = (
         dict(parse_table(path.name, path.read_text(), gpu, triton).tiles) if path.exists() else {}
     )

@@ -18,9 +18,9 @@ from typing import TextIO
 
 import torch
 
-from ..compiler.lowering.tune_experts import ExpertMeasure, Experts, Measure
+from ..compiler.lowering.tune_experts import ExpertMeasure, Measure
 from ..config import MachineError
-from ..config.expert_tables import ExpertTile
+from ..config.expert_tables import Experts, ExpertTile
 from ..engine.ranks.lifetime import end_with
 
 

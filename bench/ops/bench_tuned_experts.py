@@ -23,12 +23,12 @@ from ...compiler.lowering.tune import graph_us
 from ...compiler.lowering.tune_experts import (
     TOKENS,
     ExpertMeasure,
-    Experts,
     Measure,
     Tuned,
     rule_tile,
     tune,
 )
+from ...config.expert_tables import Experts
 from ...ops import load_cuda_library
 from ...ops._expert_kernels import MOST_UNSORTED
 from ...ops.launches.experts import sort_by_expert

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 
+from ...config.expert_tables import Experts
+
 WEIGHTS = "weights/"
 """Begins the name of every parameter and buffer among a program's inputs."""
 
@@ -88,9 +90,11 @@ class Source:
         example: arguments to trace with; may be fake tensors.
         repeat: how the model stands for a deeper one, if it does.
         outside: the ops that the caller runs beside the program.
+        experts: those whose tiles can be measured, if the model has some.
     """
 
     model: nn.Module
     example: Example
     repeat: Repeat | None = None
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
+    experts: Experts | None = None

@@ -4,6 +4,7 @@
 It keeps the fastest only where that beats the tile of the rule; elsewhere it writes down the
 rule's own, so that no neighbour's serves in its place.  ``ExpertMeasure`` answers on a GPU: it
 times both layers of the experts behind the sort, in a CUDA graph, their weights in memory.
+``tune_for`` does so for a program that is compiled at ``-O3``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ...config.expert_tables import SHARED_BYTES, ExpertTable, ExpertTile
+from ... import ops
+from ...config import CompileConfig
+from ...config.expert_tables import SHARED_BYTES, Experts, ExpertTable, ExpertTile
 from ...ops import KERNELS, Launch, Variant, variants_of
 from ...ops._expert_kernels import MOST_UNSORTED, plan_gemm
 from ...ops._float8 import E4M3
@@ -38,19 +41,12 @@ Measure: TypeAlias = Callable[[int, Sequence[ExpertTile]], list[float]]
 """(tokens, tiles) -> microseconds of each; infinite for a tile that does not run."""
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The layer to tune: as a rank holds it."""
+class OwnMeasure(Protocol):
+    """A ``Measure`` that holds memory until it is freed."""
 
-    experts: int
-    intermediate: int
-    hidden: int
-    top_k: int
-    kind: str
+    def __call__(self, tokens: int, tiles: Sequence[ExpertTile], /) -> list[float]: ...
 
-    @property
-    def itemsize(self) -> int:
-        return 2 if self.kind == "bfloat16" else 1
+    def free(self) -> None: ...
 
 
 @dataclass
@@ -64,8 +60,12 @@ class Tuned:
     skipped: list[int] = field(default_factory=list)
 
     def table(self, experts: Experts) -> ExpertTable:
-        shape = (experts.experts, experts.intermediate, experts.kind)
-        return ExpertTable(*shape, tuple(sorted(self.tiles.items())))
+        return ExpertTable(*experts.shape, tuple(sorted(self.tiles.items())))
+
+    def to_json(self) -> dict[str, Any]:
+        """Microseconds with the tile and with that of the rule, and what was left out."""
+        us = {str(tokens): [self.us[tokens], self.rule_us[tokens]] for tokens in sorted(self.us)}
+        return {"us_and_by_the_rule": us, "skipped": self.skipped}
 
 
 def rule_tile(experts: Experts, tokens: int) -> ExpertTile:
@@ -148,6 +148,50 @@ def tune(
     return tuned
 
 
+def tune_for(
+    experts: Experts,
+    config: CompileConfig,
+    measure: Callable[[Experts], OwnMeasure],
+    *,
+    on_count: Callable[[int, int], None],
+) -> tuple[ExpertTable | None, Tuned]:
+    """Measure the tiles of a program's experts, in half of the time for tuning, and have ops use
+    them from now on.  Experts that have tiles already keep them.
+
+    Args:
+        measure: makes what times tiles of these experts.
+        on_count: called with the number of numbers of tokens that are done and of all.
+
+    Returns:
+        The tiles that belong into the program's artifact, and what was measured.  The tiles of a
+        folder do not: they are in its key.  Those that another stage of a pipeline measured do.
+
+    Raises:
+        UserError: programs of this process use the rule's tiles for such experts.
+    """
+    there = ops.expert_table(experts.shape)
+    if there is not None:
+        return None if there in config.expert_tables else there, Tuned()
+    # Up to eight tokens csrc's kernels serve most models, so these come last.
+    tokens = sorted(TOKENS, key=lambda count: (count <= MOST_UNSORTED, count))
+    own = measure(experts)
+    try:
+        tuned = tune(
+            experts,
+            [own],
+            tokens=tokens,
+            seconds=config.tune_seconds / 2,
+            on_done=lambda _, found: on_count(len(found.tiles) - 1, len(tokens)),
+        )
+    finally:
+        own.free()
+    if not tuned.tiles:
+        return None, tuned
+    table = tuned.table(experts)
+    ops.add_expert_table(table)
+    return table, tuned
+
+
 class ExpertMeasure:
     """Times tiles on the GPU in use, every expert as likely as any."""
 
@@ -164,6 +208,15 @@ class ExpertMeasure:
 
     @torch.inference_mode()
     def __call__(self, tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        with torch.cuda.device(self._device):  # a thread begins on GPU 0
+            return self._measured(tokens, tiles)
+
+    def free(self) -> None:
+        """Give the memory of the weights back."""
+        self._layers.clear()
+        torch.cuda.empty_cache()
+
+    def _measured(self, tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
         e = self._experts
         drawn = torch.rand((tokens, e.experts), device=self._device)
         ids = drawn.argsort(-1)[:, : e.top_k].to(torch.int32).contiguous()

@@ -33,6 +33,7 @@ from ...config import (
     slot_mapping_of,
     step_schema,
 )
+from ...config.expert_tables import Experts
 from ...model_executor.attention import AttentionInputs, CacheInputs
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
@@ -179,7 +180,7 @@ def take_tables(config: ResolvedConfig) -> None:
     Raises:
         UserError: this process uses others.
     """
-    ops.take_expert_tables(config.compile.expert_tables)
+    ops.take_expert_tables(config.compile.expert_tables, measures=config.compile.tune)
 
 
 def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
@@ -202,7 +203,19 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
             "" if spec.has_embedding else first_input(spec),
         ),
         partial(outside_calls, spec),
+        experts_of(spec),
     )
+
+
+def experts_of(spec: ModelSpec) -> Experts | None:
+    """The experts of a rank whose tiles can be measured: none of float32, whose tiles are fixed,
+    and none that are spread over ranks as a whole."""
+    if spec.moe is None or spec.expert_shape is None or spec.expert_parallel:
+        return None
+    if spec.dtype.itemsize > 2:
+        return None
+    number, intermediate, kind = spec.expert_shape
+    return Experts(number, intermediate, spec.hidden_size, spec.moe.routing.top_k, kind)
 
 
 def example(

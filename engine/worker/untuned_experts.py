@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 
+from ... import ops
 from ...config import ResolvedConfig
 from ...config.expert_tables import file_name
 from ...model_executor.spec import ModelSpec
@@ -23,6 +24,8 @@ def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:
         return ""
     if any(table.shape == shape for table in config.compile.expert_tables):
         return ""
+    if ops.expert_table(shape) is not None:  # -O3 measured it
+        return ""
     gpu = config.hardware.name
     loss = f"{_LOSS} of the experts' time" if gpu == _RULES_GPU else "how much is not known here"
     command = ["fusewright", "tune", "moe", config.model.path]
@@ -33,7 +36,7 @@ def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:
     return (
         f"experts {file_name(shape, gpu)}: no tuned tiles, so those of a rule serve, measured on "
         f"an {_RULES_GPU}; they lose {loss}. `{shlex.join(command)} --output DIR` writes the file "
-        "for --tuned-config-dir DIR"
+        "for --tuned-config-dir DIR; -O3 measures tiles when it compiles"
     )
 
 

@@ -14,17 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from fusewright import ops
+from fusewright.compiler import build
+from fusewright.compiler.artifacts.artifact import Refusal
 from fusewright.compiler.artifacts.key import Key
 from fusewright.compiler.artifacts.store import Store
 from fusewright.compiler.capture.source import Example, Source
 from fusewright.compiler.capture.trace import TraceError
 from fusewright.compiler.compiled import Compiled, compile
+from fusewright.compiler.run.load import TILES
 from fusewright.compiler.run.plan import OpStep, PieceStep, Plan
 from fusewright.compiler.run.program import InputError
 from fusewright.config import LEVELS, CompileConfig, UserError
+from fusewright.config.expert_tables import ExpertTable, ExpertTile
+from fusewright.ops import _expert_tables
 from fusewright.passes import PassReport, RequiredFusionError
 
 HIDDEN, HEADS, HEAD_DIM, BLOCK = 32, 2, 16, 8
+
+
+TILES_OF_EXPERTS = ExpertTable(8, 64, "bfloat16", ((16, ExpertTile(16, 64, 64, 1, 4, 2)),))
 
 
 class Layer(nn.Module):
@@ -338,3 +346,34 @@ def test_forced_kernels_run_in_the_program() -> None:
     with torch.inference_mode():
         got, want = compiled.program.run(ours), model(*arguments(theirs, 1))
     assert torch.allclose(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        (json.dumps(TILES_OF_EXPERTS.to_json()), ""),
+        ("{}", "is not what fusewright writes: KeyError"),
+        ('{"shape": [8, 64, "int4"], "tiles": {}}', "kind 'int4', expected one of"),
+        ('{"shape": [8, 64, "fp8"], "tiles": {"0": {}}}', "key '0', expected a number of tokens"),
+    ],
+)
+def test_tiles_of_experts_come_with_an_artifact(
+    content: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = build.build
+
+    def with_tiles(*args: Any, **named: Any) -> Any:
+        files, report = real(*args, **named)
+        return files | {TILES: content.encode()}, report
+
+    monkeypatch.setattr(build, "build", with_tiles)
+    _expert_tables.forget()
+    try:
+        if refused:
+            with pytest.raises(Refusal, match=refused):
+                compile_model(Model(1), 1, config())
+        else:
+            compile_model(Model(1), 1, config())
+            assert ops.expert_table(TILES_OF_EXPERTS.shape) == TILES_OF_EXPERTS
+    finally:
+        _expert_tables.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -13,14 +14,15 @@ import pytest
 import torch
 
 from fusewright.compiler.lowering.tune_experts import (
-    Experts,
+    TOKENS,
     Measure,
     candidates,
     rule_tile,
     tune,
+    tune_for,
 )
-from fusewright.config import MachineError, UserError
-from fusewright.config.expert_tables import SHARED_BYTES, ExpertTable, ExpertTile
+from fusewright.config import CompileConfig, MachineError, UserError
+from fusewright.config.expert_tables import SHARED_BYTES, Experts, ExpertTable, ExpertTile
 from fusewright.ops import _expert_tables, variants_of
 from fusewright.ops._expert_kernels import plan_gemm
 from fusewright.ops.launches.experts import sort_by_expert
@@ -207,6 +209,70 @@ def test_a_process_uses_one_set_of_tables(no_tables: None) -> None:
     _expert_tables.take(())
     with pytest.raises(UserError, match="this process uses other tuned tiles"):
         _expert_tables.take((table,))
+
+
+class FakeMeasure:
+    """Is fastest with the last tile."""
+
+    def __init__(self, experts: Experts) -> None:
+        assert experts == QWEN
+        self.freed = False
+        self.tokens: list[int] = []
+
+    def __call__(self, tokens: int, tiles: Sequence[ExpertTile], /) -> list[float]:
+        self.tokens.append(tokens)
+        return [10.0 - i / len(tiles) * 5 for i in range(len(tiles))]
+
+    def free(self) -> None:
+        self.freed = True
+
+
+def test_a_program_of_o3_has_its_own_tiles(no_tables: None) -> None:
+    made: list[FakeMeasure] = []
+    config = CompileConfig(3, True, (), (), True, True, (), True, tune_seconds=60.0)
+
+    def measure(experts: Experts) -> FakeMeasure:
+        made.append(FakeMeasure(experts))
+        return made[-1]
+
+    counts: list[tuple[int, int]] = []
+
+    def tuned() -> ExpertTable | None:
+        return tune_for(QWEN, config, measure, on_count=lambda *done: counts.append(done))[0]
+
+    _expert_tables.take((), measures=True)
+    table = tuned()
+    assert table is not None and table == _expert_tables.table_of(QWEN.shape)
+    assert counts == [(i, len(TOKENS)) for i in range(len(TOKENS))]
+    (own,) = made
+    assert own.freed and own.tokens == [*TOKENS[4:], *TOKENS[:4]]
+    # Another stage of the model finds them.
+    assert tuned() == table and len(made) == 1
+    # A program of another level was compiled for other tiles.
+    with pytest.raises(UserError, match="this process uses tiles for experts that -O3 measured"):
+        _expert_tables.take(())
+    assert ExpertTable.from_json(json.loads(json.dumps(table.to_json())), "a") == table
+
+
+def test_no_time_leaves_the_rule(no_tables: None) -> None:
+    config = CompileConfig(3, True, (), (), True, True, (), True, tune_seconds=0.0)
+    table, tuned = tune_for(QWEN, config, FakeMeasure, on_count=lambda *done: None)
+    assert table is None and len(tuned.to_json()["skipped"]) == len(TOKENS)
+    assert _expert_tables.table_of(QWEN.shape) is None
+
+
+def test_a_folders_tiles_are_not_measured(no_tables: None) -> None:
+    table = ExpertTable(*QWEN.shape, ((64, ExpertTile(32, 256, 64, 4, 8, 2)),))
+    config = CompileConfig(3, True, (), (), True, True, (), True, expert_tables=(table,))
+    _expert_tables.take((table,), measures=True)
+    assert tune_for(QWEN, config, FakeMeasure, on_count=lambda *done: None)[0] is None
+
+
+def test_tiles_do_not_change_under_a_program(no_tables: None) -> None:
+    constants(64)  # of a program by the rule
+    table = ExpertTable(*QWEN.shape, ((64, ExpertTile(32, 256, 64, 4, 8, 2)),))
+    with pytest.raises(UserError, match="uses other tiles for 128 experts of 768, bfloat16"):
+        _expert_tables.add_measured(table)
 
 
 @pytest.mark.parametrize(
