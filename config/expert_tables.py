@@ -62,7 +62,7 @@ class Experts:
 
     @property
     def shape(self) -> tuple[int, int, str]:
-        """By which tables are found."""
+        """The shape by which tables are found."""
         return self.experts, self.intermediate, self.kind
 
     @property

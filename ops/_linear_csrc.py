@@ -24,7 +24,8 @@ _STREAMED = (
     *("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"),
     *("fp8 weight", "fp8 block weight"),
 )
-# Blocks of a cluster own some units of 8 rows of the weight; one round of them has so many rows.
+# Blocks of a cluster own units of so many rows of the weight; one round of them has so many rows
+# (csrc/gemm/skinny.h).
 _CLUSTER_UNIT, _MOST_CLUSTER_FEATURES = 8, 7392
 
 

@@ -86,7 +86,7 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
 
 
 def _measured(artifact: Artifact, name: str, parse: Callable[[bytes], _Table]) -> _Table | None:
-    """What ``-O3`` measured and wrote into a file, if it did."""
+    """Return what ``-O3`` measured and wrote into a file; None if it wrote none."""
     if name not in artifact.manifest.files:
         return None
     with _refusing(artifact, name):

@@ -68,14 +68,14 @@ struct Inbox {
   }
 };
 
-// Where an address of this block's shared memory lies in the block of that rank.
+// Returns where an address of this block's shared memory lies in the block of that rank.
 __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
 
-// As Inbox::send, of addresses in the other block.
+// Does what Inbox::send does, with addresses in the other block.
 __device__ __forceinline__ void send_pair(uint32_t to, float2 value, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::

@@ -7,13 +7,13 @@
 namespace fusewright::gemm {
 namespace {
 
-// Clusters of so many blocks that run at once, a block a multiprocessor (seen on an H200). A
-// constant: results follow from shapes alone.
+// How many clusters of so many blocks run at once, a block a multiprocessor, as an H200 says. It is
+// a constant, so that results follow from shapes alone.
 constexpr int kClustersAtOnce[] = {0, 0, 66, 39, 30, 22, 17, 15, 15};
 static_assert(kMaxClusterFeatures == kClustersAtOnce[2] * kMostTileRows);
 
-// The least bytes a block, in one round. Tokens come from L2, and count half. Blocks without a
-// cluster cannot send, not even to themselves.
+// Chooses the plan with the least bytes a block, of those with one round. Tokens come from L2, and
+// count half. Blocks without a cluster cannot send, not even to themselves.
 ClusterPlan plan_cluster(int out_features, int in_features) {
   constexpr int kCountedTokens = kMaxClusterTokens / 2;
   const int lines = in_features / kLineElements;

@@ -55,8 +55,8 @@ struct ClusterShared {
   Inbox inbox;
 };
 
-// What a block computes: a tile's rows of the weight from `row` on, over some lines of K; and the
-// units of these rows that it owns.
+// Says what a block computes: a tile's rows of the weight from `row` on, over some lines of K; and
+// which units of these rows it owns.
 struct ClusterShare {
   int rank, splits, rows, units, stages;
   int row, first_line, num_lines, first_unit, num_units;
@@ -81,7 +81,7 @@ struct ClusterShare {
   }
 };
 
-// Where the stages and the inbox are.
+// Says where the stages and the inbox are.
 template <typename T>
 struct ClusterMemory {
   uint32_t weights, x, inbox;
@@ -96,7 +96,7 @@ struct ClusterMemory {
   }
 };
 
-// One thread: every copy of the block.
+// One thread issues every copy of the block.
 template <typename T>
 struct ClusterCopier {
   const CUtensorMap &weight_map, &x_map;
@@ -118,7 +118,7 @@ struct ClusterCopier {
 
   __device__ __forceinline__ int ahead() const { return min(share.num_lines, share.stages); }
 
-  // Before barriers are known to others.
+  // Runs before others know of the barriers.
   __device__ __forceinline__ void begin() const {
     for (int stage = 0; stage < share.stages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), 1);
@@ -148,7 +148,7 @@ struct ClusterCopier {
   }
 };
 
-// A warpgroup's 64 rows over the block's lines.
+// Multiplies a warpgroup's 64 rows over the block's lines.
 template <typename T>
 __device__ __forceinline__ void multiply_lines(ClusterShared& shared, const ClusterShare& share,
                                                const ClusterMemory<T>& memory, int group,
@@ -183,11 +183,11 @@ __device__ __forceinline__ void multiply_lines(ClusterShared& shared, const Clus
   pin(sums);
 }
 
-// Sends a warp's sums, two units of [tokens, 8 rows], to their owners. Where to is known before the
-// sums are.
+// Sends a warp's sums, two units of [tokens, 8 rows], to their owners. It works out where to before
+// there are sums.
 template <typename T>
 struct ClusterSender {
-  int units;  // that are there, of two
+  int units;  // how many of the two are there
   uint32_t to[2], counted[2];
 
   __device__ ClusterSender(ClusterShared& shared, uint32_t inbox, const ClusterShare& share,
@@ -207,7 +207,7 @@ struct ClusterSender {
     }
   }
 
-  // Of this thread's row.
+  // Whether this thread's row is an odd one.
   __device__ __forceinline__ static bool is_odd() { return threadIdx.x & 4; }
 
   __device__ __forceinline__ void send(const float (&sums)[T::kTokens / 2]) const {

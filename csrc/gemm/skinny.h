@@ -93,7 +93,7 @@ struct ClusterPlan {
   int rows, splits, stages;
 };
 
-// A layer of bfloat16 with the epilogue kLinear, up to kMaxClusterTokens, kMinClusterDepth
+// Runs a layer of bfloat16 with the epilogue kLinear, up to kMaxClusterTokens, kMinClusterDepth
 // in_features or more, and a multiple of 8 out_features up to kMaxClusterFeatures
 // (cluster_linear.cuh).
 cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, bool programmatic,
