@@ -224,9 +224,11 @@ def test_kernels_are_told_by_range_of_tokens(capsys: Capture) -> None:
     argv += ("--passes", "cleanup,fuse_add_norm,fuse_act,fuse_rope_store")
     ranges = facts(capsys, *argv)["layers"][0]["ranges"]
     ends = [(r["decode"], r["first"], r["last"]) for r in ranges]
-    assert ends == [(True, 1, 16), (True, 17, None), (False, 2, 16), (False, 17, None)]
-    few, many, _, prompt = (r["kernels"] for r in ranges)
+    decodes = [(True, 1, 16), (True, 17, 64), (True, 65, None)]
+    assert ends == [*decodes, (False, 2, 16), (False, 17, 64), (False, 65, None)]
+    few, some, many, _, _, prompt = (r["kernels"] for r in ranges)
     assert few.count("skinny_linear") == 4 and "csrc paged_attention" in few
+    assert some.count("cluster_linear") == 3 and some.count("cuBLAS") == 1  # gate_up
     assert many.count("cuBLAS") == 4 and "csrc prefill_attention" in prompt
 
 
