@@ -13,6 +13,8 @@ from threading import Barrier, Event
 import pytest
 import torch
 
+from fusewright import ops
+from fusewright.compiler import build
 from fusewright.compiler.lowering.tune_experts import (
     TOKENS,
     Measure,
@@ -21,13 +23,17 @@ from fusewright.compiler.lowering.tune_experts import (
     tune,
     tune_for,
 )
-from fusewright.config import CompileConfig, MachineError, UserError
+from fusewright.compiler.lowering.tune_library import Filled
+from fusewright.config import CompileConfig, EngineOptions, Hardware, MachineError, UserError
 from fusewright.config.expert_tables import SHARED_BYTES, Experts, ExpertTable, ExpertTile
-from fusewright.ops import _expert_tables, variants_of
+from fusewright.engine.worker.source import configured_store, find_or_compile
+from fusewright.engine.worker.startup import read_model
+from fusewright.ops import Binary, Variant, _expert_tables, variants_of
 from fusewright.ops._expert_kernels import plan_gemm
 from fusewright.ops.launches.experts import sort_by_expert
 from fusewright.serve.cli import main
 from fusewright.serve.tune_gpus import GpuProcess, measures
+from tests.model_executor.tiny_models import BY_NAME
 
 QWEN = Experts(128, 768, 2048, 8, "bfloat16")
 META = torch.device("meta")
@@ -254,6 +260,56 @@ def test_a_program_of_o3_has_its_own_tiles(no_tables: None) -> None:
     assert ExpertTable.from_json(json.loads(json.dumps(table.to_json())), "a") == table
 
 
+def test_an_o3_build_compiles_and_keeps_measured_tiles(
+    no_tables: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Build for a GPU that is not here, with given measures and without Triton's compiler."""
+    tile = ExpertTile(16, 64, 64, 8, 4, 3)
+
+    class Prefers(FakeMeasure):
+        def __init__(self, experts: Experts) -> None:
+            assert experts.shape == (16, 32, "bfloat16")
+
+        def __call__(self, tokens: int, tiles: Sequence[ExpertTile], /) -> list[float]:
+            return [1.0 if found == tile else 2.0 for found in tiles]
+
+    monkeypatch.setattr(build, "ExpertMeasure", Prefers)
+    monkeypatch.setattr(build, "Tuner", lambda: None)
+    monkeypatch.setattr(build, "tune_weights", lambda weights, **how: (None, Filled()))
+    monkeypatch.setattr(build, "_sm_here", lambda: 90)
+    compiled: dict[Variant, Binary] = {}
+
+    def precompile(variants: set[Variant], sm: int, **how: object) -> None:
+        compiled.update(dict.fromkeys(variants, Binary("kernel", sm, 0, 32, b"code")))
+
+    monkeypatch.setattr(ops.KERNELS, "precompile", precompile)
+    monkeypatch.setattr(ops.KERNELS, "binaries", lambda: compiled)
+    monkeypatch.setattr(ops.KERNELS, "add", lambda variant, binary: None)
+    BY_NAME["qwen3_moe"].config().save_pretrained(tmp_path / "model")
+    (tmp_path / "store").mkdir()
+    options = EngineOptions(
+        model=str(tmp_path / "model"),
+        load_format="dummy",
+        optimization_level=3,
+        dtype="bfloat16",
+        max_model_len=64,
+        compile_cache_dir=str(tmp_path / "store"),
+    )
+    gpu = Hardware(device="cuda", name="NVIDIA H200", sm=90, graphs="cuda")
+    _, spec, config = read_model(options, gpu)
+    store = configured_store(config.store)
+    made = find_or_compile(spec, config, store, on_phase=lambda phase: None)
+    assert made.built and made.artifact is not None
+    us = made.report["tuned_experts"]["us_and_by_the_rule"]
+    assert us["64"] == [1.0, 2.0] and len(us) == len(TOKENS)
+    of_experts = [dict(v.constexprs) for v in compiled if "_expert_linear" in v.kernel]
+    assert {found["BLOCK_N"] for found in of_experts} >= {32, 64}  # gate and up; down
+    _expert_tables.forget()  # as in another process
+    again = find_or_compile(spec, config, store, on_phase=lambda phase: None)
+    table = _expert_tables.table_of((16, 32, "bfloat16"))
+    assert not again.built and table is not None and table.find(64) == tile
+
+
 def test_no_time_leaves_the_rule(no_tables: None) -> None:
     config = CompileConfig(3, True, (), (), True, True, (), True, tune_seconds=0.0)
     table, tuned = tune_for(QWEN, config, FakeMeasure, on_count=lambda *done: None)
@@ -288,8 +344,6 @@ def test_tiles_do_not_change_under_a_program(no_tables: None) -> None:
 def test_the_command_refuses_what_it_cannot_tune(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.model_executor.tiny_models import BY_NAME
-
     BY_NAME["qwen3_moe"].config().save_pretrained(tmp_path)
     assert main(["tune", "moe", *[str(tmp_path) if w == "MODEL" else w for w in words]]) == 2
     assert said in capsys.readouterr().err
@@ -299,8 +353,6 @@ def test_the_command_refuses_what_it_cannot_tune(
 def test_the_command_writes_what_an_engine_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.model_executor.tiny_models import BY_NAME
-
     BY_NAME["qwen3_moe"].config().save_pretrained(tmp_path)
     words = ["--batch-sizes", "16", "--output", str(tmp_path)]
     assert main(["tune", "moe", str(tmp_path), *words]) == 0
