@@ -14,7 +14,7 @@ from tests.ops.replays import check_replays
 pytestmark = pytest.mark.gpu
 
 ROWS = (1, 7, 16, 17, 32, 33, 64)
-# Of models; then with 8, 7, 6, 5, 3 and 2 blocks a tile, and few rows.
+# Shapes of models come first, then tiles of 8, 7, 6, 5, 3 and 2 blocks, and few rows.
 SHAPES = [(2048, 4096), (5120, 2048), (6144, 4096), (4096, 14336), (3072, 2048)]
 SHAPES += [(1680, 512), (1680, 448), (1800, 2304), (1720, 4032), (4368, 192), (7392, 1024)]
 SHAPES += [(8, 128), (136, 256)]
