@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compiler.run.program import Program
-from ...config import FEED, HIDDEN, slot_mapping_of
+from ...config import FEED, HIDDEN, TOKEN_IDS, slot_mapping_of
 from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
 from ..messages.cache_group import CacheGroup
 from ..messages.step import Batch, Ints, Logprobs, StepResult
@@ -99,6 +99,7 @@ class ModelRunner:
         table: implementations of the ops that run outside of the program.
         block_size: tokens a KV block.
         groups: the layers' groups, each of which has a block table.
+        repeats: padding of a decode repeats a sequence, so that it chooses no experts of its own.
         ranks: the ranks that run the same batches.  Hidden states go from stage to stage, and the
             logits of the last to rank 0, which alone samples.  Its tokens go to the ranks that have
             the embedding on the device, where the next step of each reads them.
@@ -115,9 +116,10 @@ class ModelRunner:
         *,
         block_size: int,
         groups: Sequence[CacheGroup],
+        repeats: bool = False,
         ranks: RankGroup | None = None,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._repeats = ranks, repeats
         self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
         self._buffers, self.sampler, self._ops = buffers, sampler, table
         self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
@@ -186,7 +188,8 @@ class ModelRunner:
 
     def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
         """Write the static inputs, padded to the dispatched sizes.  Padding tokens are stored
-        nowhere.  Padding sequences have no context and, except in uniform decode, no tokens."""
+        nowhere.  Padding sequences have no context and, except in uniform decode, no tokens; there
+        they may repeat a sequence."""
         buffers, padded_seqs = self._buffers, dispatch.num_seqs
         host = buffers.next_host(num_tokens=dispatch.num_tokens, num_seqs=padded_seqs)
         arrays, num_seqs, num_tokens = host.arrays, batch.num_seqs, batch.num_tokens
@@ -202,8 +205,27 @@ class ModelRunner:
         tables = host.cells[: math.prod(shape)].reshape(shape)
         tables[:num_seqs] = self._tables.rows[batch.slots, :, :num_blocks]
         tables[num_seqs:] = 0
+        if self._repeats and dispatch.query_len and num_seqs < padded_seqs:
+            self._repeat_shortest(arrays, tables, num_seqs, dispatch.query_len)
         packed = host.filled(tables.size)
         self._ops("write_inputs", packed, self.sampler.last_tokens, *host.targets)
+
+    def _repeat_shortest(
+        self,
+        arrays: dict[str, npt.NDArray[Any]],
+        tables: npt.NDArray[np.int32],
+        num_seqs: int,
+        query_len: int,
+    ) -> None:
+        """Let padding of a decode compute what its shortest sequence does, and choose the same
+        experts: a step then reads the weights of no others.  Attention reads the K and V of that
+        sequence again."""
+        shortest = int(arrays["seq_lens"][:num_seqs].argmin())
+        for name in (TOKEN_IDS, "positions", FEED):
+            by_sequence = arrays[name].reshape(-1, query_len)
+            by_sequence[num_seqs:] = by_sequence[shortest]
+        arrays["seq_lens"][num_seqs:] = arrays["seq_lens"][shortest]
+        tables[num_seqs:] = tables[shortest]
 
     def _write_rows(self, arrays: dict[str, npt.NDArray[Any]], batch: Batch) -> None:
         """Write the inputs of rows and tokens, without padding."""

@@ -97,5 +97,7 @@ class Worker:
             self.table,
             block_size=config.cache.block_size,
             groups=self.groups,
+            # A state for a whole sequence must not be updated twice.
+            repeats=spec.moe is not None and not any(g.per_sequence for g in self.groups),
             ranks=ranks,
         )
