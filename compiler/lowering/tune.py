@@ -34,6 +34,8 @@ Timer: TypeAlias = Callable[[Sequence[Callable[[], Any]]], float]
 class Tuner:
     """Chooses implementations by measured time, and remembers each distinct call.
 
+    What reads values on the host is not timed: a CUDA graph, in which calls are timed, cannot hold it.
+
     Args:
         timer: microseconds of a call, one of ``fns`` each; on the GPU unless a test gives another.
         known: ``measured`` of an earlier tuner, as an artifact's report has it: then nothing is
@@ -74,7 +76,7 @@ class Tuner:
         fits = [
             i
             for i in op.implementations
-            if desc.device in i.devices and not i.opt_in and not i.supports(desc)
+            if desc.device in i.devices and not (i.opt_in or i.on_host or i.supports(desc))
         ]
         if len(fits) < 2:
             return op.implementations

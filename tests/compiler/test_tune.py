@@ -82,6 +82,17 @@ def test_ops_that_mutate_keep_their_order() -> None:
     assert not tuner.measured
 
 
+def test_what_reads_values_on_the_host_is_not_timed() -> None:
+    """No CUDA graph holds the definition of ``expert_linear``."""
+    op, ids = ops.BY_NAME["expert_linear"], torch.zeros(4, 2, dtype=torch.int32)
+    args = (torch.randn(4, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16(), ids)
+    desc = describe(op, args)
+    assert not any(impl.supports(desc) for impl in op.implementations)
+    tuner = Tuner(fake_timer([], {}))
+    assert tuner.order(op, desc, args) == op.implementations
+    assert not tuner.measured
+
+
 def test_a_forced_kernel_wins_over_the_measurement() -> None:
     op, args = ops.BY_NAME["silu_mul"], (torch.randn(4, 32),)
     order = tuple(reversed(op.implementations))
