@@ -34,7 +34,7 @@ Timer: TypeAlias = Callable[[Sequence[Callable[[], Any]]], float]
 class Tuner:
     """Chooses implementations by measured time, and remembers each distinct call.
 
-    What reads values on the host is not timed: a CUDA graph, in which calls are timed, cannot hold it.
+    Calls are timed in a CUDA graph, so an implementation that reads values on the host is not.
 
     Args:
         timer: microseconds of a call, one of ``fns`` each; on the GPU unless a test gives another.

@@ -165,7 +165,11 @@ class ModelRunner:
             return self._run(dispatch, num_seqs)[:num_seqs]
         stage, last = ranks.stage, ranks.num_stages - 1
         if stage > 0:
-            ranks.receive(self._buffers.view(HIDDEN, batch.num_tokens), stage - 1)
+            hidden = self._buffers.view(HIDDEN, dispatch.num_tokens)
+            ranks.receive(hidden[: batch.num_tokens], stage - 1)
+            if (repeated := self._repeated(dispatch, batch)) is not None:
+                by_sequence = hidden.view(dispatch.num_seqs, dispatch.query_len, -1)
+                by_sequence[num_seqs:] = by_sequence[repeated]
         output = self._run(dispatch, num_seqs)
         if stage < last:
             ranks.send(output[: batch.num_tokens], stage + 1)
@@ -205,27 +209,22 @@ class ModelRunner:
         tables = host.cells[: math.prod(shape)].reshape(shape)
         tables[:num_seqs] = self._tables.rows[batch.slots, :, :num_blocks]
         tables[num_seqs:] = 0
-        if self._repeats and dispatch.query_len and num_seqs < padded_seqs:
-            self._repeat_shortest(arrays, tables, num_seqs, dispatch.query_len)
+        if (repeated := self._repeated(dispatch, batch)) is not None:
+            for name in (TOKEN_IDS, "positions", FEED):
+                by_sequence = arrays[name].reshape(-1, dispatch.query_len)
+                by_sequence[num_seqs:] = by_sequence[repeated]
+            arrays["seq_lens"][num_seqs:] = arrays["seq_lens"][repeated]
+            tables[num_seqs:] = tables[repeated]
         packed = host.filled(tables.size)
         self._ops("write_inputs", packed, self.sampler.last_tokens, *host.targets)
 
-    def _repeat_shortest(
-        self,
-        arrays: dict[str, npt.NDArray[Any]],
-        tables: npt.NDArray[np.int32],
-        num_seqs: int,
-        query_len: int,
-    ) -> None:
-        """Let padding of a decode compute what its shortest sequence does, and choose the same
-        experts: a step then reads the weights of no others.  Attention reads the K and V of that
-        sequence again."""
-        shortest = int(arrays["seq_lens"][:num_seqs].argmin())
-        for name in (TOKEN_IDS, "positions", FEED):
-            by_sequence = arrays[name].reshape(-1, query_len)
-            by_sequence[num_seqs:] = by_sequence[shortest]
-        arrays["seq_lens"][num_seqs:] = arrays["seq_lens"][shortest]
-        tables[num_seqs:] = tables[shortest]
+    def _repeated(self, dispatch: Dispatch, batch: Batch) -> int | None:
+        """The sequence that padding of a decode repeats, if it is to choose no experts of its own:
+        a step then reads the weights of no others.  Attention reads K and V of that sequence again,
+        so it is the shortest."""
+        if not (self._repeats and dispatch.query_len and batch.num_seqs < dispatch.num_seqs):
+            return None
+        return int((batch.starts + batch.query_lens).argmin())
 
     def _write_rows(self, arrays: dict[str, npt.NDArray[Any]], batch: Batch) -> None:
         """Write the inputs of rows and tokens, without padding."""

@@ -1,10 +1,12 @@
-"""Padding of a decode of a mixture of experts repeats the shortest sequence, and changes nothing."""
+"""In a mixture of experts, padding of a decode repeats the shortest sequence."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from fusewright import SamplingParams
 from fusewright.config import EngineOptions, Hardware
 from fusewright.engine.engine import Engine
 from fusewright.engine.llm import LLM
+from fusewright.engine.messages.step import Batch
 from fusewright.engine.worker.model_runner import ModelRunner
 from fusewright.graph_capture import Dispatch, GraphKind
 from tests.model_executor.tiny_models import BY_NAME
@@ -69,3 +72,36 @@ def test_padding_repeats_the_shortest_sequence_of_experts(
             assert torch.equal(table[row], table[shortest])
             for key in TOKENS[:2]:
                 assert views[key][row] == views[key][shortest]
+
+
+class Stage:
+    """The last of two stages.  The stage before sends each token its number."""
+
+    rank = stage = 1
+    num_stages, tp_rank = 2, 0
+
+    def receive(self, tensor: Tensor, stage: int) -> None:
+        assert stage == 0
+        tensor.copy_(torch.arange(len(tensor))[:, None].expand_as(tensor))
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        assert (len(tensor), stage) == (3, 0)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_later_stage_repeats_what_the_stage_before_sent(
+    repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = torch.full((16, 4), 99.0)
+    runner = object.__new__(ModelRunner)
+    monkeypatch.setattr(runner, "_ranks", Stage(), raising=False)
+    monkeypatch.setattr(runner, "_repeats", repeats, raising=False)
+    buffers = SimpleNamespace(view=lambda name, size: hidden[:size])
+    monkeypatch.setattr(runner, "_buffers", buffers, raising=False)
+    monkeypatch.setattr(runner, "_run", lambda dispatch, num_seqs: hidden)
+    starts, lens = np.array([7, 2, 5], np.int32), np.full(3, 2, np.int32)
+    none, feeds = np.zeros(0, np.int32), np.zeros(6, np.int32)
+    batch = Batch(np.arange(3, dtype=np.int32), starts, lens, lens, feeds, feeds, [], [], 2, none)
+    runner._run_stage(Dispatch(GraphKind.FULL, 10, 5, 2), batch)
+    padding = [2.0, 3.0] * 2 if repeats else [99.0] * 4
+    assert hidden[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, *padding, *[99.0] * 6]

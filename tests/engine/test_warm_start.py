@@ -95,10 +95,12 @@ LEVELS_OF: dict[str, tuple[int, ...]] = (
     if torch.cuda.is_available()
     else {"abacus": (2,), "llama_gqa": (1,)}
 )
-
-
-DTYPES = {"llama_gqa": "auto", "qwen3_moe": "bfloat16"}  # tiles of float32 are not measured
 MEASURED = {"qwen3_moe": ["E=16,N=32,bfloat16"]}
+DUMMY = {
+    "llama_gqa": {"load_format": "dummy"},
+    # Tiles of float32 are not measured.
+    "qwen3_moe": {"load_format": "dummy", "dtype": "bfloat16"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +108,12 @@ def colds(folder: Path, device: torch.device) -> dict[str, Cold]:
     """By model; one process compiles all."""
     starts, colds = [], {}
     for name, levels in LEVELS_OF.items():
-        store, model, more = folder / name / "cold", name, {}
+        store, model = folder / name / "cold", name
         store.parent.mkdir()
-        if name in BY_NAME:
-            model, more = str(store.parent / "model"), {"load_format": "dummy", "dtype": DTYPES[name]}
+        if name in DUMMY:
+            model = str(store.parent / "model")
             BY_NAME[name].config().save_pretrained(model)
-        starts += [options(model, device, level, store) | more for level in levels]
+        starts += [options(model, device, level, store) | DUMMY.get(name, {}) for level in levels]
     told = run("start_all", env=environment(folder), starts=starts, batches=BATCHES)["told"]
     for name, levels in LEVELS_OF.items():
         moved = folder / name / "moved" / "far"
@@ -130,8 +132,7 @@ def test_a_moved_read_only_store_starts_without_compilers_and_with_equal_bits(
     name: str, colds: dict[str, Cold], device: torch.device
 ) -> None:
     cold = colds[name]
-    more = {"require_cache": True} | other_limits(device)
-    more |= {"load_format": "dummy", "dtype": DTYPES[name]} if name in BY_NAME else {}
+    more = {"require_cache": True} | other_limits(device) | DUMMY.get(name, {})
     starts = [options(cold.model, device, level, cold.store) | more for level in cold.told]
     with open_folder() as folder:
         sandbox = Sandbox(folder)
