@@ -10,6 +10,7 @@ from .garbage import collect_rarely, collecting_rarely, leave_garbage_at_exit
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
+from .output_folder import make_output_folder
 from .ports import engine_options
 from .resolve import resolve
 from .resolved import (
@@ -64,6 +65,7 @@ __all__ = [
     "engine_options",
     "key_factors",
     "leave_garbage_at_exit",
+    "make_output_folder",
     "option_specs",
     "outside_fields",
     "outside_key",

@@ -14,7 +14,7 @@ import torch
 
 from ..compiler.compiled import LOOKUPS, Compiled
 from ..compiler.record import Record
-from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
+from ..config import EngineOptions, Hardware, ResolvedConfig, UserError, make_output_folder
 from ..model_executor.spec import stage_of
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
@@ -117,10 +117,7 @@ def _check(config: ResolvedConfig, absent: bool, dump: Path | None) -> None:
         return
     if config.store.require:
         raise UserError("dump: needs a build, which require_cache forbids: give one of them")
-    try:
-        dump.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"dump={dump}: {error.strerror}; give a folder to write to") from error
+    make_output_folder("dump", dump)
 
 
 def _left(hardware: Hardware, absent: bool) -> tuple[str, ...]:

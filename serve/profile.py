@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench.profile_options import PHASES, ProfileOptions
-from ..config import UserError
+from ..config import UserError, make_output_folder
 from .flags import Model, engine_flags, takes_fields
 from .options import load, to_measure
 from .table import table
@@ -48,7 +48,7 @@ def profile(
     for each in to_profile.values():
         each.check()
     for folder in to_profile:
-        make_folder(folder)
+        make_output_folder("output", folder)
     record_phases(options, to_profile, output)
 
 
@@ -85,19 +85,6 @@ def record_phases(
     (output / "engine.json").write_text(json.dumps(llm.report(), indent=1) + "\n")
     say(f"wrote {output}")
     return phases
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder for a phase's files.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "kernels.csv").touch()
-    except OSError as error:
-        raise UserError(f"output={folder}: {error.strerror}; give a folder to write to") from error
 
 
 def _show(phase: str, found: dict[str, Any], say: Callable[[str], None]) -> None:

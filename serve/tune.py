@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config import UserError
+from ..config import UserError, make_output_folder
 from ..config.expert_tables import Experts, file_name, installed_triton, parse_table
 from .help import GroupedHelp
 from .table import table
@@ -51,12 +51,11 @@ def moe(
         raise UserError(
             f"tp={tp}: the experts' intermediate size {spec.moe.intermediate_size} does not divide"
         )
-    if not output.is_dir():
-        raise UserError(f"output={output}: no such folder; make it first")
     import torch
 
     if not torch.cuda.is_available():
         raise UserError("tune moe: torch sees no CUDA GPU; run it on the machine that will serve")
+    make_output_folder("output", output)
     from ..compiler.artifacts.disk import replace_file
     from ..compiler.lowering.tune_experts import TOKENS, Tuned, tune
     from .tune_gpus import gpus_like_the_first, measures

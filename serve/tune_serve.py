@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bench.profile_options import PHASES
-from ..config import EngineOptions, MachineError, UserError
+from ..config import EngineOptions, MachineError, UserError, make_output_folder
 from .flags import Json, Model, engine_flags, takes_fields
 from .measured import check_outputs, show_times
 from .options import merge, to_measure, write_result
-from .profile import make_folder, record_phases
+from .profile import record_phases
 from .table import table
 from .workload import GOODPUT_HELP, Workload
 
@@ -73,7 +73,7 @@ def serve(
     check_outputs(output, plot)
     folder = output.with_suffix(".profile")
     for phase in PHASES if profile else ():
-        make_folder(folder / phase)
+        make_output_folder("output", folder / phase)
     from ..bench.http_server import flags_of
     from ..bench.serving import parse_limits
     from ..bench.tune_serve import ServedPoints
