@@ -157,9 +157,7 @@ def test_frequencies_of_any_parameters_equal_transformers(kind: str) -> None:
             ours["short_factor"] = tuple(ours["short_factor"])
         parameters = RopeParameters(kind=kind, **ours)  # type: ignore[arg-type]
         frequencies = inverse_frequencies(parameters, parameters.rotary_dim(head_dim))
-        torch.testing.assert_close(
-            frequencies, theirs.inv_freq, rtol=2e-6, atol=0, msg=lambda text: f"{drawn}: {text}"
-        )
+        torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=2e-6, atol=0, msg=str(drawn))
         assert parameters.cos_sin_scale() == pytest.approx(theirs.attention_scaling, rel=1e-9)
         angle = build_cos_sin_cache(parameters, head_dim, 2)[1, 0].item()
         assert angle == pytest.approx(math.cos(frequencies[0]) * parameters.cos_sin_scale())
