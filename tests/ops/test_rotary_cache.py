@@ -124,7 +124,8 @@ def draw(kind: str, head_dim: int, rng: random.Random) -> dict[str, Any]:
         slow = rng.uniform(0.01, 60)
         drawn |= {"beta_slow": slow, "beta_fast": slow * rng.uniform(1, 50)}
         drawn["truncate"] = rng.random() < 0.5
-        drawn |= rng.choice([{}, {"mscale": 0.7, "mscale_all_dim": 1.3}, {"mscale": 0.7}])
+        mscales = {"mscale": 0.7, "mscale_all_dim": 1.3}
+        drawn |= {name: mscales[name] for name in mscales if rng.random() < 0.6}
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
             drawn[name] = [rng.uniform(1, 60) for _ in range(head_dim // 2)]
@@ -193,9 +194,10 @@ def test_a_rotation_keeps_dot_products_of_equal_distance(device: torch.device) -
         ({"kind": "su"}, "su"),
         ({"kind": "longrope", "original_max_position": 8}, "short_factor"),
         ({"kind": "longrope", "short_factor": (1.0,)}, "original_max_position"),
-        ({"theta": 0.0}, "theta"),
+        ({"theta": 1.0}, "theta"),
         ({"kind": "linear", "factor": 0.5}, "factor"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 1.25}, "partial_rotary_factor"),
         ({"kind": "yarn", "factor": 2.0}, "original_max_position"),
         ({"kind": "llama3", "factor": 2.0}, "original_max_position"),
         (
@@ -207,6 +209,10 @@ def test_a_rotation_keeps_dot_products_of_equal_distance(device: torch.device) -
 def test_bad_parameters_are_named(bad: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         RopeParameters(**bad)
+
+
+def test_the_smallest_table_has_one_frequency_at_one_position() -> None:
+    assert build_cos_sin_cache(RopeParameters(theta=1.5), 2, 1).tolist() == [[1.0, 0.0]]
 
 
 def test_odd_rotary_dim_and_empty_table_are_refused() -> None:
