@@ -1,4 +1,4 @@
-"""Every way of writing a rope gives the rotations of transformers; what cannot be served is named."""
+"""Every way of writing a rope gives the rotations of transformers; a kind not served is named."""
 
 from __future__ import annotations
 
