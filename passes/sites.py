@@ -19,6 +19,11 @@ class Miss(Exception):
     """Ends the reading of a site that is not replaced; the message is the reason in the report."""
 
 
+class NotASite(Exception):
+    """Ends the reading of nodes that begin as a site does and compute something else: no pass
+    expects to replace them, and no report counts them."""
+
+
 @dataclass(frozen=True)
 class Match:
     """How to replace a site, as ``Context.replace`` takes it; ``old`` has any order."""
