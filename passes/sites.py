@@ -26,13 +26,15 @@ class NotASite(Exception):
 
 @dataclass(frozen=True)
 class Match:
-    """How to replace a site, as ``Context.replace`` takes it; ``old`` has any order."""
+    """How to replace a site, as ``Context.replace`` takes it; ``old`` has any order.  ``left`` says
+    which part of the site stays as it is, and why; "" if none does."""
 
     at: fx.Node
     old: Collection[Any]
     outputs: Sequence[fx.Node]
     build: Build
     tier: Tier | None = None
+    left: str = ""
 
 
 @dataclass(eq=False)
@@ -60,7 +62,7 @@ class SitePass:
             if found is not None:
                 old = sorted(set(found.old))
                 context.replace(self, found.at, old, found.outputs, found.build, found.tier)
-                report.match(name)
+                report.match(name, found.left)
         return report
 
 
