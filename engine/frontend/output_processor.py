@@ -36,6 +36,7 @@ class _Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
     hidden: int = 0
     """Number of the token, from 1, that ended it and is left out of the text; 0: none."""
     closed: bool = False
@@ -51,12 +52,13 @@ class _Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            refused=self.refused,
         )
 
     def finish(self, finished: Finished) -> None:
         """Note why the core has ended the request; its last tokens may still be to come."""
-        self.finish_reason, self.error = finished.reason, finished.error
-        self.stop_reason = finished.stop_id
+        self.finish_reason, self.stop_reason = finished.reason, finished.stop_id
+        self.error, self.refused = finished.error, finished.refused
         if finished.reason == "stop" and not self.params.include_stop_str_in_output:
             self.hidden = finished.num_output_tokens
 

@@ -21,7 +21,8 @@ class CompletionOutput:
     ``logprobs[i]`` maps token ids to the log probabilities of output token ``i``: the sampled token
     first, then the likeliest.  ``finish_reason`` is "stop", "length", "abort", "error" or None
     (unfinished); ``stop_reason`` the stop string or stop id met, None for end-of-sequence;
-    ``error`` what went wrong, None unless that is the reason.
+    ``error`` what went wrong, None unless that is the reason, and ``refused`` whether the request
+    itself asked for what cannot be.
     """
 
     index: int
@@ -32,6 +33,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
 
     @property
     def finished(self) -> bool:

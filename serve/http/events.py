@@ -76,9 +76,10 @@ async def whole(state: ServerState, job: Job, receive: Receive) -> list[RequestO
 
 
 def check_finish(completion: CompletionOutput) -> None:
-    """Raise the answer to a request that a step failed."""
+    """Raise the answer to a request that failed in a step: 400 if by its own doing."""
     if completion.finish_reason == "error":
-        raise ApiError(500, f"generation failed: {completion.error}", code="generation_failed")
+        status = 400 if completion.refused else 500
+        raise ApiError(status, f"generation failed: {completion.error}", code="generation_failed")
 
 
 async def deltas(job: Job) -> AsyncGenerator[list[Delta], None]:
