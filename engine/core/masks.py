@@ -1,4 +1,4 @@
-"""Decides what a request with a grammar may sample next, where its other wishes contradict the form.
+"""Decides what a request with a grammar may sample next, where other wishes contradict the form.
 
 The form is kept whatever else is asked. A form that may end here ends if ``bad_words`` leave
 nothing else, and ``min_tokens`` gives way before it would leave nothing. Within a form that must go

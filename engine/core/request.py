@@ -35,8 +35,8 @@ _NOTHING_LEFT = -2
 _WHY_NO_TOKEN = {
     -1: "logits are NaN or infinite at output token {}: check the weights (a damaged checkpoint "
     "has NaN) and dtype (float16 overflows where bfloat16 does not)",
-    _NOTHING_LEFT: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
-    "or ban fewer stop_token_ids or bad_words, else check the weights",
+    _NOTHING_LEFT: "all logits are -inf at output token {}: no token is left to choose from; lower "
+    "min_tokens or ban fewer stop_token_ids or bad_words, else check the weights",
 }
 """Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
 _NOTHING_PERMITTED = (
