@@ -43,7 +43,9 @@ _PLAIN = frozenset(
 _ASSERTIONS = _LISTS | _MAPS | _SINGLE | _LEAST | _MOST | _BOUNDS | _PLAIN
 _ASSERTIONS |= {"const", "enum", "format"}
 
-_MOST_SCHEMAS = 50_000
+_MOST_SCHEMAS = 1 << 14
+_MOST_VALUES = 1 << 17
+"""Of one ``const`` or ``enum``."""
 _MOST_NESTED = 128
 _MOST_COUNT = 1 << 24
 """A count of characters or items that no output reaches: a greater limit is none."""
@@ -268,9 +270,12 @@ def _add_assertion(built: dict[str, Any], name: str, value: Any) -> None:
 
 def _check_literals(name: str, value: Any) -> None:
     """Refuse numbers that llguidance would change: it has them as floats."""
-    todo = [value]
+    todo, num_values = [value], 0
     while todo:
         each = todo.pop()
+        num_values += 1
+        if num_values > _MOST_VALUES:
+            raise UserError(f"grammar: {name} has more than {_MOST_VALUES} values; name fewer")
         if isinstance(each, Mapping):
             todo += each.values()
         elif isinstance(each, list):
@@ -299,12 +304,12 @@ def _add_bounds(built: dict[str, Any], schema: Mapping[str, Any]) -> None:
         if isinstance(strict, bool):
             bound, strict = (None, bound) if strict else (bound, None)
         if bound is not None:
-            built[inclusive] = sign * _lower(sign * bound, inclusive)
+            built[inclusive] = _narrowed(bound, sign, inclusive)
         if strict is not None and _is_plain(strict):
             built[exclusive] = strict
         elif strict is not None:
-            above = sign * _lower(sign * strict, exclusive, is_strict=True)
-            built[inclusive] = (max if sign > 0 else min)(above, built.get(inclusive, above))
+            within = _narrowed(strict, sign, exclusive, is_strict=True)
+            built[inclusive] = (max if sign > 0 else min)(within, built.get(inclusive, within))
     lower = max(built.get("minimum", -math.inf), built.get("exclusiveMinimum", -math.inf))
     upper = min(built.get("maximum", math.inf), built.get("exclusiveMaximum", math.inf))
     if lower >= _LONG and upper == math.inf:
@@ -317,30 +322,34 @@ def _is_plain(bound: float) -> bool:
     return bound == 0 or _TINY <= abs(bound) < _EXACT
 
 
-def _lower(bound: float, name: str, *, is_strict: bool = False) -> float:
-    """The least number that llguidance counts exactly and that is not below ``bound``; above it if
-    ``is_strict``.  Upper bounds are lower ones of the negated numbers.
+def _narrowed(bound: float, sign: int, name: str, *, is_strict: bool = False) -> float:
+    """The number nearest to a bound, and within it, that llguidance counts exactly; not the bound
+    itself if it ``is_strict``.
+
+    Args:
+        sign: 1 of a lower bound, -1 of an upper one.
 
     Raises:
         UserError: there is none.
     """
-    if abs(bound) < _EXACT:
-        return bound if _is_plain(bound) else _TINY if bound > 0 else 0
-    if not bound <= _GREATEST - is_strict * 1024:
+    lower = sign * bound  # An upper bound is a lower one of the negated numbers.
+    if abs(lower) < _EXACT:
+        return bound if _is_plain(bound) else sign * _TINY if lower > 0 else 0
+    if not lower < _GREATEST:
         raise UserError(
             f"grammar: {name}={_short(bound)}: no number beyond it can be written; expected one "
             f"between {-_GREATEST} and {_GREATEST}"
         )
-    if bound < -_GREATEST:
-        return -_GREATEST
-    above = float(bound)
-    if above < bound or (is_strict and above == bound):
-        above = math.nextafter(above, math.inf)
-    return int(above) if abs(above) >= _EXACT else above
+    within = float(max(lower, -_GREATEST))
+    if within < lower or (is_strict and within == lower):
+        within = math.nextafter(within, math.inf)
+    return sign * (int(within) if abs(within) >= _EXACT else within)
 
 
 def _short(value: Any) -> str:
-    shown = repr(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "an integer"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    shown = repr(value)
     return shown if len(shown) <= 100 else shown[:100] + "…"
 
 
