@@ -43,8 +43,8 @@ _PLAIN = frozenset(
 _ASSERTIONS = _LISTS | _MAPS | _SINGLE | _LEAST | _MOST | _BOUNDS | _PLAIN
 _ASSERTIONS |= {"const", "enum", "format"}
 
-_MOST_SCHEMAS = 1 << 14
-_MOST_VALUES = 1 << 17
+_MOST_SCHEMAS = 1 << 13
+_MOST_VALUES = 1 << 16
 """Of one ``const`` or ``enum``."""
 _MOST_NESTED = 128
 _MOST_COUNT = 1 << 24
@@ -274,7 +274,7 @@ def _check_literals(name: str, value: Any) -> None:
     while todo:
         each = todo.pop()
         num_values += 1
-        if num_values > _MOST_VALUES:
+        if num_values + len(todo) > _MOST_VALUES:
             raise UserError(f"grammar: {name} has more than {_MOST_VALUES} values; name fewer")
         if isinstance(each, Mapping):
             todo += each.values()
