@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.frontend.grammar import json_grammar
+from ...engine.frontend.json_schema import Document
 from .errors import ApiError
 from .protocol import ChatRequest
 
@@ -233,7 +234,7 @@ def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
+                "arguments": Document(function.get("parameters") or {"type": "object"}),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
