@@ -16,7 +16,7 @@ from .report import (
 )
 from .rule import Context, Rule
 from .subgraph import Subgraph, digest, external_inputs, extract, fake_value
-from .verify import random_value
+from .verify_inputs import random_value
 
 __all__ = [
     "CANONICALIZE",

@@ -27,8 +27,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Check:
-    """One distinct rewrite whose sides were compared: the largest differences of their outputs, and
-    what its rule allows."""
+    """One distinct rewrite whose sides were compared: the largest differences of their outputs,
+    what its rule allows, and the inputs of which no other value showed in any output."""
 
     site: str
     max_abs: float
@@ -36,6 +36,7 @@ class Check:
     atol: float
     rtol: float
     seed: int
+    unseen: list[str] = field(default_factory=list)
 
 
 @dataclass

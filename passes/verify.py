@@ -1,15 +1,13 @@
 """Proves rewrites: the graph stays well formed, both sides of each rewrite agree on data, and
 nothing else changes.
 
-Inputs are drawn from the placeholders' fake values with dynamic sizes made small; a few entries
-are outliers, some rows small and some large, because differences of rounding, of a norm's eps and
-of attention's soft cap hide among standard normals.  Where plain math became an op, both sides run
-on a second draw too, with rows that overflow any narrower dtype.
+Inputs are drawn by ``verify_inputs``, again where one of them has not shown in any result.  Where
+plain math became an op, both sides run on another draw too, with rows that overflow any narrower
+dtype.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,21 +22,20 @@ from .canonicalize import kind
 from .check_effects import Snapshot, why_not_the_same
 from .ranks import RankInterpreter, group_names, num_ranks, run_ranks
 from .report import Check
-from .rule import Rewrite
+from .rule import Rewrite, Tier
 from .subgraph import compute_fake, digest, fake_value, is_alike
+from .verify_inputs import MOST_AT_ONCE, draw_inputs, here
 
-_DYNAMIC_SIZE = 5
 _DRAWS_OF_FP8 = 4
+_MORE_DRAWS = 3
 _SEED = 20_240_229
 _SEEDS_A_RANK = 1000
-_MOST_AT_ONCE = 1 << 24
-_WIDE_SEEDS = 500
-_OF_ROWS = (1.0, 2.0**-20, 2.0**-10, 2.0**4)
-_LARGE = {torch.float16: 2.0**8, torch.float64: 2.0**130, torch.complex128: 2.0**130}
-"""Scales of large rows: float16 goes beyond FP8, doubles beyond float32, others (2^17) beyond
-float16."""
+_WIDE_SEEDS, _OTHER_SEEDS = 500, 700
 _RTOL = {torch.float64: 2.0**-40, torch.complex128: 2.0**-40}
 """Most that a rewrite may move these dtypes: more would show that it computed in float32."""
+
+_UNSEEN: dict[Any, list[int]] = {}
+"""What ``_unseen`` found, for a side before, its tier and a seed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +131,9 @@ def check_rewrite(
     and compared pairs are added to it.  Sides that reduce over ranks run as several ranks, each
     with inputs of its own.
 
+    An input counts as tested once another value of it moves a result by more than the rule may.
+    Where one does not, both sides run on more draws; those that never do are named in the check.
+
     Raises:
         VerificationError: names the rule, site, seed and the two values that differ most.
     """
@@ -142,12 +142,51 @@ def check_rewrite(
         return None
     draws = _DRAWS_OF_FP8 if _makes_fp8(rewrite) else 1
     errors = [e for draw in range(draws) for e in _run_both(rewrite, seed + 100 * draw, wide=False)]
+    unseen = _unseen(rewrite, seed, [*range(len(rewrite.before.inputs))])
+    for draw in range(draws, draws + _MORE_DRAWS) if unseen else ():
+        errors += _run_both(rewrite, seed + 100 * draw, wide=False)
+        unseen = _unseen(rewrite, seed + 100 * draw, unseen)
     if _raises_plain_math(rewrite):
         errors += _run_both(rewrite, seed + _WIDE_SEEDS, wide=True)
     proven.add(key)
     max_abs, max_rel = map(max, zip(*errors, strict=True))
-    tier = rewrite.tier
-    return Check(rewrite.site, max_abs, max_rel, tier.atol, tier.rtol, seed)
+    tier, names = rewrite.tier, [rewrite.before.inputs[i].name for i in unseen]
+    return Check(rewrite.site, max_abs, max_rel, tier.atol, tier.rtol, seed, names)
+
+
+def _unseen(rewrite: Rewrite, seed: int, candidates: list[int]) -> list[int]:
+    """Those of the inputs of which another value, on every rank, shows in no result of the side
+    before, nor in what it writes to memory."""
+    key = (digest(rewrite.before.module), rewrite.tier, seed, tuple(candidates))
+    if key not in _UNSEEN:
+        _UNSEEN[key] = [index for index in candidates if not _shows(rewrite, seed, index)]
+    return _UNSEEN[key]
+
+
+def _shows(rewrite: Rewrite, seed: int, index: int) -> bool:
+    module = rewrite.before.module
+    groups = group_names([module.graph])
+    inputs, others = (
+        [draw_inputs(module, first + _SEEDS_A_RANK * rank) for rank in range(num_ranks(groups))]
+        for first in (seed, seed + _OTHER_SEEDS)
+    )
+    if not isinstance(inputs[0][index], Tensor) or _same(inputs[0][index], others[0][index]):
+        return True  # a size, or nothing to compare
+    wanted = run_ranks(groups, lambda rank, names: _run(module, inputs[rank], names))
+    for given, other in zip(inputs, others, strict=True):
+        given[index] = other[index]
+    changed = run_ranks(groups, lambda rank, names: _run(module, inputs[rank], names))
+    at = len(rewrite.before.outputs) + sum(isinstance(v, Tensor) for v in inputs[0][:index])
+    for before, after in zip(wanted, changed, strict=True):
+        for place, (want, got) in enumerate(zip(before, after, strict=True)):
+            if place != at and bool(_beyond(rewrite.tier, want, got).any()):
+                return True
+    return not _same(changed[0][at], inputs[0][index])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    a, b = (v.contiguous().view(-1).view(torch.uint8) for v in (a, b))
+    return torch.equal(a, b)
 
 
 def _makes_fp8(rewrite: Rewrite) -> bool:
@@ -169,7 +208,7 @@ def _run_both(rewrite: Rewrite, seed: int, *, wide: bool) -> list[tuple[float, f
     before, after = rewrite.before.module, rewrite.after.module
     groups = group_names([before.graph, after.graph])
     seeds = [seed + _SEEDS_A_RANK * rank for rank in range(num_ranks(groups))]
-    inputs = [_inputs(before, of_rank, wide=wide) for of_rank in seeds]
+    inputs = [draw_inputs(before, of_rank, wide=wide) for of_rank in seeds]
     wanted = run_ranks(groups, lambda rank, names: _run(before, inputs[rank], names))
     try:
         found = run_ranks(groups, lambda rank, names: _run(after, inputs[rank], names))
@@ -183,28 +222,6 @@ def _run_both(rewrite: Rewrite, seed: int, *, wide: bool) -> list[tuple[float, f
         for index in range(len(rewrite.before.outputs)):
             _compare_memory(rewrite, index, want_all, got_all)
     return errors
-
-
-def _inputs(module: fx.GraphModule, seed: int, *, wide: bool) -> list[Any]:
-    """Data for the placeholders of ``module``, the side before; the side after runs on it too."""
-    placeholders = list(module.graph.find_nodes(op="placeholder"))
-    values = {}
-    for i, node in enumerate(placeholders):
-        values[node] = _input(fake_value(node), seed=seed + i)
-        if wide:
-            values[node] = _spread(values[node], i)
-    target = torch.ops.fw.paged_attention.default
-    for attention in module.graph.find_nodes(op="call_function", target=target):
-        nodes = attention.args[1:5]
-        if all(node in values for node in nodes):
-            values.update(zip(nodes, _attention_inputs(*(values[n] for n in nodes)), strict=True))
-    return list(values.values())
-
-
-def here(device: torch.device) -> torch.device:
-    """The device to compute on in place of ``device``: the CPU if that is a GPU that is missing."""
-    absent = device.type == "cuda" and not torch.cuda.is_available()
-    return torch.device("cpu") if absent else device
 
 
 class _Filled(RankInterpreter):
@@ -234,85 +251,6 @@ def _run(module: fx.GraphModule, inputs: list[Any], groups: Mapping[str, str]) -
     return [*outputs, *(v for v in values if isinstance(v, Tensor))]
 
 
-def _input(value: Any, *, seed: int) -> Any:
-    """Like ``random_value``, but vectors of integers can index memory that is written to: they are
-    distinct, in random order, and start at -1, the slot of a padding row."""
-    made = random_value(value, seed=seed)
-    if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim() == 1:
-        order = torch.randperm(len(made), generator=torch.Generator().manual_seed(seed))
-        return (order - 1).to(made)
-    return made
-
-
-def _attention_inputs(cache: Tensor, table: Tensor, seq_lens: Tensor, starts: Tensor) -> Any:
-    """The arguments that must agree: one query a sequence, lengths from 1 to what a table holds."""
-    num_seqs, capacity = table.shape[0], table.shape[1] * cache.shape[2]
-    lengths = 1 + torch.arange(num_seqs) * (capacity - 1) // max(num_seqs - 1, 1)
-    return cache, table, lengths.to(seq_lens), torch.arange(num_seqs + 1).to(starts)
-
-
-def _spread(value: Any, first: int) -> Any:
-    """Scale the rows of a tensor, or the elements of a vector, by turns, starting with scale
-    ``first``.  Large values overflow the next narrower dtype."""
-    floats = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    if not floats or value.dtype.itemsize == 1:
-        return value
-    scales = [*_OF_ROWS, _LARGE.get(value.dtype, 2.0**17)]
-    shape = value.shape[:-1] if value.dim() > 1 else value.shape
-    turns = torch.arange(first, first + math.prod(shape), device=value.device) % len(scales)
-    wide = torch.complex128 if value.is_complex() else torch.float64
-    row_scales = torch.tensor(scales, dtype=wide, device=value.device)[turns].view(shape)
-    scaled = value * (row_scales[..., None] if value.dim() > 1 else row_scales)
-    if value.dtype == torch.float16:
-        scaled = scaled.clamp(-512, 512)
-    return scaled.to(value.dtype)
-
-
-def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
-    """Data of a fake value's shape and dtype, in which dynamic sizes are ``size``.  Floats are
-    standard normals with a few outliers, in all bits of their dtype, and tokens also have small and
-    large rows; complex numbers have two such parts; integers are 0 or 1.  Anything but tensors and
-    sizes is kept."""
-    if not isinstance(value, Tensor):
-        return _size(value, size) if isinstance(value, torch.SymInt) else value
-    shape = [d if isinstance(d, int) else _size(d, size) for d in value.shape]
-    device = here(value.device)
-    gen = torch.Generator(device=device).manual_seed(seed)
-    if value.dtype.is_complex:
-        part = torch.empty_like(value, dtype=value.dtype.to_real())
-        parts = [random_value(part, seed=one, size=size) for one in (seed, seed + _SEED)]
-        return torch.complex(parts[0].double(), parts[1].double()).to(value.dtype)
-    if not value.dtype.is_floating_point:
-        return torch.randint(0, 2, shape, generator=gen, device=device).to(value.dtype)
-    if math.prod(shape) > _MOST_AT_ONCE:
-        return _large(shape, value.dtype, gen)
-    drawn = torch.float64 if value.dtype == torch.float64 else torch.float32
-    data = torch.randn(shape, generator=gen, device=device, dtype=drawn)
-    outliers = torch.rand(shape, generator=gen, device=device) < 0.01
-    if 1 < len(shape) < 4 and isinstance(value.shape[0], torch.SymInt):
-        data[1::4] *= 2.0**-10  # tokens so small that a norm's eps decides
-        data[2::4] *= 2.0**-20  # or, of their products, does
-        data[3::4] *= 2.0**4  # and so large that attention's soft cap does
-    return torch.where(outliers, data * 50, data).to(value.dtype)
-
-
-def _size(value: torch.SymInt, size: int) -> int:
-    """The value of an expression of sizes when each of them is ``size``."""
-    expression = value.node.expr
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, size)))
-
-
-def _large(shape: list[int], dtype: torch.dtype, gen: torch.Generator) -> Tensor:
-    """Draw a weight in parts: a whole embedding in float32, with its outliers, takes many GB."""
-    made = torch.empty(shape, dtype=dtype, device=gen.device)
-    for part in made.view(-1).split(_MOST_AT_ONCE):
-        data = torch.randn(part.shape, generator=gen, device=gen.device)
-        few = torch.randint(0, len(part), (len(part) // 100,), generator=gen, device=gen.device)
-        data[few] *= 50
-        part.copy_(data)
-    return made
-
-
 def _compare_memory(
     rewrite: Rewrite, index: int, before: list[Tensor], after: list[Tensor]
 ) -> None:
@@ -340,23 +278,12 @@ def _compare(
         raise VerificationError(
             f"{name}: {want.dtype}{list(want.shape)} became {got.dtype}{list(got.shape)}"
         )
-    large = want.numel() > _MOST_AT_ONCE and want.is_contiguous() and got.is_contiguous()
+    large = want.numel() > MOST_AT_ONCE and want.is_contiguous() and got.is_contiguous()
     if large and torch.equal(want.view(torch.uint8), got.view(torch.uint8)):
         return 0.0, 0.0  # as of weights, which may have GB
+    bad = _beyond(tier, want, got)
+    want, got = _comparable(want), _comparable(got)
     rtol = min(tier.rtol, _RTOL.get(want.dtype, tier.rtol))
-    if want.dtype.itemsize == 1 and want.dtype.is_floating_point:
-        want, got = want.float(), got.float()  # FP8 tensors know no comparison
-    if want.is_complex():
-        want, got = torch.view_as_real(want), torch.view_as_real(got)
-    if not want.dtype.is_floating_point or tier.exact:
-        bad = ~((want == got) | (want.isnan() & got.isnan()))
-    else:
-        atol = min(tier.atol, _RTOL.get(want.dtype, tier.atol))
-        left, right = _finite(got), _finite(want)
-        bad = ~torch.isclose(left, right, atol=atol, rtol=rtol, equal_nan=True)
-        if tier.of_row and want.numel():
-            largest = want.abs().amax(-1, keepdim=True).double()
-            bad &= (want.double() - got.double()).abs() > tier.of_row * largest
     if bool(bad.any()):
         error = (want.double() - got.double()).abs()
         worst = int(torch.where(bad, error, -torch.ones_like(error)).argmax())
@@ -366,6 +293,27 @@ def _compare(
             f"rtol={rtol}; inputs from seed {seed})"
         )
     return largest_errors(want, got)
+
+
+def _comparable(value: Tensor) -> Tensor:
+    """FP8 tensors know no comparison, nor complex numbers an order."""
+    if value.dtype.itemsize == 1 and value.dtype.is_floating_point:
+        return value.float()
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def _beyond(tier: Tier, want: Tensor, got: Tensor) -> Tensor:
+    """Where two values of the same shape and dtype differ by more than a tier allows."""
+    want, got = _comparable(want), _comparable(got)
+    if not want.dtype.is_floating_point or tier.exact:
+        return ~((want == got) | (want.isnan() & got.isnan()))
+    atol, rtol = (min(most, _RTOL.get(want.dtype, most)) for most in (tier.atol, tier.rtol))
+    left, right = _finite(got), _finite(want)
+    bad = ~torch.isclose(left, right, atol=atol, rtol=rtol, equal_nan=True)
+    if tier.of_row and want.numel():
+        largest = want.abs().amax(-1, keepdim=True).double()
+        bad &= (want.double() - got.double()).abs() > tier.of_row * largest
+    return bad
 
 
 def _finite(value: Tensor) -> Tensor:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
+import math
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from itertools import islice, zip_longest
+from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -40,6 +44,7 @@ _OPERATORS = {
     "|": ("&",), "&": ("|",), "<<": (">>",), ">>": ("<<",), "and": ("or",), "or": ("and",),
 }  # fmt: skip
 _SYMBOL = re.compile(r"is\s+not\b|not\s+in\b|(?:is|in|and|or)\b|<<|>>|\*\*|//|[<>=!]=|[-<>+*/%|&]")
+_SAID = "build/said.txt"
 _LEAST_SECONDS, _TIMES_BASELINE = 60.0, 3.0
 
 
@@ -138,7 +143,7 @@ class _Finder:
 
     def between(self, operands: Sequence[ast.expr]) -> Iterator[Edit]:
         """Other operators between operands that follow one another."""
-        for left, right in zip(operands, operands[1:], strict=False):
+        for left, right in pairwise(operands):
             start, stop = self.span(left)[1], self.span(right)[0]
             found = _SYMBOL.search(self.source[start:stop].decode())
             if found is None:
@@ -232,23 +237,29 @@ class Copy:
         (package / "fusewright").symlink_to(self.folder)
         own = {"PYTHONPATH": str(package), "TMPDIR": str(folder), "PYTHONSAFEPATH": "1"}
         caches = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")}
-        self.env = {**os.environ, **own, **caches, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **own, **caches, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--serve"], cwd=self.folder, env=env,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self.changes = 0
+
+    def close(self) -> None:
+        self.process.communicate()
 
     def run(self, tests: Sequence[str], limit: float) -> tuple[str, str]:
         """Run tests until the first failure; returns the result and what failed."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        try:
-            done = subprocess.run(
-                [*command, *self.options, *tests], cwd=self.folder, env=self.env, timeout=limit,
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return "timeout", f"more than {limit:.0f} s"
-        if done.returncode == 0:
+        assert self.process.stdin and self.process.stdout
+        command = ["-x", "-q", "-p", "no:cacheprovider", *self.options, *tests]
+        print(json.dumps([command, limit]), file=self.process.stdin, flush=True)
+        status = int(self.process.stdout.readline())
+        if status == 0:
             return "survived", ""
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return "killed", failed[1] if failed else (done.stdout + done.stderr).strip()[-300:]
+        if status in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGALRM):
+            return "timeout", f"more than {limit:.0f} s"
+        said = (self.folder / _SAID).read_text(errors="replace")
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+        return "killed", failed[1] if failed else said.strip()[-300:]
 
     def test(self, edit: Edit, tests: Sequence[str], limit: float) -> Outcome:
         start = time.monotonic()
@@ -268,14 +279,35 @@ class Copy:
         os.utime(path, (self.changes, self.changes))
 
 
+def serve() -> None:
+    """Run pytest in forks of this process, which has imported what takes long: one for each line of
+    standard input, with its arguments and the seconds of processor time that it may take."""
+    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py; Triton reads it when imported
+    for module in ("torch._dynamo", "pytest", "hypothesis", "sympy", "numpy.testing"):
+        importlib.import_module(module)
+    for line in sys.stdin:
+        arguments, limit = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            seconds = math.ceil(limit)
+            signal.alarm(20 * seconds)  # if it waits and computes nothing
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+            output = os.open(_SAID, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for number in (1, 2):
+                os.dup2(output, number)
+            sys.path = [os.environ["PYTHONPATH"], *(p for p in sys.path if "tools" not in p)]
+            os._exit(int(importlib.import_module("pytest").main(arguments)))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
 def run(
     root: Path, edits: Sequence[Edit], covers: Covers, jobs: int, limit: float | None = None
 ) -> Iterator[Outcome]:
     """Test the edits, several at once; outcomes come in the order of the edits.
 
     Args:
-        limit: seconds that the tests of an edit may take.  None: a few times what they take
-            without any edit, which is tried first.
+        limit: seconds of processor time that the tests of an edit may take.  None: a few times
+            the seconds that they take without any edit, which is tried first.
 
     Raises:
         SystemExit: tests fail without any edit.
@@ -308,6 +340,8 @@ def run(
                 copies.put(copy)
 
         yield from pool.map(one, edits)
+        for _ in range(jobs):
+            copies.get().close()
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -328,9 +362,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="skip this many of the draw")
     parser.add_argument("--jobs", type=int, default=2, help="tests to run at once")
     parser.add_argument("--limit", type=float, help="seconds an edit; without: tests run first")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutants.json")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
     options = parser.parse_args(argv)
+    if options.serve:
+        serve()
+        return 0
     edits = draw(options.root, options.paths, options.count, options.seed)[options.first :]
     covers = Covers.read(options.root / "tests" / "mutants.toml")
     outcomes: list[Outcome] = []
