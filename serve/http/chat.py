@@ -15,6 +15,7 @@ from ...engine.frontend import chat_template  # noqa: F401  # here, so that no r
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from .body import read
+from .call_reader import CallReader
 from .completions import sampling_params
 from .errors import ApiError, api_error, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
@@ -22,7 +23,7 @@ from .form import grammar_of
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
 from .state import Job, ServerState
-from .tool_calls import CallReader, Tools, tools_of, with_parsed_arguments
+from .tool_calls import Tools, tools_of, with_parsed_arguments
 
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "self")
 _SHORT_TEXT = 1000
@@ -47,7 +48,7 @@ async def chat_completions(request: Request) -> Response:
         prompt_logprobs=body.prompt_logprobs,
         grammar=tools.grammar,
     )
-    if tools.form is not None and not tools.form.skip_special_tokens:
+    if _has_hidden_marks(state, tools):
         params = replace(params, skip_special_tokens=False)
     more = {} if tools.given is None else {"tools": tools.given}
     prompt = await render(
@@ -72,6 +73,18 @@ async def chat_completions(request: Request) -> Response:
 def _check(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+
+
+def _has_hidden_marks(state: ServerState, tools: Tools) -> bool:
+    """Whether marks of calls are special tokens, which texts leave out."""
+    if tools.given is None or tools.form is None or tools.grammar is not None:
+        return False
+    tokenizer = state.client.inputs.require_tokenizer()
+    for mark in filter(None, (tools.form.start, tools.form.end)):
+        ids = tokenizer.encode(mark, add_special_tokens=False)
+        if mark in tokenizer.decode(ids, False) and mark not in tokenizer.decode(ids):
+            return True
+    return False
 
 
 async def render(
@@ -122,8 +135,8 @@ def _answer(
             content, calls = reader.push(completion.text)
             rest, last = reader.finish()
             if calls := calls + last:
-                finish_reason = "tool_calls"
                 message["tool_calls"] = [call.to_json() for call in calls]
+            finish_reason = reader.finish_reason(finish_reason)
             message["content"] = content + rest if content + rest or not calls else None
         choice: dict[str, Any] = {
             "index": completion.index,
@@ -161,8 +174,7 @@ def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGen
             readers[delta.index] = tools.reader()
         if (reader := readers[delta.index]) is not None:
             message = _read(reader, delta)
-            if reader.num_calls and finish_reason is not None:
-                finish_reason = "tool_calls"
+            finish_reason = reader.finish_reason(finish_reason)
         if delta.index not in started:
             started.add(delta.index)
             message = {"role": "assistant", **message}

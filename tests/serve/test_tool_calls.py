@@ -1,5 +1,5 @@
-"""Claims about tool calls: they are found in each format wherever the text is cut, and what is no
-call stays content."""
+"""Claims about tool calls over HTTP: calls of earlier messages, required ones, and those that a
+model writes, in an answer and in a stream."""
 
 from __future__ import annotations
 
@@ -7,59 +7,12 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from fusewright.serve.http.tool_calls import FORMATS, CallReader, detect, with_parsed_arguments
+from fusewright.serve.http.tool_calls import with_parsed_arguments
 
-from .server_process import ServerProcess
-
-ADD: tuple[str, dict[str, Any]] = ("add", {"a": 1, "text": "é </b>"})
-GET: tuple[str, dict[str, Any]] = ("get.it", {})
-
-
-def called(name: str, arguments: dict[str, Any], key: str = "arguments") -> str:
-    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
-
-
-A, G = called(*ADD), called(*GET)
-CASES: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
-    ("hermes", f"<tool_call>\n{A}\n</tool_call>", "", [ADD]),
-    ("hermes", f"so <tool_call>{A}</tool_call>\n<tool_call>{G}</tool_call>", "so ", [ADD, GET]),
-    ("hermes", "1 < 2 and <tool", "1 < 2 and <tool", []),
-    ("hermes", "<tool_call>no</tool_call>!", "<tool_call>no</tool_call>!", []),
-    ("hermes", f"<tool_call>{A}", "", [ADD]),
-    ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
-    ("mistral", f"[TOOL_CALLS] [{A}, {G}]", "", [ADD, GET]),
-    ("mistral", f"hm[TOOL_CALLS]add{json.dumps(ADD[1])}", "hm", [ADD]),
-    ("mistral", "a [TOOL] b", "a [TOOL] b", []),
-    ("llama3_json", called(*ADD, key="parameters"), "", [ADD]),
-    ("llama3_json", f"<|python_tag|>{A}; {G}", "", [ADD, GET]),
-    ("llama3_json", "{no json", "{no json", []),
-    ("llama3_json", 'so {"name": "x"}', 'so {"name": "x"}', []),
-]
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("form, text, content, calls", CASES)
-def test_calls_are_found_wherever_the_text_is_cut(
-    form: str, text: str, content: str, calls: list[Any], size: int
-) -> None:
-    reader, seen, found = CallReader(FORMATS[form]), "", []
-    for start in range(0, len(text), size):
-        more, new = reader.push(text[start : start + size])
-        seen, found = seen + more, found + new
-    more, new = reader.finish()
-    assert seen + more == content
-    assert [(call.name, json.loads(call.arguments)) for call in found + new] == calls
-    assert reader.num_calls == len(calls)
-    assert len({call.call_id for call in found + new}) == len(calls)
-
-
-def test_the_format_is_read_off_the_template() -> None:
-    assert detect("{{ '<tool_call>' }}") == "hermes"
-    assert detect("[TOOL_CALLS] {{ tools }}") == "mistral"
-    assert detect('{"name": …, "parameters": …}') == "llama3_json"
-    assert detect("{{ messages }}") is None
+from .server_process import KEY, ServerProcess
 
 
 def test_templates_get_arguments_as_objects() -> None:
@@ -98,26 +51,69 @@ def test_a_required_call_keeps_to_its_schema(http: httpx.Client) -> None:
         assert found["message"]["content"] is None
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-def test_a_call_that_the_model_writes_is_found(server: ServerProcess, streamed: bool) -> None:
-    # The bundled model calls no tools: a grammar has it write one.
-    text = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
-    body = {**CHAT, "structured_outputs": {"choice": [text]}, "max_tokens": 100}
-    headers = {"authorization": "Bearer a key"}
-    with server.client(headers=headers) as client:
-        if not streamed:
-            answer = client.post("/v1/chat/completions", json=body).json()
-            choices = answer["choices"]
-            calls = choices[0]["message"]["tool_calls"]
-        else:
-            answer = client.post("/v1/chat/completions", json={**body, "stream": True})
-            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-            choices = [json.loads(line)["choices"][0] for line in lines]
-            assert not any(choice["delta"].get("content") for choice in choices)
-            calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
-            assert calls[0]["index"] == 0
-    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 5}'}]
-    assert choices[-1]["finish_reason"] == "tool_calls"
+def hermes(*calls: str) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+ADD, SUB = (
+    '{"name": "add", "arguments": {"a": 5}}',
+    '{"name": "sub", "arguments": {"a": "</tool_call>"}}',
+)
+FIVE, MARK = ("add", {"a": 5}), ("sub", {"a": "</tool_call>"})
+NAN = hermes('{"name": "add", "arguments": {"a": NaN}}')
+HALF = hermes('{"name": "add", "arguments": {"a": "\\ud83d"}}')
+Message = tuple[str | None, list[tuple[str, Any]], str]
+WRITTEN: list[tuple[str, dict[str, Any], Message]] = [
+    (hermes(ADD), {}, (None, [FIVE], "tool_calls")),
+    (
+        f"So\n{hermes(ADD, SUB)}\nDone.\n\nNext",
+        {},
+        ("So\nDone.\n\nNext", [FIVE, MARK], "tool_calls"),
+    ),
+    (hermes(ADD, SUB), {"parallel_tool_calls": False}, (None, [FIVE], "tool_calls")),
+    (
+        hermes(SUB),
+        {"stop": ["}}\n</tool"], "include_stop_str_in_output": True},
+        (None, [MARK], "tool_calls"),
+    ),
+    (NAN, {}, (NAN, [], "stop")),
+    (HALF, {}, (None, [("add", {"a": "\ufffd"})], "tool_calls")),
+    (hermes(ADD), {"tool_choice": "none"}, (hermes(ADD), [], "stop")),
+    ("Just text.\n", {}, ("Just text.\n", [], "stop")),
+]
+
+
+@pytest.mark.parametrize("text, more, message", WRITTEN)
+def test_an_answer_and_a_stream_have_the_same_content_and_calls(
+    server: ServerProcess, text: str, more: dict[str, Any], message: Message
+) -> None:
+    # The bundled model calls no tools: a grammar has it write the text.
+    body = {**CHAT, "structured_outputs": {"choice": [text]}, "max_tokens": 200, "n": 2, **more}
+    body |= {"logprobs": True}
+    with server.client(headers={"authorization": f"Bearer {KEY}"}) as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = client.post("/v1/chat/completions", json=body)
+    lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
+    *chunks, last = map(json.loads, lines)
+    assert last["usage"] == answer["usage"]
+    assert len(answer["choices"]) == 2
+    for choice in answer["choices"]:
+        assert told(choice, choice["message"]) == message
+        events = [e for c in chunks for e in c["choices"] if e["index"] == choice["index"]]
+        content = "".join(e["delta"].get("content") or "" for e in events) or None
+        calls = [call for e in events for call in e["delta"].get("tool_calls", [])]
+        assert [call["index"] for call in calls] == list(range(len(message[1])))
+        assert told(events[-1], {"content": content, "tool_calls": calls}) == message
+        tokens = [t["token"] for e in events for t in e["logprobs"]["content"]]
+        assert tokens == [t["token"] for t in choice["logprobs"]["content"]]
+
+
+def told(choice: dict[str, Any], message: dict[str, Any]) -> Message:
+    """Content, calls with strictly decoded arguments, and the reason."""
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [(f["name"], msgspec.json.decode(f["arguments"])) for f in functions]
+    return message["content"], calls, choice["finish_reason"]
 
 
 def test_text_without_a_call_is_content(http: httpx.Client) -> None:
