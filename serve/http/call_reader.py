@@ -95,6 +95,7 @@ class CallReader:
 
     Attributes:
         num_calls: calls so far.
+        num_calls_before: those of them that came before the content.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class CallReader:
         self._has_short_ids = form is not None and form.short_ids
         self._form = _BARE if is_call or form is None else form
         self._max_calls, self._schemas = max_calls, schemas or {}
-        self.num_calls = 0
+        self.num_calls = self.num_calls_before = 0
         self._text, self._at = "", 0
         self._held: list[str] = []
         """What has been read since a mark, and is content if no call follows."""
@@ -315,7 +316,7 @@ class CallReader:
         if not self._has_content:
             self._content += self._blanks
             self._blanks.clear()
-            self._has_content = True
+            self._has_content, self.num_calls_before = True, self.num_calls
         self._ends_with_call = self._ends_with_call and text.isspace()
         self._content.append(text)
 

@@ -14,12 +14,12 @@ from ...config import UserError
 from ...engine.frontend import chat_template  # noqa: F401  # here, so that no request waits for it
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
+from ...engine.messages.sampling_params import SamplingParams
 from .body import read
 from .call_reader import CallReader
 from .completions import sampling_params
 from .errors import ApiError, api_error, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
-from .form import grammar_of
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
 from .state import Job, ServerState
@@ -39,8 +39,6 @@ async def chat_completions(request: Request) -> Response:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_top = body.top_logprobs or 0
     tools = tools_of(body, state.tool_format)
-    if tools.grammar is not None and grammar_of(body) is not None:
-        raise ApiError(400, "tool_choice: not beside a form of the output", param="tool_choice")
     params = sampling_params(
         body,
         max_tokens=most,
@@ -48,8 +46,7 @@ async def chat_completions(request: Request) -> Response:
         prompt_logprobs=body.prompt_logprobs,
         grammar=tools.grammar,
     )
-    if _has_hidden_marks(state, tools):
-        params = replace(params, skip_special_tokens=False)
+    params = with_marks(state, params, tools)
     more = {} if tools.given is None else {"tools": tools.given}
     prompt = await render(
         state,
@@ -75,16 +72,16 @@ def _check(body: ChatRequest) -> None:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
 
 
-def _has_hidden_marks(state: ServerState, tools: Tools) -> bool:
-    """Whether marks of calls are special tokens, which texts leave out."""
+def with_marks(state: ServerState, params: SamplingParams, tools: Tools) -> SamplingParams:
+    """Parameters by which texts show the marks of calls, also where they are special tokens."""
     if tools.given is None or tools.form is None or tools.grammar is not None:
-        return False
+        return params
     tokenizer = state.client.inputs.require_tokenizer()
     for mark in filter(None, (tools.form.start, tools.form.end)):
         ids = tokenizer.encode(mark, add_special_tokens=False)
         if mark in tokenizer.decode(ids, False) and mark not in tokenizer.decode(ids):
-            return True
-    return False
+            return replace(params, skip_special_tokens=False)
+    return params
 
 
 async def render(

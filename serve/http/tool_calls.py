@@ -10,7 +10,8 @@ from typing import Any
 from ...engine.frontend.grammar import json_grammar
 from .call_reader import FORMATS, CallReader, Format
 from .errors import ApiError
-from .protocol import ChatRequest
+from .form import grammar_of
+from .protocol import ChatRequest, ResponsesRequest
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Tools:
         )
 
 
-def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
-    """The tools of a chat.
+def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> Tools:
+    """The tools of a body in the form of chats.
 
     Args:
         format_name: of the model's calls; None if it is not known.
@@ -66,6 +67,8 @@ def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
                 param="tools",
             )
         return Tools(body.tools, FORMATS[format_name], is_parallel=is_parallel)
+    if grammar_of(body) is not None:
+        raise ApiError(400, "tool_choice: not beside a form of the output", param="tool_choice")
     if choice != "required":
         name = _chosen(choice)
         functions = [function for function in functions if function["name"] == name]

@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from fusewright.serve.http.call_reader import FORMATS, CallReader, detect
 from fusewright.serve.http.json_scan import MAX_DEPTH, JsonScan
+from fusewright.serve.http.response_items import Items
 from fusewright.serve.server import PARSERS
 
 Called = tuple[str, Any]
@@ -293,6 +294,24 @@ def test_arguments_are_the_text_that_the_model_wrote() -> None:
     reader = CallReader(FORMATS["hermes"])
     (call,) = reader.push(hermes(body("f", written)))[1]
     assert call.arguments == written
+
+
+@pytest.mark.parametrize("text", [hermes(F1) + "a" + hermes(G) + "b", "a" + hermes(F1, G), "a", ""])
+def test_items_of_a_response_are_those_of_the_whole_text(text: str) -> None:
+    told = []
+    for pieces in cuts(text):
+        items = Items("resp_1", CallReader(FORMATS["hermes"]))
+        events = [event for piece in pieces for event in items.push(piece)] + items.finish("stop")
+        texts = [content["delta"] for kind, content in events if kind.endswith("text.delta")]
+        done = [content["item"] for kind, content in events if kind.endswith("item.done")]
+        assert sorted(done, key=items.items.index) == items.items
+        told.append([{**item, "id": "", "call_id": ""} for item in items.items])
+        whole = [part["text"] for item in items.items for part in item.get("content", [])]
+        assert whole in ([], ["".join(texts)])
+    assert told[0] == told[1] == told[2]
+    assert [item["type"] for item in told[0]][:1] == [
+        "function_call" if text.startswith("<") else "message"
+    ]
 
 
 def test_the_command_line_has_every_format() -> None:

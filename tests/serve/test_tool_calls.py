@@ -8,11 +8,10 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 
 from fusewright.serve.http.tool_calls import with_parsed_arguments
-
-from .server_process import KEY, ServerProcess
 
 
 def test_templates_get_arguments_as_objects() -> None:
@@ -57,56 +56,59 @@ def hermes(*calls: str) -> str:
 
 ADD, SUB = (
     '{"name": "add", "arguments": {"a": 5}}',
-    '{"name": "sub", "arguments": {"a": "</tool_call>"}}',
+    '{"name": "s", "arguments": {"a": "</tool_call>"}}',
 )
-FIVE, MARK = ("add", {"a": 5}), ("sub", {"a": "</tool_call>"})
+FIVE, MARK = ("add", {"a": 5}), ("s", {"a": "</tool_call>"})
 NAN = hermes('{"name": "add", "arguments": {"a": NaN}}')
-HALF = hermes('{"name": "add", "arguments": {"a": "\\ud83d"}}')
+HALF = hermes('{"name": "s", "arguments": {"a": "\\ud83d"}}')
 Message = tuple[str | None, list[tuple[str, Any]], str]
-WRITTEN: list[tuple[str, dict[str, Any], Message]] = [
-    (hermes(ADD), {}, (None, [FIVE], "tool_calls")),
-    (
+WRITTEN: dict[str, tuple[str, dict[str, Any], Message]] = {
+    "calls within content": (
         f"So\n{hermes(ADD, SUB)}\nDone.\n\nNext",
-        {},
+        {"n": 2, "logprobs": True},
         ("So\nDone.\n\nNext", [FIVE, MARK], "tool_calls"),
     ),
-    (hermes(ADD, SUB), {"parallel_tool_calls": False}, (None, [FIVE], "tool_calls")),
-    (
-        hermes(SUB),
-        {"stop": ["}}\n</tool"], "include_stop_str_in_output": True},
-        (None, [MARK], "tool_calls"),
+    "a NaN, half a pair": (NAN + HALF, {}, (NAN, [("s", {"a": "\ufffd"})], "tool_calls")),
+    "one call at most": (
+        hermes(ADD, ADD),
+        {"parallel_tool_calls": False},
+        (None, [FIVE], "tool_calls"),
     ),
-    (NAN, {}, (NAN, [], "stop")),
-    (HALF, {}, (None, [("add", {"a": "\ufffd"})], "tool_calls")),
-    (hermes(ADD), {"tool_choice": "none"}, (hermes(ADD), [], "stop")),
-    ("Just text.\n", {}, ("Just text.\n", [], "stop")),
-]
+    "a stop string in the end mark": (
+        hermes(ADD),
+        {"stop": "</tool"},
+        (None, [FIVE], "tool_calls"),
+    ),
+    "no tools wanted": (hermes(ADD), {"tool_choice": "none"}, (hermes(ADD), [], "stop")),
+}
 
 
-@pytest.mark.parametrize("text, more, message", WRITTEN)
+@pytest.mark.parametrize("text, more, message", WRITTEN.values(), ids=list(WRITTEN))
 def test_an_answer_and_a_stream_have_the_same_content_and_calls(
-    server: ServerProcess, text: str, more: dict[str, Any], message: Message
+    http: httpx.Client, text: str, more: dict[str, Any], message: Message
 ) -> None:
     # The bundled model calls no tools: a grammar has it write the text.
-    body = {**CHAT, "structured_outputs": {"choice": [text]}, "max_tokens": 200, "n": 2, **more}
-    body |= {"logprobs": True}
-    with server.client(headers={"authorization": f"Bearer {KEY}"}) as client:
-        answer = client.post("/v1/chat/completions", json=body).json()
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        streamed = client.post("/v1/chat/completions", json=body)
-    lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
-    *chunks, last = map(json.loads, lines)
+    body = {**CHAT, "structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(http.post("/v1/chat/completions", json=body))
     assert last["usage"] == answer["usage"]
-    assert len(answer["choices"]) == 2
+    assert len(answer["choices"]) == more.get("n", 1)
     for choice in answer["choices"]:
         assert told(choice, choice["message"]) == message
-        events = [e for c in chunks for e in c["choices"] if e["index"] == choice["index"]]
-        content = "".join(e["delta"].get("content") or "" for e in events) or None
-        calls = [call for e in events for call in e["delta"].get("tool_calls", [])]
+        gained = [e for c in chunks for e in c["choices"] if e["index"] == choice["index"]]
+        content = "".join(e["delta"].get("content") or "" for e in gained) or None
+        calls = [call for e in gained for call in e["delta"].get("tool_calls", [])]
         assert [call["index"] for call in calls] == list(range(len(message[1])))
-        assert told(events[-1], {"content": content, "tool_calls": calls}) == message
-        tokens = [t["token"] for e in events for t in e["logprobs"]["content"]]
-        assert tokens == [t["token"] for t in choice["logprobs"]["content"]]
+        assert told(gained[-1], {"content": content, "tool_calls": calls}) == message
+        if choice["logprobs"] is not None:
+            tokens = [t["token"] for e in gained for t in e["logprobs"]["content"]]
+            assert tokens == [t["token"] for t in choice["logprobs"]["content"]]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = answer.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 def told(choice: dict[str, Any], message: dict[str, Any]) -> Message:
@@ -114,6 +116,47 @@ def told(choice: dict[str, Any], message: dict[str, Any]) -> Message:
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [(f["name"], msgspec.json.decode(f["arguments"])) for f in functions]
     return message["content"], calls, choice["finish_reason"]
+
+
+def test_a_response_has_calls_as_items(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **TOOL["function"]}
+    text = f"So {hermes(ADD)} then"
+    given: Any = {
+        "model": "abacus",
+        "tools": [tool],
+        "input": [
+            {"role": "user", "content": "1+1="},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        ],
+        "extra_body": {"structured_outputs": {"choice": [text]}},
+    }
+    answer = client.responses.create(**given)
+    message, call = answer.output
+    assert (answer.output_text, answer.status) == ("So then", "completed")
+    assert call.type == "function_call" and (call.name, call.arguments) == ("add", '{"a": 5}')
+    with client.responses.stream(**given) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == [message.type, call.type]
+    assert final.output_text == "So then"
+    assert "response.function_call_arguments.done" in kinds
+
+
+@pytest.mark.parametrize(
+    "more, param",
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+    ],
+)
+def test_bad_tools_of_a_response_are_a_400(
+    http: httpx.Client, more: dict[str, Any], param: str
+) -> None:
+    answer = http.post("/v1/responses", json={"input": "1", **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_text_without_a_call_is_content(http: httpx.Client) -> None:
