@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from ...config import UserError
 from ...engine.frontend import chat_template  # noqa: F401  # here, so that no request waits for it
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
-from ...engine.messages.sampling_params import SamplingParams
 from .body import read
 from .call_reader import CallReader
 from .completions import sampling_params
@@ -23,7 +21,7 @@ from .events import Delta, EventStream, chunks, head, usage, whole
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
 from .state import Job, ServerState
-from .tool_calls import Tools, tools_of, with_parsed_arguments
+from .tool_calls import Tools, tools_of, with_marks, with_parsed_arguments
 
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "self")
 _SHORT_TEXT = 1000
@@ -46,7 +44,7 @@ async def chat_completions(request: Request) -> Response:
         prompt_logprobs=body.prompt_logprobs,
         grammar=tools.grammar,
     )
-    params = with_marks(state, params, tools)
+    params = with_marks(params, tools, state.client.inputs.tokenizer)
     more = {} if tools.given is None else {"tools": tools.given}
     prompt = await render(
         state,
@@ -70,18 +68,6 @@ async def chat_completions(request: Request) -> Response:
 def _check(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-
-
-def with_marks(state: ServerState, params: SamplingParams, tools: Tools) -> SamplingParams:
-    """Parameters by which texts show the marks of calls, also where they are special tokens."""
-    if tools.given is None or tools.form is None or tools.grammar is not None:
-        return params
-    tokenizer = state.client.inputs.require_tokenizer()
-    for mark in filter(None, (tools.form.start, tools.form.end)):
-        ids = tokenizer.encode(mark, add_special_tokens=False)
-        if mark in tokenizer.decode(ids, False) and mark not in tokenizer.decode(ids):
-            return replace(params, skip_special_tokens=False)
-    return params
 
 
 async def render(

@@ -30,9 +30,7 @@ def chat_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
+            messages[-1].setdefault("tool_calls", []).append(_chat_call(item))
         elif kind == "function_call_output":
             output = item.get("output")
             if isinstance(output, list):
@@ -44,6 +42,15 @@ def chat_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             kind = str(kind)[:50]
             raise ApiError(400, f"input: items of type {kind!r} are not served", param="input")
     return messages
+
+
+def _chat_call(item: dict[str, Any]) -> dict[str, Any]:
+    name, arguments, call_id = (item.get(key) for key in ("name", "arguments", "call_id"))
+    if not all(isinstance(each, str) for each in (name, arguments, call_id)):
+        message = "input: expected call_id, name and arguments of a function_call, each as text"
+        raise ApiError(400, message, param="input")
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _part(part: Any) -> Any:

@@ -14,14 +14,14 @@ from starlette.responses import Response
 from ...config import UserError
 from ...engine.frontend.outputs import RequestOutput
 from .body import read
-from .chat import render, with_marks
+from .chat import render
 from .completions import sampling_params
 from .errors import ApiError, api_error, json_response
 from .events import EventStream, deltas, event, whole
 from .protocol import ResponsesRequest
 from .response_items import Items, chat_messages, chat_tools
 from .state import Job, ServerState
-from .tool_calls import Tools, tools_of, with_parsed_arguments
+from .tool_calls import Tools, tools_of, with_marks, with_parsed_arguments
 
 
 async def responses(request: Request) -> Response:
@@ -38,7 +38,7 @@ async def responses(request: Request) -> Response:
     body = body.model_copy(update={"response_format": _format(body)})
     tools = tools_of(body.model_copy(update=chat_tools(body)), state.tool_format)
     params = sampling_params(body, max_tokens=body.max_output_tokens, grammar=tools.grammar)
-    params = with_marks(state, params, tools)
+    params = with_marks(params, tools, state.client.inputs.tokenizer)
     more = {} if tools.given is None else {"tools": tools.given}
     messages = with_parsed_arguments(chat_messages(body))
     prompt = await render(state, messages, True, body.chat_template_kwargs, **more)

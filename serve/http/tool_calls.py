@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.frontend.grammar import json_grammar
+from ...engine.frontend.tokenizer import Tokenizer
+from ...engine.messages.sampling_params import SamplingParams
 from .call_reader import FORMATS, CallReader, Format
 from .errors import ApiError
 from .form import grammar_of
@@ -41,6 +43,17 @@ class Tools:
             max_calls=None if self.is_parallel else 1,
             schemas={function["name"]: function.get("parameters") for function in functions},
         )
+
+
+def with_marks(params: SamplingParams, tools: Tools, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Parameters by which texts show the marks of calls, also where they are special tokens."""
+    if tools.given is None or tools.form is None or tools.grammar is not None or tokenizer is None:
+        return params
+    for mark in filter(None, (tools.form.start, tools.form.end)):
+        ids = tokenizer.encode(mark, add_special_tokens=False)
+        if mark in tokenizer.decode(ids, False) and mark not in tokenizer.decode(ids):
+            return replace(params, skip_special_tokens=False)
+    return params
 
 
 def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> Tools:
@@ -101,12 +114,16 @@ def _chosen(choice: Any) -> Any:
 
 def _function(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function") if tool.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise ApiError(
             400,
             f"tools[{number}]: expected {{'type': 'function', 'function': {{'name': …}}}}",
             param="tools",
         )
+    if not isinstance(function.get("parameters") or {}, dict):
+        message = f"tools[{number}].function.parameters: expected a JSON schema, an object"
+        raise ApiError(400, message, param="tools")
     return function
 
 

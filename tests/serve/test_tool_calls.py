@@ -4,6 +4,7 @@ model writes, in an answer and in a stream."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,12 @@ import msgspec
 import openai
 import pytest
 
-from fusewright.serve.http.tool_calls import with_parsed_arguments
+from fusewright.engine.frontend.tokenizer import Tokenizer
+from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.serve.http.call_reader import FORMATS
+from fusewright.serve.http.tool_calls import Tools, with_marks, with_parsed_arguments
+
+from ..engine.toy import TOKENIZER
 
 
 def test_templates_get_arguments_as_objects() -> None:
@@ -21,6 +27,17 @@ def test_templates_get_arguments_as_objects() -> None:
 
     assert with_parsed_arguments([message('{"a": 1}')]) == [message({"a": 1})]
     assert with_parsed_arguments([message("{")]) == [message("{")]
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_marks_that_are_special_tokens_are_shown(tmp_path: Path, is_special: bool) -> None:
+    stored = json.loads((TOKENIZER.folder / "tokenizer.json").read_text())
+    mark = {**stored["added_tokens"][0], "id": 400, "content": "<tool_call>", "special": is_special}
+    stored["added_tokens"].append(mark)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    tools = Tools([TOOL], FORMATS["hermes"])
+    params = with_marks(SamplingParams(), tools, Tokenizer(tmp_path))
+    assert params.skip_special_tokens is not is_special
 
 
 TOOL = {
@@ -51,16 +68,16 @@ def test_a_required_call_keeps_to_its_schema(http: httpx.Client) -> None:
 
 
 def hermes(*calls: str) -> str:
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+    return "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
 
 
 ADD, SUB = (
-    '{"name": "add", "arguments": {"a": 5}}',
-    '{"name": "s", "arguments": {"a": "</tool_call>"}}',
+    '{"name":"add","arguments":{"a":5}}',
+    '{"name":"s","arguments":{"a":"</tool_call>"}}',
 )
 FIVE, MARK = ("add", {"a": 5}), ("s", {"a": "</tool_call>"})
-NAN = hermes('{"name": "add", "arguments": {"a": NaN}}')
-HALF = hermes('{"name": "s", "arguments": {"a": "\\ud83d"}}')
+NAN = hermes('{"name":"add","arguments":{"a":NaN}}')
+HALF = hermes('{"name":"s","arguments":{"a":"\\ud83d"}}')
 Message = tuple[str | None, list[tuple[str, Any]], str]
 WRITTEN: dict[str, tuple[str, dict[str, Any], Message]] = {
     "calls within content": (
@@ -134,7 +151,7 @@ def test_a_response_has_calls_as_items(client: openai.OpenAI) -> None:
     answer = client.responses.create(**given)
     message, call = answer.output
     assert (answer.output_text, answer.status) == ("So then", "completed")
-    assert call.type == "function_call" and (call.name, call.arguments) == ("add", '{"a": 5}')
+    assert call.type == "function_call" and (call.name, call.arguments) == ("add", '{"a":5}')
     with client.responses.stream(**given) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
@@ -150,6 +167,7 @@ def test_a_response_has_calls_as_items(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "add", "arguments": {}}]}, "input"),
     ],
 )
 def test_bad_tools_of_a_response_are_a_400(
@@ -169,6 +187,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tools": [{"type": "retrieval"}]}, "tools"),
     ({"tools": "add"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools"),
     ({"tool_choice": "always"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
