@@ -99,6 +99,9 @@ def lower_model(
             on_pass=lambda name, gm: record.graph(f"after {name}", traced),
         )
         check_required(reports, config.required)
+    if config.verify:
+        with timer.phase("references"):
+            check_references(traced.gm)
     with timer.phase("partition"):
         regions = partition(traced.gm)
     with timer.phase("lower"):

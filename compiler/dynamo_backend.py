@@ -13,13 +13,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..config import LEVELS, UserError
@@ -32,7 +30,9 @@ from ..passes import (
     run_passes,
 )
 from ..passes.canonicalize import cast_source
+from ..passes.canonicalize_norm import is_eps
 from ..passes.subgraph import compute_fake, fake_value
+from .dynamo_decompose import decompose
 from .lowering.lower import lower
 
 _PASSES = ("cleanup", "fuse_add_norm", "fuse_act")
@@ -42,6 +42,7 @@ _NO_GRAPH = (
     "no graph was compiled: the compiled module was not called, or a method of the module that it "
     "wraps was, such as generate(); model.compile(backend='fusewright') compiles model itself"
 )
+_ITEM = ("call_method", "item")
 _REPORTS: dict[str, GraphReport] = {}
 """Reports by name: Dynamo may compile a graph again before it runs."""
 
@@ -283,14 +284,29 @@ def _notice(report: GraphReport, options: BackendOptions, reason: str) -> None:
 
 
 def _fix_floats(gm: fx.GraphModule) -> None:
-    """Make numbers of the model constants, which Dynamo guards: with ``dynamic=True`` they would be
-    inputs, and a norm's eps unknown."""
+    """Make constants of the numbers that rules read: attributes of modules, and a norm's eps.
+
+    With ``dynamic=True`` Dynamo makes inputs of them.  It guards what is read here, so a number
+    that the caller passes stays an input: the graph would be compiled anew for each value.
+    """
     for node in list(gm.graph.nodes):
         value = node.meta.get("example_value")
-        if isinstance(value, torch.SymFloat) and node.op == "call_method" and node.target == "item":
+        if not isinstance(value, torch.SymFloat) or (node.op, node.target) != _ITEM:
+            continue
+        if _is_of_module(node.args[0]) or any(is_eps(node, user) for user in node.users):
             node.replace_all_uses_with(float(value))
             gm.graph.erase_node(node)
     gm.recompile()
+
+
+def _is_of_module(node: Any) -> bool:
+    """Whether a placeholder stands for a number that a module holds."""
+    from torch._dynamo.source import NNModuleSource
+
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    while source is not None and not isinstance(source, NNModuleSource):
+        source = getattr(source, "base", None)
+    return source is not None
 
 
 def _compile_aten(
@@ -331,7 +347,7 @@ def _compile_aten(
 
     # Inductor computes 16 bits in float32, and leaves out casts that a value has to pass.
     with config.patch(emulate_precision_casts=any(map(_narrows, gm.graph.nodes))):
-        return compile_fx_inner(_decompose(gm), example_inputs, **kwargs)
+        return compile_fx_inner(decompose(gm), example_inputs, **kwargs)
 
 
 def _narrows(node: fx.Node) -> bool:
@@ -370,26 +386,3 @@ def _run_eagerly(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _decompose(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph in the ops that Inductor lowers, native implementations opened.
-
-    Inductor replaces random ops by its own before it calls us, but finds only decomposed ones.
-    """
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.replace_random import replace_random_passes
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    trace = make_fx(gm, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
-    with torch.no_grad(), enable_python_dispatcher(), detect_fake_mode(inputs) or nullcontext():
-        made: fx.GraphModule = trace(*inputs)
-    (old,), (new,) = (graph.find_nodes(op="output") for graph in (gm.graph, made.graph))
-    # Which results the caller sees, in which strides.
-    new.meta.update(old.meta)
-    made.graph.eliminate_dead_code()  # items of higher-order ops that Inductor does not give
-    replace_random_passes(made)
-    made.recompile()
-    return made

@@ -53,8 +53,9 @@ def check_limits(options: EngineOptions, limits: ModelLimits) -> None:
     """
     o, longest = options, limits.max_position_embeddings
     if o.max_model_len is not None and o.max_model_len > longest:
+        why = limits.why_no_longer and f" ({limits.why_no_longer})"
         raise UserError(
-            f"max_model_len={o.max_model_len}: the model was made for {longest} positions; "
+            f"max_model_len={o.max_model_len}: the model was made for {longest} positions{why}; "
             f"give {longest} or less"
         )
     tokens, max_model_len = o.max_num_batched_tokens, o.max_model_len or longest

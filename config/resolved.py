@@ -31,12 +31,14 @@ class Hardware:
 @dataclass(frozen=True)
 class ModelLimits:
     """The facts of a model that options are checked against; ``quantization`` is "none" or how
-    the checkpoint is quantized, ``layer_params`` as of ``ModelSpec``; 0: not known."""
+    the checkpoint is quantized, ``layer_params`` as of ``ModelSpec``, 0: not known;
+    ``why_no_longer`` says why a model that has more positions serves these alone."""
 
     max_position_embeddings: int
     dtype: str
     quantization: str = "none"
     layer_params: float = 0.0
+    why_no_longer: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +20,17 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 F8_E4M3 = "F8_E4M3"
+UNNEEDED = re.compile(
+    r"(^|\.)("
+    r"rotary(_pos)?_emb\.((original_)?inv_freq|cos_cached|sin_cached)"
+    r"|position_ids"
+    r"|(self_)?attn\.(masked_)?bias"
+    r")$"
+)
+"""Buffers that older versions of transformers saved: tables of rope, positions, causal masks.  They
+are computed here, and may be of any type."""
+_MOST_HEADER_BYTES = 10**8
+"""As safetensors itself reads."""
 _ITEMSIZE = dict(zip((*FLOATS, F8_E4M3), (8, 4, 2, 2, 1), strict=True))
 
 
@@ -35,6 +49,42 @@ class TensorInfo:
         for dim in self.shape:
             size *= dim
         return size
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """Where the bytes of one tensor are."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def read_raw_header(file: Path) -> dict[str, RawTensor]:
+    """The tensors of one safetensors file, read without torch.
+
+    Raises:
+        UserError: it cannot be read, or has another form.
+    """
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, tensor in header.items():
+            start, end = map(int, tensor["data_offsets"])
+            dtype, shape = str(tensor["dtype"]), tuple(tensor["shape"])
+            tensors[name] = RawTensor(file, dtype, shape, 8 + length + start, end - start)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; check its permissions") from error
+    except (ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file} is truncated or damaged ({error}); download it again") from error
+    return tensors
 
 
 @contextmanager
@@ -57,7 +107,8 @@ def open_checkpoint_file(file: Path) -> Iterator[Any]:
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Every tensor in the folder's checkpoint, by name, from the headers alone.
+    """Every tensor in the folder's checkpoint but ``UNNEEDED`` ones, by name, from the headers
+    alone.
 
     Raises:
         UserError: there is no safetensors checkpoint, a file is missing or damaged, or a tensor
@@ -67,6 +118,8 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     for file in checkpoint_files(folder):
         with open_checkpoint_file(file) as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
+                if UNNEEDED.search(name):
+                    continue
                 view = opened.get_slice(name)
                 info = TensorInfo(file, name, tuple(view.get_shape()), view.get_dtype())
                 if info.dtype not in _ITEMSIZE:
@@ -79,11 +132,14 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files, in order.
+    """The folder's safetensors files, in order: the single one, as transformers prefers it to an
+    index beside it, else those that the index names.
 
     Raises:
         UserError: there are none, or one that the index names is missing.
     """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -101,8 +157,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
                     "model again"
                 )
         return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     others = [path.name for path in sorted(folder.glob("*.bin"))[:1]]
     remedy = f"convert {others[0]} to safetensors" if others else "download the weights"
     raise UserError(

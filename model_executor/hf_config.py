@@ -8,8 +8,10 @@ from pathlib import Path
 
 from ..config import ModelLimits, UserError
 from .abacus import BUNDLED
+from .checkpoint_facts import fit_to_checkpoint
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES, REFUSED
+from .models.rope import why_no_longer
 from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
 from .quant.scheme import BLOCK, FORMATS, QuantScheme
@@ -17,7 +19,8 @@ from .spec import ModelSpec
 
 
 def read_spec(folder: Path | str) -> ModelSpec:
-    """Read and check ``config.json`` of a model folder.
+    """Read and check ``config.json`` of a model folder, and fit it to the folder's checkpoint where
+    there is one.
 
     Raises:
         UserError: the folder or the file cannot be read, a field is missing or wrong, or the
@@ -38,7 +41,8 @@ def read_spec(folder: Path | str) -> ModelSpec:
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)
     _check_blocks(path, spec, quant)
-    return replace(spec, quant=quant)
+    dtype_stated = config.has("dtype") or config.has("torch_dtype")
+    return fit_to_checkpoint(replace(spec, quant=quant), folder, dtype_stated=dtype_stated)
 
 
 def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
@@ -81,4 +85,5 @@ def model_limits(spec: ModelSpec) -> ModelLimits:
         spec.dtype_name,
         spec.quant.kind if spec.quant else "none",
         spec.layer_params,
+        why_no_longer(spec.rope),
     )

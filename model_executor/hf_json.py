@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,24 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HfConfig:
-    """A parsed config with its path, or one nested object of it (``prefix`` says which)."""
+    """A parsed config with its path, or one nested object of it (``prefix`` says which).
+
+    A field that is absent or null is its ``defaults`` entry, then the reader's own default; a field
+    with neither is an error.
+    """
 
     path: Path
     values: Mapping[str, Any]
     prefix: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> HfConfig:
+        """This config with further defaults; those that it has stay."""
+        return replace(self, defaults={**defaults, **self.defaults})
+
+    def value(self, name: str) -> Any:
+        """The field as it is written, null included, or its default where it is absent."""
+        return self.values[name] if name in self.values else self.defaults.get(name)
 
     def integer(
         self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = _MOST_INT
@@ -137,9 +150,10 @@ class HfConfig:
 
     def _get(self, name: str, default: Any) -> Any:
         """null counts as absent, as many configs write it for 'the default'."""
-        value = self.values.get(name)
-        if value is not None:
-            return value
+        for values in (self.values, self.defaults):
+            value = values.get(name)
+            if value is not None:
+                return value
         if default is _MISSING:
             raise UserError(
                 f"{self.path} has no {self.prefix}{name}; use the model's complete config.json"

@@ -23,9 +23,8 @@ from .parallel import TensorParallelRank
 from .quant.scales import ScaleSlot, scale_slots
 from .spec import ModelSpec
 
-# Old Llama checkpoints carry rope's tables, which are computed here; scales of an FP8 KV cache are
-# of no use to another one.
-_IGNORED = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|[kv]_scale)$")
+# Scales of an FP8 KV cache are of no use to another one.
+_IGNORED = re.compile(r"\.[kv]_scale$")
 _NAMES_SHOWN = 3
 
 
@@ -72,15 +71,22 @@ def names_in(
     found: Mapping[str, TensorInfo], spec: ModelSpec
 ) -> tuple[tuple[str, ModulePart], ...]:
     """The names of a model's tensors, as a checkpoint spells them: one for each expert, or one for
-    all.  A tied tensor is the embedding of the first stage and the ``lm_head`` of the last."""
+    all.  A tied tensor is the embedding of the first stage and the ``lm_head`` of the last; a
+    checkpoint has it under either name, or both."""
     fused = any(name.endswith(".experts.gate_up_proj") for name in found)
     weights = dict(FUSED_EXPERTS if fused else ARCHITECTURES[spec.architecture].weights)
     if spec.tie_word_embeddings:
-        modules = {part.module: name for name, part in weights.items()}
-        head = weights.pop(modules["lm_head"])
-        if not spec.has_embedding:
-            weights[modules["embed"]] = head
+        embed, head = _tied_names(weights)
+        parts = weights.pop(embed), weights.pop(head)
+        only_head = f"{head}.weight" in found and f"{embed}.weight" not in found
+        weights[head if only_head else embed] = parts[0 if spec.has_embedding else 1]
     return tuple(checkpoint_names(weights, spec.num_layers, spec.num_experts, spec.first_layer))
+
+
+def _tied_names(weights: Mapping[str, ModulePart]) -> tuple[str, str]:
+    """What a checkpoint calls the embedding and ``lm_head``."""
+    modules = {part.module: name for name, part in weights.items()}
+    return modules["embed"], modules["lm_head"]
 
 
 def slots(
@@ -168,7 +174,9 @@ def plan_reads(
                 f"tensor {name} in {found[name].file} is of type {found[name].dtype}, expected "
                 f"{' or '.join(slot.dtypes)}; config.json must say what is quantized"
             )
-    tied = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    tied: set[str] = set()
+    if spec.tie_word_embeddings:
+        tied = {f"{n}.weight" for n in _tied_names(ARCHITECTURES[spec.architecture].weights)}
     extra = [n for n in found if n not in needed and n not in tied and not _IGNORED.search(n)]
     if extra:
         raise UserError(

@@ -66,6 +66,8 @@ class ModelSpec:
     A model of several pipeline stages is several smaller ones, see ``stage_of``: ``first_layer`` is
     the model's number of a stage's layer 0; only the first stage ``has_embedding``, and only the
     last ``has_head``, which are the last norm and ``lm_head``.
+
+    ``notes`` says where the folder's files contradict each other and what was decided.
     """
 
     architecture: str
@@ -99,6 +101,9 @@ class ModelSpec:
     )
     has_embedding: bool = True
     has_head: bool = True
+    notes: tuple[str, ...] = field(
+        default=(), compare=False, metadata=outside_key("what a start says of the folder")
+    )
 
     @property
     def dtype(self) -> torch.dtype:

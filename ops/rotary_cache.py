@@ -27,6 +27,10 @@ def inverse_frequencies(parameters: RopeParameters, rotary_dim: int) -> Tensor:
         return _llama3(parameters, frequencies)
     if parameters.kind == "yarn":
         return _yarn(parameters, frequencies, rotary_dim)
+    if parameters.kind == "longrope":
+        return _longrope(parameters, rotary_dim)
+    if parameters.kind == "proportional":
+        return _proportional(parameters, frequencies)
     return frequencies
 
 
@@ -47,6 +51,24 @@ def build_cos_sin_cache(parameters: RopeParameters, head_dim: int, max_position:
     frequencies = inverse_frequencies(parameters, parameters.rotary_dim(head_dim))
     angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * parameters.cos_sin_scale()
+
+
+def _longrope(parameters: RopeParameters, rotary_dim: int) -> Tensor:
+    """A factor of its own for each frequency (Ding et al., 2024, LongRoPE)."""
+    if len(parameters.short_factor) != rotary_dim // 2:
+        raise ValueError(
+            f"longrope's short_factor has {len(parameters.short_factor)} numbers, expected "
+            f"{rotary_dim // 2}, half of rotary_dim {rotary_dim}"
+        )
+    factors = torch.tensor(parameters.short_factor, dtype=torch.float32)
+    return 1.0 / (factors * parameters.theta ** _exponents(rotary_dim))
+
+
+def _proportional(parameters: RopeParameters, frequencies: Tensor) -> Tensor:
+    """The higher frequencies of a whole head; its other dimensions do not rotate."""
+    num_rotating = int(parameters.partial_rotary_factor * 2 * len(frequencies) // 2)
+    rotates = torch.arange(len(frequencies)) < num_rotating
+    return torch.where(rotates, frequencies, 0.0) / parameters.factor
 
 
 def _exponents(rotary_dim: int) -> Tensor:

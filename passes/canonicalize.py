@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from .rule import Tier
 from .sites import Miss
-from .subgraph import fake_value
+from .subgraph import equal_sizes, fake_value
 
 _ATEN = torch.ops.aten
 _TARGETS: dict[str, tuple[Any, ...]] = {
@@ -206,7 +206,7 @@ def _slice_start(index: Any, source: Any) -> int | None:
 
 def same_shape(a: Tensor, b: Tensor) -> bool:
     """Whether the shapes are equal as expressions; comparing these makes no guards."""
-    return [str(d) for d in a.shape] == [str(d) for d in b.shape]
+    return a.dim() == b.dim() and all(map(equal_sizes, a.shape, b.shape))
 
 
 def is_dense(value: Tensor) -> bool:

@@ -32,7 +32,7 @@ from .canonicalize import (
 )
 from .report import PassReport
 from .rule import EXACT, Context, Tier, writes_shared
-from .sites import Miss
+from .sites import Miss, NotASite
 from .subgraph import fake_value
 
 
@@ -54,8 +54,9 @@ class _Norm:
 
 
 class CanonicalizeNorm:
-    """Expected sites: every mean or sum of squares, and every ``torch.rms_norm``.  A layer norm is
-    none: it squares ``x`` minus its mean.
+    """Expected sites: every root of a mean of squares, and every ``torch.rms_norm``, that is
+    multiplied by a weight.  A layer norm is none, as it squares ``x`` minus its mean.  Neither is
+    an L2 norm, which divides by no width, nor a norm without a weight, which the op needs.
 
     Exact if root and mean are computed as in the op.  Otherwise, as with a division by the square
     root, statistics differ in the last bit of float32, and both roundings may go another way.
@@ -69,6 +70,8 @@ class CanonicalizeNorm:
         for site, squared in _sites(gm):
             try:
                 norm, result = _read(site, squared)
+            except NotASite:
+                continue
             except Miss as miss:
                 if not _is_centered(squared):
                     report.miss(site.name, str(miss))
@@ -110,6 +113,19 @@ def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
             yield node, squared
 
 
+def is_eps(number: fx.Node, user: fx.Node) -> bool:
+    """Whether ``user`` is a norm that reads ``number`` as its eps, or adds it to a mean that one
+    takes the root of."""
+    if kind(user) == "rms_norm":
+        return argument(user, 3, "eps") is number
+    if kind(user) != "add" or number not in user.args:
+        return False
+    mean = other_operand(user, number)
+    if kind(mean) in ("div", "mul"):
+        mean = mean.args[0]
+    return kind(mean) in ("mean", "sum") and _squared(mean.args[0]) is not None
+
+
 def _is_centered(squared: Any) -> bool:
     """Whether the squared tensor is ``x - mean(x)``, as in a layer norm and in no RMSNorm."""
     if kind(squared) != "sub" or len(squared.args) != 2:
@@ -141,6 +157,7 @@ def _read(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
         return _read_call(site)
     norm, root = _read_statistics(site, squared)
     normed = _read_scaling(norm, root, squared)
+    _check_weighted(normed)
     result = _read_weight(norm, normed)
     for node in in_order([*norm.nodes, result]):
         if writes_shared(node):
@@ -160,9 +177,11 @@ def _check_layout(result: fx.Node) -> None:
 def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
     x, weight = argument(site, 0, "input"), argument(site, 2, "weight")
     shape, eps = argument(site, 1, "normalized_shape"), argument(site, 3, "eps")
+    if weight is None:
+        raise NotASite(f"{site.name} has no weight")
     if not isinstance(eps, float):
         raise Miss("eps is left to torch")
-    if weight is None or len(shape) != 1:
+    if len(shape) != 1:
         raise Miss(f"no weight of one dimension: normalized_shape {list(shape)}")
     norm = _Norm(x, eps, weight, 0.0, exact=False)
     if tensor(site).dtype != computed_dtype(x):
@@ -175,6 +194,8 @@ def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
 def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
     """Read ``mean(x^2) + eps``; returns the norm and the sum, whose root is taken next."""
     stats, source = tensor(site), tensor(squared)
+    if not _is_root_taken(site):
+        raise NotASite(f"{site.name} is no statistic of a norm: no root of its mean is taken")
     computed_dtype(squared)
     dims = argument(site, 1, "dim", ())
     dims = [dims] if isinstance(dims, int) else list(dims or ())
@@ -196,6 +217,30 @@ def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
         raise Miss(f"the mean feeds {shifted.name}, not a sum with a number, eps")
     norm = _Norm(widened(squared), eps, nodes=[*nodes, shifted], exact=kind(site) == "mean")
     return norm, shifted
+
+
+def _is_root_taken(site: fx.Node) -> bool:
+    """Whether the root of a mean is taken, with or without eps.  A sum is a mean behind a product
+    or a quotient with a number; the root of a bare sum is that of an L2 norm."""
+    means = [site]
+    if kind(site) == "sum":
+        scaled = [user for user in site.users if kind(user) in ("div", "mul")]
+        means = [user for user in scaled if with_number(user)[1] is not None]
+    shifted = [user for mean in means for user in mean.users if kind(user) in ("add", "clamp")]
+    users = [user for node in (*means, *shifted) for user in node.users]
+    return any(kind(user) in ("sqrt", "rsqrt", "pow") for user in users)
+
+
+def _check_weighted(normed: fx.Node) -> None:
+    """Raise ``NotASite`` unless the norm is multiplied by a tensor that tokens share."""
+    results = [normed, *(user for user in normed.users if kind(user) == "cast")]
+    for result in results:
+        for product in (user for user in result.users if kind(user) == "mul"):
+            weight = other_operand(product, result)
+            value = fake_value(weight) if isinstance(weight, fx.Node) else None
+            if isinstance(value, Tensor) and value.dim() < tensor(normed).dim():
+                return
+    raise NotASite(f"{normed.name} is a norm without a weight")
 
 
 def _read_scaling(norm: _Norm, shifted: fx.Node, squared: Any) -> fx.Node:

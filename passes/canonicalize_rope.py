@@ -99,10 +99,12 @@ def _table(graph: fx.Graph, rotation: Rotation) -> tuple[fx.Node, fx.Node]:
     """Make the table: (cosines and sines of each token, rounded as in the spelling; each one's
     row)."""
     call, cos, sin = graph.call_function, rotation.cos, rotation.sin
-    table = call(_ATEN.cat.default, ([cos.build(graph), sin.build(graph)], -1))
+    # By rows, as one of them may be spread over dimensions of one element that the other lacks.
+    flat = [-1, int(cos.shape[-1])]
+    halves = [call(_ATEN.reshape.default, (half.build(graph), flat)) for half in (cos, sin)]
+    table = call(_ATEN.cat.default, (halves, -1))
     if cos.dtype != torch.float32:
         table = call(_ATEN._to_copy.default, (table,), {"dtype": torch.float32})
-    table = call(_ATEN.reshape.default, (table, [-1, 2 * int(cos.shape[-1])]))
     rows = call(_ATEN.sym_size.int, (table, 0))
     given: dict[str, Any] = {"dtype": torch.int32, "device": tensor(cos.root).device}
     positions = call(_ATEN.arange.default, (rows,), given)
@@ -123,8 +125,8 @@ def _as_before(graph: fx.Graph, rows: fx.Node, rotation: Rotation) -> fx.Node:
     """The inverse of ``_by_token``, in the strides of the spelling's result."""
     call, x, heads_dim = graph.call_function, rotation.x, rotation.heads_dim
     heads, width = tensor(x).shape[heads_dim], tensor(x).shape[3]
-    tokens = call(_ATEN.sym_size.int, (x, 3 - heads_dim))
-    made = call(_ATEN.reshape.default, (rows, [-1, tokens, heads, width]))
+    batch, tokens = (call(_ATEN.sym_size.int, (x, dim)) for dim in (0, 3 - heads_dim))
+    made = call(_ATEN.reshape.default, (rows, [batch, tokens, heads, width]))
     if heads_dim == 1:
         made = call(_ATEN.transpose.int, (made, 1, 2))
     if rotation.by_head:

@@ -1,7 +1,8 @@
 """Checks that the ops a program calls do what they say: each reference against its oracle, on data.
 
 Rewrites are compared with references, and so are kernels; a model that calls an op directly has
-nothing else to be compared with.
+nothing else to be compared with.  On a CPU another implementation may run in place of a reference,
+such as PyTorch's own attention; it is held against the oracle too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _SEED = 20_260_711
 
 
 def check_references(
-    gm: fx.GraphModule, outside: Iterable[tuple[str, Sequence[Any]]]
+    gm: fx.GraphModule, outside: Iterable[tuple[str, Sequence[Any]]] = ()
 ) -> dict[str, int]:
-    """Compare the reference of every op that ``gm`` or the calls ``outside`` of it use with the
-    op's float64 oracle, on small cases of the dtype used.  Collective ops are left to their tests.
+    """Compare what computes the ops that ``gm`` or the calls ``outside`` of it use with the float64
+    oracle of each, on small cases of the dtype used: references, and the implementations that run
+    on a CPU in their place.  Collective ops are left to their tests.
 
     Args:
         outside: name and arguments of each call.

@@ -28,10 +28,11 @@ from .canonicalize import (
     same_shape,
     tensor,
     widened,
+    with_number,
 )
 from .report import PassReport
 from .rule import Context, Tier, writes_shared
-from .sites import Miss
+from .sites import Miss, NotASite
 from .spellings_act import clamped_gate, read_clamped
 
 
@@ -51,7 +52,8 @@ class _Act:
 
 
 class FuseAct:
-    """Expected sites: every SiLU or tanh-GELU, and every gate that ``spellings_act`` reads.
+    """Expected sites: every SiLU or tanh-GELU that is multiplied by a tensor, and every gate that
+    ``spellings_act`` reads.  An activation that feeds a linear layer or a convolution is none.
 
     Tolerant: unfused, the activation is rounded to the tensors' dtype before the product, and once
     more in ``x * sigmoid(x)``; fused, only the product is rounded.
@@ -71,6 +73,8 @@ class FuseAct:
             name = act.node.name
             try:
                 args, old, result = _read(act)
+            except NotASite:
+                continue
             except Miss as miss:
                 report.miss(name, str(miss))
                 continue
@@ -119,8 +123,17 @@ def _activation(node: fx.Node) -> _Act | None:
     return None
 
 
+def _is_gated(activation: fx.Node) -> bool:
+    """Whether a product with a tensor reads the activation or a cast of it."""
+    casts = [user for user in activation.users if kind(user) == "cast"]
+    products = (user for node in (activation, *casts) for user in node.users if kind(user) == "mul")
+    return any(with_number(product)[1] is None for product in products)
+
+
 def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:
     """Read a site as (arguments of the op, matched nodes, the node that has the result)."""
+    if not _is_gated(act.node):
+        raise NotASite(f"{act.node.name} gates nothing")
     for node in act.inner:
         only_user(node)
     if len(act.node.users) != 1:

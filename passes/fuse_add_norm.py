@@ -18,7 +18,10 @@ from .rule import EXACT, is_call, writes_shared, written_between
 from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
-_ADDS = (operator.add, operator.iadd, torch.add, "add", torch.ops.aten.add.Tensor)
+_ADDS = (
+    *(operator.add, operator.iadd, torch.add, "add", "add_"),
+    *(torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor),
+)
 
 
 def _read(norm: fx.Node) -> Match | None:

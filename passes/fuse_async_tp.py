@@ -11,23 +11,23 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ..ops.norm import Norm
 from .fuse_norm_linear import join, norm_before
 from .rule import EXACT
 from .sites import Match, SitePass
 
 
 def _read(second: fx.Node) -> Match | None:
-    """Expected sites: every ``all_reduce_add_rms_norm`` whose normed result goes to ``linear``.
-    That op is made by ``fuse_all_reduce_norm``, which runs before.  FP8 layers are no sites: what
-    they read is quantized by the norm.
+    """Expected sites: every ``all_reduce_add_rms_norm`` whose normed result goes to ``linear``,
+    quantized or not.  That op is made by ``fuse_all_reduce_norm``, which runs before.
 
     Exact: every step rounds as before.  A GEMM of fewer rows may sum in another order, and a
     kernel may round less often, since it applies the norm's scale to the sums.
     """
-    norm = norm_before(second, torch.ops.fw.all_reduce_add_rms_norm.default)
+    norm = norm_before(second, Norm(reduce=True, add=True))
     if norm is None:
         return None
-    first, residual, *_, group_name = norm.args
+    first, residual, group_name = norm.args[0], norm.args[1], norm.args[-1]
     fused = torch.ops.fw.linear_all_reduce_add_norm_linear.default
     return join(norm, second, first, residual, fused, group_name)
 

@@ -10,42 +10,55 @@ from __future__ import annotations
 
 import operator
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..ops.norm import Norm, norm_axes
+from ..ops.quantize import QUANTIZE
 from .fuse_gated_linear import has_epilogue, linear_args
 from .rule import EXACT, is_call, written_between
 from .sites import Build, Match, Miss, SitePass, call, read_elsewhere
 
+_QUANTS = tuple(op.overload() for op in QUANTIZE.values())
+
 
 def _read(second: fx.Node) -> Match | None:
-    """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear``.  The first
-    norm of a model is none, since it adds nothing, nor is the last, which goes to the gather of
-    last tokens.  FP8 layers are none either: x is quantized between the norm and the layer.  A norm
-    behind a sum over ranks is a site of ``fuse_all_reduce_norm``, whose kernel normalizes.
+    """Expected sites: every ``add_rms_norm`` whose normed result goes to ``linear``, also by way of
+    a quantization by a static scale.  The first norm of a model is none, since it adds nothing, nor
+    is the last, which goes to the gather of last tokens.  FP8 layers with scales of their own x are
+    sites of ``fuse_norm_mlp`` and ``fuse_norm_moe``, and norms behind a sum over ranks become sites
+    of ``fuse_async_tp``.
 
     Exact: the op rounds as the ops that it replaces do.  A kernel may round less often, since it
     applies the norm's scale to the sums.
     """
-    norm = norm_before(second, torch.ops.fw.add_rms_norm.default)
+    norm = norm_before(second, Norm(add=True))
     if norm is None:
         return None
     if any(is_call(x, torch.ops.fw.all_reduce.default) for x in norm.args[:2]):
         return None
+    x = (linear_args(second) or {})["x"]
+    if is_call(x, operator.getitem) and is_call(x.args[0], torch.ops.fw.quant_fp8_dynamic.default):
+        return None
     return join(norm, second, *summands(norm), torch.ops.fw.linear_add_norm_linear.default)
 
 
-def norm_before(second: fx.Node, target: Any) -> fx.Node | None:
-    """The call of the norm ``target`` whose first result a linear layer reads; None if there is no
-    such call."""
+def norm_before(second: fx.Node, axes: Norm) -> fx.Node | None:
+    """The norm with these axes whose first result a linear layer reads; the norm or a node behind
+    it may quantize for the layer.  None if there is no such norm."""
     then = linear_args(second)
     normed: Any = then["x"] if then else None
+    quant = normed.args[0] if is_call(normed, operator.getitem) else normed
+    if getattr(quant, "target", None) in _QUANTS:
+        normed = quant.args[0]
     if not is_call(normed, operator.getitem) or normed.args[1] != 0:
         return None
     norm: Any = normed.args[0]
-    return norm if is_call(norm, target) else None
+    found = norm_axes(getattr(norm, "target", None))
+    return norm if found and replace(found, quant="") == axes else None
 
 
 def join(
@@ -57,6 +70,8 @@ def join(
         Miss: why they cannot be.
     """
     made, then = linear_args(first) or {}, linear_args(second) or {}
+    if then["x_scale"] is not None:
+        raise Miss("the layer is FP8: the fused op takes what is normed as it is")
     normed = then["x"]
     if reason := _why_not(first, norm, normed, second):
         raise Miss(reason)

@@ -35,23 +35,28 @@ _ACTIVATIONS = {
 
 
 class _Tail(NamedTuple):
-    """The layer behind the MLP; its arguments are those of the op, empty where there is none."""
+    """The layer behind the MLP; its arguments are those of the op, empty where there is none, which
+    ``why_not`` explains."""
 
+    why_not: str
     layer: Fp8Layer | None = None
     args: tuple[Any, ...] = (None, 0.0, None, None)
     scale: Any = None
 
 
 def _read(act: fx.Node) -> Match | None:
-    """Expected sites: every gated activation that quantizes by a scale a token.  One behind a sum
-    over ranks is none: that sum is a site of ``fuse_all_reduce_norm``.
+    """Expected sites: every gated activation that quantizes by scales of its own result.
 
     Exact: the op rounds as the ops that it replaces do.  The kernels for few tokens round less
     often, since they multiply activations that are not quantized.
     """
     activation = _ACTIVATIONS.get(act.target)
-    if activation is None or act.args[1] != WHOLE_ROW or _is_behind_sum(act.args[0]):
+    if activation is None:
         return None
+    if (size := act.args[1]) != WHOLE_ROW:
+        raise Miss(f"it quantizes by a scale for each {size} columns, the fused op by one a token")
+    if _is_behind_sum(act.args[0]):
+        raise Miss("a sum over ranks comes before its norm: fuse_all_reduce_norm joins these")
     gate_up = Fp8Layer.of(act.args[0], _ADD_NORM)
     norm = gate_up.quantizer
     before, residual = summands(norm)
@@ -71,7 +76,8 @@ def _read(act: fx.Node) -> Match | None:
     )
     old = [*first.nodes, *gate_up.nodes, *down.nodes, *last.nodes, *sums, *totals]
     fused = call_with_totals(torch.ops.fw.linear_add_norm_mlp.default, args, len(totals))
-    return Match(last.node, old, [last.node, *totals], fused)
+    left = f"without the norm and layer behind: {tail.why_not}" if tail.why_not else ""
+    return Match(last.node, old, [last.node, *totals], fused, left=left)
 
 
 def _is_behind_sum(gate_up: Any) -> bool:
@@ -122,21 +128,25 @@ def _tail(down: Fp8Layer, sums: list[fx.Node]) -> _Tail:
     """The norm of the MLP's result and the sum before it, and the FP8 layer that reads it, if these
     are all that do."""
     norm = next(iter(down.node.users)) if len(down.node.users) == 1 else None
-    if norm is None or not is_call(norm, _ADD_NORM) or {*norm.args[:2]} != {down.node, *sums}:
-        return _Tail()
+    if norm is None:
+        return _Tail(f"{down.node.name} has {len(down.node.users)} users, not one norm")
+    if not is_call(norm, _ADD_NORM) or {*norm.args[:2]} != {down.node, *sums}:
+        return _Tail("no norm of its sum with the residual quantizes by scales of its own")
     if {user for total in sums for user in total.users} != {norm}:
-        return _Tail()
+        return _Tail("the sum before the MLP is also read elsewhere")
     try:
         layer = Fp8Layer.of(_reader(norm), _ADD_NORM)
-    except Miss:
-        return _Tail()
+    except Miss as miss:
+        return _Tail(str(miss))
     early = [user for total in items(norm, 2) for user in total.users if user < layer.node]
-    if early or layer.args["out_dtype"] != down.args["out_dtype"]:
-        return _Tail()
-    if written_between(down.node, layer.node):
-        return _Tail()
+    if early:
+        return _Tail(f"the sum is used before {layer.node.name}, by {early[0].name}")
+    if layer.args["out_dtype"] != down.args["out_dtype"]:
+        return _Tail(f"{layer.node.name} makes {layer.args['out_dtype']}")
+    if reason := written_between(down.node, layer.node):
+        return _Tail(reason)
     args = (*norm.args[2:4], layer.args["weight"], layer.args["bias"])
-    return _Tail(layer, args, layer.args["weight_scale"])
+    return _Tail("", layer, args, layer.args["weight_scale"])
 
 
 FUSE_NORM_MLP = SitePass("fuse_norm_mlp", EXACT, _read)

@@ -63,8 +63,10 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Tail:
-    """The norm and the layer behind the experts; empty where none can be joined."""
+    """The norm and the layer behind the experts; empty where none can be joined, which ``why_not``
+    explains."""
 
+    why_not: str
     nodes: list[fx.Node] = field(default_factory=list)
     args: tuple[Any, ...] = (None, 0.0, None, None)
     scale: Any = None
@@ -102,7 +104,8 @@ def _read(moe: fx.Node) -> Match | None:
     site, totals = (tail.nodes[-1], tail.totals) if tail.nodes else (moe, sums)
     old = [*first.nodes, norm, normed, *sums, moe, *tail.nodes, *totals]
     fused = call_with_totals(torch.ops.fw.linear_add_norm_moe.default, args, len(totals))
-    return Match(site, old, [site, *totals], fused)
+    left = f"without the norm and layer behind: {tail.why_not}" if tail.why_not else ""
+    return Match(site, old, [site, *totals], fused, left=left)
 
 
 def _why_not_experts(experts: Experts) -> str:
@@ -134,10 +137,12 @@ def _tail(moe: fx.Node, totals: list[fx.Node], experts: Experts) -> _Tail:
     these are all that do."""
     norm = next(iter(moe.users)) if len(moe.users) == 1 else None
     readers = {user for total in totals for user in total.users}
-    if norm is None or not is_call(norm, _ADD_NORM) or readers != {norm}:
-        return _Tail()
-    if {*norm.args[:2]} != {moe, *totals} or any(o is not None for o in norm.args[4:]):
-        return _Tail()
+    if norm is None or not is_call(norm, _ADD_NORM) or {*norm.args[:2]} != {moe, *totals}:
+        return _Tail("no norm alone reads the sum with the residual")
+    if readers != {norm}:
+        return _Tail("the sum before the experts is also read elsewhere")
+    if any(offset is not None for offset in norm.args[4:]):
+        return _Tail("the norm's weight has an offset")
     normed, sums = items(norm, 0), items(norm, 1)
     node = _only_user(normed[0]) if len(normed) == 1 else None
     if is_call(node, _QUANTIZE):
@@ -145,15 +150,17 @@ def _tail(moe: fx.Node, totals: list[fx.Node], experts: Experts) -> _Tail:
         node = _only_user(values[0]) if len(values) == 1 else None
     try:
         layer = _Layer.of(node, experts)
-    except Miss:
-        return _Tail()
-    if layer is None or layer.x is not normed[0] or written_between(moe, layer.nodes[-1]):
-        return _Tail()
+    except Miss as miss:
+        return _Tail(str(miss))
+    if layer is None or layer.x is not normed[0]:
+        return _Tail("the norm does not go to one linear layer alone")
+    if reason := written_between(moe, layer.nodes[-1]):
+        return _Tail(reason)
     if any(user < layer.nodes[-1] for total in sums for user in total.users):
-        return _Tail()
+        return _Tail(f"the sum is used before {layer.nodes[-1].name}")
     args = (*norm.args[2:4], layer.args["weight"], layer.args["bias"])
     nodes = [norm, normed[0], *sums, *layer.nodes]
-    return _Tail(nodes, args, layer.args["weight_scale"], sums)
+    return _Tail("", nodes, args, layer.args["weight_scale"], sums)
 
 
 def _only_user(node: fx.Node) -> Any:

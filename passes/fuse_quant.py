@@ -21,7 +21,7 @@ from ..ops.gated_act import GATED_ACTS, activation_of
 from ..ops.norm import norm_axes, with_axes
 from ..ops.quantize import QUANTIZE
 from .fuse_gated_linear import why_not_packed
-from .rule import EXACT, Tier, is_call
+from .rule import EXACT, Tier, is_call, memory
 from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
@@ -162,9 +162,10 @@ def _attention(quant: QuantNode) -> Match | None:
     of the value (2^-9 of the scale's unit for subnormals).
     """
     views, out = _through_views(quant.source)
-    attention = _attention_into(out)
-    if attention is None:
+    found = _attentions_into(out)
+    if not found:
         return None
+    attention = found[0]
 
     def build(graph: fx.Graph) -> list[fx.Node]:
         y = graph.node_copy(out)
@@ -176,30 +177,36 @@ def _attention(quant: QuantNode) -> Match | None:
             y = graph.call_method(str(view.target), (y, *view.args[1:]), dict(view.kwargs))
         return [y]
 
+    if len(found) > 1:
+        raise Miss(f"{out.name} is written by {found[0].name} and {found[1].name}")
     if reason := _why_not_attention(quant, attention, out, views):
         raise Miss(reason)
     return Match(attention, [out, attention, *views, *quant.nodes], quant.outputs, build)
 
 
 def _through_views(source: Any) -> tuple[list[fx.Node], Any]:
-    """(the reshapes from the buffer to ``source``, in order; the buffer)."""
+    """(the views from the buffer to ``source``, in order; the buffer)."""
     views: list[fx.Node] = []
-    while is_call(source, *_VIEWS):
+    while _is_view(source) and not _attentions_into(source):
         views.insert(0, source)
         source = source.args[0]
     return views, source
 
 
-def _attention_into(out: Any) -> fx.Node | None:
-    """The attention that writes the uninitialized buffer ``out``, if there is exactly one."""
-    if not is_call(out, *_EMPTY):
-        return None
-    writers = [
+def _is_view(node: Any) -> bool:
+    before = node.args[0] if isinstance(node, fx.Node) and node.args else None
+    if not isinstance(before, fx.Node):
+        return False
+    return is_call(node, *_VIEWS) or bool(memory(node) & memory(before))
+
+
+def _attentions_into(out: Any) -> list[fx.Node]:
+    """The attentions that write the buffer ``out``."""
+    return [
         user
-        for user in out.users
+        for user in (out.users if isinstance(out, fx.Node) else ())
         if is_call(user, torch.ops.fw.paged_attention.default) and user.args[_OUT] is out
     ]
-    return writers[0] if len(writers) == 1 else None
 
 
 def _why_not_attention(
@@ -210,6 +217,11 @@ def _why_not_attention(
         return f"a scale a {kind} follows from values of several blocks of the kernel"
     if len(attention.args) > _OUT_SCALE and attention.args[_OUT_SCALE] is not None:
         return f"{attention.name} quantizes already"
+    if not is_call(out, *_EMPTY):
+        return f"the output lies in {out.name}, not in a buffer of its own"
+    others = [view for view in views if not is_call(view, *_VIEWS)]
+    if others:
+        return f"{others[0].name} is another view of the output than a reshape"
     path = [attention, *views, quant.node]
     for node in [out, *views]:
         others = [user for user in node.users if user not in path]

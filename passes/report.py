@@ -17,7 +17,7 @@ class RequiredFusionError(UserError):
 @dataclass(frozen=True)
 class Site:
     """One place where a rule could apply.  ``name`` is the graph node; ``module`` says where in the
-    model it was traced."""
+    model it was traced; ``reason`` why it was missed, or why a part of it was left as it was."""
 
     name: str
     matched: bool
@@ -58,17 +58,21 @@ class PassReport:
     def missed(self) -> list[Site]:
         return [site for site in self.sites if not site.matched]
 
-    def match(self, name: str) -> None:
-        self.sites.append(Site(name, matched=True))
+    def match(self, name: str, left: str = "") -> None:
+        """Add a matched site; ``left`` says which part of it was left as it was, and why."""
+        self.sites.append(Site(name, matched=True, reason=left))
 
     def miss(self, name: str, reason: str) -> None:
         self.sites.append(Site(name, matched=False, reason=reason))
 
     def summary(self) -> str:
-        """One line: how many expected sites matched, and the reasons of the others, counted."""
+        """One line: how many expected sites matched, and the reasons of the others and of those
+        that matched in part, counted."""
         line = f"{self.name}: {self.matched} of {len(self.sites)} sites"
-        reasons = Counter(site.reason for site in self.missed)
-        return line + "".join(f"; {n} missed: {reason}" for reason, n in reasons.items())
+        reasons = Counter((site.matched, site.reason) for site in self.sites if site.reason)
+        for (matched, reason), count in reasons.items():
+            line += f"; {count} {'in part' if matched else 'missed'}: {reason}"
+        return line
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -77,6 +81,7 @@ class PassReport:
             "matched": self.matched,
             "matched_sites": [site.name for site in self.sites if site.matched],
             "missed": [{"site": s.name, "reason": s.reason} for s in self.missed],
+            "in_part": {s.name: s.reason for s in self.sites if s.matched and s.reason},
             "ops_before": self.ops_before,
             "ops_after": self.ops_after,
             "seconds": self.seconds,
@@ -86,7 +91,8 @@ class PassReport:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> PassReport:
         """The report that ``to_json`` gave."""
-        sites = [Site(name, matched=True) for name in data["matched_sites"]]
+        left = data.get("in_part", {})
+        sites = [Site(name, True, left.get(name, "")) for name in data["matched_sites"]]
         sites += [Site(miss["site"], False, miss["reason"]) for miss in data["missed"]]
         checks = [Check(**check) for check in data["checks"]]
         return PassReport(

@@ -19,15 +19,22 @@ class Miss(Exception):
     """Ends the reading of a site that is not replaced; the message is the reason in the report."""
 
 
+class NotASite(Exception):
+    """Ends the reading of nodes that begin as a site does and compute something else: no pass
+    expects to replace them, and no report counts them."""
+
+
 @dataclass(frozen=True)
 class Match:
-    """How to replace a site, as ``Context.replace`` takes it; ``old`` has any order."""
+    """How to replace a site, as ``Context.replace`` takes it; ``old`` has any order.  ``left`` says
+    which part of the site stays as it is, and why; "" if none does."""
 
     at: fx.Node
     old: Collection[Any]
     outputs: Sequence[fx.Node]
     build: Build
     tier: Tier | None = None
+    left: str = ""
 
 
 @dataclass(eq=False)
@@ -55,7 +62,7 @@ class SitePass:
             if found is not None:
                 old = sorted(set(found.old))
                 context.replace(self, found.at, old, found.outputs, found.build, found.tier)
-                report.match(name)
+                report.match(name, found.left)
         return report
 
 

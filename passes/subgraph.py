@@ -10,11 +10,13 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def fake_value(node: fx.Node) -> Any:
@@ -31,6 +33,29 @@ def layout(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, Tensor):
         return None
     return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
+
+
+def equal_sizes(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all inputs, as far as is known; makes no guards."""
+    return str(a) == str(b) or bool(statically_known_true(a == b))
+
+
+def is_alike(expected: Any, actual: Any) -> bool:
+    """Whether two values have one dtype, and sizes and strides that are equal for all inputs."""
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        if expected.dtype != actual.dtype or expected.dim() != actual.dim():
+            return False
+        dims = zip(expected.shape, actual.shape, expected.stride(), actual.stride(), strict=True)
+        return all(
+            equal_sizes(size, other) and (str(size) == "1" or equal_sizes(stride, its))
+            for size, other, stride, its in dims
+        )
+    if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        pairs = zip(expected, actual, strict=False)
+        return len(expected) == len(actual) and all(starmap(is_alike, pairs))
+    if isinstance(expected, torch.SymInt) or isinstance(actual, torch.SymInt):
+        return equal_sizes(expected, actual)
+    return str(expected) == str(actual)
 
 
 def compute_fake(node: fx.Node) -> Any:

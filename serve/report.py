@@ -53,7 +53,8 @@ def _without_graphs(facts: Mapping[str, Any]) -> bool:
 
 
 def passes_table(passes: Iterable[Mapping[str, Any]], stream: TextIO | None = None) -> str:
-    """Sites of each pass that has any, with the reasons of the missed ones; and the others."""
+    """Sites of each pass that has any, with the reasons of those that were missed or matched in
+    part; and the others."""
     rows = [["pass", "sites", "matched", "missed"]]
     without = []
     for entry in passes:
@@ -62,6 +63,8 @@ def passes_table(passes: Iterable[Mapping[str, Any]], stream: TextIO | None = No
             continue
         reasons = dict.fromkeys(miss["reason"] for miss in entry["missed"])
         missed = f"{len(entry['missed'])}: {'; '.join(reasons)}" if reasons else "0"
+        if in_part := entry.get("in_part"):
+            missed += f"; {len(in_part)} in part: {'; '.join(dict.fromkeys(in_part.values()))}"
         rows.append([entry["name"], str(entry["sites"]), str(entry["matched"]), missed])
     parts = [table(rows, stream=stream)] if len(rows) > 1 else []
     if without:

@@ -25,7 +25,7 @@ class SiteFacts:
         layers: title of their kind of layer.
         module: where in a layer, or in the model.
         outcome: "matched", "missed" or "off".
-        reason: of those that did not match.
+        reason: why they did not match, or matched in part.
         count: how many.
         example: the first one's graph node.
     """
@@ -120,8 +120,10 @@ def _grouped(report: PassReport, where: Where, off: str = "") -> list[SiteFacts]
     first: dict[tuple[str, str, str, str], str] = {}
     for site in report.sites:
         outcome = "off" if off else "matched" if site.matched else "missed"
-        reasons = [off] if site.matched else [*filter(None, [off]), site.reason]
-        key = (*where.place(site.module), outcome, "; on, it would miss: ".join(reasons))
+        reason = site.reason
+        if off:
+            reason = off if site.matched else f"{off}; on, it would miss: {site.reason}"
+        key = (*where.place(site.module), outcome, reason)
         groups[key] += 1
         first.setdefault(key, site.name)
     return [SiteFacts(report.name, *key, n, first[key]) for key, n in groups.items()]

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from ...config import NO_SLOT
 from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequence
-from .grammar import Matcher
+from .masks import permitted
 from .request import Request
 
 
@@ -44,7 +44,8 @@ def make_batch(scheduled: list[ScheduledRequest], tokens_per_step: int = 1) -> B
     rows: list[int] = []
     known_ids: list[int] = []
     changed: list[tuple[int, Request]] = []
-    masked: list[tuple[int, Matcher]] = []
+    masked: list[int] = []
+    masks: list[Ints] = []
     banned: list[tuple[int, int]] = []
     query_len, total = scheduled[0].num_tokens, 0
     for row, entry in enumerate(scheduled):
@@ -57,8 +58,9 @@ def make_batch(scheduled: list[ScheduledRequest], tokens_per_step: int = 1) -> B
         if num_tokens != query_len:
             query_len = 0
         if request.matcher is not None and entry.num_sampled:
-            masked.append((row, request.matcher))
-        if request.bad_word_ids and entry.num_sampled:
+            masked.append(row)
+            masks.append(permitted(request, request.matcher))
+        elif request.bad_word_ids and entry.num_sampled:
             banned += [(row, token_id) for token_id in request.banned_ids()]
         blocks = request.blocks
         if blocks.num_entries != blocks.num_sent and not (changed and changed[-1][1] is request):
@@ -85,8 +87,8 @@ def make_batch(scheduled: list[ScheduledRequest], tokens_per_step: int = 1) -> B
         ],
         query_len=query_len,
         targets=_targets(scheduled),
-        masked_rows=_ints([row for row, _ in masked]) if masked else _NONE,
-        masks=np.stack([matcher.mask() for _, matcher in masked]) if masked else _NONE,
+        masked_rows=_ints(masked) if masked else _NONE,
+        masks=np.stack(masks) if masks else _NONE,
         banned=np.array(banned, np.int32) if banned else _NO_PAIRS,
     )
 

@@ -38,7 +38,9 @@ class Matcher:
         """Go on behind a token; returns why that is impossible, or ""."""
         if self._matcher.consume_token(token_id):
             return ""
-        return f"the grammar has failed: {self._matcher.get_error()}"
+        # Once it has failed, llguidance permits the end alone, which must not pass for one.
+        message = self._matcher.get_error().splitlines()[0]
+        return f"the grammar has failed: {message}"
 
 
 class Grammars:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ..messages.requests import Finished
 from ..messages.sampling_params import SamplingParams
 from .grammar import Matcher
 from .kv_blocks import SequenceBlocks
@@ -30,13 +31,18 @@ _FINISH_REASONS = {
 }
 
 
-WHY_NO_TOKEN = {
+_NOTHING_LEFT = -2
+_WHY_NO_TOKEN = {
     -1: "logits are NaN or infinite at output token {}: check the weights (a damaged checkpoint "
     "has NaN) and dtype (float16 overflows where bfloat16 does not)",
-    -2: "all logits are -inf at output token {}: no token is left to choose from; lower min_tokens "
-    "or ban fewer stop_token_ids or bad_words, else check the weights",
+    _NOTHING_LEFT: "all logits are -inf at output token {}: no token is left to choose from; lower "
+    "min_tokens or ban fewer stop_token_ids or bad_words, else check the weights",
 }
 """Error messages by what a sampling op gives in place of a token id, see ``ops.argmax``."""
+_NOTHING_PERMITTED = (
+    "no token is left at output token {}: bad_words forbid all that the grammar permits there; "
+    "change one of them"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +90,8 @@ class Request:
     """Which tokens may come next depends on the last: by a grammar, or a bad word of several."""
     error: str | None = None
     """Why the request failed; None unless it did."""
+    is_refused: bool = False
+    """It failed by what it asks for itself."""
 
     def __post_init__(self) -> None:
         words = self.bad_word_ids
@@ -142,17 +150,37 @@ class Request:
             if len(word) == 1 or output[1 - len(word) :] == word[:-1]
         ]
 
+    def fail_without_token(self, code: int) -> None:
+        """Note why the logits gave no token: ``code``, see ``ops.argmax``."""
+        why, params = _WHY_NO_TOKEN[code], self.sampling_params
+        if code == _NOTHING_LEFT:
+            self.is_refused = bool(self.matcher or self.bad_word_ids or params.min_tokens)
+            why = _NOTHING_PERMITTED if self.matcher else why
+        self.error = why.format(len(self.output_token_ids) + 1)
+
+    def finished(self) -> Finished:
+        """What the frontend is told of its end."""
+        return Finished(
+            request_id=self.request_id,
+            reason=self.finish_reason,
+            num_output_tokens=len(self.output_token_ids),
+            stop_id=self.stop_id,
+            error=self.error,
+            refused=self.is_refused,
+        )
+
     def status_after_last_token(self) -> RequestStatus:
         """The status that the newest output token leads to.  Also sets ``stop_id``."""
         params = self.sampling_params
         token_id = self.output_token_ids[-1]
         if self.matcher is not None and (failed := self.matcher.take(token_id)):
-            self.error = failed
+            self.error, self.is_refused = failed, True
             return RequestStatus.FINISHED_ERROR
+        # Nothing can follow the end of a grammar, whatever else is asked.
+        if self.matcher is not None and token_id in self.eos_token_ids:
+            return RequestStatus.FINISHED_STOPPED
         if len(self.output_token_ids) >= params.min_tokens:
-            # Nothing can follow the end of a grammar, whatever is ignored.
-            ends = not params.ignore_eos or self.matcher is not None
-            if ends and token_id in self.eos_token_ids:
+            if not params.ignore_eos and token_id in self.eos_token_ids:
                 return RequestStatus.FINISHED_STOPPED
             if token_id in params.stop_ids:
                 self.stop_id = token_id

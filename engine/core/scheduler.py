@@ -14,13 +14,13 @@ from collections import OrderedDict
 from msgspec import structs
 
 from ...config import UserError
-from ..messages.requests import Finished, NewTokens, RequestLimits, StepOutputs
+from ..messages.requests import NewTokens, RequestLimits, StepOutputs
 from ..messages.step import StepResult
 from .batch import ScheduledRequest, ScheduledStep, make_batch
 from .chunks import Chunks
 from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import cache_full_blocks, find_prefix
-from .request import WHY_NO_TOKEN, Request, RequestStatus
+from .request import Request, RequestStatus
 from .scoring import add_rows, bounded_end, scored_by
 
 
@@ -132,11 +132,8 @@ class Scheduler:
         else:
             self._dequeue(request)
         request.status = status
-        if (reason := request.finish_reason) != "abort":
-            num_tokens = len(request.output_token_ids)
-            self._news.finished.append(
-                Finished(request.request_id, reason, num_tokens, request.stop_id, request.error)
-            )
+        if status is not RequestStatus.FINISHED_ABORTED:
+            self._news.finished.append(request.finished())
 
     def take_outputs(self, tokens: NewTokens | None) -> StepOutputs:
         """What there is to say since the last call; ``tokens`` are those of a step that is done."""
@@ -268,7 +265,7 @@ class Scheduler:
     def _fail_without_token(self, request: Request, token_id: int) -> None:
         """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
         blocks, not even a shared one, is found by its content any more."""
-        request.error = WHY_NO_TOKEN[token_id].format(len(request.output_token_ids) + 1)
+        request.fail_without_token(token_id)
         self.finish(request, RequestStatus.FINISHED_ERROR)
         self.pool.forget(request.block_keys)
 

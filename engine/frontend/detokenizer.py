@@ -125,6 +125,11 @@ class StopStrings:
         self._held = text[shown:]
         return text[:shown], None
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
+
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
@@ -141,6 +146,12 @@ class Detokenizer:
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
+
+    @property
+    def num_characters(self) -> int:
+        """Characters that are certain so far, those held back too: where the next token begins. A
+        token that goes on with a character begins where that does."""
+        return len(self.text) + self._stops.num_held
 
     def push(self, token_id: int) -> str | None:
         """Add a token; returns the stop string that it completes, if any.  Text of the first

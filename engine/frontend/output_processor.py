@@ -32,16 +32,19 @@ class _Completion:
     cumulative_logprob: float | None
     silent: bool
     """Its tokens need no work before its end, neither text nor log probabilities."""
+    text_offsets: list[int] | None
+    """Where the text of each token begins, if log probabilities are asked for."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
     hidden: int = 0
     """Number of the token, from 1, that ended it and is left out of the text; 0: none."""
     closed: bool = False
 
     def snapshot(self, index: int, *, shared: bool) -> CompletionOutput:
-        logprobs = self.logprobs
+        logprobs, offsets = self.logprobs, self.text_offsets
         return CompletionOutput(
             index=index,
             text="" if self.detokenizer is None else self.detokenizer.text,
@@ -51,12 +54,14 @@ class _Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            refused=self.refused,
+            text_offsets=offsets if shared or offsets is None else list(offsets),
         )
 
     def finish(self, finished: Finished) -> None:
         """Note why the core has ended the request; its last tokens may still be to come."""
-        self.finish_reason, self.error = finished.reason, finished.error
-        self.stop_reason = finished.stop_id
+        self.finish_reason, self.stop_reason = finished.reason, finished.stop_id
+        self.error, self.refused = finished.error, finished.refused
         if finished.reason == "stop" and not self.params.include_stop_str_in_output:
             self.hidden = finished.num_output_tokens
 
@@ -148,7 +153,7 @@ class OutputProcessor:
             if self._tokenizer is not None:
                 detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
             with_logprobs = params.logprobs is not None
-            deferred = final_only and not params.stop_strings
+            deferred = final_only and not params.stop_strings and not with_logprobs
             completion = _Completion(
                 request_id=request.request_id,
                 params=params,
@@ -156,7 +161,8 @@ class OutputProcessor:
                 deferred=deferred,
                 logprobs=[] if with_logprobs else None,
                 cumulative_logprob=0.0 if with_logprobs else None,
-                silent=deferred and not with_logprobs,
+                silent=deferred,
+                text_offsets=[] if with_logprobs and detokenizer is not None else None,
             )
             group.completions.append(completion)
             self._of_request[request.request_id] = (group, completion)
@@ -268,6 +274,8 @@ class OutputProcessor:
         count = completion.params.logprobs or 0
         completion.logprobs.append(self._entry(token_id, logprobs, row, count))
         completion.cumulative_logprob += logprobs[0][row]
+        if completion.text_offsets is not None and completion.detokenizer is not None:
+            completion.text_offsets.append(completion.detokenizer.num_characters)
 
     def _add_prompt_logprobs(self, group: _Group, scored: PromptLogprobs) -> None:
         logprobs, entries = _rows(scored.logprobs), group.prompt_logprobs
@@ -283,14 +291,20 @@ class OutputProcessor:
     ) -> dict[int, Logprob]:
         """The token's own log probability, then those of the ``count`` likeliest."""
         chosen, token_ranks, top, top_ids = logprobs
-        entry = {token_id: Logprob(chosen[row], token_ranks[row], self._text(token_id))}
+        entry = {token_id: self._logprob(token_id, chosen[row], token_ranks[row])}
         best = zip(top_ids[row][:count], top[row][:count], strict=True)
         for rank, (likely, logprob) in enumerate(best, start=1):
-            entry.setdefault(likely, Logprob(logprob, rank, self._text(likely)))
+            if likely not in entry:
+                entry[likely] = self._logprob(likely, logprob, rank)
         return entry
 
-    def _text(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return Logprob(logprob, rank, None)
+        return Logprob(
+            logprob, rank, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        )
 
 
 def _rows(logprobs: Logprobs | None) -> _LogprobRows | None:

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Logprob:
-    """Natural-log probability of one token; ``rank`` 1 is the likeliest."""
+    """Natural-log probability of one token; ``rank`` 1 is the likeliest.
+
+    ``decoded_token`` is its text behind other tokens, and ``token_bytes`` its own bytes, which may
+    be a part of a character; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
     decoded_token: str | None
+    token_bytes: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -19,9 +24,11 @@ class CompletionOutput:
     """One of the ``n`` outputs of a request, everything generated so far.
 
     ``logprobs[i]`` maps token ids to the log probabilities of output token ``i``: the sampled token
-    first, then the likeliest.  ``finish_reason`` is "stop", "length", "abort", "error" or None
-    (unfinished); ``stop_reason`` the stop string or stop id met, None for end-of-sequence;
-    ``error`` what went wrong, None unless that is the reason.
+    first, then the likeliest.  ``text_offsets[i]`` is where that token begins in ``text``; it is
+    there with ``logprobs`` and a tokenizer.  ``finish_reason`` is "stop", "length", "abort",
+    "error" or None (unfinished); ``stop_reason`` the stop string or stop id met, None for
+    end-of-sequence; ``error`` what went wrong, None unless that is the reason, and ``refused``
+    whether the request itself asked for what cannot be.
     """
 
     index: int
@@ -32,6 +39,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    refused: bool = False
+    text_offsets: list[int] | None = None
 
     @property
     def finished(self) -> bool:

@@ -12,6 +12,7 @@ import tokenizers
 
 from ...config import UserError
 from ...model_executor.hf_json import HfConfig, read_json_if_there
+from .token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate, Message
@@ -44,7 +45,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = read_json_if_there(folder / "tokenizer_config.json")
-        self._token_texts: dict[int, str] = {}
+        self.token_bytes = TokenBytes(self._tokenizer)
         self._chat_template: ChatTemplate | None = None
 
     @property
@@ -90,11 +91,9 @@ class Tokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """One id alone, special tokens shown; part of a character is a replacement character."""
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._token_texts[token_id] = self.decode([token_id], False)
-        return text
+        """The text of one id behind others, special tokens shown; part of a character is a
+        replacement character."""
+        return self.token_bytes(token_id).decode(errors="replace")
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any

@@ -97,6 +97,7 @@ class Finished(Struct, frozen=True):
         num_output_tokens: how many it has been given.
         stop_id: the one of ``stop_token_ids`` that ended it; None for end-of-sequence.
         error: what went wrong; None unless that is the reason.
+        refused: what the request asks for is why it went wrong.
     """
 
     request_id: str
@@ -104,6 +105,7 @@ class Finished(Struct, frozen=True):
     num_output_tokens: int
     stop_id: int | None = None
     error: str | None = None
+    refused: bool = False
 
 
 class PromptLogprobs(Struct, frozen=True):

@@ -181,7 +181,7 @@ class CoreServer:
         except EngineDeadError:
             raise
         except UserError as error:
-            refused = Finished(request.request_id, "error", 0, error=str(error))
+            refused = Finished(request.request_id, "error", 0, error=str(error), refused=True)
             self._send(frontend, Kind.STEP, StepOutputs(None, [refused], []))
 
 

@@ -282,6 +282,7 @@ class Sampler:
             return banned
         lens = batch.starts + batch.query_lens
         too_short = rows.samples & (lens < rows.requests["min_len"])
+        too_short[batch.masked_rows] = False  # their masks say so
         return banned + [
             (row, token_id)
             for row in np.flatnonzero(too_short).tolist()

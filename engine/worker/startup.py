@@ -6,6 +6,7 @@ program, input buffers, graphs, KV caches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ from .source import (
 from .startup_report import StartupReport
 from .untuned_experts import say_how_to_tune
 
+_log = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 2**30
 
 
@@ -81,6 +83,8 @@ def read_model(
         num_stages=parallel.pipeline_parallel_size,
     )
     check_kernels(dict(config.compile.kernels))
+    for note in spec.notes:
+        _log.warning("%s: %s", folder, note)
     return folder, with_options(spec, config), config
 
 

@@ -2,8 +2,9 @@
 docstring, by another route than the op's reference.
 
 A reference that is wrong is otherwise invisible: kernels and rewrites are compared with it, and a
-model that calls the op directly has nothing else.  ``--verify`` and the conformance tests compare
-every reference with its oracle here.  Nothing of it is imported before.
+model that calls the op directly has nothing else.  ``--verify`` and the tests compare every
+reference with its oracle here, and the implementations that run in its place on a CPU.  Nothing of
+it is imported before.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from .._desc import Case, Tolerance
 from .._float8 import E4M3
-from .._op import SemanticOp
+from .._op import Implementation, SemanticOp
 from ..conformance import ConformanceError
 from ..gated_act import GATED_ACTS
 from ..norm import NORMS
 from ..quantize import QUANTIZE
 from . import attention, experts, linear, norms, tokens
-from ._call import Array, Call, Oracle, decode
+from ._call import Array, Call, Expected, Oracle, decode
 
 ORACLES: dict[str, Oracle] = {
     **{op.name: norms.norm for axes, op in NORMS.items() if not axes.reduce},
@@ -67,10 +68,15 @@ def check_case(
     Raises:
         ConformanceError: names op, case, tensor and both values.
     """
+    _compare_run(op, case, dtype, run or op.overload(), ORACLES[op.name](Call.of(op, case.args)))
+
+
+def _compare_run(
+    op: SemanticOp, case: Case, dtype: torch.dtype, run: Callable[..., Any], expected: Expected
+) -> None:
     tolerance = op.tolerance(case, dtype)
     args = tuple(a.clone() if isinstance(a, Tensor) else a for a in case.args)
-    expected = ORACLES[op.name](Call.of(op, case.args))
-    results = (run or op.overload())(*args)
+    results = run(*args)
     outputs = [results] if isinstance(results, Tensor) else [*(results or ())]
     names = [argument.name for argument in op.overload()._schema.arguments]
     found: dict[int | str, Tensor] = {**dict(enumerate(outputs))}
@@ -116,14 +122,32 @@ def few_cases(op: SemanticOp, dtype: torch.dtype, seed: int) -> Iterator[Case]:
             yield case
 
 
+def in_its_place(op: SemanticOp) -> list[Implementation]:
+    """What may run on a CPU in place of the op's reference: implementations of other code."""
+    return [i for i in op.implementations if "cpu" in i.devices and i.fn is not op.reference]
+
+
 def check_reference(op: SemanticOp, dtype: torch.dtype, seed: int) -> int:
-    """Compare the op's reference with its oracle on small cases; how many.
+    """Compare the op's reference, and what may run on a CPU in its place, with its oracle on small
+    cases.
+
+    Returns:
+        Number of cases.
 
     Raises:
-        ConformanceError: names op, case, tensor and both values.
+        ConformanceError: names op, implementation, case, tensor and both values.
     """
     count = 0
     for case in few_cases(op, dtype, seed):
-        check_case(op, case, dtype)
+        expected = ORACLES[op.name](Call.of(op, case.args))
+        _compare_run(op, case, dtype, op.overload(), expected)
+        desc = op.describe(case.args)
+        for impl in in_its_place(op):
+            if impl.supports(desc):
+                continue
+            try:
+                _compare_run(op, case, dtype, op.overload(impl.name), expected)
+            except ConformanceError as error:
+                raise ConformanceError(f"implementation {impl.name} of {error}") from error
         count += 1
     return count

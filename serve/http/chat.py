@@ -129,7 +129,9 @@ def _answer(
             "stop_reason": completion.stop_reason,
         }
         if completion.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(completion.logprobs, num_top)
+            choice["logprobs"] = chat_logprobs(
+                completion.logprobs, num_top, body.return_tokens_as_token_ids
+            )
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
         choices.append(choice)
@@ -161,7 +163,9 @@ def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGen
         if delta.index not in started:
             started.add(delta.index)
             message = {"role": "assistant", **message}
-        logprobs = None if delta.logprobs is None else chat_logprobs(delta.logprobs, num_top)
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = chat_logprobs(delta.logprobs, num_top, body.return_tokens_as_token_ids)
         return {
             "index": delta.index,
             "delta": message,

@@ -128,18 +128,18 @@ def _prompt_text(state: ServerState, job: Job, number: int) -> str:
     return tokenizer.decode(checked.requests[0].prompt_token_ids, False)
 
 
-def _echo_logprobs(state: ServerState, output: RequestOutput, echoed: str) -> dict[str, Any]:
+def _echo_logprobs(
+    state: ServerState, output: RequestOutput, echoed: str, as_ids: bool
+) -> dict[str, Any]:
     """The log probabilities of the text that ``echo`` repeats."""
-    tokenizer = state.client.inputs.tokenizer
-    first = "" if tokenizer is None else tokenizer.token_text(output.prompt_token_ids[0])
-    return prompt_completion_logprobs(output, first, len(echoed))
+    return prompt_completion_logprobs(output, state.client.inputs.tokenizer, len(echoed), as_ids)
 
 
 def _answer(
     state: ServerState, job: Job, body: CompletionRequest, outputs: Sequence[RequestOutput]
 ) -> dict[str, Any]:
     choices: list[dict[str, Any]] = []
-    hidden = body.max_tokens == 0
+    hidden, as_ids = body.max_tokens == 0, bool(body.return_tokens_as_token_ids)
     for number, output in enumerate(outputs):
         echoed = _prompt_text(state, job, number) if body.echo else ""
         for completion in output.outputs:
@@ -151,10 +151,13 @@ def _answer(
                 "stop_reason": completion.stop_reason,
             }
             if completion.logprobs is not None:
-                before = _echo_logprobs(state, output, echoed) if body.echo else None
-                steps = [] if hidden else completion.logprobs
-                after = completion_logprobs(steps, len(echoed))
-                choice["logprobs"] = after if before is None else joined(before, after)
+                steps, offsets = completion.logprobs, completion.text_offsets
+                if hidden:
+                    steps, offsets = [], None
+                choice["logprobs"] = completion_logprobs(steps, offsets, len(echoed), as_ids)
+                if body.echo:
+                    before = _echo_logprobs(state, output, echoed, as_ids)
+                    choice["logprobs"] = joined(before, choice["logprobs"])
             if body.return_token_ids:
                 choice["prompt_token_ids"] = output.prompt_token_ids
                 choice["token_ids"] = [] if hidden else completion.token_ids
@@ -171,18 +174,18 @@ def _answer(
 
 
 def _stream(state: ServerState, job: Job, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
-    offsets: dict[int, int] = {}
+    echoes: dict[int, int] = {}
+    as_ids = bool(body.return_tokens_as_token_ids)
 
     def choice(delta: Delta) -> dict[str, Any]:
-        is_first = delta.index not in offsets
+        is_first = delta.index not in echoes
         echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
-        offset = offsets.setdefault(delta.index, len(echoed))
+        before = echoes.setdefault(delta.index, len(echoed))
         found = None
         if delta.logprobs is not None:
-            found = completion_logprobs(delta.logprobs, offset)
-            offsets[delta.index] = offset + sum(map(len, found["tokens"]))
+            found = completion_logprobs(delta.logprobs, delta.text_offsets, before, as_ids)
             if echoed:
-                found = joined(_echo_logprobs(state, delta.request, echoed), found)
+                found = joined(_echo_logprobs(state, delta.request, echoed, as_ids), found)
         return {
             "index": delta.index,
             "text": echoed + delta.text,

@@ -37,6 +37,7 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
+    text_offsets: list[int] | None
 
 
 @asynccontextmanager
@@ -76,9 +77,10 @@ async def whole(state: ServerState, job: Job, receive: Receive) -> list[RequestO
 
 
 def check_finish(completion: CompletionOutput) -> None:
-    """Raise the answer to a request that a step failed."""
+    """Raise the answer to a request that failed in a step: 400 if by its own doing."""
     if completion.finish_reason == "error":
-        raise ApiError(500, f"generation failed: {completion.error}", code="generation_failed")
+        status = 400 if completion.refused else 500
+        raise ApiError(status, f"generation failed: {completion.error}", code="generation_failed")
 
 
 async def deltas(job: Job) -> AsyncGenerator[list[Delta], None]:
@@ -99,7 +101,7 @@ async def deltas(job: Job) -> AsyncGenerator[list[Delta], None]:
                 check_finish(completion)
                 if completion.finish_reason is not None:
                     finished.add(index)
-                logprobs = completion.logprobs
+                logprobs, offsets = completion.logprobs, completion.text_offsets
                 gained.append(
                     Delta(
                         index,
@@ -109,6 +111,7 @@ async def deltas(job: Job) -> AsyncGenerator[list[Delta], None]:
                         completion.text[num_characters:],
                         completion.token_ids[num_tokens:],
                         None if logprobs is None else logprobs[num_tokens:],
+                        None if offsets is None else offsets[num_tokens:],
                     )
                 )
                 seen[index] = (len(completion.text), len(completion.token_ids))

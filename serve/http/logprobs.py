@@ -1,11 +1,18 @@
-"""Log probabilities in OpenAI's two forms: of completions and of chats."""
+"""Log probabilities in OpenAI's two forms: of completions and of chats.
+
+Completions know a token by a name alone. Its name is its text; that of a part of a character is its
+bytes, as ``bytes:\\xe2\\x80``. Where two of a step would have one name, the less likely is
+``token_id:N``, as all are for who asks for ``return_tokens_as_token_ids``, which vLLM has too.
+"""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from ...engine.frontend.outputs import Logprob, RequestOutput
+from ...engine.frontend.tokenizer import Tokenizer
 
 Step = dict[int, Logprob]
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -13,38 +20,80 @@ _LEAST = -9999.0
 """In place of minus infinity, which JSON does not have; vLLM has the same."""
 
 
-def completion_logprobs(steps: Sequence[Step], offset: int = 0) -> dict[str, Any]:
+def completion_logprobs(
+    steps: Sequence[Step], offsets: Sequence[int] | None, before: int = 0, as_ids: bool = False
+) -> dict[str, Any]:
     """Log probabilities of a completion's tokens.  A step's first entry is the token itself.
 
     Args:
-        offset: characters before the first token.
+        offsets: where each token begins in its text; None without a tokenizer.
+        before: characters before that text.
+        as_ids: name the tokens by their ids.
     """
     found: dict[str, list[Any]] = {name: [] for name in _LISTS}
-    for step in steps:
-        first = next(iter(step.values()))
-        text = first.decoded_token or ""
-        top = {(e.decoded_token or ""): _finite(e.logprob) for e in step.values()}
-        _append(found, text, _finite(first.logprob), top, offset)
-        offset += len(text)
+    for step, offset in zip(steps, offsets or [0] * len(steps), strict=True):
+        names = _names(step, as_ids)
+        own = next(iter(step))
+        found["tokens"].append(names[own])
+        found["token_logprobs"].append(_finite(step[own].logprob))
+        found["top_logprobs"].append({names[id]: _finite(e.logprob) for id, e in step.items()})
+        found["text_offset"].append(before + offset)
     return found
 
 
+def _names(step: Step, as_ids: bool) -> dict[int, str]:
+    """A name for each token of a step, all different.  The token itself comes first."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for token_id, entry in step.items():
+        name = _name(token_id, None if as_ids else entry.token_bytes)
+        names[token_id] = f"token_id:{token_id}" if name in taken else name
+        taken.add(names[token_id])
+    return names
+
+
+def _name(token_id: int, token_bytes: bytes | None) -> str:
+    if token_bytes is None:
+        return f"token_id:{token_id}"
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+
 def prompt_completion_logprobs(
-    output: RequestOutput, first: str, num_characters: int
+    output: RequestOutput, tokenizer: Tokenizer | None, num_characters: int, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Log probabilities of a prompt's tokens, for ``echo``.
+    """Log probabilities of a prompt's tokens, for ``echo``; the first has none.
 
     Args:
-        first: text of the first token, which has no log probability.
         num_characters: of the text, which may lack a special token that it begins with.
     """
     steps = [step for step in output.prompt_logprobs or () if step is not None]
-    found: dict[str, list[Any]] = {name: [] for name in _LISTS}
-    _append(found, first, None, None, 0)
-    rest = completion_logprobs(steps)
-    start = max(0, num_characters - sum(map(len, rest["tokens"])))
-    rest["text_offset"] = [start + offset for offset in rest["text_offset"]]
-    return joined(found, rest)
+    first, *_ = ids = output.prompt_token_ids
+    offsets = [0] * len(ids)
+    if tokenizer is not None:
+        offsets = _offsets([tokenizer.token_bytes(each) for each in ids], num_characters)
+    own = None if as_ids or tokenizer is None else tokenizer.token_bytes(first)
+    without = {
+        "tokens": [_name(first, own)],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": offsets[:1],
+    }
+    return joined(without, completion_logprobs(steps, offsets[1:], as_ids=as_ids))
+
+
+def _offsets(pieces: Sequence[bytes], num_characters: int) -> list[int]:
+    """Where each piece begins in the text of them all; the text may lack a part of their beginning,
+    such as a special token or a space."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets, end = [], 0
+    for piece in pieces:
+        offsets.append(end)
+        end += len(decoder.decode(piece))
+    lacking = end + len(decoder.decode(b"", True)) - num_characters
+    return [max(0, offset - lacking) for offset in offsets]
 
 
 def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -71,33 +120,26 @@ def prompt_entries(output: RequestOutput) -> list[dict[str, Any] | None] | None:
     ]
 
 
-def _append(
-    found: dict[str, list[Any]],
-    text: str,
-    logprob: float | None,
-    top: dict[str, float] | None,
-    offset: int,
-) -> None:
-    for name, value in zip(_LISTS, (text, logprob, top, offset), strict=True):
-        found[name].append(value)
-
-
-def chat_logprobs(steps: Sequence[Step], num_top: int) -> dict[str, Any]:
-    """Log probabilities of a chat's tokens, with the ``num_top`` likeliest of each."""
+def chat_logprobs(
+    steps: Sequence[Step], num_top: int, as_ids: bool | None = None
+) -> dict[str, Any]:
+    """Log probabilities of a chat's tokens, with the ``num_top`` likeliest of each in order."""
     content = []
     for step in steps:
-        entries = list(step.values())
-        top = [_entry(entry) for entry in entries if entry.rank <= num_top][:num_top]
-        content.append({**_entry(entries[0]), "top_logprobs": top})
+        entries = [(entry.rank, _entry(id, entry, as_ids)) for id, entry in step.items()]
+        own = entries[0][1]
+        entries.sort(key=lambda ranked: -ranked[1]["logprob"])
+        top = [entry for rank, entry in entries if rank <= num_top][:num_top]
+        content.append({**own, "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _entry(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token or ""
+def _entry(token_id: int, entry: Logprob, as_ids: bool | None) -> dict[str, Any]:
+    own = entry.token_bytes
     return {
-        "token": text,
+        "token": f"token_id:{token_id}" if as_ids or own is None else entry.decoded_token,
         "logprob": _finite(entry.logprob),
-        "bytes": list(text.encode("utf-8", "replace")),
+        "bytes": None if own is None else list(own),
     }
 
 

@@ -97,6 +97,7 @@ class Generation(_Unread):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 

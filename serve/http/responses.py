@@ -35,6 +35,10 @@ async def responses(request: Request) -> Response:
     for name, own in (("max_tokens", "max_output_tokens"), ("response_format", "text.format")):
         if getattr(body, name) is not None:
             raise ApiError(400, f"{name} is a field of chats: use {own}", param=name)
+    for name in ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"):
+        if getattr(body, name) is not None:
+            message = f"{name}: responses have no such part; ask /v1/chat/completions"
+            raise ApiError(400, message, param=name)
     body = body.model_copy(update={"response_format": _format(body)})
     tools = tools_of(body.model_copy(update=chat_tools(body)), state.tool_format)
     params = sampling_params(body, max_tokens=body.max_output_tokens, grammar=tools.grammar)

@@ -180,6 +180,9 @@ class ServerState:
         model = self.check_model(body.model)
         self.check_room(len(prompts) * params.n)
         _check_size(prompts, params)
+        if body.stream and body.prompt_logprobs is not None:
+            message = "prompt_logprobs are not in streams; leave out one of both"
+            raise ApiError(400, message, param="prompt_logprobs")
         name = prefix + (body.request_id or self.metrics.new_name())
         checked = []
         for number, prompt in enumerate(prompts):
@@ -198,6 +201,7 @@ class ServerState:
                     prompt, params, final_only=not body.stream, priority=body.priority or 0
                 )
             )
+            _check_length(body, checked[-1], self.client.inputs.max_model_len)
         self.check_serving()  # much may have happened while prompts were encoded
         if name in self.jobs:
             raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
@@ -233,6 +237,21 @@ class ServerState:
         """End a job; whoever waits for it gets ``error``."""
         self.close(job)
         job.stream.fail(error)
+
+
+def _check_length(body: Generation, checked: CheckedRequest, most: int) -> None:
+    """Raise the answer to a call for more tokens than fit behind its prompt."""
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    asked = {name: getattr(body, name, None) for name in names}
+    name, wanted = next(((n, each) for n, each in asked.items() if each is not None), ("", 0))
+    length = len(checked.requests[0].prompt_token_ids)
+    if length + wanted > most:
+        raise ApiError(
+            400,
+            f"{name}={wanted}: the prompt of {length} tokens leaves room for {most - length} of "
+            f"max_model_len={most}; lower {name}, or leave it out",
+            param=name,
+        )
 
 
 def _check_size(prompts: Sequence[Prompt], params: SamplingParams) -> None:

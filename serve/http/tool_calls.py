@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.frontend.grammar import json_grammar
+from ...engine.frontend.json_schema import Document
 from ...engine.frontend.tokenizer import Tokenizer
 from ...engine.messages.sampling_params import SamplingParams
 from .call_reader import FORMATS, CallReader, Format
@@ -96,7 +97,7 @@ def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> T
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
+                "arguments": Document(function.get("parameters") or {"type": "object"}),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,

@@ -167,6 +167,24 @@ def test_a_product_behind_a_transposed_gate_keeps_the_strides_of_eager() -> None
     assert only_report().matched("fuse_act") == 1
 
 
+@pytest.mark.parametrize("rest", ["eager", "inductor"])
+def test_numbers_of_the_caller_are_inputs_of_one_graph(rest: str) -> None:
+    model = PlainDecoder().eval()
+
+    def scaled(ids: Tensor, eps: float, scale: float) -> Tensor:
+        hidden = model(ids) * scale
+        normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
+        return normed * torch.arange(1.0, 1.0 + hidden.shape[-1])
+
+    run, ids = compiled(scaled, dynamic=True, rest=rest), torch.randint(0, 32, (2, 7))
+    for scale in (0.5, 0.7, 1.9):
+        assert_close(run(ids, 1e-5, scale), scaled(ids, 1e-5, scale))
+    report = only_report()
+    assert counts(report)["canonicalize_norm"] == ALL["canonicalize_norm"] + 1
+    assert_close(run(ids, 1e-3, 0.5), scaled(ids, 1e-3, 0.5))
+    assert len(reports()) == 2, "eps is a constant of the graph"
+
+
 def test_a_sum_with_a_transposed_tensor_is_normed_in_the_strides_of_eager() -> None:
     linear, norm, conv = nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-5), nn.Conv1d(4, 32, 1)
     places = torch.randn(2, 7, 32)

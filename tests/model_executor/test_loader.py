@@ -93,16 +93,6 @@ def test_tied_weights_stay_one_parameter(tmp_path: Path, device: torch.device) -
     assert model.lm_head.weight is model.embed.weight
 
 
-def test_a_tied_head_and_old_rope_tables_in_the_file_are_ignored(tmp_path: Path) -> None:
-    saved = BY_NAME["llama_mha_tied"].save(tmp_path).state_dict()
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"] = torch.zeros(128, 64)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
-    save_file(tensors, tmp_path / "model.safetensors")
-    model = load_model(read_spec(tmp_path), tmp_path, "cpu")
-    assert torch.equal(model.lm_head.weight, saved["model.embed_tokens.weight"])
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_read_only_their_slices(folder: Path, world: int) -> None:
     """The loader's own copy loop, with each rank's parameters made by hand."""

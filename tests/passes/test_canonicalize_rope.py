@@ -77,6 +77,24 @@ def test_what_a_decode_step_rotates_is_raised(tokens: int) -> None:
         assert report.matched == 2, fn.__name__
 
 
+def test_cosines_and_sines_of_other_ranks_are_raised() -> None:
+    def ranks(q: Tensor, k: Tensor, c: Tensor, s: Tensor) -> Any:
+        cos, sin = torch.cat((c, c), -1), torch.cat((s, s), -1).unsqueeze(1)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+    given = inputs(BF16, BATCH)
+    f = given.pop("f").bfloat16()
+    report, _ = raised(ranks, **given, c=f.cos()[:, None], s=f.sin())
+    assert report.matched == 2 and not report.missed
+
+
+def test_no_tokens_of_a_static_shape_are_rotated() -> None:
+    given = {name: value[:, :0] for name, value in inputs(BF16, BATCH).items()}
+    report, _ = raised(llama, **given)
+    assert report.matched == 2
+
+
 def test_layers_share_one_table() -> None:
     def layers(q: Tensor, k: Tensor, f: Tensor) -> Any:
         cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))

@@ -52,6 +52,15 @@ def residual_of_a_layer(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor)
     return ops.linear(ops.rms_norm(total, wn, 1e-5), w, None), w2
 
 
+def fp8(x: Tensor, r: Tensor, w: Tensor, wn: Tensor, w2: Tensor) -> Any:
+    weight = w.view(SIZE, SIZE)
+    total = r + ops.all_reduce(ops.linear(x, weight, None), GROUP)
+    q, scale = ops.quant_fp8_dynamic(ops.rms_norm(total, wn, 1e-5), 0)
+    of_rows = weight[:, :1].abs().float() + 0.5
+    weight = weight.to(torch.float8_e4m3fn)
+    return ops.linear(q, weight, None, scale, of_rows, torch.bfloat16), total
+
+
 def inputs() -> dict[str, Tensor]:
     """The weight flat: of two dimensions its first would be captured as dynamic."""
     return {
@@ -82,6 +91,7 @@ def test_they_become_one_op(model: Any) -> None:
         (residual_of_a_layer, "not from a linear layer"),
         (offset, "the norm's weight has an offset"),
         (read_twice, "is also read by mul"),
+        (fp8, "the layer is FP8"),
     ],
 )
 def test_what_is_left_alone_says_why(model: Any, reason: str) -> None:

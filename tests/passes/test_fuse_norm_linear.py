@@ -82,6 +82,13 @@ def write_between(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.linear(y, w, None)
 
 
+def fp8_static(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = r + ops.linear(x, w, None)
+    scale = nw[:1].float().view(1, 1)
+    q = ops.quant_fp8_static(ops.rms_norm(total, nw, 1e-5), scale)
+    return ops.linear(q, w.to(torch.float8_e4m3fn), None, scale, scale, torch.float32), total
+
+
 def inputs() -> dict[str, Tensor]:
     """The weight flat: of two dimensions its first would be captured as dynamic."""
     return {
@@ -131,6 +138,7 @@ def test_they_become_one_op_and_no_bit_changes(model: Model, sites: int) -> None
         (normed_read, "is also read by"),
         (early_sum, "the sum is used before"),
         (write_between, "writes to memory between"),
+        (fp8_static, "the layer is FP8: the fused op takes what is normed as it is"),
     ],
 )
 def test_a_miss_says_why(model: Model, reason: str) -> None:

@@ -171,16 +171,43 @@ def test_a_miss_has_its_reason(model: Model, reason: str) -> None:
     assert "linear_add_norm_mlp.default" not in targets(gm)
 
 
-def test_an_activation_with_a_scale_a_group_is_no_site() -> None:
+def test_an_activation_with_a_scale_a_group_is_a_miss() -> None:
     gm = capture(activated_by_groups, x=given()["x"])
     *_, report = run_passes(gm, build_passes(PASSES), verify=True)
-    assert not report.sites
+    (site,) = report.missed
+    assert (
+        site.reason == "it quantizes by a scale for each 128 columns, the fused op by one a token"
+    )
 
 
 @pytest.mark.parametrize("others", [[], ["fuse_all_reduce_norm"]])
-def test_layers_behind_a_sum_over_ranks_are_no_site(others: list[str]) -> None:
+def test_layers_behind_a_sum_over_ranks_are_a_miss(others: list[str]) -> None:
     """Whether the sum is a node of its own or part of the norm."""
     gm = capture(sum_over_ranks, **given())
     *_, report = run_passes(gm, build_passes([*PASSES, *others]))
     assert report.name == "fuse_norm_mlp"
-    assert not report.sites
+    (site,) = report.missed
+    assert site.reason.startswith("a sum over ranks comes before its norm")
+
+
+def behind_rounds_otherwise(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = r + fp8(x, w)
+    total = total + mlp(total, w, nw)
+    q, scale = ops.quant_fp8_dynamic(ops.rms_norm(total, nw, 1e-6), 0)
+    weight, of_rows = w.view(SIZE, SIZE).to(torch.float8_e4m3fn), torch.ones(SIZE, 1)
+    return ops.linear(q, weight, None, scale, of_rows, torch.float32), total
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (inner_layer, ""),
+        (last_layer, "no norm of its sum with the residual quantizes by scales of its own"),
+        (next_is_read_twice, "2 nodes read"),
+        (behind_rounds_otherwise, "makes torch.float32"),
+    ],
+)
+def test_a_layer_behind_that_is_left_out_has_its_reason(model: Model, reason: str) -> None:
+    (site,) = fused(model)[1].sites
+    assert site.matched and bool(site.reason) == bool(reason)
+    assert reason in site.reason

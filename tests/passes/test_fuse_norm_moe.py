@@ -27,6 +27,8 @@ def test_they_become_one_op_and_no_bit_changes(model: experts.Model, left: list[
     gm = capture(model, x=x, flat=flat)
     *_, report = run_passes(gm, build_passes(PASSES), verify=True)
     assert (report.matched, report.missed) == (1, [])
+    (site,) = report.sites
+    assert bool(left) is site.reason.startswith("without the norm and layer behind: ")
     found = [t for t in targets(gm) if t.endswith(".default")]
     assert found == ["linear_add_norm_moe.default", *left]
     sizes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]

@@ -209,3 +209,43 @@ def test_attention_cannot_find_a_scale_of_its_own(quantize: Quantize, what: str)
     (report,) = run_passes(gm, build_passes(["fuse_attn_quant"]))
     (site,) = report.missed
     assert site.reason == f"a scale a {what} follows from values of several blocks of the kernel"
+
+
+def two_attentions(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
+    scale, q = t["scale"].view(1, 1), t["q"]
+    out = torch.empty_like(q)
+    for window in (0, 3):
+        rest = (t["table"], t["seq_lens"], t["starts"], out, DIM**-0.5, window, 0.0)
+        ops.paged_attention(q, t["kv_cache"], *rest)
+    return quantize(out.view(-1, HEADS * DIM), scale)
+
+
+def into_zeros(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
+    scale, q = t["scale"].view(1, 1), t["q"]
+    out = torch.zeros_like(q)
+    rest = (t["table"], t["seq_lens"], t["starts"], out, DIM**-0.5, 0, 0.0)
+    ops.paged_attention(q, t["kv_cache"], *rest)
+    return quantize(out.view(-1, HEADS * DIM), scale)
+
+
+def first_half(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
+    scale, q = t["scale"].view(1, 1), t["q"]
+    out = torch.empty_like(q)
+    rest = (t["table"], t["seq_lens"], t["starts"], out, DIM**-0.5, 0, 0.0)
+    ops.paged_attention(q, t["kv_cache"], *rest)
+    return quantize(out.view(-1, HEADS * DIM)[:, : HEADS * DIM // 2], scale)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (two_attentions, "is written by paged_attention"),
+        (into_zeros, "the output lies in out, not in a buffer of its own"),
+        (first_half, "is another view of the output than a reshape"),
+    ],
+)
+def test_an_attention_whose_output_cannot_be_fp8_says_why(model: Any, reason: str) -> None:
+    gm, _ = captured(model, attention_inputs(), static)
+    (report,) = run_passes(gm, build_passes(["fuse_attn_quant"]), verify=True)
+    (site,) = report.missed
+    assert reason in site.reason

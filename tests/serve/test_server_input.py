@@ -73,6 +73,12 @@ BAD: list[tuple[str, Any, str | None]] = [
     ("a text for many prompts", {"prompt": "1" * 9000}, "prompt"),
     ("the same by itself", {"prompt": "1" * 9000, "add_special_tokens": False}, "prompt"),
     ("much for each of many", {"prompt": "1", "n": 16000, "bad_words": ["a" * 1000] * 5}, "n"),
+    ("more than fits", {"prompt": "1+1=", "max_tokens": 510}, "max_tokens"),
+    (
+        "prompts of a stream",
+        {"prompt": "1", "stream": True, "prompt_logprobs": 0},
+        "prompt_logprobs",
+    ),
     ("an option of streams", {"prompt": "1", "stream_options": {"all": True}}, "stream_options"),
 ]
 
@@ -85,6 +91,9 @@ BAD: list[tuple[str, Any, str | None]] = [
         ("response_format", {"type": "text"}),
         ("text", {"format": "json"}),
         ("previous_response_id", "resp_1"),
+        ("prompt_logprobs", 0),
+        ("return_token_ids", True),
+        ("max_output_tokens", 512),
     ],
 )
 def test_responses_refuse_what_they_would_ignore(http: httpx.Client, name: str, value: Any) -> None:
@@ -126,6 +135,33 @@ def test_bad_messages_are_a_400(http: httpx.Client, messages: Any, param: str) -
     answer = http.post("/v1/chat/completions", json={"messages": messages})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert len(answer.content) < 3000
+
+
+@pytest.mark.parametrize(
+    "more, param",
+    [
+        ({"max_tokens": 511}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 512}, "max_completion_tokens"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_a_chat_for_what_cannot_be_is_a_400(
+    http: httpx.Client, more: dict[str, Any], param: str
+) -> None:
+    messages = [{"role": "user", "content": "1+1="}]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_what_just_fits_behind_a_prompt_is_served(http: httpx.Client) -> None:
+    """The bundled model has 512 positions, and its text begins with a special token."""
+    body = {"prompt": "1+1=", "max_tokens": 507, "temperature": 0}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.json()["choices"][0]["text"] == "2"
+    body["max_tokens"] = 508
+    assert (
+        "leaves room for 507 of max_model_len=512" in http.post("/v1/completions", json=body).text
+    )
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ TOOL = {
         "name": "add",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer"}},
+            "properties": {"a": {"$ref": "#/$defs/whole"}},
+            "$defs": {"whole": {"type": "integer"}},
             "required": ["a"],
             "additionalProperties": False,
         },
