@@ -15,7 +15,7 @@ from ..engine.ranks.torchrun import join_torchrun
 from .flags import Model, engine_flags, strings
 from .options import checked, merge
 
-_PARSERS = ("auto", "hermes", "llama3_json", "mistral")
+PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "xlam")
 _MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
 
@@ -58,7 +58,7 @@ def serve(
         str | None, typer.Option(help="Web pages that may ask (CORS), separated by commas.")
     ] = None,
     tool_call_parser: Annotated[
-        str, typer.Option(help="How the model calls tools: auto, hermes, llama3_json, mistral.")
+        str, typer.Option(help=f"How the model calls tools: {', '.join(PARSERS)}.")
     ] = "auto",
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate: serves HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
@@ -76,9 +76,9 @@ def serve(
     check_number(stall_timeout=stall_timeout, max_body_mb=max_body_mb)
     if not shutdown_timeout >= 0:
         raise UserError(f"shutdown_timeout={shutdown_timeout}: expected 0 or more seconds")
-    if tool_call_parser not in _PARSERS:
+    if tool_call_parser not in PARSERS:
         raise UserError(
-            f"tool_call_parser={tool_call_parser!r}: expected one of {', '.join(_PARSERS)}"
+            f"tool_call_parser={tool_call_parser!r}: expected one of {', '.join(PARSERS)}"
         )
     certificate, private_key = _certificate(ssl_certfile, ssl_keyfile)
     keys = _keys(api_key or [], api_key_file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,14 @@ from ...engine.frontend import chat_template  # noqa: F401  # here, so that no r
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from .body import read
+from .call_reader import CallReader
 from .completions import sampling_params
 from .errors import ApiError, api_error, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
-from .form import grammar_of
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
 from .state import Job, ServerState
-from .tool_calls import CallReader, Tools, tools_of, with_parsed_arguments
+from .tool_calls import Tools, tools_of, with_marks, with_parsed_arguments
 
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "self")
 _SHORT_TEXT = 1000
@@ -38,8 +37,6 @@ async def chat_completions(request: Request) -> Response:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_top = body.top_logprobs or 0
     tools = tools_of(body, state.tool_format)
-    if tools.grammar is not None and grammar_of(body) is not None:
-        raise ApiError(400, "tool_choice: not beside a form of the output", param="tool_choice")
     params = sampling_params(
         body,
         max_tokens=most,
@@ -47,8 +44,7 @@ async def chat_completions(request: Request) -> Response:
         prompt_logprobs=body.prompt_logprobs,
         grammar=tools.grammar,
     )
-    if tools.form is not None and not tools.form.skip_special_tokens:
-        params = replace(params, skip_special_tokens=False)
+    params = with_marks(params, tools, state.client.inputs.tokenizer)
     more = {} if tools.given is None else {"tools": tools.given}
     prompt = await render(
         state,
@@ -122,8 +118,8 @@ def _answer(
             content, calls = reader.push(completion.text)
             rest, last = reader.finish()
             if calls := calls + last:
-                finish_reason = "tool_calls"
                 message["tool_calls"] = [call.to_json() for call in calls]
+            finish_reason = reader.finish_reason(finish_reason)
             message["content"] = content + rest if content + rest or not calls else None
         choice: dict[str, Any] = {
             "index": completion.index,
@@ -163,8 +159,7 @@ def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGen
             readers[delta.index] = tools.reader()
         if (reader := readers[delta.index]) is not None:
             message = _read(reader, delta)
-            if reader.num_calls and finish_reason is not None:
-                finish_reason = "tool_calls"
+            finish_reason = reader.finish_reason(finish_reason)
         if delta.index not in started:
             started.add(delta.index)
             message = {"role": "assistant", **message}

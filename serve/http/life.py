@@ -20,11 +20,11 @@ from ...config import EngineDeadError, EngineOptions, MachineError, UserError
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
+from .call_reader import detect
 from .errors import ApiError
 from .helper import DRAINED, READY, Helper, Orders
 from .limits import LimitedProtocol
 from .state import Phase, ServerState, Settings
-from .tool_calls import detect
 
 _BACKLOG = 2048
 _FLUSH_S = 2

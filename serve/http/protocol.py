@@ -141,6 +141,8 @@ class ResponsesRequest(Generation):
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     previous_response_id: str | None = None
+    tools: Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
 

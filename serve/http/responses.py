@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer form of a chat, for text.
+"""``/v1/responses``: OpenAI's newer form of a chat, for text and calls of functions.
 
 Answers are not stored, so a conversation comes whole with each call.
 """
@@ -19,7 +19,9 @@ from .completions import sampling_params
 from .errors import ApiError, api_error, json_response
 from .events import EventStream, deltas, event, whole
 from .protocol import ResponsesRequest
+from .response_items import Items, chat_messages, chat_tools
 from .state import Job, ServerState
+from .tool_calls import Tools, tools_of, with_marks, with_parsed_arguments
 
 
 async def responses(request: Request) -> Response:
@@ -38,16 +40,24 @@ async def responses(request: Request) -> Response:
             message = f"{name}: responses have no such part; ask /v1/chat/completions"
             raise ApiError(400, message, param=name)
     body = body.model_copy(update={"response_format": _format(body)})
-    params = sampling_params(body, max_tokens=body.max_output_tokens)
-    prompt = await render(state, _messages(body), True, body.chat_template_kwargs)
+    tools = tools_of(body.model_copy(update=chat_tools(body)), state.tool_format)
+    params = sampling_params(body, max_tokens=body.max_output_tokens, grammar=tools.grammar)
+    params = with_marks(params, tools, state.client.inputs.tokenizer)
+    more = {} if tools.given is None else {"tools": tools.given}
+    messages = with_parsed_arguments(chat_messages(body))
+    prompt = await render(state, messages, True, body.chat_template_kwargs, **more)
     try:
         job = await state.submit("resp_", body, [prompt], params, request.headers)
     except UserError as error:
         raise api_error(error, "input") from error
     if body.stream:
-        return EventStream(state, job, _stream(job, body), done=b"")
+        return EventStream(state, job, _stream(job, body, tools), done=b"")
     (output,) = await whole(state, job, request.receive)
-    answer = _answer(job, body, output)
+    (completion,) = output.outputs
+    items = Items(job.name, tools.reader())
+    items.push(completion.text)
+    items.finish(completion.finish_reason)
+    answer = _answer(job, body, items, output)
     return json_response(answer, headers={"x-request-id": job.name})
 
 
@@ -65,38 +75,13 @@ def _format(body: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The conversation: instructions first, then the input's messages with their text."""
-    messages: list[dict[str, Any]] = []
-    if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
-    if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
-    for item in body.input:
-        if item.get("type", "message") != "message":
-            kind = str(item.get("type"))[:50]
-            raise ApiError(400, f"input: items of type {kind!r} are not served", param="input")
-        content = item.get("content")
-        if isinstance(content, list):
-            content = [_part(part) for part in content]
-        messages.append({"role": item.get("role"), "content": content})
-    return messages
-
-
-def _part(part: Any) -> Any:
-    """A part of a message as chats have it; others are refused with the message."""
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
-        return {"type": "text", "text": part.get("text")}
-    return part
-
-
-def _answer(job: Job, body: ResponsesRequest, output: RequestOutput | None) -> dict[str, Any]:
+def _answer(
+    job: Job, body: ResponsesRequest, items: Items, output: RequestOutput | None
+) -> dict[str, Any]:
     """The response; without an output it has only begun."""
-    text, is_cut, counts = None, False, None
+    counts = None
     if output is not None:
-        (completion,) = output.outputs
-        text, is_cut = completion.text, completion.finish_reason == "length"
-        num_prompt, num_output = job.num_prompt_tokens, len(completion.token_ids)
+        num_prompt, num_output = job.num_prompt_tokens, len(output.outputs[0].token_ids)
         counts = {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
@@ -104,25 +89,25 @@ def _answer(job: Job, body: ResponsesRequest, output: RequestOutput | None) -> d
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt + num_output,
         }
-    status = "in_progress" if text is None else "incomplete" if is_cut else "completed"
+    is_cut = items.status == "incomplete"
     return {
         "id": job.name,
         "object": "response",
         "created_at": job.created,
-        "status": status,
+        "status": items.status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "model": job.model,
-        "output": [] if text is None else [_item(job, text, status)],
-        "parallel_tool_calls": False,
+        "output": [] if output is None else items.items,
+        "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
         "temperature": body.temperature,
         "text": body.text or {"format": {"type": "text"}},
-        "tool_choice": "none",
-        "tools": [],
+        "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+        "tools": body.tools or [],
         "top_p": body.top_p,
         "truncation": "disabled",
         "usage": counts,
@@ -130,53 +115,26 @@ def _answer(job: Job, body: ResponsesRequest, output: RequestOutput | None) -> d
     }
 
 
-def _item(job: Job, text: str | None, status: str) -> dict[str, Any]:
-    return {
-        "id": f"msg_{job.name.removeprefix('resp_')}",
-        "type": "message",
-        "role": "assistant",
-        "status": status,
-        "content": [] if text is None else [_text(text)],
-    }
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-async def _stream(job: Job, body: ResponsesRequest) -> AsyncGenerator[bytes, None]:
+async def _stream(job: Job, body: ResponsesRequest, tools: Tools) -> AsyncGenerator[bytes, None]:
     number = -1
 
-    def named(kind: str, **content: Any) -> bytes:
+    def named(kind: str, content: dict[str, Any]) -> bytes:
         nonlocal number
         number += 1
         data = event({"type": kind, "sequence_number": number, **content})
         return f"event: {kind}\n".encode() + data
 
-    item = _item(job, None, "in_progress")
-    at = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-    begun = _answer(job, body, None)
-    yield b"".join(
-        (
-            named("response.created", response=begun),
-            named("response.in_progress", response=begun),
-            named("response.output_item.added", output_index=0, item=item),
-            named("response.content_part.added", **at, part=_text("")),
-        )
-    )
+    items = Items(job.name, tools.reader())
+    begun = {"response": _answer(job, body, items, None)}
+    yield named("response.created", begun) + named("response.in_progress", begun)
     last: RequestOutput | None = None
     async for gained in deltas(job):
         for delta in gained:
             last = delta.request
-            if delta.text:
-                yield named("response.output_text.delta", **at, delta=delta.text, logprobs=[])
-    answer = _answer(job, body, last)
-    (part,) = answer["output"][0]["content"]
-    yield b"".join(
-        (
-            named("response.output_text.done", **at, text=part["text"], logprobs=[]),
-            named("response.content_part.done", **at, part=part),
-            named("response.output_item.done", output_index=0, item=answer["output"][0]),
-            named(f"response.{answer['status']}", response=answer),
-        )
-    )
+            events = items.push(delta.text)
+            if delta.output.finish_reason is not None:
+                events += items.finish(delta.output.finish_reason)
+            if events:
+                yield b"".join(named(*each) for each in events)
+    answer = _answer(job, body, items, last)
+    yield named(f"response.{answer['status']}", {"response": answer})

@@ -1,178 +1,20 @@
-"""Tool calls: found in what a model writes, in the formats of Hermes and Qwen, Llama 3 and Mistral.
-
-A call is complete when its JSON is; until then its text is held back.  What turns out to be no call
-is content.
-"""
+"""Tools of a chat: which may be called, and what the output must be if one has to be."""
 
 from __future__ import annotations
 
 import json
-import re
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...engine.frontend.grammar import json_grammar
 from ...engine.frontend.json_schema import Document
+from ...engine.frontend.tokenizer import Tokenizer
+from ...engine.messages.sampling_params import SamplingParams
+from .call_reader import FORMATS, CallReader, Format
 from .errors import ApiError
-from .protocol import ChatRequest
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a model writes calls.
-
-    Attributes:
-        start: text before a call, or before all; "" if the output is a call or begins with none.
-        end: text behind each call; "": the calls end with the output.
-        skip_special_tokens: whether the marks are ordinary text.
-        marks: texts in a chat template that tell of this format.
-    """
-
-    start: str
-    end: str
-    skip_special_tokens: bool
-    marks: tuple[str, ...]
-
-
-FORMATS: dict[str, Format] = {
-    "hermes": Format("<tool_call>", "</tool_call>", True, ("<tool_call>",)),
-    "mistral": Format("[TOOL_CALLS]", "", False, ("[TOOL_CALLS]",)),
-    "llama3_json": Format("", "", False, ("<|python_tag|>", '"parameters"')),
-}
-
-
-def detect(template: str) -> str | None:
-    """The name of the format that a chat template shows; None if it knows no tools."""
-    for name, form in FORMATS.items():
-        if any(mark in template for mark in form.marks):
-            return name
-    return None
-
-
-@dataclass
-class Call:
-    """A call; ``arguments`` are JSON."""
-
-    name: str
-    arguments: str
-    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-    def to_json(self) -> dict[str, Any]:
-        """OpenAI's form."""
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self.call_id, "type": "function", "function": function}
-
-
-class CallReader:
-    """Divides one output into content and calls, as it comes.
-
-    Args:
-        form: how the model writes calls; None if all of the output is one call, by a grammar.
-    """
-
-    def __init__(self, form: Format | None) -> None:
-        self._form = form
-        self._held = ""
-        self._in_call = form is None
-        self._is_begun = False
-        self.num_calls = 0
-
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        """(content, calls) that are certain behind this text."""
-        self._held += text
-        form = self._form
-        if form is None or (self._in_call and not form.end):
-            return "", []
-        if not form.start:
-            return self._push_unmarked(), []
-        content, calls = "", []
-        while True:
-            if not self._in_call:
-                before, found, rest = self._held.partition(form.start)
-                if not found:
-                    keep = _partial(self._held, form.start)
-                    content += self._held[: len(self._held) - keep]
-                    self._held = self._held[len(self._held) - keep :]
-                    break
-                content, self._held, self._in_call = content + before, rest, True
-            if not form.end:
-                break
-            body, found, rest = self._held.partition(form.end)
-            if not found:
-                break
-            self._held, self._in_call = rest.lstrip("\n"), False
-            parsed = _parse(body)
-            calls += parsed
-            content += "" if parsed else form.start + body + form.end
-        self.num_calls += len(calls)
-        if self.num_calls and not content.strip():
-            content = ""  # what lies between calls
-        return content, calls
-
-    def _push_unmarked(self) -> str:
-        """Llama's calls: an output that begins with a brace, or its mark."""
-        start = self._held.lstrip()
-        if not start:
-            return ""
-        if not self._is_begun:
-            self._is_begun = True
-            self._in_call = start.startswith(("{", "<"))
-        if self._in_call:
-            return ""
-        content, self._held = self._held, ""
-        return content
-
-    def finish(self) -> tuple[str, list[Call]]:
-        """The rest, when nothing more will come."""
-        held, self._held = self._held, ""
-        if not self._in_call:
-            return held, []
-        calls = _parse(held.strip().removeprefix("<|python_tag|>"))
-        self.num_calls += len(calls)
-        if calls:
-            return "", calls
-        start = self._form.start if self._form else ""
-        return start + held, []
-
-
-def _partial(text: str, mark: str) -> int:
-    """How many characters at the end of a text may begin a mark."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-length:]):
-            return length
-    return 0
-
-
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?=\{)")
-
-
-def _parse(text: str) -> list[Call]:
-    """The calls in a text of JSON objects, a list of them, or ``name{…}``; none if it is not."""
-    decoder, found, at = json.JSONDecoder(), [], 0
-    text = text.strip()
-    while at < len(text):
-        name = _NAMED.match(text, at)
-        try:
-            value, at = decoder.raw_decode(text, name.end() if name else at)
-        except (ValueError, RecursionError):
-            return []
-        if name:
-            value = {"name": name[1], "arguments": value}
-        found += value if isinstance(value, list) else [value]
-        at = len(text) - len(text[at:].lstrip(" \n\t;,"))
-    calls = [call for each in found if (call := _call(each)) is not None]
-    return calls if len(calls) == len(found) else []
-
-
-def _call(value: Any) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        return Call(value["name"], arguments)
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+from .form import grammar_of
+from .protocol import ChatRequest, ResponsesRequest
 
 
 @dataclass(frozen=True)
@@ -181,23 +23,42 @@ class Tools:
 
     Attributes:
         given: for the template; None if there are none to call.
-        form: how calls are found in the output.
+        form: how the model writes calls; None if it is not known.
         grammar: of the output, if a call is required.
+        is_parallel: whether an output may have several calls.
     """
 
     given: list[dict[str, Any]] | None = None
     form: Format | None = None
     grammar: str | None = None
+    is_parallel: bool = True
 
     def reader(self) -> CallReader | None:
         """What finds the calls of one output; None where none are looked for."""
         if self.given is None:
             return None
-        return CallReader(None if self.grammar else self.form)
+        functions = [tool["function"] for tool in self.given]
+        return CallReader(
+            self.form,
+            is_call=self.grammar is not None,
+            max_calls=None if self.is_parallel else 1,
+            schemas={function["name"]: function.get("parameters") for function in functions},
+        )
 
 
-def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
-    """The tools of a chat.
+def with_marks(params: SamplingParams, tools: Tools, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Parameters by which texts show the marks of calls, also where they are special tokens."""
+    if tools.given is None or tools.form is None or tools.grammar is not None or tokenizer is None:
+        return params
+    for mark in filter(None, (tools.form.start, tools.form.end)):
+        ids = tokenizer.encode(mark, add_special_tokens=False)
+        if mark in tokenizer.decode(ids, False) and mark not in tokenizer.decode(ids):
+            return replace(params, skip_special_tokens=False)
+    return params
+
+
+def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> Tools:
+    """The tools of a body in the form of chats.
 
     Args:
         format_name: of the model's calls; None if it is not known.
@@ -205,7 +66,7 @@ def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
     Raises:
         ApiError: the tools or the choice are bad, or this model calls none.
     """
-    choice = body.tool_choice
+    choice, is_parallel = body.tool_choice, body.parallel_tool_calls is not False
     if not body.tools or choice == "none":
         if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
@@ -219,7 +80,9 @@ def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
                 "--tool-call-parser, or require a call by tool_choice",
                 param="tools",
             )
-        return Tools(body.tools, FORMATS[format_name])
+        return Tools(body.tools, FORMATS[format_name], is_parallel=is_parallel)
+    if grammar_of(body) is not None:
+        raise ApiError(400, "tool_choice: not beside a form of the output", param="tool_choice")
     if choice != "required":
         name = _chosen(choice)
         functions = [function for function in functions if function["name"] == name]
@@ -241,7 +104,8 @@ def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
         }
         for function in functions
     ]
-    return Tools(body.tools, None, json_grammar({"anyOf": schemas}))
+    form = FORMATS.get(format_name or "")
+    return Tools(body.tools, form, json_grammar({"anyOf": schemas}), is_parallel)
 
 
 def _chosen(choice: Any) -> Any:
@@ -251,12 +115,16 @@ def _chosen(choice: Any) -> Any:
 
 def _function(number: int, tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function") if tool.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name:
         raise ApiError(
             400,
             f"tools[{number}]: expected {{'type': 'function', 'function': {{'name': …}}}}",
             param="tools",
         )
+    if not isinstance(function.get("parameters") or {}, dict):
+        message = f"tools[{number}].function.parameters: expected a JSON schema, an object"
+        raise ApiError(400, message, param="tools")
     return function
 
 

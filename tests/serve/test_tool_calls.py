@@ -1,65 +1,23 @@
-"""Claims about tool calls: they are found in each format wherever the text is cut, and what is no
-call stays content."""
+"""Claims about tool calls over HTTP: calls of earlier messages, required ones, and those that a
+model writes, in an answer and in a stream."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import openai
 import pytest
 
-from fusewright.serve.http.tool_calls import FORMATS, CallReader, detect, with_parsed_arguments
+from fusewright.engine.frontend.tokenizer import Tokenizer
+from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.serve.http.call_reader import FORMATS
+from fusewright.serve.http.tool_calls import Tools, with_marks, with_parsed_arguments
 
-from .server_process import ServerProcess
-
-ADD: tuple[str, dict[str, Any]] = ("add", {"a": 1, "text": "é </b>"})
-GET: tuple[str, dict[str, Any]] = ("get.it", {})
-
-
-def called(name: str, arguments: dict[str, Any], key: str = "arguments") -> str:
-    return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
-
-
-A, G = called(*ADD), called(*GET)
-CASES: list[tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = [
-    ("hermes", f"<tool_call>\n{A}\n</tool_call>", "", [ADD]),
-    ("hermes", f"so <tool_call>{A}</tool_call>\n<tool_call>{G}</tool_call>", "so ", [ADD, GET]),
-    ("hermes", "1 < 2 and <tool", "1 < 2 and <tool", []),
-    ("hermes", "<tool_call>no</tool_call>!", "<tool_call>no</tool_call>!", []),
-    ("hermes", f"<tool_call>{A}", "", [ADD]),
-    ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
-    ("mistral", f"[TOOL_CALLS] [{A}, {G}]", "", [ADD, GET]),
-    ("mistral", f"hm[TOOL_CALLS]add{json.dumps(ADD[1])}", "hm", [ADD]),
-    ("mistral", "a [TOOL] b", "a [TOOL] b", []),
-    ("llama3_json", called(*ADD, key="parameters"), "", [ADD]),
-    ("llama3_json", f"<|python_tag|>{A}; {G}", "", [ADD, GET]),
-    ("llama3_json", "{no json", "{no json", []),
-    ("llama3_json", 'so {"name": "x"}', 'so {"name": "x"}', []),
-]
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("form, text, content, calls", CASES)
-def test_calls_are_found_wherever_the_text_is_cut(
-    form: str, text: str, content: str, calls: list[Any], size: int
-) -> None:
-    reader, seen, found = CallReader(FORMATS[form]), "", []
-    for start in range(0, len(text), size):
-        more, new = reader.push(text[start : start + size])
-        seen, found = seen + more, found + new
-    more, new = reader.finish()
-    assert seen + more == content
-    assert [(call.name, json.loads(call.arguments)) for call in found + new] == calls
-    assert reader.num_calls == len(calls)
-    assert len({call.call_id for call in found + new}) == len(calls)
-
-
-def test_the_format_is_read_off_the_template() -> None:
-    assert detect("{{ '<tool_call>' }}") == "hermes"
-    assert detect("[TOOL_CALLS] {{ tools }}") == "mistral"
-    assert detect('{"name": …, "parameters": …}') == "llama3_json"
-    assert detect("{{ messages }}") is None
+from ..engine.toy import TOKENIZER
 
 
 def test_templates_get_arguments_as_objects() -> None:
@@ -71,13 +29,25 @@ def test_templates_get_arguments_as_objects() -> None:
     assert with_parsed_arguments([message("{")]) == [message("{")]
 
 
+@pytest.mark.parametrize("is_special", [True, False])
+def test_marks_that_are_special_tokens_are_shown(tmp_path: Path, is_special: bool) -> None:
+    stored = json.loads((TOKENIZER.folder / "tokenizer.json").read_text())
+    mark = {**stored["added_tokens"][0], "id": 400, "content": "<tool_call>", "special": is_special}
+    stored["added_tokens"].append(mark)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    tools = Tools([TOOL], FORMATS["hermes"])
+    params = with_marks(SamplingParams(), tools, Tokenizer(tmp_path))
+    assert params.skip_special_tokens is not is_special
+
+
 TOOL = {
     "type": "function",
     "function": {
         "name": "add",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "integer"}},
+            "properties": {"a": {"$ref": "#/$defs/whole"}},
+            "$defs": {"whole": {"type": "integer"}},
             "required": ["a"],
             "additionalProperties": False,
         },
@@ -98,26 +68,114 @@ def test_a_required_call_keeps_to_its_schema(http: httpx.Client) -> None:
         assert found["message"]["content"] is None
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-def test_a_call_that_the_model_writes_is_found(server: ServerProcess, streamed: bool) -> None:
-    # The bundled model calls no tools: a grammar has it write one.
-    text = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
-    body = {**CHAT, "structured_outputs": {"choice": [text]}, "max_tokens": 100}
-    headers = {"authorization": "Bearer a key"}
-    with server.client(headers=headers) as client:
-        if not streamed:
-            answer = client.post("/v1/chat/completions", json=body).json()
-            choices = answer["choices"]
-            calls = choices[0]["message"]["tool_calls"]
-        else:
-            answer = client.post("/v1/chat/completions", json={**body, "stream": True})
-            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-            choices = [json.loads(line)["choices"][0] for line in lines]
-            assert not any(choice["delta"].get("content") for choice in choices)
-            calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
-            assert calls[0]["index"] == 0
-    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 5}'}]
-    assert choices[-1]["finish_reason"] == "tool_calls"
+def hermes(*calls: str) -> str:
+    return "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+ADD, SUB = (
+    '{"name":"add","arguments":{"a":5}}',
+    '{"name":"s","arguments":{"a":"</tool_call>"}}',
+)
+FIVE, MARK = ("add", {"a": 5}), ("s", {"a": "</tool_call>"})
+NAN = hermes('{"name":"add","arguments":{"a":NaN}}')
+HALF = hermes('{"name":"s","arguments":{"a":"\\ud83d"}}')
+Message = tuple[str | None, list[tuple[str, Any]], str]
+WRITTEN: dict[str, tuple[str, dict[str, Any], Message]] = {
+    "calls within content": (
+        f"So\n{hermes(ADD, SUB)}\nDone.\n\nNext",
+        {"n": 2, "logprobs": True},
+        ("So\nDone.\n\nNext", [FIVE, MARK], "tool_calls"),
+    ),
+    "a NaN, half a pair": (NAN + HALF, {}, (NAN, [("s", {"a": "\ufffd"})], "tool_calls")),
+    "one call at most": (
+        hermes(ADD, ADD),
+        {"parallel_tool_calls": False},
+        (None, [FIVE], "tool_calls"),
+    ),
+    "a stop string in the end mark": (
+        hermes(ADD),
+        {"stop": "</tool"},
+        (None, [FIVE], "tool_calls"),
+    ),
+    "no tools wanted": (hermes(ADD), {"tool_choice": "none"}, (hermes(ADD), [], "stop")),
+}
+
+
+@pytest.mark.parametrize("text, more, message", WRITTEN.values(), ids=list(WRITTEN))
+def test_an_answer_and_a_stream_have_the_same_content_and_calls(
+    http: httpx.Client, text: str, more: dict[str, Any], message: Message
+) -> None:
+    # The bundled model calls no tools: a grammar has it write the text.
+    body = {**CHAT, "structured_outputs": {"choice": [text]}, "max_tokens": 200, **more}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = events(http.post("/v1/chat/completions", json=body))
+    assert last["usage"] == answer["usage"]
+    assert len(answer["choices"]) == more.get("n", 1)
+    for choice in answer["choices"]:
+        assert told(choice, choice["message"]) == message
+        gained = [e for c in chunks for e in c["choices"] if e["index"] == choice["index"]]
+        content = "".join(e["delta"].get("content") or "" for e in gained) or None
+        calls = [call for e in gained for call in e["delta"].get("tool_calls", [])]
+        assert [call["index"] for call in calls] == list(range(len(message[1])))
+        assert told(gained[-1], {"content": content, "tool_calls": calls}) == message
+        if choice["logprobs"] is not None:
+            tokens = [t["token"] for e in gained for t in e["logprobs"]["content"]]
+            assert tokens == [t["token"] for t in choice["logprobs"]["content"]]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = answer.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def told(choice: dict[str, Any], message: dict[str, Any]) -> Message:
+    """Content, calls with strictly decoded arguments, and the reason."""
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [(f["name"], msgspec.json.decode(f["arguments"])) for f in functions]
+    return message["content"], calls, choice["finish_reason"]
+
+
+def test_a_response_has_calls_as_items(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", **TOOL["function"]}
+    text = f"So {hermes(ADD)} then"
+    given: Any = {
+        "model": "abacus",
+        "tools": [tool],
+        "input": [
+            {"role": "user", "content": "1+1="},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "2"},
+        ],
+        "extra_body": {"structured_outputs": {"choice": [text]}},
+    }
+    answer = client.responses.create(**given)
+    message, call = answer.output
+    assert (answer.output_text, answer.status) == ("So then", "completed")
+    assert call.type == "function_call" and (call.name, call.arguments) == ("add", '{"a":5}')
+    with client.responses.stream(**given) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == [message.type, call.type]
+    assert final.output_text == "So then"
+    assert "response.function_call_arguments.done" in kinds
+
+
+@pytest.mark.parametrize(
+    "more, param",
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": [{"type": "function_call", "name": "add", "arguments": {}}]}, "input"),
+    ],
+)
+def test_bad_tools_of_a_response_are_a_400(
+    http: httpx.Client, more: dict[str, Any], param: str
+) -> None:
+    answer = http.post("/v1/responses", json={"input": "1", **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_text_without_a_call_is_content(http: httpx.Client) -> None:
@@ -130,6 +188,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tools": [{"type": "retrieval"}]}, "tools"),
     ({"tools": "add"}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools"),
     ({"tool_choice": "always"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
