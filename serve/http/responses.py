@@ -34,8 +34,14 @@ async def responses(request: Request) -> Response:
         if getattr(body, name) is not None:
             raise ApiError(400, f"{name} is a field of chats: use {own}", param=name)
     body = body.model_copy(update={"response_format": _format(body)})
-    params = sampling_params(body, max_tokens=body.max_output_tokens)
-    prompt = await render(state, _messages(body), True, body.chat_template_kwargs)
+    defaults = state.client.inputs.default_sampling
+    params = sampling_params(body, defaults, max_tokens=body.max_output_tokens)
+    prompt = await render(
+        state,
+        _messages(body),
+        variables=body.chat_template_kwargs,
+        add_special_tokens=body.add_special_tokens,
+    )
     try:
         job = await state.submit("resp_", body, [prompt], params, request.headers)
     except UserError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fusewright.serve.http.tool_calls import FORMATS, CallReader, detect, with_parsed_arguments
+from fusewright.serve.http.tool_calls import FORMATS, CallReader, detect
 
 from .server_process import ServerProcess
 
@@ -60,15 +60,6 @@ def test_the_format_is_read_off_the_template() -> None:
     assert detect("[TOOL_CALLS] {{ tools }}") == "mistral"
     assert detect('{"name": …, "parameters": …}') == "llama3_json"
     assert detect("{{ messages }}") is None
-
-
-def test_templates_get_arguments_as_objects() -> None:
-    def message(arguments: Any) -> dict[str, Any]:
-        calls = [{"id": "1", "function": {"name": "add", "arguments": arguments}}]
-        return {"role": "assistant", "tool_calls": calls}
-
-    assert with_parsed_arguments([message('{"a": 1}')]) == [message({"a": 1})]
-    assert with_parsed_arguments([message("{")]) == [message("{")]
 
 
 TOOL = {
