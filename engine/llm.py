@@ -25,7 +25,7 @@ from .messages.sampling_params import SamplingParams
 from .ranks.executor import started_ranks
 
 if TYPE_CHECKING:
-    from .frontend.chat_template import Message
+    from .frontend.chat_messages import Message
     from .frontend.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the same field; templates read the first, some the second."""
 _MOST_DEPTH = 200
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 def plain_data(name: str, value: Any, depth: int = _MOST_DEPTH) -> Any:
@@ -27,13 +28,18 @@ def plain_data(name: str, value: Any, depth: int = _MOST_DEPTH) -> Any:
     Raises:
         UserError: it holds something else, or is nested too deeply.
     """
-    if value is None or type(value) in (str, int, float, bool):
+    if type(value) in _SCALARS:
         return value
     if depth == 0:
         raise UserError(f"{name} is nested too deeply: expected {_MOST_DEPTH} levels at most")
     if isinstance(value, Mapping):
         below = depth - 1
-        return {plain_data(name, k, below): plain_data(name, v, below) for k, v in value.items()}
+        return {  # most items of most messages are text: no call for these
+            k if type(k) is str else plain_data(name, k, below): (
+                v if type(v) in _SCALARS else plain_data(name, v, below)
+            )
+            for k, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain_data(name, item, depth - 1) for item in value]
     for kind in (str, int, float):
@@ -61,13 +67,15 @@ def checked(number: int, message: Any, template: str) -> dict[str, Any]:
     role = data["role"]
     if role not in _ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
         raise UserError(f"message {number}: role {role!r}: expected {', '.join(_ROLES)}")
-    content = data.get("content")
-    data = {name: value for name, value in data.items() if value is not None}
-    if data.get("tool_calls") == []:
+    content, calls = data.get("content"), data.get("tool_calls")
+    if None in data.values():
+        data = {name: value for name, value in data.items() if value is not None}
+    if calls == []:
         del data["tool_calls"]
-    elif isinstance(data.get("tool_calls"), list):
-        data["tool_calls"] = [_with_object(call) for call in data["tool_calls"]]
-    if (thought := next((data[name] for name in _REASONING if name in data), None)) is not None:
+    elif isinstance(calls, list):
+        data["tool_calls"] = [_with_object(call) for call in calls]
+    if thoughts := [data[name] for name in _REASONING if name in data]:
+        thought = thoughts[0]
         data = {"thinking": thought, **data, "reasoning_content": thought}
     if content == [] and role == "assistant":
         del data["content"]

@@ -19,7 +19,7 @@ from .grammar import check_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
 
 if TYPE_CHECKING:
-    from .chat_template import Message
+    from .chat_messages import Message
 
 _USUAL_TOKEN = 16
 """Characters; few tokens are longer."""

@@ -21,7 +21,8 @@ from .tokenizer_files import (
 )
 
 if TYPE_CHECKING:
-    from .chat_template import ChatTemplates, Message
+    from .chat_messages import Message
+    from .chat_template import ChatTemplates
 
 _log = logging.getLogger(__name__)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
