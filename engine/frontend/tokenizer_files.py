@@ -24,6 +24,7 @@ from ...model_executor.hf_json import read_bytes, read_json, read_json_if_there
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_MOST_DIGITS = 10
 _PANIC = "PanicException"
 _EXAMPLES = ("", "Ab 12.\n")
 """Texts that every tokenizer must take."""
@@ -189,7 +190,7 @@ def _read_ids(
     older: Mapping[str, Any],
 ) -> None:
     for key, value in listed.items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= _MOST_DIGITS):
             raise _bad(path, f"added_tokens_decoder.{key[:50]}", value, "a token id as key")
         if not isinstance(value, dict):
             raise _bad(path, f"added_tokens_decoder.{key}", value, "an object with its content")
@@ -199,7 +200,8 @@ def _read_ids(
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0 or not text:
             raise _bad(older_path, text[:50], token_id, "a token id")
         is_special = text in specials
-        facts.by_id[token_id] = AddedToken(text, normalized=not is_special, special=is_special)
+        flags = {"content": text, "normalized": not is_special}
+        facts.by_id[token_id] = _token(older_path, text[:50], flags, special=is_special)
     by_text = {token.content: token for token in facts.by_id.values()}
     facts.named = {name: by_text.get(t.content, t) for name, t in facts.named.items()}
 
@@ -209,6 +211,10 @@ def _token(path: Path, name: str, value: Any, *, special: bool) -> AddedToken:
     flags = {"content": value} if isinstance(value, str) else value
     if not isinstance(flags, dict) or not isinstance(flags.get("content"), str):
         raise _bad(path, name, value, "a token: its text, or an object with its content")
+    try:
+        flags["content"].encode("utf-8")
+    except UnicodeEncodeError:
+        raise _bad(path, name, value, "text, which holds no lone surrogate") from None
     if any(not isinstance(flags.get(flag, False), bool) for flag in _FLAGS[1:]):
         raise _bad(path, name, value, "flags that are true or false")
     known = {flag: flags[flag] for flag in _FLAGS if flag in flags}
@@ -216,6 +222,7 @@ def _token(path: Path, name: str, value: Any, *, special: bool) -> AddedToken:
 
 
 def _bad(path: Path, name: str, value: Any, expected: str) -> UserError:
+    name = name.encode("utf-8", "backslashreplace").decode("utf-8")
     return UserError(f"{path}: {name} is {str(value)[:100]!r}; expected {expected}")
 
 
