@@ -37,6 +37,12 @@ class EngineOptions:
     tokenizer: str | None = _option(
         None, "model", "folder of tokenizer.json; the model's own if unset"
     )
+    generation_config: str = _option(
+        "auto",
+        "model",
+        "whose generation_config.json has the sampling of requests that leave it out: the model's "
+        "(auto), nobody's (none), or that of this folder",
+    )
     dtype: str = _option(
         "auto", "model", "weights and activations", ("auto", "bfloat16", "float16", "float32")
     )

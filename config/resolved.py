@@ -73,6 +73,9 @@ class ModelConfig:
     tokenizer: str = field(
         metadata=outside_key("text is turned to token ids outside of the program")
     )
+    generation_config: str = field(
+        metadata=outside_key("how tokens are chosen is no part of the program")
+    )
     load_format: str = field(metadata=outside_key("values of weights never enter the code"))
     max_model_len: int = field(
         metadata=outside_key("block tables are of any width in compiled code")

@@ -22,9 +22,9 @@ from ..graph_capture import Graphs, MemoryReport
 from ..model_executor.expert_load import Load, describe_load, read_load
 from .core.grammar import Grammars
 from .core.loop import EngineCore, make_core
+from .frontend.generation_config import find_eos_token_ids, within_vocabulary
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
-from .frontend.tokenizer import find_eos_token_ids
 from .ranks.executor import StartedRanks
 from .ranks.leader import Leader
 from .ranks.start import OneRank, on_all, start_ranks
@@ -72,7 +72,11 @@ class Engine(EngineLoop):
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware)
             inputs = input_processor(config, spec.vocab_size)
-            eos_token_ids = find_eos_token_ids(folder, inputs.tokenizer)
+            eos_token_ids = within_vocabulary(
+                find_eos_token_ids(folder, inputs.tokenizer, options.generation_config),
+                inputs.tokenizer,
+                spec.vocab_size,
+            )
         with ExitStack() as on_failure, show_progress() as progress:
             ranks = start_ranks(options, spec, hardware, others)
             on_failure.callback(ranks.stop)
@@ -86,7 +90,13 @@ class Engine(EngineLoop):
         self.grammars = Grammars(tokenizer_file, spec.vocab_size, list(eos_token_ids))
         runner = on_all(ranks, worker.runner)
         core = make_core(
-            config, worker.num_blocks, worker.groups, runner, self.grammars, worker.reads
+            config,
+            worker.num_blocks,
+            worker.groups,
+            runner,
+            self.grammars,
+            worker.reads,
+            vocab_size=spec.vocab_size,
         )
         super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
         self.spec, self.options, self.config, self.startup = spec, options, config, startup

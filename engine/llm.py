@@ -6,6 +6,7 @@ one has finished.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -16,6 +17,7 @@ from ..config import UserError, collecting_rarely, engine_options
 from .frontend.check import check_start
 from .frontend.driver import Inbox, driver_of
 from .frontend.gc_pause import gc_paused
+from .frontend.generation_config import describe_default_sampling
 from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import RequestOutput
@@ -23,13 +25,16 @@ from .messages.sampling_params import SamplingParams
 from .ranks.executor import started_ranks
 
 if TYPE_CHECKING:
-    from .frontend.chat_template import Message
+    from .frontend.chat_messages import Message
     from .frontend.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 0.001
 """Longest time spent checking new requests between two steps, in seconds."""
 _QUEUED_AT_ONCE = 32
 """Requests that are queued between two steps, which takes about a millisecond."""
+_LISTS = ("tools", "documents")
+"""Variables of templates that mean nothing when they are empty."""
 _REFUSED_BY_CHAT = ("chat_template", "continue_final_message", "lora_request")
 
 
@@ -96,7 +101,8 @@ class LLM(EngineWrapper):
 
         Args:
             prompts: one or several, each text, token ids or ``{"prompt_token_ids": …}``.
-            sampling_params: for all, or one for each prompt.
+            sampling_params: for all, or one for each prompt; None: those that the model's
+                ``generation_config.json`` recommends.
             use_tqdm: show a progress bar on stderr.
             priority: one for each prompt, lower first; under ``scheduling_policy="priority"``.
 
@@ -175,10 +181,12 @@ class LLM(EngineWrapper):
         """``generate`` for one conversation or several, through the model's chat template.
 
         Args:
-            chat_template_kwargs: variables of the template, as others by keyword.
+            chat_template_kwargs: variables of the template, as others by keyword; ``tools`` and
+                ``documents`` are lists of objects.
 
         Raises:
-            UserError: the model has no chat template, or the template refuses the messages.
+            UserError: the model has no chat template, it reads no such variable, or it refuses the
+                messages.
         """
         self.engine.check_open("LLM.chat")
         for name in _REFUSED_BY_CHAT:
@@ -186,15 +194,23 @@ class LLM(EngineWrapper):
                 raise UserError(f"LLM.chat: {name} is not supported; leave it out")
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise UserError(f"chat_template_kwargs={chat_template_kwargs!r}: expected a mapping")
+        inputs = self.engine.inputs
+        variables = {**template_variables, **(chat_template_kwargs or {})}
+        inputs.check_template_variables(
+            name for name in variables if name not in _LISTS or variables[name]
+        )
         prompts = [
-            self.engine.inputs.chat_prompt(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                **{**template_variables, **(chat_template_kwargs or {})},
+            inputs.chat_prompt(
+                conversation, **{**variables, "add_generation_prompt": add_generation_prompt}
             )
             for conversation in _conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of calls that give none, with what the model's ``generation_config.json``
+        recommends; ``dataclasses.replace`` changes some of them."""
+        return self.engine.inputs.default_params()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: ``encode``, ``decode``, ``render_chat``.
@@ -220,6 +236,8 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
         engine = Engine(checked, others=others)
     if disable_log_stats:
         engine.stats = None
+    if said := describe_default_sampling(engine.inputs.default_sampling):
+        _log.warning("%s", said)
     return engine
 
 

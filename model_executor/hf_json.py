@@ -27,15 +27,15 @@ _KINDS = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def read_bytes(path: Path) -> bytes:
+    """What a regular file of bounded size holds.
 
     Raises:
-        UserError: the file cannot be read or holds no JSON object.
+        UserError: it cannot be read, or is no such file.
     """
     try:
         # A FIFO would be waited for.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise UserError(f"{path} is no regular file; put the model's own there")
@@ -44,9 +44,19 @@ def read_json(path: Path) -> dict[str, Any]:
                     f"{path} has {found.st_size} bytes, expected at most {_MOST_BYTES}; download "
                     "it again"
                 )
-            data = json.load(file)
+            return file.read()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: the file cannot be read or holds no JSON object.
+    """
+    try:
+        data = json.loads(read_bytes(path).decode("utf-8"))
     except RecursionError:
         raise UserError(f"{path} is nested too deeply; download it again") from None
     except ValueError as error:

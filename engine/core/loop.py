@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from ...config import EngineDeadError, ResolvedConfig, UserError
 from ..messages.cache_group import CacheGroup
@@ -34,6 +34,7 @@ class EngineCore:
         async_scheduling: keep one step in flight; its tokens are seen one call later.
         grammars: for requests with structured output.
         reads: the bytes that a step has to read.
+        vocab_size: columns of the logits.
     """
 
     def __init__(
@@ -44,8 +45,11 @@ class EngineCore:
         async_scheduling: bool = True,
         grammars: Grammars | None = None,
         reads: StepReads = NO_READS,
+        vocab_size: int = 1 << 31,
     ) -> None:
         self.scheduler = scheduler
+        self.limits = replace(scheduler.limits, vocab_size=vocab_size)
+        """What a request must keep to, to be queued at all."""
         self.runner = runner
         self._grammars = grammars
         self._most_in_flight = 2 if async_scheduling else 1
@@ -56,17 +60,18 @@ class EngineCore:
 
     def check_size(self, request: AddRequest) -> None:
         """Raise ``UserError`` if the request can never run here; any thread may ask."""
-        self.scheduler.limits.check(request)
+        self.limits.check(request)
 
     def add(self, request: AddRequest) -> None:
         """Queue a request.
 
         Raises:
-            UserError: its id is in use, the KV cache could never hold it, its grammar is bad, or
-                the core is closed.
+            UserError: its id is in use, the KV cache could never hold it, its grammar is bad, it
+                names a token that the model does not have, or the core is closed.
             EngineDeadError: the device is lost.
         """
         self._check_alive()
+        self.limits.check_token_ids(request)
         matcher = self._matcher(request.sampling_params.grammar)
         self.scheduler.add(Request(**asdict(request), matcher=matcher))
 
@@ -222,6 +227,8 @@ def make_core(
     runner: Runner,
     grammars: Grammars | None = None,
     reads: StepReads = NO_READS,
+    *,
+    vocab_size: int,
 ) -> EngineCore:
     """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share."""
     scheduler = Scheduler(
@@ -241,4 +248,5 @@ def make_core(
         async_scheduling=config.scheduler.async_scheduling,
         grammars=grammars,
         reads=reads,
+        vocab_size=vocab_size,
     )

@@ -11,6 +11,7 @@ from ...model_executor.checkpoint import checkpoint_files
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.parallel import check_parallel
 from ...model_executor.spec import check_online_kind
+from .generation_config import default_sampling
 from .tokenizer import missing_tokenizer
 
 
@@ -38,6 +39,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         expert_parallel=options.enable_expert_parallel,
         num_stages=options.pipeline_parallel_size,
     )
+    default_sampling(options.model, options.generation_config)
     if options.tokenizer is not None:
         check_tokenizer(options)
     if weights and options.load_format != "dummy":

@@ -5,8 +5,8 @@ A prompt is text, token ids or a dict of them; a conversation becomes one by the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ...config import ResolvedConfig, UserError
 from ...model_executor.hf_config import model_folder
 from ..messages.sampling_params import SamplingParams
+from .generation_config import default_sampling
 from .grammar import check_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
 
 if TYPE_CHECKING:
-    from .chat_template import Message
+    from .chat_messages import Message
 
 _USUAL_TOKEN = 16
 """Characters; few tokens are longer."""
@@ -41,6 +42,12 @@ class InputProcessor:
     tokenizer_folder: Path
     vocab_size: int
     max_model_len: int
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``SamplingParams`` of requests that leave them out, see ``default_sampling``."""
+
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request without any."""
+        return SamplingParams(**self.default_sampling)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], str | None]:
         """(token ids, text) of a prompt; the text is None when only ids were given.
@@ -97,7 +104,7 @@ class InputProcessor:
             alone, spaced = (
                 encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
             )
-            if not alone or max(alone) >= self.vocab_size:
+            if not alone or max(*alone, *spaced) >= self.vocab_size:
                 raise UserError(
                     f"SamplingParams: bad_words has {word!r}: the model has no token for it"
                 )
@@ -124,13 +131,25 @@ class InputProcessor:
             return self.max_model_len
         return min(num_prompt_tokens + params.max_tokens, self.max_model_len)
 
-    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> Prompt:
-        """The prompt of a conversation, through the model's chat template."""
-        tokenizer = self.require_tokenizer()
-        text = tokenizer.render_chat(messages, **variables)
-        # The template wrote the special tokens itself.
-        ids = self.encode(text, add_special_tokens=False)
+    def chat_prompt(
+        self, messages: Sequence[Message], *, add_special_tokens: bool = False, **variables: Any
+    ) -> Prompt:
+        """The prompt of a conversation, through the model's chat template.
+
+        Args:
+            add_special_tokens: those around a prompt too, though templates write them themselves.
+            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+
+        Raises:
+            UserError: there is no chat template, it refuses the messages, or the text is too long.
+        """
+        text = self.require_tokenizer().render_chat(messages, **variables)
+        ids = self.encode(text, add_special_tokens=add_special_tokens)
         return {"prompt": text, "prompt_token_ids": ids}
+
+    def check_template_variables(self, names: Iterable[str]) -> None:
+        """Raise ``UserError`` if the chat template reads no variable of such a name."""
+        self.require_tokenizer().chat_templates.check_variables(names)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -200,4 +219,6 @@ def _integer(token_id: object) -> int:
 def input_processor(config: ResolvedConfig, vocab_size: int) -> InputProcessor:
     """Make the processor of a model's prompts; without a tokenizer it takes token ids alone."""
     folder = model_folder(config.model.tokenizer)
-    return InputProcessor(load_tokenizer(folder), folder, vocab_size, config.model.max_model_len)
+    defaults = default_sampling(config.model.path, config.model.generation_config)
+    tokenizer = load_tokenizer(folder)
+    return InputProcessor(tokenizer, folder, vocab_size, config.model.max_model_len, defaults)

@@ -101,7 +101,7 @@ class EngineLoop:
             UserError: the prompt is bad, the KV cache is too small for it, or it has a priority
                 where requests run by arrival.
         """
-        params = SamplingParams() if params is None else params
+        params = self.inputs.default_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UserError(_not_params(params))
         if request_id is not None and not isinstance(request_id, str):

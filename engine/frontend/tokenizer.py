@@ -1,21 +1,32 @@
-"""Reads the tokenizer of a Hugging Face folder: ``tokenizer.json`` and the settings next to it."""
+"""The tokenizer of a Hugging Face folder: text to ids and back, conversations to text."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
 from ...config import UserError
-from ...model_executor.hf_json import HfConfig, read_json_if_there
+from ...model_executor.hf_json import read_json_if_there
 from .token_bytes import TokenBytes
+from .tokenizer_files import (
+    is_library_error,
+    load_library_tokenizer,
+    read_chat_templates,
+    read_token_facts,
+    refusing,
+    try_out,
+)
 
 if TYPE_CHECKING:
-    from .chat_template import ChatTemplate, Message
+    from .chat_messages import Message
+    from .chat_template import ChatTemplates
+
+_log = logging.getLogger(__name__)
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # A batch here has one text, for which the library would start a thread on each core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,11 +36,10 @@ class Tokenizer:
     """Text to ids and back.
 
     Args:
-        folder: holds ``tokenizer.json``; read when present: ``tokenizer_config.json`` (special
-            tokens, chat template) and ``chat_template.jinja``.
+        folder: holds ``tokenizer.json``, and what ``tokenizer_files.py`` reads beside it.
 
     Raises:
-        UserError: ``tokenizer.json`` is missing or unreadable.
+        UserError: ``tokenizer.json`` is missing, or a file is unreadable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,20 +47,29 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise missing_tokenizer(folder)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise UserError(f"{path}: not a tokenizer: {error}; download it again") from error
-        # Both may be stored in the file and would silently change prompts.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
         self._config = read_json_if_there(folder / "tokenizer_config.json")
+        self._facts = read_token_facts(folder, self._config)
+        self._tokenizer = load_library_tokenizer(path)
+        with refusing(f"{path}: its tokens cannot be added to", "download the files again"):
+            self._facts.add_to(self._tokenizer)
+        self._tokenizer.encode_special_tokens = self._config.get("split_special_tokens") is True
+        try_out(self._tokenizer, path)
         self.token_bytes = TokenBytes(self._tokenizer)
-        self._chat_template: ChatTemplate | None = None
+        self._chat_templates: ChatTemplates | None = None
+        self._has_failed = False
 
     @property
     def vocab_size(self) -> int:
+        """The number of tokens, with those that were added."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def tokens_from(self, first_id: int) -> list[str]:
+        """The tokens with this id and greater ones, in the order of their ids."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        if self._tokenizer.get_vocab_size(with_added_tokens=False) <= first_id:  # the usual case
+            return [token.content for i, token in sorted(added.items()) if i >= first_id]
+        by_id = sorted((i, text) for text, i in self._tokenizer.get_vocab().items())
+        return [text for i, text in by_id if i >= first_id]
 
     @property
     def eos_token_id(self) -> int | None:
@@ -59,26 +78,25 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Named special tokens, such as ``eos_token``, that the config declares."""
-        found: dict[str, str] = {}
-        for name, value in self._config.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
-        return found
+        """Named special tokens, such as ``eos_token``, that the files declare."""
+        return {name: token.content for name, token in self._facts.named.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with the special tokens that the model expects around a prompt.
 
         Raises:
-            UserError: the text holds a lone surrogate, which no encoding has.
+            UserError: the text holds a lone surrogate, which no encoding has, or the tokenizer has
+                no token for it.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(f"prompt is not valid Unicode: {error}") from error
         # As a batch, without offsets: that is several times faster, and lets other threads run.
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with refusing("prompt: the tokenizer fails", "give token ids, or another text"):
+            (found,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         return found.ids
 
     @cached_property
@@ -87,54 +105,59 @@ class Tokenizer:
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids beyond the vocabulary (padding rows of embeddings) have none."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Text of ids; ids beyond the vocabulary (padding rows of embeddings) have none.  Where the
+        tokenizer's decoder fails the text is a replacement character, and the log has why."""
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            if not self._has_failed:
+                _log.warning("%s: the tokenizer cannot decode: %s", self.folder, error)
+            self._has_failed = True  # a step with the tokens of many requests goes on
+            return _REPLACEMENT
 
     def token_text(self, token_id: int) -> str:
         """The text of one id behind others, special tokens shown; part of a character is a
         replacement character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the folder, compiled.
+
+        Raises:
+            UserError: there is none, or one does not compile.
+        """
+        if self._chat_templates is None:
+            # Only now: Jinja takes 0.1 s of a start, and most scripts never chat.
+            from .chat_template import ChatTemplates
+
+            sources = read_chat_templates(self.folder, self._config)
+            self._chat_templates = ChatTemplates(sources, self.special_tokens, self.folder)
+        return self._chat_templates
+
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt text of a conversation; encode it without adding special tokens.
 
+        Args:
+            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+
         Raises:
             UserError: there is no chat template, or it refuses the messages.
         """
-        if self._chat_template is None:
-            # Only now: Jinja takes 0.1 s of a start, and most scripts never chat.
-            from .chat_template import ChatTemplate
-
-            source, origin = self._find_chat_template()
-            self._chat_template = ChatTemplate(source, self.special_tokens, origin)
-        return self._chat_template.render(
+        return self.chat_templates.render(
             messages, add_generation_prompt=add_generation_prompt, **variables
         )
 
     @property
     def chat_template(self) -> str:
-        """The Jinja text of the chat template; "" if there is none."""
-        try:
-            return self._find_chat_template()[0]
-        except UserError:
-            return ""
-
-    def _find_chat_template(self) -> tuple[str, str]:
-        path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            return path.read_text(encoding="utf-8"), str(path)
-        stored = self._config.get("chat_template")
-        if isinstance(stored, list):  # several, by name
-            named = [e for e in stored if isinstance(e, dict) and e.get("name") == "default"]
-            stored = named[0].get("template") if named else None
-        if not isinstance(stored, str):
-            raise UserError(
-                f"{self.folder}: no chat template (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json); this is a base model: use a plain prompt"
-            )
-        return stored, str(self.folder / "tokenizer_config.json")
+        """The Jinja text of the chat template, of that for tools if there are several; "" if there
+        is none."""
+        sources = read_chat_templates(self.folder, self._config)
+        return next((sources[name][0] for name in ("tool_use", "default") if name in sources), "")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -147,20 +170,3 @@ def missing_tokenizer(folder: Path) -> UserError:
         f"{folder / 'tokenizer.json'}: no such file; give prompts as token ids, "
         "or name a folder that has it with tokenizer=…"
     )
-
-
-def find_eos_token_ids(model_folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Ids that end generation: of ``generation_config.json`` (else ``config.json``), which may list
-    several, and the tokenizer's own.
-
-    Raises:
-        UserError: a file cannot be read, or holds something else than token ids.
-    """
-    paths = [model_folder / name for name in ("generation_config.json", "config.json")]
-    declared = (
-        HfConfig(path, read_json_if_there(path)).token_ids("eos_token_id") for path in paths
-    )
-    ids = set(next(filter(None, declared), ()))
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)

@@ -40,6 +40,7 @@ class RequestLimits(Struct, frozen=True):
     Attributes:
         longest_chunk: most tokens of one request in a step.
         heed_priority: requests may have a priority.
+        vocab_size: columns of the logits.
     """
 
     num_blocks: int
@@ -47,16 +48,36 @@ class RequestLimits(Struct, frozen=True):
     groups: list[CacheGroup]
     longest_chunk: int
     heed_priority: bool
+    vocab_size: int = 1 << 31
 
     def check(self, request: AddRequest) -> None:
-        """Raise ``UserError`` if the KV cache could never hold the request, or it has a priority
-        where requests run by arrival."""
+        """Raise ``UserError`` if the KV cache could never hold the request, it has a priority where
+        requests run by arrival, or it names a token that the logits do not have: that would fail
+        the step of all that run with it."""
+        self.check_token_ids(request)
         if request.priority != 0 and not self.heed_priority:
             raise UserError(
                 f"priority={request.priority}: requests run by arrival; start with "
                 "scheduling_policy='priority'"
             )
         self.check_size(len(request.prompt_token_ids), request.max_total_tokens)
+
+    def check_token_ids(self, request: AddRequest) -> None:
+        """Raise ``UserError`` if what a request bans, prefers or ends with is no token of the
+        model; the prompt is checked where it is encoded."""
+        params = request.sampling_params
+        named = {
+            "eos_token_ids": request.eos_token_ids,
+            "stop_token_ids": params.stop_ids,
+            "logit_bias": params.logit_bias or (),
+            "bad_words": [token_id for word in request.bad_word_ids for token_id in word],
+        }
+        for name, ids in named.items():
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+                raise UserError(
+                    f"{name} has {wrong}: outside the vocabulary, 0..{self.vocab_size - 1}"
+                )
 
     def check_size(self, num_prompt: int, max_total: int) -> None:
         """Raise ``UserError`` if the KV cache could never hold so many tokens of prompt and of

@@ -232,7 +232,7 @@ def _serve(
         vocab_size=engine.inputs.vocab_size,
         max_model_len=engine.inputs.max_model_len,
         eos_token_ids=engine.eos_token_ids,
-        limits=core.scheduler.limits,
+        limits=core.limits,
         max_num_seqs=core.scheduler.max_num_seqs,
     )
 

@@ -22,6 +22,7 @@ from msgspec import Struct
 from ...compiler.artifacts.scratch import scratch_folder
 from ...config import EngineDeadError, EngineOptions, UserError
 from ...model_executor.hf_config import model_folder
+from ..frontend.generation_config import default_sampling
 from ..frontend.inputs import InputProcessor, Prompt
 from ..frontend.loop import CheckedRequest, EngineLoop
 from ..frontend.outputs import RequestOutput
@@ -141,7 +142,8 @@ class EngineClient:
         told = await asyncio.gather(*(replica.ready for replica in self.replicas))
         least: Ready = min(told, key=lambda ready: ready.limits.num_blocks)
         tokenizer, folder = await self._tokenizer
-        inputs = InputProcessor(tokenizer, folder, least.vocab_size, least.max_model_len)
+        defaults = default_sampling(self.options.model, self.options.generation_config)
+        inputs = InputProcessor(tokenizer, folder, least.vocab_size, least.max_model_len, defaults)
         num_blocks = least.limits.num_blocks if self.options.enable_prefix_caching else 0
         router = Router(len(self.replicas), num_blocks, least.limits.block_size)
         self.core = RemoteCore(self._send, router, least.limits, self._stats)

@@ -21,9 +21,8 @@ from .events import Delta, EventStream, chunks, head, usage, whole
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
 from .state import Job, ServerState
-from .tool_calls import Tools, tools_of, with_marks, with_parsed_arguments
+from .tool_calls import Tools, tools_of, with_marks
 
-_OWN_VARIABLES = ("messages", "add_generation_prompt", "self")
 _SHORT_TEXT = 1000
 """Characters of a conversation that are rendered at once: a thread would take longer to wake up."""
 
@@ -39,19 +38,20 @@ async def chat_completions(request: Request) -> Response:
     tools = tools_of(body, state.tool_format)
     params = sampling_params(
         body,
+        state.client.inputs.default_sampling,
         max_tokens=most,
         logprobs=num_top if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=tools.grammar,
     )
     params = with_marks(params, tools, state.client.inputs.tokenizer)
-    more = {} if tools.given is None else {"tools": tools.given}
     prompt = await render(
         state,
-        with_parsed_arguments(body.messages),
-        body.add_generation_prompt,
-        body.chat_template_kwargs,
-        **more,
+        body.messages,
+        variables=body.chat_template_kwargs,
+        tools=tools.given,
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=body.add_special_tokens,
     )
     try:
         job = await state.submit("chatcmpl-", body, [prompt], params, request.headers)
@@ -73,31 +73,34 @@ def _check(body: ChatRequest) -> None:
 async def render(
     state: ServerState,
     messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool | None,
+    *,
     variables: Mapping[str, Any] | None,
-    **more: Any,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool | None = None,
+    add_special_tokens: bool | None = None,
 ) -> Prompt:
-    """The prompt of a conversation.
+    """The prompt of a conversation: the only way from messages to tokens here.
 
     Args:
         variables: of the template, from the client.
-        more: of the template, from us.
+        tools: those that the model may call; none or an empty list: it knows of none.
 
     Raises:
         ApiError: a variable or a message is bad.
     """
-    given = dict(variables or {})
-    for name in _OWN_VARIABLES:
-        if name in given:
-            raise ApiError(
-                400, f"chat_template_kwargs.{name}: this name is taken; leave it out",
-                param="chat_template_kwargs",
-            )  # fmt: skip
+    inputs, given = state.client.inputs, dict(variables or {})
+    try:
+        inputs.check_template_variables(given)
+    except UserError as error:
+        raise api_error(error, "chat_template_kwargs") from error
+    if tools:
+        given["tools"] = tools
     make = partial(
-        state.client.inputs.chat_prompt,
+        inputs.chat_prompt,
         messages,
         add_generation_prompt=add_generation_prompt is not False,
-        **{**given, **more},
+        add_special_tokens=add_special_tokens is True,
+        **given,
     )
     try:
         if sum(len(str(m.get("content"))) for m in messages) > _SHORT_TEXT:

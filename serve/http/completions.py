@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -34,16 +34,22 @@ _SAMPLING = (
 """Fields of a body that are fields of ``SamplingParams``."""
 
 
-def sampling_params(body: Generation, **more: Any) -> SamplingParams:
+def sampling_params(body: Generation, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
     """The sampling that a body asks for; ``more`` wins.
+
+    Args:
+        defaults: of fields that the body leaves out, see ``default_sampling``.  One of them wins
+            over a ``max_tokens`` of None, which is without a limit.
 
     Raises:
         UserError: a value is out of range.
     """
+    if "max_tokens" in more and more["max_tokens"] is None and "max_tokens" in defaults:
+        del more["max_tokens"]
     grammar = more.pop("grammar", None) or grammar_of(body)
     more |= {"grammar": grammar, "logit_bias": _bias(body.logit_bias)}
     given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    return SamplingParams(**{**given, **more})
+    return SamplingParams(**{**defaults, **given, **more})
 
 
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
@@ -65,7 +71,7 @@ async def completions(request: Request) -> Response:
     body = await read(request, CompletionRequest)
     state.check_serving()
     _check(body)
-    params = _sampling(body)
+    params = _sampling(body, state.client.inputs.default_sampling)
     prompts = await _prompts(state, body)
     try:
         job = await state.submit("cmpl-", body, prompts, params, request.headers)
@@ -86,7 +92,7 @@ def _check(body: CompletionRequest) -> None:
         raise ApiError(400, "max_tokens=0: expected 1, or echo without stream", param="max_tokens")
 
 
-def _sampling(body: CompletionRequest) -> SamplingParams:
+def _sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """``echo`` with ``logprobs`` asks for those of the prompt too.  ``max_tokens=0`` asks for no
     other; a token is generated then, and not shown."""
     of_prompt = [n for n in (body.prompt_logprobs, body.logprobs if body.echo else None) if n]
@@ -94,6 +100,7 @@ def _sampling(body: CompletionRequest) -> SamplingParams:
     more: dict[str, Any] = {"max_tokens": 1} if body.max_tokens == 0 else {}
     return sampling_params(
         body,
+        defaults,
         logprobs=body.logprobs,
         prompt_logprobs=max(of_prompt, default=0) if asked else None,
         **more,

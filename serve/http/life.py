@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from ...config import EngineDeadError, EngineOptions, MachineError, UserError
+from ...engine.frontend.generation_config import describe_default_sampling
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
@@ -185,6 +186,8 @@ class Life:
             raise self._death() from None
         self._state.metrics.reports = reports
         tokenizer = self._client.inputs.tokenizer
+        if said := describe_default_sampling(self._client.inputs.default_sampling):
+            self._say(said)
         if tokenizer is not None and self._state.tool_format is None:
             self._state.tool_format = detect(tokenizer.chat_template)
         # What has been made by now lives as long as the process: no collection looks at it again.

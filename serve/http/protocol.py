@@ -21,6 +21,7 @@ MOST_TOOLS = 512
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 _Object = dict[str, Any]
 _Messages = Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+_Tools = Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_TOOLS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
@@ -126,7 +127,7 @@ class ChatRequest(Generation):
     response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: _Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
@@ -156,6 +157,7 @@ class TokenizeRequest(_Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: _Tools | None = None
     return_token_strs: bool | None = None
 
 

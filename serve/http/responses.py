@@ -21,7 +21,7 @@ from .events import EventStream, deltas, event, whole
 from .protocol import ResponsesRequest
 from .response_items import Items, chat_messages, chat_tools
 from .state import Job, ServerState
-from .tool_calls import Tools, tools_of, with_marks, with_parsed_arguments
+from .tool_calls import Tools, tools_of, with_marks
 
 
 async def responses(request: Request) -> Response:
@@ -41,11 +41,20 @@ async def responses(request: Request) -> Response:
             raise ApiError(400, message, param=name)
     body = body.model_copy(update={"response_format": _format(body)})
     tools = tools_of(body.model_copy(update=chat_tools(body)), state.tool_format)
-    params = sampling_params(body, max_tokens=body.max_output_tokens, grammar=tools.grammar)
+    params = sampling_params(
+        body,
+        state.client.inputs.default_sampling,
+        max_tokens=body.max_output_tokens,
+        grammar=tools.grammar,
+    )
     params = with_marks(params, tools, state.client.inputs.tokenizer)
-    more = {} if tools.given is None else {"tools": tools.given}
-    messages = with_parsed_arguments(chat_messages(body))
-    prompt = await render(state, messages, True, body.chat_template_kwargs, **more)
+    prompt = await render(
+        state,
+        chat_messages(body),
+        variables=body.chat_template_kwargs,
+        tools=tools.given,
+        add_special_tokens=body.add_special_tokens,
+    )
     try:
         job = await state.submit("resp_", body, [prompt], params, request.headers)
     except UserError as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,24 +124,3 @@ def _function(number: int, tool: dict[str, Any]) -> dict[str, Any]:
         message = f"tools[{number}].function.parameters: expected a JSON schema, an object"
         raise ApiError(400, message, param="tools")
     return function
-
-
-def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose earlier calls have their arguments as templates read them: as objects."""
-    parsed = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        if isinstance(calls, list):
-            message = {**message, "tool_calls": [_with_object(call) for call in calls]}
-        parsed.append(dict(message))
-    return parsed
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):
-        return call

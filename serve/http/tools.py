@@ -60,7 +60,12 @@ async def tokenize(request: Request) -> Response:
     ids: list[int]
     if body.messages is not None:
         prompt: Any = await render(
-            state, body.messages, body.add_generation_prompt, body.chat_template_kwargs
+            state,
+            body.messages,
+            variables=body.chat_template_kwargs,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=body.add_special_tokens,
         )
         ids = prompt["prompt_token_ids"]
     else:

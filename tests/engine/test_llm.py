@@ -172,7 +172,10 @@ def test_chat_uses_the_template() -> None:
     assert len(llm.chat([[message], [message]], LONG, use_tqdm=False)) == 2
     with pytest.raises(UserError, match="messages is empty"):
         llm.chat([], LONG, use_tqdm=False)
-    (one,) = llm.chat((m for m in [message]), LONG, chat_template_kwargs={"x": 1}, use_tqdm=False)
+    variables = {"bos_token": "1"}
+    (one,) = llm.chat((m for m in [message]), LONG, chat_template_kwargs=variables, use_tqdm=False)
+    assert one.prompt_token_ids == [*b"11+2="]
+    (one,) = llm.chat([message], LONG, use_tqdm=False, tools=[], documents=None)
     assert one.prompt_token_ids == [256, *b"1+2="]
 
 
@@ -187,6 +190,10 @@ def test_chat_uses_the_template() -> None:
         ([], {"continue_final_message": True}, "continue_final_message is not supported"),
         ([], {"chat_template": "x"}, "chat_template is not supported"),
         ([], {"chat_template_kwargs": 5}, "chat_template_kwargs=5: expected a mapping"),
+        ([], {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: .* reads: bos_token"),
+        ([], {"enable_thinking": False}, "enable_thinking: the chat template of this model reads"),
+        ([], {"tools": [{"type": "function"}]}, "tools: the chat template of this model reads"),
+        ([], {"chat_template_kwargs": {"messages": []}}, "messages: this name is taken"),
     ],
 )
 def test_what_is_no_conversation_is_one_error(

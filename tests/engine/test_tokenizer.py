@@ -12,8 +12,9 @@ import pytest
 
 from fusewright.config import UserError
 from fusewright.engine.frontend.chat_template import ChatTemplate
+from fusewright.engine.frontend.generation_config import find_eos_token_ids
 from fusewright.engine.frontend.inputs import InputProcessor
-from fusewright.engine.frontend.tokenizer import Tokenizer, find_eos_token_ids, load_tokenizer
+from fusewright.engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from fusewright.engine.messages.sampling_params import SamplingParams
 
 from .toy import TOKENIZER
@@ -113,8 +114,8 @@ def test_what_published_templates_use() -> None:
     template = ChatTemplate(source, {}, "x")
     text = template.render([USER, USER], tools=[{"q": "<é>"}])
     assert text == '<user>1+2<assistant>[{"q": "<é>"}]4'
-    text = template.render([USER], add_generation_prompt=False, tools=1)
-    assert text == "<user>1+214"
+    text = template.render([USER], add_generation_prompt=False)
+    assert text == "<user>1+2null4"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_a_bad_template_is_one_error(source: str, message: str) -> None:
         ({"role": "user", "content": "x"}, "expected a list"),
         ([{"content": "x"}], "expected {'role'"),
         ([{"role": "user"}], r"message 0 \(user\) has no content: expected text"),
-        ([USER, {"role": "assistant", "content": None}], r"message 1 \(assistant\) has no content"),
+        ([{"role": "tool", "content": None}], r"message 0 \(tool\) has no content"),
         ([{"role": "user", "content": 5}], r"message 0 \(user\) has content=5: expected text"),
         ([{"role": "user", "content": []}], r"has content=\[\]: expected text"),
         ([{"role": "usr", "content": "x"}], "message 0: role 'usr': expected system, developer"),

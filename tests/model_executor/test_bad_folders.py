@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fusewright.config import UserError
-from fusewright.engine.frontend.tokenizer import Tokenizer, find_eos_token_ids
+from fusewright.engine.frontend.generation_config import find_eos_token_ids
+from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.model_executor.abacus import FOLDER as ABACUS
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model

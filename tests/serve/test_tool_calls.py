@@ -15,18 +15,9 @@ import pytest
 from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.http.call_reader import FORMATS
-from fusewright.serve.http.tool_calls import Tools, with_marks, with_parsed_arguments
+from fusewright.serve.http.tool_calls import Tools, with_marks
 
 from ..engine.toy import TOKENIZER
-
-
-def test_templates_get_arguments_as_objects() -> None:
-    def message(arguments: Any) -> dict[str, Any]:
-        calls = [{"id": "1", "function": {"name": "add", "arguments": arguments}}]
-        return {"role": "assistant", "tool_calls": calls}
-
-    assert with_parsed_arguments([message('{"a": 1}')]) == [message({"a": 1})]
-    assert with_parsed_arguments([message("{")]) == [message("{")]
 
 
 @pytest.mark.parametrize("is_special", [True, False])
