@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -12,7 +11,9 @@ import typer
 from ..config import MachineError, UserError
 from ..config.numbers import check_counts, check_number
 from ..engine.ranks.torchrun import join_torchrun
+from .failure import say
 from .flags import Model, engine_flags, strings
+from .http.hosts import checked_hosts
 from .options import checked, merge
 
 _PARSERS = ("auto", "hermes", "llama3_json", "mistral")
@@ -32,6 +33,13 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File of such keys, one a line; no process list shows them.")
     ] = None,
+    admin_api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that may also abort the requests of all (repeatable)."),
+    ] = None,
+    admin_api_key_file: Annotated[
+        Path | None, typer.Option(help="File of such keys, one a line.")
+    ] = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
     ] = None,
@@ -50,12 +58,20 @@ def serve(
     stall_timeout: Annotated[
         float, typer.Option(help="Seconds without a step until /health says 503.")
     ] = 10.0,
-    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request.")] = 32.0,
+    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MiB.")] = 8.0,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,
     allowed_origins: Annotated[
-        str | None, typer.Option(help="Web pages that may ask (CORS), separated by commas.")
+        str | None,
+        typer.Option(help="Origins whose web pages may ask, separated by commas; *: all."),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Public host name by which it is asked, or *.NAME (repeatable); others are "
+            "refused then, as they are on a loopback address."
+        ),
     ] = None,
     tool_call_parser: Annotated[
         str, typer.Option(help="How the model calls tools: auto, hermes, llama3_json, mistral.")
@@ -81,21 +97,23 @@ def serve(
             f"tool_call_parser={tool_call_parser!r}: expected one of {', '.join(_PARSERS)}"
         )
     certificate, private_key = _certificate(ssl_certfile, ssl_keyfile)
-    keys = _keys(api_key or [], api_key_file)
+    keys = _keys("api_key", api_key or [], api_key_file)
+    admin_keys = _keys("admin_api_key", admin_api_key or [], admin_api_key_file)
     life, state = _import()
     settings = state.Settings(
         model_names=tuple(served_model_name or [asked.model]),
         api_keys=keys,
+        admin_keys=admin_keys,
         max_waiting=max_waiting_requests,
         shutdown_timeout_s=shutdown_timeout,
         stall_s=stall_timeout,
         max_body_bytes=int(max_body_mb * 2**20),
         allowed_origins=strings(allowed_origins or ""),
+        allowed_hosts=checked_hosts(allowed_host) if allowed_host else None,
         otlp_endpoint=_collector(otlp_endpoint),
         tool_format=None if tool_call_parser == "auto" else tool_call_parser,
     )
     endpoint = life.Endpoint(host, port, certificate, private_key)
-    say = partial(typer.echo, err=True)
     life.run_server(asked, settings, endpoint, say, api_server_count, data_parallel_size)
 
 
@@ -151,8 +169,8 @@ def _certificate(file: Path | None, key: Path | None) -> tuple[str | None, str |
     return str(file) if file else None, str(key) if key else None
 
 
-def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """The API keys of flags and file.
+def _keys(option: str, given: list[str], file: Path | None) -> tuple[str, ...]:
+    """The API keys of an option's flags and file.
 
     Raises:
         UserError: the file has none or cannot be read, or a key is empty.
@@ -162,11 +180,11 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"api_key_file={file}: cannot be read: {error}") from error
+            raise UserError(f"{option}_file={file}: cannot be read: {error}") from error
         found = [line.strip() for line in lines if line.strip()]
         if not found:
-            raise UserError(f"api_key_file={file}: holds no key; write one a line")
+            raise UserError(f"{option}_file={file}: holds no key; write one a line")
         keys += found
     if not all(key.strip() for key in keys):
-        raise UserError("api_key='': expected a key that is not empty")
+        raise UserError(f"{option}='': expected a key that is not empty")
     return tuple(keys)

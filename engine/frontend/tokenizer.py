@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # A batch here has one text, for which the library would start a thread on each core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+_MANY_TOKENS = 1000
+"""Tokens that are decoded within a millisecond."""
+
 
 class Tokenizer:
     """Text to ids and back.
@@ -87,6 +90,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids beyond the vocabulary (padding rows of embeddings) have none."""
+        if len(token_ids) > _MANY_TOKENS:  # as a batch, which lets other threads run
+            (text,) = self._tokenizer.decode_batch(
+                [token_ids], skip_special_tokens=skip_special_tokens
+            )
+            return text
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:

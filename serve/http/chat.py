@@ -58,7 +58,7 @@ async def chat_completions(request: Request) -> Response:
         **more,
     )
     try:
-        job = await state.submit("chatcmpl-", body, [prompt], params, request.headers)
+        job = await state.submit("chatcmpl-", body, [prompt], params, request)
     except UserError as error:
         raise api_error(error, "messages") from error
     if body.stream:

@@ -37,7 +37,7 @@ async def responses(request: Request) -> Response:
     params = sampling_params(body, max_tokens=body.max_output_tokens)
     prompt = await render(state, _messages(body), True, body.chat_template_kwargs)
     try:
-        job = await state.submit("resp_", body, [prompt], params, request.headers)
+        job = await state.submit("resp_", body, [prompt], params, request)
     except UserError as error:
         raise api_error(error, "input") from error
     if body.stream:

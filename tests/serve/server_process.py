@@ -20,7 +20,8 @@ import httpx
 from tests.warm import warm_starts
 
 TIMEOUT_S = 120
-KEY = "a key"
+KEY, ADMIN_KEY = "a key", "an admin's key"
+JSON = {"content-type": "application/json"}
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 """A request that takes about a second; see ``engine_stopped``."""
 

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from .server_process import LONG, TIMEOUT_S, ServerProcess, is_idle, is_running, send, wait_for
+from .server_process import (
+    ADMIN_KEY,
+    LONG,
+    TIMEOUT_S,
+    ServerProcess,
+    is_idle,
+    is_running,
+    send,
+    wait_for,
+)
 
 MANY = 32
 """Connections: that one of two processes gets none of them happens once in 2**31 runs."""
@@ -26,7 +35,7 @@ def num_sockets(pid: int) -> int:
 @contextmanager
 def started(num_api: int, num_replicas: int) -> Iterator[ServerProcess]:
     counts = ("--api-server-count", str(num_api), "--data-parallel-size", str(num_replicas))
-    server = ServerProcess(*counts).wait_ready()
+    server = ServerProcess(*counts, "--admin-api-key", ADMIN_KEY).wait_ready()
     all_pids = server.children()
     try:
         assert len(server.children(".child")) == num_replicas
@@ -86,7 +95,10 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
                 assert server.metric("vllm:kv_cache_usage_perc") > 0
             wait_for(lambda: is_idle(client))
             with open_streams(server, 8) as streams:
-                aborted = client.post("/abort_requests", json={"request_ids": "all"}).json()
+                admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+                every = {"request_ids": "all"}
+                assert client.post("/abort_requests", json=every).status_code == 403
+                aborted = client.post("/abort_requests", json=every, headers=admin).json()
                 assert len(aborted["aborted"]) == 8
                 codes = [last_event(lines)["error"]["code"] for lines in streams]
                 assert codes == ["aborted"] * 8
