@@ -118,8 +118,8 @@ class Doors:
                 shown = host_name(host)[:200]
                 return ApiError(
                     403,
-                    f"Host {shown!r} is not served here; start the server with "
-                    f"--allowed-host {shown} if it is one of its names",
+                    f"Host {shown!r} is not served here; start the server with --allowed-host and "
+                    "the name if it is one of its names",
                     code="host_not_allowed",
                 )
             if len(self._known) < _MOST_KNOWN:
@@ -129,8 +129,8 @@ class Doors:
                 shown = origin.decode("latin-1")[:200]
                 return ApiError(
                     403,
-                    f"Origin {shown!r} may not ask; start the server with "
-                    f"--allowed-origins {shown} if its pages may",
+                    f"Origin {shown!r} may not ask; start the server with --allowed-origins and "
+                    "the origin if its pages may",
                     code="origin_not_allowed",
                 )
         return None

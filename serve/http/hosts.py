@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from ...config import UserError
 
@@ -67,7 +67,7 @@ def checked_hosts(given: list[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _address(text: str) -> object:
+def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
         return ip_address(text)
     except ValueError:

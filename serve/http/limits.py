@@ -20,6 +20,8 @@ MOST_HEAD_BYTES = 64 * 1024
 """Most bytes of the request line and the headers together, and of what frames a body: chunk sizes
 between two pieces of it, and trailers."""
 MOST_HEADERS = 256
+MOST_CHUNKS = 8192
+"""Most pieces of one body, which take about 2 us each: 8 MiB in pieces of 1 KiB."""
 HEAD_S = 20.0
 """Longest time for a head, and for a TLS handshake."""
 BODY_S = 30.0
@@ -115,6 +117,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Of the message that goes on, in the pieces that did not end it."""
         self._num_framing = 0
         """Of them, those that came since the last piece with some of the body."""
+        self._num_chunks = 0
         self._has_body = self._has_moved = self._refused = False
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -159,6 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
     # What the parser calls
 
     def on_message_begin(self) -> None:
+        if self._refused:
+            return
         self._has_moved = True
         if self._part is _Part.NOTHING:
             self._begin(_Part.HEAD)
@@ -189,6 +194,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
+        self._num_chunks += 1
+        if self._num_chunks > MOST_CHUNKS and not self._refused:
+            message = f"the body comes in more than {MOST_CHUNKS} chunks; send larger ones"
+            self._refuse(ApiError(400, message))
         if not self._refused:
             super().on_body(body)
 
@@ -204,7 +213,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        self._num_framing = 0
+        self._num_framing = self._num_chunks = 0
         if self._num_bytes and part is not _Part.BODY:
             self._uploads.forget(self)
             self._num_bytes = 0
@@ -231,9 +240,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._forget()
         if self.transport.is_closing():
             return
-        earlier = self.cycle is not None and not self.cycle.response_complete
-        is_own = earlier and self._part is _Part.BODY and not self.pipeline
-        if not earlier or (is_own and not self.cycle.response_started):
+        if self._may_answer():
             response = error.response()
             lines = [f"HTTP/1.1 {error.status} Refused".encode()]
             lines += [name + b": " + value for name, value in response.raw_headers]
@@ -241,6 +248,12 @@ class LimitedProtocol(HttpToolsProtocol):
                 lines.append(b"connection: close")
             self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Whether the next answer of the connection is that to the message that goes on."""
+        if self._part is _Part.BODY:
+            return not self.cycle.response_started and not self.pipeline
+        return self.cycle is None or self.cycle.response_complete
 
     def _forget(self) -> None:
         self._uploads.forget(self)

@@ -69,7 +69,7 @@ class BodyReader:
         try:
             async with asyncio.timeout(_PARSE_S):
                 answer = await self._ask(data, kind.__name__)
-        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+        except (asyncio.IncompleteReadError, OSError, RuntimeError):  # the last one is uvloop's
             await self.close()
             message = "the body takes too much time or memory to be read; send less"
             raise ApiError(400, message) from None
@@ -83,6 +83,8 @@ class BodyReader:
         return parsed
 
     async def _ask(self, data: bytearray, name: str) -> bytes:
+        if self._process is not None and self._process.returncode is not None:
+            await self.close()  # it has died since the last body
         if self._process is None:
             command = (sys.executable, "-P", "-m", __name__, str(os.getpid()))
             self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
