@@ -20,6 +20,22 @@ _PARSERS = ("auto", "hermes", "llama3_json", "mistral")
 _MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
 
+_AdminKeys = Annotated[
+    list[str] | None,
+    typer.Option(help="A key that may also abort the requests of all (repeatable)."),
+]
+_AdminKeyFile = Annotated[Path | None, typer.Option(help="File of such keys, one a line.")]
+_Origins = Annotated[
+    str | None, typer.Option(help="Origins whose web pages may ask, separated by commas; *: all.")
+]
+_Hosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Public host name of the server, or *.NAME (repeatable); others are refused then, as "
+        "they are on a loopback address."
+    ),
+]
+
 
 @engine_flags
 def serve(
@@ -33,13 +49,8 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File of such keys, one a line; no process list shows them.")
     ] = None,
-    admin_api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="A key that may also abort the requests of all (repeatable)."),
-    ] = None,
-    admin_api_key_file: Annotated[
-        Path | None, typer.Option(help="File of such keys, one a line.")
-    ] = None,
+    admin_api_key: _AdminKeys = None,
+    admin_api_key_file: _AdminKeyFile = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
     ] = None,
@@ -62,17 +73,8 @@ def serve(
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,
-    allowed_origins: Annotated[
-        str | None,
-        typer.Option(help="Origins whose web pages may ask, separated by commas; *: all."),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Public host name by which it is asked, or *.NAME (repeatable); others are "
-            "refused then, as they are on a loopback address."
-        ),
-    ] = None,
+    allowed_origins: _Origins = None,
+    allowed_host: _Hosts = None,
     tool_call_parser: Annotated[
         str, typer.Option(help="How the model calls tools: auto, hermes, llama3_json, mistral.")
     ] = "auto",
@@ -92,10 +94,7 @@ def serve(
     check_number(stall_timeout=stall_timeout, max_body_mb=max_body_mb)
     if not shutdown_timeout >= 0:
         raise UserError(f"shutdown_timeout={shutdown_timeout}: expected 0 or more seconds")
-    if tool_call_parser not in _PARSERS:
-        raise UserError(
-            f"tool_call_parser={tool_call_parser!r}: expected one of {', '.join(_PARSERS)}"
-        )
+    tool_format = _tool_format(tool_call_parser)
     certificate, private_key = _certificate(ssl_certfile, ssl_keyfile)
     keys = _keys("api_key", api_key or [], api_key_file)
     admin_keys = _keys("admin_api_key", admin_api_key or [], admin_api_key_file)
@@ -111,7 +110,7 @@ def serve(
         allowed_origins=strings(allowed_origins or ""),
         allowed_hosts=checked_hosts(allowed_host) if allowed_host else None,
         otlp_endpoint=_collector(otlp_endpoint),
-        tool_format=None if tool_call_parser == "auto" else tool_call_parser,
+        tool_format=tool_format,
     )
     endpoint = life.Endpoint(host, port, certificate, private_key)
     life.run_server(asked, settings, endpoint, say, api_server_count, data_parallel_size)
@@ -132,6 +131,17 @@ def _import() -> tuple[Any, Any]:
             f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
         ) from error
     return life, state
+
+
+def _tool_format(parser: str) -> str | None:
+    """The format of a tool call parser; None: as the chat template shows.
+
+    Raises:
+        UserError: there is no such parser.
+    """
+    if parser not in _PARSERS:
+        raise UserError(f"tool_call_parser={parser!r}: expected one of {', '.join(_PARSERS)}")
+    return None if parser == "auto" else parser
 
 
 def _collector(url: str | None) -> str | None:

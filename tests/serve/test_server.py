@@ -14,16 +14,7 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 
-from .server_process import (
-    ADMIN_KEY,
-    KEY,
-    LONG,
-    OTHER_KEY,
-    ServerProcess,
-    is_idle,
-    stream,
-    wait_for,
-)
+from .server_process import KEY, LONG, ServerProcess, is_idle, stream, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -383,24 +374,3 @@ def test_requests_are_aborted_by_their_ids(server: ServerProcess, http: httpx.Cl
         rest = [line for line in lines if line]
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "aborted"
     assert rest[-1] == "data: [DONE]"
-
-
-def test_a_key_ends_its_own_requests_and_an_admin_key_those_of_all(
-    server: ServerProcess, http: httpx.Client
-) -> None:
-    def aborted(key: str, wanted: Any) -> Any:
-        headers = {"authorization": f"Bearer {key}"}
-        answer = http.post("/abort_requests", json={"request_ids": wanted}, headers=headers)
-        return answer.json()["aborted"] if answer.status_code == 200 else answer.status_code
-
-    body = {**LONG, "stream": True, "request_id": "guarded"}
-    with http.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
-        next(lines)
-        with server.engine_stopped():
-            for wanted in (["cmpl-guarded"], ["all"], ["all", "cmpl-guarded"]):
-                assert aborted(OTHER_KEY, wanted) == []
-            assert aborted(KEY, ["all"]) == []
-            assert [aborted(key, "all") for key in (OTHER_KEY, KEY)] == [403, 403]
-            assert aborted(ADMIN_KEY, "all") == ["cmpl-guarded"]
-        assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -4,6 +4,7 @@ whoever asks without a browser notices nothing."""
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,8 @@ from fusewright.config import UserError
 from fusewright.serve.http.guard import Doors, visitor_of
 from fusewright.serve.http.hosts import checked_hosts, is_loopback
 from fusewright.serve.http.state import Settings
+
+from .server_process import ADMIN_KEY, KEY, LONG, OTHER_KEY, ServerProcess
 
 LOOPBACK: tuple[str, ...] = ()
 ANY = None
@@ -122,3 +125,24 @@ def test_what_a_page_may_send_unasked_does_nothing(http: httpx.Client, path: str
         assert answer.json()["error"]["code"] in ("origin_not_allowed", "host_not_allowed")
     asked = {"origin": "http://evil.com", "access-control-request-method": "POST"}
     assert http.options(path, headers=asked).status_code == 403
+
+
+def test_a_key_ends_its_own_requests_and_an_admin_key_those_of_all(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    def aborted(key: str, wanted: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = http.post("/abort_requests", json={"request_ids": wanted}, headers=headers)
+        return answer.json()["aborted"] if answer.status_code == 200 else answer.status_code
+
+    body = {**LONG, "stream": True, "request_id": "guarded"}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        with server.engine_stopped():
+            for wanted in (["cmpl-guarded"], ["all"], ["all", "cmpl-guarded"]):
+                assert aborted(OTHER_KEY, wanted) == []
+            assert aborted(KEY, ["all"]) == []
+            assert [aborted(key, "all") for key in (OTHER_KEY, KEY)] == [403, 403]
+            assert aborted(ADMIN_KEY, "all") == ["cmpl-guarded"]
+        assert [line for line in lines if line][-1] == "data: [DONE]"
