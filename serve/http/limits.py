@@ -117,7 +117,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Of the message that goes on, in the pieces that did not end it."""
         self._num_framing = 0
         """Of them, those that came since the last piece with some of the body."""
-        self._num_chunks = 0
+        self._num_chunks = self._num_headers = 0
         self._has_body = self._has_moved = self._refused = False
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -159,51 +159,45 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._deadline = self.loop.call_later(limit_s, self._too_slow)
             self._uploads.add(self, num_bytes)
 
-    # What the parser calls
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:  # else the parser has failed because we told it to
+            super().send_400_response(msg)
+
+    # What the parser calls.  An exception keeps it from the rest of what came, which may be much.
 
     def on_message_begin(self) -> None:
-        if self._refused:
-            return
         self._has_moved = True
         if self._part is _Part.NOTHING:
             self._begin(_Part.HEAD)
         super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:
-        if not self._refused:
-            super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MOST_HEADERS:
+            raise self._refuse(ApiError(431, f"more than {MOST_HEADERS} headers; send fewer"))
         # Trailers are dropped: uvicorn would add them to the headers, which have been checked.
-        if self._part is _Part.HEAD and not self._refused:
+        if self._part is _Part.HEAD:
             super().on_header(name, value)
-            if len(self.headers) > MOST_HEADERS:
-                self._refuse(ApiError(431, f"more than {MOST_HEADERS} headers; send fewer"))
 
     def on_headers_complete(self) -> None:
         if self._feed_bytes > MOST_HEAD_BYTES:
             lengths = (len(name) + len(value) for name, value in self.headers)
             if len(self.url) + sum(lengths) > MOST_HEAD_BYTES:
-                self._refuse(_head_too_large())
+                raise self._refuse(_head_too_large())
         if len(self.pipeline) >= _MOST_PIPELINED:
-            self._refuse(ApiError(400, f"more than {_MOST_PIPELINED} requests at once"))
-        if self._refused:
-            return
+            raise self._refuse(ApiError(400, f"more than {_MOST_PIPELINED} requests at once"))
         self._begin(_Part.BODY)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._has_body = True
         self._num_chunks += 1
-        if self._num_chunks > MOST_CHUNKS and not self._refused:
+        if self._num_chunks > MOST_CHUNKS:
             message = f"the body comes in more than {MOST_CHUNKS} chunks; send larger ones"
-            self._refuse(ApiError(400, message))
-        if not self._refused:
-            super().on_body(body)
+            raise self._refuse(ApiError(400, message))
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._refused:
-            return
         self._begin(_Part.NOTHING)
         super().on_message_complete()
 
@@ -213,7 +207,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        self._num_framing = self._num_chunks = 0
+        self._num_framing = self._num_chunks = self._num_headers = 0
         if self._num_bytes and part is not _Part.BODY:
             self._uploads.forget(self)
             self._num_bytes = 0
@@ -234,12 +228,13 @@ class LimitedProtocol(HttpToolsProtocol):
         part, limit_s = ("body", BODY_S) if in_body else ("headers", HEAD_S)
         self._refuse(ApiError(408, f"the {part} did not come within {limit_s:g} s"))
 
-    def _refuse(self, error: ApiError) -> None:
-        """Close the connection, with an answer unless another one is on its way."""
+    def _refuse(self, error: ApiError) -> ApiError:
+        """Close the connection, with an answer unless another one is on its way; returns the
+        error."""
         self._refused = True
         self._forget()
         if self.transport.is_closing():
-            return
+            return error
         if self._may_answer():
             response = error.response()
             lines = [f"HTTP/1.1 {error.status} Refused".encode()]
@@ -248,6 +243,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 lines.append(b"connection: close")
             self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.transport.close()
+        return error
 
     def _may_answer(self) -> bool:
         """Whether the next answer of the connection is that to the message that goes on."""
