@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import sys
 import traceback
 from typing import Any, NoReturn, TextIO
@@ -46,8 +47,22 @@ def _open_at(number: int, flags: int, mode: str) -> Any:
 
 
 def flush() -> None:
-    """Write out what stdout holds, so that its failure is seen here and not by the interpreter."""
+    """Write out what stdout holds, so that its failure is seen here and not by the interpreter.
+    What stderr holds and cannot write is dropped: it has told all that it could."""
     sys.stdout.flush()
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        _discard(2, sys.stderr)
+
+
+def say(line: str) -> None:
+    """Print a line of a program that goes on to stderr, unless nobody takes it there: what serves
+    others neither ends nor waits because the reader of a pipe does."""
+    with contextlib.suppress(OSError, ValueError):
+        _, takes, _ = select.select([], [sys.stderr], [], 0)
+        if takes:
+            typer.echo(line, err=True)
 
 
 def report(error: BaseException, *, debug: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -12,12 +11,30 @@ import typer
 from ..config import MachineError, UserError
 from ..config.numbers import check_counts, check_number
 from ..engine.ranks.torchrun import join_torchrun
+from .failure import say
 from .flags import Model, engine_flags, strings
+from .http.hosts import checked_hosts
 from .options import checked, merge
 
 PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "xlam")
 _MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
+
+_AdminKeys = Annotated[
+    list[str] | None,
+    typer.Option(help="A key that may also abort the requests of all (repeatable)."),
+]
+_AdminKeyFile = Annotated[Path | None, typer.Option(help="File of such keys, one a line.")]
+_Origins = Annotated[
+    str | None, typer.Option(help="Origins whose web pages may ask, separated by commas; *: all.")
+]
+_Hosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Public host name of the server, or *.NAME (repeatable); others are refused then, as "
+        "they are on a loopback address."
+    ),
+]
 
 
 @engine_flags
@@ -32,6 +49,8 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File of such keys, one a line; no process list shows them.")
     ] = None,
+    admin_api_key: _AdminKeys = None,
+    admin_api_key_file: _AdminKeyFile = None,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
     ] = None,
@@ -50,13 +69,12 @@ def serve(
     stall_timeout: Annotated[
         float, typer.Option(help="Seconds without a step until /health says 503.")
     ] = 10.0,
-    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request.")] = 32.0,
+    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MiB.")] = 8.0,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,
-    allowed_origins: Annotated[
-        str | None, typer.Option(help="Web pages that may ask (CORS), separated by commas.")
-    ] = None,
+    allowed_origins: _Origins = None,
+    allowed_host: _Hosts = None,
     tool_call_parser: Annotated[
         str, typer.Option(help=f"How the model calls tools: {', '.join(PARSERS)}.")
     ] = "auto",
@@ -76,26 +94,25 @@ def serve(
     check_number(stall_timeout=stall_timeout, max_body_mb=max_body_mb)
     if not shutdown_timeout >= 0:
         raise UserError(f"shutdown_timeout={shutdown_timeout}: expected 0 or more seconds")
-    if tool_call_parser not in PARSERS:
-        raise UserError(
-            f"tool_call_parser={tool_call_parser!r}: expected one of {', '.join(PARSERS)}"
-        )
+    tool_format = _tool_format(tool_call_parser)
     certificate, private_key = _certificate(ssl_certfile, ssl_keyfile)
-    keys = _keys(api_key or [], api_key_file)
+    keys = _keys("api_key", api_key or [], api_key_file)
+    admin_keys = _keys("admin_api_key", admin_api_key or [], admin_api_key_file)
     life, state = _import()
     settings = state.Settings(
         model_names=tuple(served_model_name or [asked.model]),
         api_keys=keys,
+        admin_keys=admin_keys,
         max_waiting=max_waiting_requests,
         shutdown_timeout_s=shutdown_timeout,
         stall_s=stall_timeout,
         max_body_bytes=int(max_body_mb * 2**20),
         allowed_origins=strings(allowed_origins or ""),
+        allowed_hosts=checked_hosts(allowed_host) if allowed_host else None,
         otlp_endpoint=_collector(otlp_endpoint),
-        tool_format=None if tool_call_parser == "auto" else tool_call_parser,
+        tool_format=tool_format,
     )
     endpoint = life.Endpoint(host, port, certificate, private_key)
-    say = partial(typer.echo, err=True)
     life.run_server(asked, settings, endpoint, say, api_server_count, data_parallel_size)
 
 
@@ -114,6 +131,17 @@ def _import() -> tuple[Any, Any]:
             f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
         ) from error
     return life, state
+
+
+def _tool_format(parser: str) -> str | None:
+    """The format of a tool call parser; None: as the chat template shows.
+
+    Raises:
+        UserError: there is no such parser.
+    """
+    if parser not in PARSERS:
+        raise UserError(f"tool_call_parser={parser!r}: expected one of {', '.join(PARSERS)}")
+    return None if parser == "auto" else parser
 
 
 def _collector(url: str | None) -> str | None:
@@ -151,8 +179,8 @@ def _certificate(file: Path | None, key: Path | None) -> tuple[str | None, str |
     return str(file) if file else None, str(key) if key else None
 
 
-def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """The API keys of flags and file.
+def _keys(option: str, given: list[str], file: Path | None) -> tuple[str, ...]:
+    """The API keys of an option's flags and file.
 
     Raises:
         UserError: the file has none or cannot be read, or a key is empty.
@@ -162,11 +190,11 @@ def _keys(given: list[str], file: Path | None) -> tuple[str, ...]:
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"api_key_file={file}: cannot be read: {error}") from error
+            raise UserError(f"{option}_file={file}: cannot be read: {error}") from error
         found = [line.strip() for line in lines if line.strip()]
         if not found:
-            raise UserError(f"api_key_file={file}: holds no key; write one a line")
+            raise UserError(f"{option}_file={file}: holds no key; write one a line")
         keys += found
     if not all(key.strip() for key in keys):
-        raise UserError("api_key='': expected a key that is not empty")
+        raise UserError(f"{option}='': expected a key that is not empty")
     return tuple(keys)

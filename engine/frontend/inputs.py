@@ -62,6 +62,12 @@ class InputProcessor:
         token_ids, text = self._token_ids(prompt)
         if not token_ids:
             raise UserError("prompt is empty: expected at least one token")
+        if len(token_ids) >= self.max_model_len:  # first: all else takes as long as there are ids
+            raise UserError(
+                f"prompt of {len(token_ids)} tokens: max_model_len={self.max_model_len} leaves "
+                f"room for {self.max_model_len - 1} and one output token; shorten it or raise "
+                "max_model_len"
+            )
         if [*map(type, token_ids)].count(int) < len(token_ids):
             token_ids = [_integer(each) for each in token_ids]
         # min and max beat a comparison of every id by far on long prompts.
@@ -70,12 +76,6 @@ class InputProcessor:
                 raise UserError(
                     f"prompt token id {token_id}: outside the vocabulary, 0..{self.vocab_size - 1}"
                 )
-        if len(token_ids) >= self.max_model_len:
-            raise UserError(
-                f"prompt of {len(token_ids)} tokens: max_model_len={self.max_model_len} leaves "
-                f"room for {self.max_model_len - 1} and one output token; shorten it or raise "
-                "max_model_len"
-            )
         return token_ids, text
 
     def _check_params(self, params: SamplingParams) -> None:

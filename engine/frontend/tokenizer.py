@@ -31,6 +31,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A batch here has one text, for which the library would start a thread on each core.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+_MANY_TOKENS = 1000
+"""Tokens that are decoded within a millisecond."""
+
 
 class Tokenizer:
     """Text to ids and back.
@@ -107,8 +110,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids beyond the vocabulary (padding rows of embeddings) have none.  Where the
         tokenizer's decoder fails the text is a replacement character, and the log has why."""
+        how = {"skip_special_tokens": skip_special_tokens}
         try:
-            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            if len(token_ids) > _MANY_TOKENS:  # as a batch, which lets other threads run
+                return self._tokenizer.decode_batch([token_ids], **how)[0]
+            return self._tokenizer.decode(token_ids, **how)
         except BaseException as error:
             if not is_library_error(error):
                 raise

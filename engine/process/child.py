@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -205,7 +206,8 @@ def main(argv: list[str]) -> int:
         return 0
     except Exception as error:
         failure = Failure.of(error)
-        sys.stderr.write(failure.traceback)
+        with suppress(OSError, ValueError):  # whoever read stderr may be gone
+            sys.stderr.write(failure.traceback)
         failed = Failed(failure.message, failure.exit_code)
         for outbox in outboxes:
             outbox.send(frame(Kind.FAILED, place.replica, failed))

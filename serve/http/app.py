@@ -19,7 +19,7 @@ from .chat import chat_completions
 from .completions import completions
 from .errors import ApiError, api_error, json_response
 from .events import ClientGone
-from .limits import Guard
+from .guard import Guard
 from .protocol import (
     AbortRequest,
     ChatRequest,

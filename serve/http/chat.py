@@ -54,7 +54,7 @@ async def chat_completions(request: Request) -> Response:
         add_special_tokens=body.add_special_tokens,
     )
     try:
-        job = await state.submit("chatcmpl-", body, [prompt], params, request.headers)
+        job = await state.submit("chatcmpl-", body, [prompt], params, request)
     except UserError as error:
         raise api_error(error, "messages") from error
     if body.stream:

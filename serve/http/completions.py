@@ -74,7 +74,7 @@ async def completions(request: Request) -> Response:
     params = _sampling(body, state.client.inputs.default_sampling)
     prompts = await _prompts(state, body)
     try:
-        job = await state.submit("cmpl-", body, prompts, params, request.headers)
+        job = await state.submit("cmpl-", body, prompts, params, request)
     except UserError as error:
         raise api_error(error, "prompt") from error
     if body.stream:

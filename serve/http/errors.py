@@ -16,9 +16,11 @@ from ...config import EngineDeadError, UserError
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_denied_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     431: "invalid_request_error",
     499: "aborted_error",
     500: "server_error",

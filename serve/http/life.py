@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from .app import make_app
 from .call_reader import detect
 from .errors import ApiError
 from .helper import DRAINED, READY, Helper, Orders
-from .limits import LimitedProtocol
+from .hosts import is_loopback
+from .limits import HEAD_S, LimitedProtocol, Uploads
 from .state import Phase, ServerState, Settings
 
 _BACKLOG = 2048
@@ -75,11 +76,33 @@ class Endpoint:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn without its signal handlers: ``Life`` has its own."""
+    """uvicorn without its signal handlers, as ``Life`` has its own, and with our limits of what a
+    connection may send."""
+
+    def __init__(self, config: uvicorn.Config, uploads: Uploads) -> None:
+        super().__init__(config)
+        self._uploads = uploads
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        ssl = self.config.ssl
+        more: dict[str, Any] = {} if ssl is None else {"ssl_handshake_timeout": HEAD_S}
+        make = partial(
+            LimitedProtocol,
+            self._uploads,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(make, sock=each, ssl=ssl, backlog=_BACKLOG, **more)
+            for each in sockets or ()
+        ]
+        self.started = True
 
 
 class Life:
@@ -121,10 +144,9 @@ class Life:
         http = _Http(
             uvicorn.Config(
                 make_app(self._state),
-                http=LimitedProtocol,
                 ws="none",
                 lifespan="off",
-                log_level="warning",
+                log_level="error",  # a warning for each malformed request would fill a log
                 access_log=False,
                 server_header=False,
                 date_header=False,
@@ -132,10 +154,12 @@ class Life:
                 timeout_graceful_shutdown=_FLUSH_S,
                 ssl_certfile=endpoint.certificate,
                 ssl_keyfile=endpoint.private_key,
-            )
+            ),
+            self._state.uploads,
         )
         self._client.start()
         self._client.peers.answer = self._state.answer_peer
+        self._state.watch_others()
         serving = asyncio.ensure_future(http.serve(sockets=self._listening[:1]))
         try:
             await self._start_helpers()
@@ -147,6 +171,7 @@ class Life:
             await asyncio.gather(*(helper.end() for helper in self._helpers))
             http.should_exit = True
             await serving
+            await self._state.reader.close()
             await self._client.stop()
             if (tracing := self._state.tracing) is not None:
                 await asyncio.to_thread(tracing.close)
@@ -214,7 +239,7 @@ class Life:
         state = self._state
         if state.phase is Phase.SERVING:
             state.phase = Phase.DRAINING
-            self._say(f"draining: {len(state.jobs)} requests")
+            self._say(f"draining: {state.num_jobs} requests")
         end = asyncio.get_running_loop().time() + state.settings.shutdown_timeout_s
         while state.jobs and self._num_signals < 2 and self._client.dead is None:
             if asyncio.get_running_loop().time() > end:
@@ -266,7 +291,9 @@ def run_server(
     """Serve until a signal comes.
 
     Args:
-        say: tells the operator a line.
+        settings: a server that only this machine reaches takes no host names of others, unless
+            they are listed.
+        say: tells the operator a line; it may neither fail nor wait.
         num_processes: that serve HTTP, over ``num_replicas`` engines.
 
     Raises:
@@ -278,6 +305,8 @@ def run_server(
         listening = endpoint.bind(num_processes)
         for each in listening:
             stack.enter_context(each)
+        if settings.allowed_hosts is None and is_loopback(listening[0].getsockname()[0]):
+            settings = replace(settings, allowed_hosts=())
 
         async def live() -> None:
             life = Life(options, settings, seat, listening, endpoint, say)

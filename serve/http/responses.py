@@ -56,7 +56,7 @@ async def responses(request: Request) -> Response:
         add_special_tokens=body.add_special_tokens,
     )
     try:
-        job = await state.submit("resp_", body, [prompt], params, request.headers)
+        job = await state.submit("resp_", body, [prompt], params, request)
     except UserError as error:
         raise api_error(error, "input") from error
     if body.stream:

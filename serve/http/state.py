@@ -10,22 +10,30 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
+
 from ...config import UserError
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.loop import CheckedRequest
 from ...engine.messages.sampling_params import SamplingParams
 from ...engine.process.client import EngineClient
+from ...engine.process.heartbeat import Heartbeat
 from ...engine.process.output_stream import OutputStream
 from .errors import ApiError
+from .limits import Uploads
 from .metrics import TALLY, Metrics
 from .protocol import Generation
+from .reader import BodyReader
 
-ABORT, ALL = "abort", "all"
-"""What an API process asks the others, and the name that means every job."""
+ABORT, ALL, ADMIN = "abort", "all", "admin"
+"""What an API process asks the others, the name that means every job, and the owner who may end
+all of them."""
 if TYPE_CHECKING:
     from .tracing import Tracing
 
 _RETRY_AFTER_S = "1"
+_BEAT_S = 0.5
+"""Time between two beats of an API process, in seconds."""
 _MOST_OUTPUTS = 16384
 """Most outputs of one call, over all its prompts."""
 _MOST_CARRIED = 2**26
@@ -40,21 +48,25 @@ class Settings:
     Attributes:
         model_names: names under which the model is served; the first is shown.
         api_keys: one of them must come with every request; none: all may ask.
+        admin_keys: are API keys too, and may end the requests of all.
         max_waiting: outputs that may wait behind those that run; more are refused.
         stall_s: seconds without a heartbeat of the engine until it counts as stalled.
         max_body_bytes: largest body of a request.
         allowed_origins: of browsers that may ask (CORS).
+        allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
         tool_format: how the model writes calls of tools; None: as its chat template shows.
         otlp_endpoint: URL of the collector of traces; None: nothing is traced.
     """
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     max_waiting: int = 16384
     shutdown_timeout_s: float = 60.0
     stall_s: float = 10.0
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
     tool_format: str | None = None
     otlp_endpoint: str | None = None
 
@@ -70,9 +82,14 @@ class Phase(StrEnum):
 
 @dataclass
 class Job:
-    """A caller's request on its way: its prompts, in order, and where their outputs come."""
+    """A caller's request on its way: its prompts, in order, and where their outputs come.
+
+    Attributes:
+        owner: whose API key it came with, as the request's scope has it.
+    """
 
     name: str
+    owner: str
     model: str
     created: int
     requests: list[CheckedRequest]
@@ -100,7 +117,10 @@ class ServerState:
         self.started_at = int(time.time())
         self.metrics = Metrics(settings.model_names[0], client)
         self.jobs: dict[str, Job] = {}
+        self.uploads, self.reader = Uploads(settings.max_body_bytes), BodyReader()
         self.tool_format = settings.tool_format
+        self._beats: list[Heartbeat] = []
+        """Of all API processes, if there are several; their steps are the numbers of open jobs."""
         client.on_step = self.metrics.on_step
         self.tracing: Tracing | None = None
         if settings.otlp_endpoint is not None:
@@ -109,11 +129,38 @@ class ServerState:
             self.tracing = Tracing(settings.otlp_endpoint)
             client.on_finished = self.tracing.end
 
+    def watch_others(self) -> None:
+        """Have the other API processes see that this one moves, and see them.  The first makes the
+        pages before it starts the others."""
+        seat, folder = self.client.seat, self.client.folder
+        if seat.count == 1:
+            return
+        self._beats = [Heartbeat(folder / f"api{number}") for number in range(seat.count)]
+        for page in self._beats if seat.index == 0 else ():
+            page.beat(0)
+        self._beat()
+
+    def _beat(self) -> None:
+        self._note_jobs()
+        pause_s = min(_BEAT_S, self.settings.stall_s / 4)
+        asyncio.get_running_loop().call_later(pause_s, self._beat)
+
+    def _note_jobs(self) -> None:
+        if self._beats:
+            self._beats[self.client.seat.index].beat(len(self.jobs))
+
+    @property
+    def num_jobs(self) -> int:
+        """Open jobs of all API processes."""
+        if not self._beats:
+            return len(self.jobs)
+        return sum(page.read()[0] for page in self._beats)
+
     def answer_peer(self, what: str, names: list[str]) -> Any:
         """Answer a question of another API process."""
         if what == TALLY:
             return self.metrics.tally
-        return self.abort_named(names) if what == ABORT else None
+        return self.abort_named(names[1:], names[0]) if what == ABORT else None
 
     def health(self) -> str:
         """Why no request should be sent here now; "" if it should."""
@@ -123,6 +170,10 @@ class ServerState:
         step, age_s = max(beats, key=lambda beat: beat[1])
         if age_s > self.settings.stall_s:
             return f"stalled: nothing moved for {age_s:.1f} s, since step {step}"
+        for number, page in enumerate(self._beats):
+            _, age_s = page.read()
+            if age_s > self.settings.stall_s:
+                return f"stalled: API process {number} has not moved for {age_s:.1f} s"
         return ""
 
     def check_serving(self) -> None:
@@ -169,9 +220,12 @@ class ServerState:
         body: Generation,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        headers: Mapping[str, str],
+        request: Request,
     ) -> Job:
-        """Check the prompts of a call with these HTTP headers and queue them.
+        """Check the prompts of a call and queue them.
+
+        Args:
+            request: of HTTP, which brought the call.
 
         Raises:
             ApiError: there is no room, or the id is in use.
@@ -210,15 +264,18 @@ class ServerState:
         self.metrics.on_submit(checked, now)
         if self.tracing is not None:
             for each in checked:
-                self.tracing.begin(name, model, each, headers)
-        job = Job(name, model, int(time.time()), checked, stream, params.n)
+                self.tracing.begin(name, model, each, request.headers)
+        owner = request.scope["owner"]
+        job = Job(name, owner, model, int(time.time()), checked, stream, params.n)
         self.jobs[name] = job
+        self._note_jobs()
         return job
 
-    def abort_named(self, names: Sequence[str]) -> list[str]:
-        """End jobs by name, or ``ALL``; returns the names of those that ran here."""
+    def abort_named(self, names: Sequence[str], owner: str) -> list[str]:
+        """End jobs of an owner by name, or ``ALL``; returns the names of those that ran here."""
         wanted = list(self.jobs) if ALL in names else names
-        found = [self.jobs[name] for name in wanted if name in self.jobs]
+        found = [self.jobs[name] for name in dict.fromkeys(wanted) if name in self.jobs]
+        found = [job for job in found if owner in (ADMIN, job.owner)]
         for job in found:
             self.abort(job, ApiError(499, "the request was aborted", code="aborted"))
         return [job.name for job in found]
@@ -226,6 +283,7 @@ class ServerState:
     def close(self, job: Job) -> None:
         """Forget a job; what still runs of it is aborted."""
         self.jobs.pop(job.name, None)
+        self._note_jobs()
         self.metrics.on_close(job.requests, aborted=bool(job.stream.open))
         if self.tracing is not None:
             self.tracing.forget(job.stream.open)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -17,9 +18,11 @@ from .chat import render
 from .errors import ApiError, api_error, json_response
 from .metrics import PEERS_S
 from .protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
-from .state import ABORT, ALL, Phase, ServerState
+from .state import ABORT, ADMIN, ALL, Phase, ServerState
 
 _T = TypeVar("_T")
+_FEW_TOKENS = 1000
+"""Tokens that are decoded at once, which takes a millisecond; more are in a thread."""
 
 
 async def models(request: Request) -> Response:
@@ -99,16 +102,29 @@ async def detokenize(request: Request) -> Response:
             f"tokens has {max(body.tokens)}: outside the vocabulary, 0..{inputs.vocab_size - 1}",
             param="tokens",
         )
-    return json_response({"prompt": inputs.require_tokenizer().decode(body.tokens, False)})
+    decode = partial(inputs.require_tokenizer().decode, body.tokens, False)
+    text = await state.client.in_thread(decode) if len(body.tokens) > _FEW_TOKENS else decode()
+    return json_response({"prompt": text})
 
 
 async def abort_requests(request: Request) -> Response:
-    """``POST /abort_requests``: ends requests by the ids that their answers carry, or "all"."""
-    state = _state(request)
+    """``POST /abort_requests``: ends requests of the same API key by the ids that their answers
+    carry, or with an admin key those of any, or "all"."""
+    state, owner = _state(request), request.scope["owner"]
     body = await read(request, AbortRequest)
-    asked = [ALL] if body.request_ids == "all" else body.request_ids
-    elsewhere = await _of_all(state.client.peers.ask(ABORT, asked, PEERS_S))
-    aborted = state.abort_named(asked)
+    if body.request_ids != ALL:
+        asked = [each for each in body.request_ids if each != ALL]
+    elif owner == ADMIN:
+        asked = [ALL]
+    else:
+        raise ApiError(
+            403,
+            'request_ids="all" needs an admin key: start the server with --admin-api-key, and send '
+            "it as the key",
+            param="request_ids",
+        )
+    elsewhere = await _of_all(state.client.peers.ask(ABORT, [owner, *asked], PEERS_S))
+    aborted = state.abort_named(asked, owner)
     return json_response({"aborted": [*aborted, *itertools.chain(*elsewhere)]})
 
 

@@ -8,13 +8,13 @@ import httpx
 import openai
 import pytest
 
-from .server_process import KEY, ServerProcess
+from .server_process import ADMIN_KEY, KEY, OTHER_KEY, ServerProcess
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     made = ServerProcess(
-        *("--api-key", "another", "--api-key", KEY),
+        *("--api-key", OTHER_KEY, "--api-key", KEY, "--admin-api-key", ADMIN_KEY),
         *("--served-model-name", "abacus", "--served-model-name", "second"),
         *("--max-waiting-requests", "64", "--max-num-seqs", "16", "--dtype", "float32"),
         *("--max-body-mb", "0.5", "--tool-call-parser", "hermes"),

@@ -13,32 +13,36 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
 from tests.warm import warm_starts
 
 TIMEOUT_S = 120
-KEY = "a key"
+KEY, OTHER_KEY, ADMIN_KEY = "a key", "another", "an admin's key"
+JSON = {"content-type": "application/json"}
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 """A request that takes about a second; see ``engine_stopped``."""
 
 
 class ServerProcess:
-    """A server of the bundled model that ``wait_ready`` waits for."""
+    """A server of the bundled model that ``wait_ready`` waits for, by what it says on stderr."""
 
-    def __init__(self, *flags: str, model: str = "abacus", port: str = "0") -> None:
+    def __init__(
+        self, *flags: str, model: str = "abacus", port: str = "0", stderr: IO[Any] | None = None
+    ) -> None:
         argv = ["serve", model, "--device", "cpu", "-O0", "--port", port, *flags]
         with warm_starts(nested=True):
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fusewright.serve.cli", *argv],
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.PIPE if stderr is None else stderr,
                 text=True,
             )
         self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        if stderr is None:
+            threading.Thread(target=self._read, daemon=True).start()
         self.url = ""
 
     def _read(self) -> None:

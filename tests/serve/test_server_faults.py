@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,50 @@ def test_sigterm_lets_open_requests_finish_and_takes_no_more() -> None:
         assert last["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(TIMEOUT_S) == 0
         assert not is_running(engine)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("stderr", ["a dead pipe", "a full pipe", "a full disk"])
+def test_a_drain_needs_nobody_who_reads_stderr(stderr: str) -> None:
+    port = str(free_port())
+    with ExitStack() as stack:
+        if stderr == "a full disk":
+            server = ServerProcess(
+                port=port, stderr=stack.enter_context(Path("/dev/full").open("w"))
+            )
+        else:
+            reads, writes = os.pipe()
+            stack.callback(os.close, reads)
+            with os.fdopen(writes, "wb") as pipe:
+                if stderr == "a full pipe":
+                    os.set_blocking(writes, False)
+                    with suppress(BlockingIOError):
+                        while os.write(writes, b"x" * 4096):
+                            pass
+                    os.set_blocking(writes, True)
+                server = ServerProcess(port=port, stderr=pipe)
+            if stderr == "a dead pipe":
+                stack.pop_all().close()
+        stack.callback(server.kill)
+        server.url = f"http://127.0.0.1:{port}"
+
+        def serves() -> bool:
+            with suppress(httpx.ConnectError):
+                return health(server) == (200, "ok")
+            return False
+
+        wait_for(serves)
+        with open_stream(server) as lines:
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        last = json.loads(rest[-2].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize("flags", [(), ("--shutdown-timeout", "0")], ids=["twice", "in no time"])

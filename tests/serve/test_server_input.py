@@ -19,7 +19,7 @@ from fusewright.serve.http.protocol import (
     ResponsesRequest,
 )
 
-from .server_process import LONG, ServerProcess, is_idle, wait_for
+from .server_process import JSON, LONG, ServerProcess, is_idle, wait_for
 
 FORM = "structured_outputs"
 BAD: list[tuple[str, Any, str | None]] = [
@@ -106,7 +106,7 @@ def test_bad_input_is_a_400_that_names_the_field(
     http: httpx.Client, body: Any, param: str | None
 ) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = http.post("/v1/completions", content=content)
+    answer = http.post("/v1/completions", content=content, headers=JSON)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")

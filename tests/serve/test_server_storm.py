@@ -18,7 +18,7 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 
-from .server_process import TIMEOUT_S, ServerProcess, is_idle, wait_for
+from .server_process import JSON, TIMEOUT_S, ServerProcess, is_idle, wait_for
 
 PROMPTS = [f"{a}{op}{b}=" for a in range(3, 60, 4) for b in range(2, 40, 7) for op in "+-"]
 BAD = [b"{", b"[]", b'{"prompt": ""}', b'{"prompt": "1", "n": -1}', b'{"prompt": "\xff"}']
@@ -120,7 +120,7 @@ class Storm:
             self.wrong.append(f"a cancelled stream ended with {events[-1]}")
 
     async def _bad(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        answer = await client.post("/v1/completions", content=rng.choice(BAD))
+        answer = await client.post("/v1/completions", content=rng.choice(BAD), headers=JSON)
         self.refused += 1
         if answer.status_code != 400:
             self.wrong.append(f"{answer.status_code} for a bad body")

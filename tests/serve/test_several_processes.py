@@ -6,13 +6,23 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from .server_process import LONG, TIMEOUT_S, ServerProcess, is_idle, is_running, send, wait_for
+from .server_process import (
+    ADMIN_KEY,
+    LONG,
+    TIMEOUT_S,
+    ServerProcess,
+    is_idle,
+    is_running,
+    send,
+    wait_for,
+)
 
 MANY = 32
 """Connections: that one of two processes gets none of them happens once in 2**31 runs."""
@@ -26,7 +36,7 @@ def num_sockets(pid: int) -> int:
 @contextmanager
 def started(num_api: int, num_replicas: int) -> Iterator[ServerProcess]:
     counts = ("--api-server-count", str(num_api), "--data-parallel-size", str(num_replicas))
-    server = ServerProcess(*counts).wait_ready()
+    server = ServerProcess(*counts, "--admin-api-key", ADMIN_KEY).wait_ready()
     all_pids = server.children()
     try:
         assert len(server.children(".child")) == num_replicas
@@ -86,7 +96,10 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
                 assert server.metric("vllm:kv_cache_usage_perc") > 0
             wait_for(lambda: is_idle(client))
             with open_streams(server, 8) as streams:
-                aborted = client.post("/abort_requests", json={"request_ids": "all"}).json()
+                admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+                every = {"request_ids": "all"}
+                assert client.post("/abort_requests", json=every).status_code == 403
+                aborted = client.post("/abort_requests", json=every, headers=admin).json()
                 assert len(aborted["aborted"]) == 8
                 codes = [last_event(lines)["error"]["code"] for lines in streams]
                 assert codes == ["aborted"] * 8
@@ -103,11 +116,34 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
 def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
     with started(2, 1) as server, open_streams(server, 8) as streams:
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: any("draining" in line for line in server.lines))
+        wait_for(lambda: "draining: 8 requests" in server.lines)
         send(server.engine_pid, signal.SIGCONT)
         reasons = [last_event(lines)["choices"][0]["finish_reason"] for lines in streams]
         assert reasons == ["length"] * 8
         assert server.process.wait(TIMEOUT_S) == 0
+
+
+def test_health_tells_of_an_api_process_that_hangs() -> None:
+    server = ServerProcess("--api-server-count", "2", "--stall-timeout", "1").wait_ready()
+    try:
+        (helper,) = server.children(".helper")
+
+        def found() -> set[str]:
+            """What the processes that answer say, each over some of the connections."""
+            statuses = set()
+            for _ in range(4):
+                with suppress(httpx.TimeoutException), server.client() as client:
+                    statuses.add(client.get("/health", timeout=2).json()["status"])
+            return statuses
+
+        wait_for(lambda: found() == {"ok"})
+        send(helper, signal.SIGSTOP)
+        wait_for(lambda: any("API process 1 has not moved" in each for each in found()))
+        send(helper, signal.SIGCONT)
+        wait_for(lambda: found() == {"ok"})
+        assert server.stop() == 0
+    finally:
+        server.kill()
 
 
 def test_a_start_that_fails_is_told_once_and_leaves_nobody() -> None:

@@ -1,0 +1,156 @@
+"""Decides who is let in: by the host that is asked for, the origin of a web page, and the API key.
+
+A web page can send a request to any address that its browser reaches.  Two checks keep pages of
+others out.  A request that names its origin must come from this server's own page or from one of
+``--allowed-origins``.  Against DNS rebinding, where a page's own host name is made to mean this
+machine, a server on a loopback address answers only to host names that no public DNS can hold, and
+to those of ``--allowed-host``.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .hosts import host_name, is_named, is_private
+from .state import ADMIN, ServerState, Settings
+
+_OPEN = ("/", "/live", "/health", "/version")
+"""Paths that need no key: whoever supervises the process asks them."""
+_MOST_KNOWN = 256
+"""Values of ``Host`` that are remembered."""
+
+
+class Visitor(NamedTuple):
+    """What the headers of a request say about who asks."""
+
+    hosts: list[bytes]
+    origins: list[bytes]
+    authorization: bytes
+
+
+class Guard:
+    """Lets in those who may ask, and counts the answers of each path."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
+        settings = state.settings
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._admin_keys = [key.encode() for key in settings.admin_keys]
+        self._doors = Doors(settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "other")
+                self._state.metrics.tally.answers[f"{message['status']} {route}"] += 1
+            await send(message)
+
+        visitor = visitor_of(scope)
+        refused = self._doors.refuse(visitor, scope["http_version"])
+        if refused is None:
+            refused = self._check_key(scope, visitor.authorization)
+        if refused is not None:
+            await refused.response()(scope, receive, counted)
+            return
+        await self._app(scope, receive, counted)
+
+    def _check_key(self, scope: Scope, given: bytes) -> ApiError | None:
+        """Note whose key a request brings as the ``owner`` in its scope; returns the answer to one
+        without a key."""
+        scope["owner"] = ""
+        if not self._keys and not self._admin_keys:
+            return None
+        kind, _, key = given.partition(b" ")
+        key = key.strip() if kind.lower() == b"bearer" else b""
+        # All keys are compared, so that the time tells nothing of any.
+        own = [hmac.compare_digest(key, each) for each in self._keys]
+        admin = [hmac.compare_digest(key, each) for each in self._admin_keys]
+        if any(admin):
+            scope["owner"] = ADMIN
+        elif any(own):
+            scope["owner"] = str(own.index(True))
+        elif self._keys and scope["path"] not in _OPEN:
+            return ApiError(
+                401,
+                "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return None
+
+
+def visitor_of(scope: Scope) -> Visitor:
+    """Reads the headers once."""
+    hosts, origins, authorization = [], [], b""
+    for name, value in scope["headers"]:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"origin":
+            origins.append(value)
+        elif name == b"authorization":
+            authorization = authorization or value
+    return Visitor(hosts, origins, authorization)
+
+
+class Doors:
+    """Checks the host and the origin of requests; remembers the hosts that it has let in."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._names = settings.allowed_hosts
+        self._origins = [each.lower().encode() for each in settings.allowed_origins]
+        self._known: set[bytes] = set()
+
+    def refuse(self, visitor: Visitor, http_version: str) -> ApiError | None:
+        """The answer to a visitor who may not come in; None for all others."""
+        if len(visitor.hosts) != 1 and (visitor.hosts or http_version == "1.1"):
+            return ApiError(400, f"{len(visitor.hosts)} Host headers: expected one")
+        host = visitor.hosts[0] if visitor.hosts else b"localhost"
+        if host not in self._known:
+            if self._names is not None and not self._is_ours(host):
+                shown = host_name(host)[:200]
+                return ApiError(
+                    403,
+                    f"Host {shown!r} is not served here; start the server with --allowed-host and "
+                    "the name if it is one of its names",
+                    code="host_not_allowed",
+                )
+            if len(self._known) < _MOST_KNOWN:
+                self._known.add(host)
+        for origin in visitor.origins:
+            if not self._may_ask(origin.lower(), host):
+                shown = origin.decode("latin-1")[:200]
+                return ApiError(
+                    403,
+                    f"Origin {shown!r} may not ask; start the server with --allowed-origins and "
+                    "the origin if its pages may",
+                    code="origin_not_allowed",
+                )
+        return None
+
+    def _may_ask(self, origin: bytes, host: bytes) -> bool:
+        """Whether pages of an origin may ask: they are allowed to, or are this server's own.
+
+        A page of a public name may be a stranger's whose name was rebound, even where any host is
+        taken: it counts as this server's only if ``--allowed-host`` has its name.
+        """
+        if origin in self._origins or b"*" in self._origins:
+            return True
+        scheme, separator, authority = origin.partition(b"://")
+        is_same = separator and _without_usual_port(authority) == _without_usual_port(host.lower())
+        return bool(is_same) and scheme in (b"http", b"https") and self._is_ours(host)
+
+    def _is_ours(self, host: bytes) -> bool:
+        name = host_name(host)
+        return is_private(name) or is_named(name, self._names or ())
+
+
+def _without_usual_port(authority: bytes) -> bytes:
+    return authority.removesuffix(b":80").removesuffix(b":443")
