@@ -265,8 +265,9 @@ class Driver:
             if sink is not None and its is not sink:
                 continue  # refused, since its id is another's
             self._sinks.pop(request_id, None)
-            output = self.engine.abort(request_id)
-            if sink is None and its is not None and output is not None:
+            if sink is not None:
+                self.engine.drop([request_id])
+            elif (output := self.engine.abort(request_id)) is not None and its is not None:
                 its.put(output)
         return 0
 
@@ -290,7 +291,7 @@ class Driver:
     def _fail(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             sink = self._sinks.pop(request_id)
-            self.engine.abort(request_id)
+            self.engine.drop([request_id])
             sink.fail(RuntimeError(f"request {request_id!r} is lost: a step was cut short"))
 
 

@@ -50,13 +50,14 @@ async def chat_completions(request: Request) -> Response:
     if tools.form is not None and not tools.form.skip_special_tokens:
         params = replace(params, skip_special_tokens=False)
     more = {} if tools.given is None else {"tools": tools.given}
-    prompt = await render(
-        state,
-        with_parsed_arguments(body.messages),
-        body.add_generation_prompt,
-        body.chat_template_kwargs,
-        **more,
-    )
+    with state.preparing(params.n):
+        prompt = await render(
+            state,
+            with_parsed_arguments(body.messages),
+            body.add_generation_prompt,
+            body.chat_template_kwargs,
+            **more,
+        )
     try:
         job = await state.submit("chatcmpl-", body, [prompt], params, request.headers)
     except UserError as error:

@@ -106,7 +106,10 @@ async def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts: list[Prompt] = list(prompt) if several else [prompt]
     if body.add_special_tokens is False:
-        prompts = [await _without_special(state, p) if isinstance(p, str) else p for p in prompts]
+        with state.preparing(len(prompts) * (body.n or 1)):
+            prompts = [
+                await _without_special(state, p) if isinstance(p, str) else p for p in prompts
+            ]
     return prompts
 
 
@@ -125,7 +128,7 @@ def _prompt_text(state: ServerState, job: Job, number: int) -> str:
     if checked.prompt is not None:
         return checked.prompt
     tokenizer = state.client.inputs.require_tokenizer()
-    return tokenizer.decode(checked.requests[0].prompt_token_ids, False)
+    return tokenizer.decode(checked.request.prompt_token_ids, False)
 
 
 def _echo_logprobs(state: ServerState, output: RequestOutput, echoed: str) -> dict[str, Any]:

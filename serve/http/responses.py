@@ -35,7 +35,9 @@ async def responses(request: Request) -> Response:
             raise ApiError(400, f"{name} is a field of chats: use {own}", param=name)
     body = body.model_copy(update={"response_format": _format(body)})
     params = sampling_params(body, max_tokens=body.max_output_tokens)
-    prompt = await render(state, _messages(body), True, body.chat_template_kwargs)
+    messages = _messages(body)
+    with state.preparing(params.n):
+        prompt = await render(state, messages, True, body.chat_template_kwargs)
     try:
         job = await state.submit("resp_", body, [prompt], params, request.headers)
     except UserError as error:
