@@ -16,7 +16,7 @@ from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from .body import read
 from .completions import sampling_params
-from .errors import ApiError, api_error, json_response
+from .errors import ApiError, api_error, as_json, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .form import grammar_of
 from .logprobs import chat_logprobs, prompt_entries
@@ -137,7 +137,7 @@ def _answer(
             choice["logprobs"] = chat_logprobs(completion.logprobs, num_top)
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
-        choices.append(choice)
+        choices.append(as_json(choice))
     num_output = sum(len(c.token_ids) for c in output.outputs)
     answer = {
         **head(job, "chat.completion"),

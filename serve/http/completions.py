@@ -13,7 +13,7 @@ from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from ...engine.messages.sampling_params import SamplingParams
 from .body import read
-from .errors import ApiError, api_error, json_response
+from .errors import ApiError, api_error, as_json, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .form import grammar_of
 from .logprobs import (
@@ -141,7 +141,7 @@ def _echo_logprobs(state: ServerState, output: RequestOutput, echoed: str) -> di
 def _answer(
     state: ServerState, job: Job, body: CompletionRequest, outputs: Sequence[RequestOutput]
 ) -> dict[str, Any]:
-    choices: list[dict[str, Any]] = []
+    choices: list[Any] = []
     hidden = body.max_tokens == 0
     for number, output in enumerate(outputs):
         echoed = _prompt_text(state, job, number) if body.echo else ""
@@ -163,7 +163,7 @@ def _answer(
                 choice["token_ids"] = [] if hidden else completion.token_ids
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_entries(output)
-            choices.append(choice)
+            choices.append(as_json(choice))
     num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return {

@@ -246,17 +246,15 @@ class ServerState:
         if those of the longest output fit."""
         most = max(_MOST_LOGPROBS, self.client.inputs.max_model_len * (MAX_LOGPROBS + 1))
         if count > most:
-            asked = [
-                f"{name}={value}"
-                for name in ("logprobs", "prompt_logprobs")
-                if (value := getattr(params, name)) is not None
-            ]
+            asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+            names = [name for name, value in asked.items() if value is not None]
+            fields = ", ".join(f"{name}={asked[name]}" for name in names)
             raise ApiError(
                 400,
-                f"{', '.join(asked)}: {count} log probabilities or more in one call of "
+                f"{fields}: {count} log probabilities or more in one call of "
                 f"{num_prompts} prompts with n={params.n} and max_tokens={params.max_tokens}, "
                 f"expected {most} at most; lower these, or send fewer prompts a call",
-                param="logprobs",
+                param=names[0],
             )
 
     def abort_named(self, names: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from fusewright.config import UserError
 from fusewright.engine.core.loop import EngineCore
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.waiting import WaitingQueue
+from fusewright.engine.frontend.driver import Inbox, driver_of
+from fusewright.engine.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fusewright.engine.messages.codec import decode
 from fusewright.engine.messages.open_outputs import OpenOutputs
 from fusewright.engine.messages.requests import AbortRequests, AddRequest
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.process.child import CoreServer
 from fusewright.engine.process.heartbeat import Heartbeat
+from fusewright.engine.process.output_stream import OutputStream
 from fusewright.engine.process.owners import Owners
 from fusewright.engine.process.router import Router
 from fusewright.engine.process.wire import Counters, Kind, Queued, frame, make_socket, unframed
@@ -292,3 +296,50 @@ def test_an_abort_overtakes_every_request_before_it(tmp_path: Path) -> None:
         assert served.core.num_unfinished == 0 and served.counters().num_backlog == 0
     finally:
         served.close()
+
+
+def test_what_is_dropped_before_it_was_queued_is_never_queued() -> None:
+    """Aborts overtake, whoever drives: they do not come behind the requests of others."""
+    engine = Setup().engine()
+    driver, mine, others = driver_of(engine), Inbox(), Inbox()
+    queued: list[str] = []
+    engine.queue = lambda checked: queued.append(checked.request_id)  # type: ignore[method-assign]
+    leader = Inbox()
+    assert driver._lead(leader)
+    driver.submit([engine.check_request("a", request_id=f"m{i}") for i in range(500)], mine)
+    driver.submit([engine.check_request("a", request_id=f"o{i}") for i in range(3)], others)
+    driver.drop([f"m{i}" for i in range(1, 500)], mine)
+    driver._take_in()
+    assert queued == ["m0", "o0", "o1", "o2"] and not driver._pending
+
+
+def test_an_abort_by_id_gives_an_output_to_whoever_is_about_to_be_queued() -> None:
+    engine = Setup().engine()
+    driver, mine, leader = driver_of(engine), Inbox(), Inbox()
+    assert driver._lead(leader)
+    driver.submit([engine.check_request("a", request_id="x")], mine)
+    driver.abort(["x"])
+    driver._hand_on(leader)
+    assert driver.wait(mine).outputs[0].finish_reason == "abort"
+
+
+def test_a_slow_reader_of_a_stream_gets_all_outputs_that_have_changed() -> None:
+    def output(finished: bool = False, **texts: str) -> RequestOutput:
+        outputs = [
+            CompletionOutput(int(name[1:]), text, [], None, None) for name, text in texts.items()
+        ]
+        return RequestOutput("r", None, [], outputs, finished, RequestMetrics(0.0))
+
+    async def read() -> list[dict[int, str]]:
+        stream, found = OutputStream(["r"]), []
+        shown = [[output(_0="a"), output(_1="b"), output(_0="aa", _2="c")], [output(_1="bb")]]
+        for several in [*shown, [output(_2="cc"), output(True, _0="aa", _1="bb", _2="cc")]]:
+            for each in several:
+                stream.show(each)
+            (taken,) = await stream.next()
+            found.append({c.index: c.text for c in taken.outputs})
+        assert stream.is_done
+        return found
+
+    whole = {0: "aa", 1: "bb", 2: "cc"}
+    assert asyncio.run(read()) == [{0: "aa", 1: "b", 2: "c"}, {1: "bb"}, whole]

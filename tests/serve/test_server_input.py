@@ -49,6 +49,8 @@ BAD: list[tuple[str, Any, str | None]] = [
     ("negative temperature", {"prompt": "1", "temperature": -1}, "temperature"),
     ("no tokens", {"prompt": "1", "max_tokens": 0}, "max_tokens"),
     ("many logprobs", {"prompt": "1", "logprobs": 1000}, "logprobs"),
+    ("logprobs of many", {"prompt": "1", "n": 200, "max_tokens": 500, "logprobs": 20}, "logprobs"),
+    ("many scored", {"prompt": [[65] * 200] * 256, "prompt_logprobs": 20}, "prompt_logprobs"),
     ("an empty stop", {"prompt": "1", "stop": [""]}, "stop"),
     ("many stops", {"prompt": "1", "stop": ["a"] * 1000}, "stop"),
     ("a suffix", {"prompt": "1", "suffix": "2"}, "suffix"),
