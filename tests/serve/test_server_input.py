@@ -197,6 +197,17 @@ def test_too_many_waiting_requests_are_sent_away(server: ServerProcess, http: ht
     wait_for(lambda: is_idle(http))
 
 
+def test_outputs_on_their_way_to_the_engine_are_told_as_waiting(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    many = {**LONG, "n": 50, "temperature": 1.0, "stream": True}
+    with server.engine_stopped(), http.stream("POST", "/v1/completions", json=many):
+        lines = http.get("/metrics").text.splitlines()
+        waiting = [line for line in lines if line.startswith("vllm:num_requests_waiting{")]
+        assert [float(line.rpartition(" ")[2]) for line in waiting] == [50]
+    wait_for(lambda: is_idle(http))
+
+
 def raw(server: ServerProcess, data: bytes) -> bytes:
     host, _, port = server.url.removeprefix("http://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
