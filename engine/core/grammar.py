@@ -28,6 +28,10 @@ class Matcher:
     def __init__(self, matcher: Any, num_words: int) -> None:
         self._matcher, self._num_words = matcher, num_words
 
+    def copy(self) -> Matcher:
+        """Another one in the same state."""
+        return Matcher(self._matcher.deep_copy(), self._num_words)
+
     def mask(self) -> Ints:
         """[num_words] a bit a token: whether it may come next."""
         mask = np.zeros(self._num_words, np.int32)

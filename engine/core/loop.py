@@ -63,7 +63,7 @@ class EngineCore:
         self.limits.check(request)
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request.
+        """Queue a request, for all outputs that it asks for.
 
         Raises:
             UserError: its id is in use, the KV cache could never hold it, its grammar is bad, it
@@ -83,9 +83,9 @@ class EngineCore:
         return self._grammars.matcher(grammar)
 
     def abort(self, request: AbortRequests) -> None:
-        """End requests and free what they hold; unknown ids are ignored."""
-        for request_id in request.request_ids:
-            self.scheduler.abort(request_id)
+        """End requests or outputs and free what they hold; unknown ids are ignored."""
+        for name in request.request_ids:
+            self.scheduler.abort(name)
         self._note_in_flight()
 
     def step(self) -> StepOutputs:
@@ -183,8 +183,7 @@ class EngineCore:
             with suppress(Exception):
                 self.runner.check()
             self._in_flight.clear()
-            for request_id in [*self.scheduler.running, *self.scheduler.waiting]:
-                self.scheduler.abort(request_id)
+            self.scheduler.abort_all()
             del self.runner
             self._dead = UserError(
                 "the engine is closed, and serves no request any more; make a new LLM"

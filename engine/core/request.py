@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ..messages.open_outputs import output_id
 from ..messages.requests import Finished
 from ..messages.sampling_params import SamplingParams
 from .grammar import Matcher
@@ -66,6 +67,11 @@ class Request:
     """Requests share cached prefixes only with requests of the same salt."""
     bad_word_ids: list[list[int]] = field(default_factory=list)
     """The tokens of each of these must not come one behind the other in the output."""
+    outputs: tuple[int, int] | None = None
+    """As of ``AddRequest``.  A request for several waits in ``WaitingQueue``, which gives one of
+    its own for each output."""
+    siblings: Siblings | None = None
+    """Of which this is one, if it is the request of one of several outputs."""
 
     arrival: int = -1
     """Position in the order of arrival, given by the scheduler."""
@@ -188,3 +194,56 @@ class Request:
         if self.num_known_tokens >= self.max_total_tokens:
             return RequestStatus.FINISHED_LENGTH
         return self.status
+
+
+@dataclass(slots=True, eq=False)
+class Siblings:
+    """The outputs of a request for several.  They begin in order; each is a request of its own."""
+
+    request: Request
+    next_index: int
+    end: int
+    """One behind the last index."""
+    open: dict[str, Request] = field(default_factory=dict)
+    """Those that have begun and have not ended, by their ids."""
+    _params: SamplingParams | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Siblings:
+        """All outputs that a request asks for."""
+        first, end = request.outputs or (0, request.sampling_params.n)
+        return cls(request, first, end)
+
+    @property
+    def num_left(self) -> int:
+        """Number of outputs that have not begun."""
+        return self.end - self.next_index
+
+    def begin(self) -> Request:
+        """The request of the next output."""
+        given, index = self.request, self.next_index
+        request = Request(
+            request_id=output_id(given.request_id, index, given.sampling_params.n),
+            prompt_token_ids=given.prompt_token_ids,
+            sampling_params=self._params_of(index),
+            max_total_tokens=given.max_total_tokens,
+            eos_token_ids=given.eos_token_ids,
+            priority=given.priority,
+            cache_salt=given.cache_salt,
+            bad_word_ids=given.bad_word_ids,
+            siblings=self,
+            arrival=given.arrival,
+            matcher=None if given.matcher is None else given.matcher.copy(),
+        )
+        self.next_index += 1
+        given.arrival += 1
+        self.open[request.request_id] = request
+        return request
+
+    def _params_of(self, index: int) -> SamplingParams:
+        """Without a seed, all but those of the first output are equal."""
+        params = self.request.sampling_params
+        if index == 0 or params.seed is not None:
+            return params.of_child(index)
+        self._params = self._params or params.of_child(index)
+        return self._params

@@ -7,7 +7,6 @@ first served all priorities count as equal.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import OrderedDict
 
@@ -22,6 +21,7 @@ from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import cache_full_blocks, find_prefix
 from .request import Request, RequestStatus
 from .scoring import add_rows, bounded_end, scored_by
+from .waiting import WaitingQueue
 
 
 class Scheduler:
@@ -84,16 +84,12 @@ class Scheduler:
         )
         """What a request must keep to, to be queued at all."""
         self.running: OrderedDict[str, Request] = OrderedDict()
-        self.waiting: dict[str, Request] = {}
-        # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
-        self._queue: list[tuple[int, int, Request]] = []
-        self._num_queued_tokens = 0  # of the prompts in ``waiting``
+        self.waiting = WaitingQueue(heed_priority)
         self._has_part = False  # the last step left a part of a prompt
         self.num_prefix_tokens = self.num_prefix_hits = 0
         """Tokens that were looked for and found in the prefix cache."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._num_arrived = 0
         self._uncached: list[Request] = []  # for ``cache_blocks``
         self._news = StepOutputs(None, [], [])
         self._free_rows = max_num_seqs
@@ -106,7 +102,7 @@ class Scheduler:
         return len(self.running) + len(self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request, for all outputs that it asks for.
 
         Raises:
             UserError: its id is in use, or the KV cache could never hold it.
@@ -114,23 +110,27 @@ class Scheduler:
         if request.request_id in self:
             raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
         self.limits.check_size(len(request.prompt_token_ids), request.max_total_tokens)
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self._enqueue(request)
+        self.waiting.add(request)
 
-    def abort(self, request_id: str) -> Request | None:
-        """Finish a request at once and free what it holds; returns None if the id is unknown."""
-        request = self.running.get(request_id) or self.waiting.get(request_id)
-        if request is not None:
-            self.finish(request, RequestStatus.FINISHED_ABORTED)
-        return request
+    def abort(self, name: str) -> None:
+        """Finish an output that has begun, or all of a request, at once and free what they hold;
+        an id that is unknown is ignored."""
+        request = self.running.get(name)
+        for each in self.waiting.find(name) if request is None else [request]:
+            self.finish(each, RequestStatus.FINISHED_ABORTED)
+
+    def abort_all(self) -> None:
+        """Finish all requests at once and free what they hold."""
+        for name in [*self.running, *(each.request_id for each in self.waiting)]:
+            self.abort(name)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """Finish a request; tokens that it has in flight will be discarded."""
         if request.status is RequestStatus.RUNNING:
             self._release(request)
         else:
-            self._dequeue(request)
+            self.waiting.remove(request)
+        self.waiting.leave(request)
         request.status = status
         if status is not RequestStatus.FINISHED_ABORTED:
             self._news.finished.append(request.finished())
@@ -147,8 +147,8 @@ class Scheduler:
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
         budget = room = self.max_num_batched_tokens
-        if self._has_part or (self._num_queued_tokens and self._free_slots):
-            room = self._chunks.room(self.running.values(), self._num_queued_tokens)
+        if self._has_part or (self.waiting.num_tokens and self._free_slots):
+            room = self._chunks.room(self.running.values(), self.waiting.num_tokens)
         preempted_before = self.num_preemptions
         self._free_rows = self.max_num_seqs - len(self.running)
         self._has_part = False
@@ -300,7 +300,7 @@ class Scheduler:
         pool.free_behind(blocks, request.num_computed_tokens)
         missing = pool.num_missing(blocks, end, request.num_tokens)
         while sum(missing) > pool.num_free:
-            victim = max(self.running.values(), key=self._priority_key)
+            victim = max(self.running.values(), key=self.waiting.key)
             if len(self.running) == 1:
                 raise RuntimeError(
                     f"request {request.request_id!r} alone exceeds the KV cache of "
@@ -314,8 +314,10 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Request | None:
         """Start the first waiting request if a slot, the budget and the blocks allow it."""
-        request = self._first_waiting()
-        if request is None or not self._free_slots or self._free_rows < 1:
+        if not self._free_slots or self._free_rows < 1:
+            return None
+        request = self.waiting.first()
+        if request is None:
             return None
         # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.
         if request.num_in_flight > 0:
@@ -333,8 +335,7 @@ class Scheduler:
         margin = len(self.running) * len(pool.groups)
         if needed + pool.num_idle(shared) + margin > pool.num_free:
             return None
-        heapq.heappop(self._queue)
-        self._dequeue(request)
+        self.waiting.take(request)
         pool.share(shared)
         end = self._chunk_end(request, start, num_tokens, budget)
         pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
@@ -355,31 +356,11 @@ class Scheduler:
         self.running[request.request_id] = request
         return request
 
-    def _first_waiting(self) -> Request | None:
-        while self._queue:
-            request = self._queue[0][-1]
-            if self.waiting.get(request.request_id) is request:
-                return request
-            heapq.heappop(self._queue)
-        return None
-
     def _running_in_order(self) -> list[Request]:
         """Running requests, the one that is preempted last first.  So a request that is preempted
         to make room has no entry in the step yet.  By arrival this is the order of starting."""
         running = list(self.running.values())
-        return sorted(running, key=self._priority_key) if self.heed_priority else running
-
-    def _priority_key(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.heed_priority else 0, request.arrival)
-
-    def _enqueue(self, request: Request) -> None:
-        self.waiting[request.request_id] = request
-        self._num_queued_tokens += len(request.prompt_token_ids)
-        heapq.heappush(self._queue, (*self._priority_key(request), request))
-
-    def _dequeue(self, request: Request) -> None:
-        del self.waiting[request.request_id]
-        self._num_queued_tokens -= len(request.prompt_token_ids)
+        return sorted(running, key=self.waiting.key) if self.heed_priority else running
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
@@ -387,7 +368,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         self.num_preemptions += 1
         self._news.preempted.append(request.request_id)
-        self._enqueue(request)
+        self.waiting.put(request)
 
     def _release(self, request: Request) -> None:
         del self.running[request.request_id]

@@ -83,10 +83,15 @@ class Driver:
         self._waiting: dict[Inbox, None] = {}
         # What the leader is to do between two steps; each returns how many requests it has added.
         self._intake: deque[Callable[[], int]] = deque()
+        # Those overtake the others, also the requests that they end: of these the ids, with their
+        # sinks', are in ``_pending`` until they are queued.
+        self._aborts: deque[Callable[[], int]] = deque()
+        self._pending: set[tuple[str, int]] = set()
         self._sinks: dict[str, Sink] = {}
 
     def submit(self, requests: Sequence[CheckedRequest], sink: Sink) -> None:
         """Queue requests; they start when someone drives."""
+        self._pending.update((request.request_id, id(sink)) for request in requests)
         self._intake.append(partial(self._queue, requests, sink))
 
     def wait(self, inbox: Inbox) -> RequestOutput:
@@ -123,7 +128,7 @@ class Driver:
     def keep_running(self, inbox: Inbox) -> None:
         """Run one step unless someone else drives, so that queued requests need not wait for those
         that are still being added.  An engine at rest starts once all its seats are taken."""
-        if self._leader is not None or not (self._intake or self.engine.core.is_busy):
+        if self._leader is not None or not (self._has_intake or self.engine.core.is_busy):
             return
         try:
             if self._lead(inbox, waits=False):
@@ -139,11 +144,11 @@ class Driver:
 
     def drop(self, request_ids: Iterable[str], sink: Sink) -> None:
         """Abort those of a caller's requests that are unfinished."""
-        self._soon(partial(self._abort, list(request_ids), sink))
+        self._soon(partial(self._drop, list(request_ids), sink))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests, whoever waits for them; their output so far is their last one."""
-        self._soon(partial(self._abort, list(request_ids), None))
+        self._soon(partial(self._abort, list(request_ids), at_once=True))
 
     def call(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` between two steps and return what it returns."""
@@ -211,21 +216,25 @@ class Driver:
             self._waiting.pop(inbox, None)
             if self._leader is not inbox:
                 return
-            if not self._waiting and not self._intake:
+            if not self._waiting and not self._has_intake:
                 self._leader, self._leading_thread = None, 0
                 return
         while True:
             with self._mutex:
                 heir = next((other for other in self._waiting if not other.is_rung()), None)
-                if heir is not None or not self._intake:
+                if heir is not None or not self._has_intake:
                     self._leader, self._leading_thread = heir, 0
                     break
             self._take_in()
         if heir is not None:
             heir.ring()
 
+    @property
+    def _has_intake(self) -> bool:
+        return bool(self._intake or self._aborts)
+
     def _step(self) -> None:
-        if self._intake:
+        if self._has_intake:
             self._take_in()
         outputs = self.engine.step()
         for output in outputs:
@@ -238,40 +247,64 @@ class Driver:
             self._fail(list(self._sinks))
 
     def _take_in(self) -> None:
-        intake, taken = self._intake, 0
-        while intake and taken < _TAKEN_AT_ONCE:
-            try:
-                taken += intake[0]()
-            except Exception:
-                intake.popleft()
-                raise
-            intake.popleft()  # at the end: nothing that an interrupt cuts short is lost
+        while self._aborts:
+            self._take(self._aborts)
+        taken = 0
+        while self._intake and taken < _TAKEN_AT_ONCE:
+            taken += self._take(self._intake)
+
+    def _take(self, intake: deque[Callable[[], int]]) -> int:
+        try:
+            taken = intake[0]()
+        except Exception:
+            intake.popleft()
+            raise
+        intake.popleft()  # at the end: nothing that an interrupt cuts short is lost
+        return taken
 
     def _queue(self, requests: Sequence[CheckedRequest], sink: Sink) -> int:
+        queued = 0
         for request in requests:
-            if self._sinks.get(request.request_id) is sink:
-                continue  # this was interrupted and runs again
-            try:
-                self.engine.queue(request)
-            except Exception as error:
-                sink.fail(error)
-            else:
-                self._sinks[request.request_id] = sink
-        return len(requests)
+            request_id, key = request.request_id, (request.request_id, id(sink))
+            if key not in self._pending:
+                continue  # it was dropped, or this was interrupted and runs again
+            if self._sinks.get(request_id) is not sink:
+                queued += 1
+                try:
+                    self.engine.queue(request)
+                except Exception as error:
+                    sink.fail(error)
+                else:
+                    self._sinks[request_id] = sink
+            self._pending.discard(key)
+        return queued
 
-    def _abort(self, request_ids: Sequence[str], sink: Sink | None) -> int:
+    def _drop(self, request_ids: Sequence[str], sink: Sink) -> int:
+        found = []
         for request_id in request_ids:
-            its = self._sinks.get(request_id, sink)
-            if sink is not None and its is not sink:
-                continue  # refused, since its id is another's
+            self._pending.discard((request_id, id(sink)))
+            if self._sinks.get(request_id, sink) is sink:  # else it was refused: another has its id
+                found.append(request_id)
+        self.engine.drop(found)
+        for request_id in found:
             self._sinks.pop(request_id, None)
+        return 0
+
+    def _abort(self, request_ids: Sequence[str], *, at_once: bool) -> int:
+        later = []
+        for request_id in request_ids:
+            sink = self._sinks.pop(request_id, None)
             output = self.engine.abort(request_id)
-            if sink is None and its is not None and output is not None:
-                its.put(output)
+            if output is not None and sink is not None:
+                sink.put(output)
+            elif output is None and at_once:
+                later.append(request_id)
+        if later and self._intake:  # as soon as they are queued, so that they have an output
+            self._intake.append(partial(self._abort, later, at_once=False))
         return 0
 
     def _soon(self, work: Callable[[], int]) -> None:
-        self._intake.append(work)
+        self._aborts.append(work)
         self.take_in()
 
     def _close(self) -> None:
@@ -290,7 +323,7 @@ class Driver:
     def _fail(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             sink = self._sinks.pop(request_id)
-            self.engine.abort(request_id)
+            self.engine.drop([request_id])
             sink.fail(RuntimeError(f"request {request_id!r} is lost: a step was cut short"))
 
 

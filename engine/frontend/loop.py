@@ -4,7 +4,7 @@ the tokens that come back into outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -22,12 +22,19 @@ from .stats import StatsLog
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A caller's request that may be queued; ``requests`` generate its ``n`` outputs."""
+    """A caller's request that may be queued."""
 
-    request_id: str
-    requests: list[AddRequest]
+    request: AddRequest
     prompt: str | None
     final_only: bool
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_outputs(self) -> int:
+        return self.request.sampling_params.n
 
 
 _ANY_THREAD = nullcontext()
@@ -114,21 +121,18 @@ class EngineLoop:
             request_id = f"request-{next(self._numbers)}"
         token_ids, text = self.inputs.prepare(prompt, params)
         salt, bad_word_ids = self.inputs.cache_salt(prompt), self.inputs.bad_word_ids(params)
-        requests = [
-            AddRequest(
-                request_id=request_id if params.n == 1 else f"{request_id}#{index}",
-                prompt_token_ids=token_ids,
-                sampling_params=params if params.n == 1 else params.of_child(index),
-                max_total_tokens=self.inputs.max_total_tokens(len(token_ids), params),
-                eos_token_ids=self.eos_token_ids,
-                priority=priority,
-                cache_salt=salt,
-                bad_word_ids=bad_word_ids,
-            )
-            for index in range(params.n)
-        ]
-        self.core.check_size(requests[0])
-        return CheckedRequest(request_id, requests, text, final_only)
+        request = AddRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            max_total_tokens=self.inputs.max_total_tokens(len(token_ids), params),
+            eos_token_ids=self.eos_token_ids,
+            priority=priority,
+            cache_salt=salt,
+            bad_word_ids=bad_word_ids,
+        )
+        self.core.check_size(request)
+        return CheckedRequest(request, text, final_only)
 
     def queue(self, checked: CheckedRequest) -> None:
         """Queue a checked request: the second half of ``add_request``.
@@ -136,19 +140,11 @@ class EngineLoop:
         Raises:
             UserError: the id is in use.
         """
-        ids = [request.request_id for request in checked.requests]
-        if self._outputs.knows(checked.request_id, ids):
+        if self._outputs.clashes(checked.request_id, checked.num_outputs):
             raise UserError(f"request_id {checked.request_id!r} is in use: ids must be unique")
         metrics = RequestMetrics(arrival_s=monotonic())  # before another process can begin
-        for request in checked.requests:
-            self.core.add(request)
-        self._outputs.add(
-            checked.request_id,
-            checked.requests,
-            checked.prompt,
-            metrics,
-            final_only=checked.final_only,
-        )
+        self.core.add(checked.request)
+        self._outputs.add(checked.request, checked.prompt, metrics, final_only=checked.final_only)
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step and return the outputs with new tokens that the last one brought.
@@ -177,8 +173,16 @@ class EngineLoop:
         """Stop a request at once.  Returns its output so far, or None if the id is unknown."""
         if request_id not in self._outputs:
             return None
-        self.core.abort(AbortRequests(self._outputs.open_children(request_id)))
+        self.core.abort(AbortRequests([request_id]))
         return self._outputs.abort(request_id)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Stop requests at once; nobody wants their outputs.  Ids that are unknown are ignored."""
+        known = [each for each in request_ids if each in self._outputs]
+        if known:
+            self.core.abort(AbortRequests(known))
+        for request_id in known:
+            self._outputs.drop(request_id)
 
     def report(self) -> dict[str, Any]:
         """Return facts and counters of this engine as plain data."""
@@ -211,7 +215,7 @@ class EngineLoop:
         if not isinstance(error, EngineDeadError):
             self._closed = error
             for request_id in self._outputs.open_ids():
-                self._outputs.abort(request_id)
+                self._outputs.drop(request_id)
         return error
 
     def check_open(self, call: str) -> None:

@@ -6,9 +6,11 @@ The loop passes what a step brought to ``apply`` and collects the outputs once a
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ..messages.open_outputs import OpenOutputs, output_id, request_and_index
 from ..messages.requests import AddRequest, Finished, PromptLogprobs, StepOutputs
 from ..messages.sampling_params import SamplingParams
 from ..messages.step import Logprobs
@@ -21,9 +23,10 @@ _LogprobRows: TypeAlias = tuple[list[float], list[int], list[list[float]], list[
 
 @dataclass(slots=True, eq=False)
 class _Completion:
-    """One output in the making; the core's request ``request_id`` generates its tokens."""
+    """One output in the making; the core knows it as ``request_id``."""
 
     request_id: str
+    index: int
     params: SamplingParams
     detokenizer: Detokenizer | None
     deferred: bool
@@ -43,10 +46,10 @@ class _Completion:
     """Number of the token, from 1, that ended it and is left out of the text; 0: none."""
     closed: bool = False
 
-    def snapshot(self, index: int, *, shared: bool) -> CompletionOutput:
+    def snapshot(self, *, shared: bool) -> CompletionOutput:
         logprobs, offsets = self.logprobs, self.text_offsets
         return CompletionOutput(
-            index=index,
+            index=self.index,
             text="" if self.detokenizer is None else self.detokenizer.text,
             token_ids=self.token_ids if shared else list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
@@ -76,47 +79,38 @@ class _Completion:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A caller's request: ``n`` outputs of one prompt."""
+    """A caller's request: ``n`` outputs of one prompt.  Those that the core has not begun are not
+    in ``completions``."""
 
-    request_id: str
+    request: AddRequest
     prompt: str | None
-    prompt_token_ids: list[int]
     final_only: bool
     metrics: RequestMetrics
-    completions: list[_Completion] = field(default_factory=list)
-    num_open: int = 0
-    num_prompt_logprobs: int = 0
-    """How many of the likeliest of each prompt token are wanted beside it."""
+    num_open: int
+    completions: dict[int, _Completion] = field(default_factory=dict)
+    touched: dict[int, _Completion] = field(default_factory=dict)
+    """Those that the current step touched."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
-
-    def snapshot(self, *, shared: bool = False) -> RequestOutput:
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.snapshot(i, shared=shared) for i, c in enumerate(self.completions)],
-            finished=self.num_open == 0,
-            metrics=self.metrics,
-            prompt_logprobs=self.prompt_logprobs,
-            num_cached_tokens=self.num_cached_tokens,
-        )
 
 
 class OutputProcessor:
     """Follows the unfinished requests of callers; a group is known by the caller's id.
 
     Args:
-        shares_lists: outputs hold the lists that grow, not copies of them: for a caller that looks
-            at each output once, before the next step.
+        shares_lists: outputs hold the lists that grow, not copies of them, and before a request
+            has finished only its completions that have changed: for a caller that looks at each
+            output once, before the next step.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, shares_lists: bool = False) -> None:
         self._tokenizer, self._shares_lists = tokenizer, shares_lists
         self._groups: dict[str, _Group] = {}
-        self._of_request: dict[str, tuple[_Group, _Completion]] = {}
+        self._open = OpenOutputs[_Group]()
+        # The open outputs that have begun.
+        self._begun: dict[str, tuple[_Group, _Completion]] = {}
         # The groups that the current step touched, in the order of the batch.
-        self._touched: dict[str, _Group] = {}
+        self._touched: list[_Group] = []
         self.num_prompt_tokens = 0
         """Prompt tokens of all requests whose first token has come."""
         self.num_output_tokens = 0
@@ -128,95 +122,110 @@ class OutputProcessor:
         """Ids of all unfinished requests."""
         return list(self._groups)
 
-    def knows(self, request_id: str, children: list[str]) -> bool:
-        """Whether one of these ids is in use."""
-        return request_id in self._groups or any(name in self._of_request for name in children)
+    def clashes(self, request_id: str, n: int) -> bool:
+        """Whether the id, or one of those of the ``n`` outputs, is in use."""
+        return request_id in self._groups or self._open.clashes(request_id, n)
 
     def add(
-        self,
-        request_id: str,
-        requests: list[AddRequest],
-        prompt: str | None,
-        metrics: RequestMetrics,
-        *,
-        final_only: bool,
+        self, request: AddRequest, prompt: str | None, metrics: RequestMetrics, *, final_only: bool
     ) -> None:
-        """Follow the requests that generate the outputs of ``request_id``."""
-        ids = requests[0].prompt_token_ids
-        group = _Group(request_id, prompt, ids, final_only, metrics)
-        of_prompt = requests[0].sampling_params.prompt_logprobs
-        if of_prompt is not None:
-            group.num_prompt_logprobs, group.prompt_logprobs = of_prompt, [None] * len(ids)
-        for request in requests:
-            params = request.sampling_params
-            detokenizer = None
-            if self._tokenizer is not None:
-                detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
-            with_logprobs = params.logprobs is not None
-            deferred = final_only and not params.stop_strings and not with_logprobs
-            completion = _Completion(
-                request_id=request.request_id,
-                params=params,
-                detokenizer=detokenizer,
-                deferred=deferred,
-                logprobs=[] if with_logprobs else None,
-                cumulative_logprob=0.0 if with_logprobs else None,
-                silent=deferred,
-                text_offsets=[] if with_logprobs and detokenizer is not None else None,
-            )
-            group.completions.append(completion)
-            self._of_request[request.request_id] = (group, completion)
-        group.num_open = len(requests)
+        """Follow a request."""
+        params, request_id = request.sampling_params, request.request_id
+        group = _Group(request, prompt, final_only, metrics, num_open=params.n)
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self._groups[request_id] = group
+        self._open.add(request_id, group, params.n)
+        if params.n == 1:
+            self._begun[request_id] = group, self._completion(group, 0)
+
+    def _completion(self, group: _Group, index: int) -> _Completion:
+        """An output of a group, from its beginning on."""
+        if (begun := group.completions.get(index)) is not None:
+            return begun
+        request, params = group.request, group.request.sampling_params
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
+        with_logprobs = params.logprobs is not None
+        deferred = group.final_only and not params.stop_strings and not with_logprobs
+        completion = group.completions[index] = _Completion(
+            request_id=output_id(request.request_id, index, params.n),
+            index=index,
+            params=params,
+            detokenizer=detokenizer,
+            deferred=deferred,
+            logprobs=[] if with_logprobs else None,
+            cumulative_logprob=0.0 if with_logprobs else None,
+            silent=deferred,
+            text_offsets=[] if with_logprobs and detokenizer is not None else None,
+        )
+        return completion
+
+    def _find(self, name: str) -> tuple[_Group, _Completion] | None:
+        """An open output and its group; the first that is heard of an output begins it."""
+        found = self._begun.get(name)
+        if found is None and (group := self._open.get(name)) is not None:
+            read = request_and_index(name)
+            if read is not None and read[0] == group.request.request_id:
+                found = self._begun[name] = group, self._completion(group, read[1])
+        return found
 
     def apply(self, brought: StepOutputs) -> list[str]:
         """Take what a step brought.  Returns the ids of the core's requests that a stop string
         ends; the caller then aborts them."""
-        known = self._of_request
         stopped: list[str] = []
         for request_id in brought.preempted:
-            if request_id in known:
-                known[request_id][0].metrics.num_preemptions += 1
+            if (found := self._find(request_id)) is not None:
+                found[0].metrics.num_preemptions += 1
         for request_id, num_cached in brought.cached_tokens.items():
-            group, completion = known.get(request_id, (None, None))
-            if group is not None and completion is group.completions[0]:
-                group.num_cached_tokens = num_cached
+            found = self._find(request_id)
+            if found is not None and found[1].index == 0:
+                found[0].num_cached_tokens = num_cached
         for request_id, started_s in brought.started.items():
-            if request_id in known and known[request_id][0].metrics.started_s is None:
-                known[request_id][0].metrics.started_s = started_s
+            found = self._find(request_id)
+            if found is not None and found[0].metrics.started_s is None:
+                found[0].metrics.started_s = started_s
         for scored in brought.scored:
-            if scored.request_id in known:
-                self._add_prompt_logprobs(known[scored.request_id][0], scored)
+            if (found := self._find(scored.request_id)) is not None:
+                self._add_prompt_logprobs(found[0], scored)
         for finished in brought.finished:
-            if finished.request_id in known:
-                group, completion = known[finished.request_id]
-                completion.finish(finished)
-                self._touched[group.request_id] = group
+            if (found := self._find(finished.request_id)) is not None:
+                found[1].finish(finished)
+                self._touch(*found)
         if brought.tokens is None:
             return stopped
-        now = time.monotonic()
+        now, begun = time.monotonic(), self._begun
         self.num_output_tokens += len(brought.tokens.request_ids)
         logprobs = _rows(brought.tokens.logprobs)
         for row, (request_id, token_id) in enumerate(
             zip(brought.tokens.request_ids, brought.tokens.token_ids.tolist(), strict=True)
         ):
-            if request_id not in known:
+            found = begun.get(request_id) or self._find(request_id)
+            if found is None:
                 continue
-            group, completion = known[request_id]
+            group, completion = found
             if completion.stop_reason.__class__ is str:
                 continue  # a token before, of the same step, completed a stop string
             completion.token_ids.append(token_id)
             if group.metrics.first_token_s is None:
                 group.metrics.first_token_s = now
-                self.num_prompt_tokens += len(group.prompt_token_ids)
+                self.num_prompt_tokens += len(group.request.prompt_token_ids)
             if completion.silent:
                 continue
-            self._touched[group.request_id] = group
+            if not group.touched:  # as ``_touch``, which would cost a call a token
+                self._touched.append(group)
+            group.touched[completion.index] = completion
             if completion.logprobs is not None:
                 self._append_logprobs(completion, token_id, logprobs, row)
             if self._stops(completion, token_id):
                 stopped.append(request_id)
         return stopped
+
+    def _touch(self, group: _Group, completion: _Completion) -> None:
+        if not group.touched:
+            self._touched.append(group)
+        group.touched[completion.index] = completion
 
     def _stops(self, completion: _Completion, token_id: int) -> bool:
         """Add a token to the text; returns whether it completes a stop string.  The token that
@@ -235,36 +244,53 @@ class OutputProcessor:
         """Outputs of the requests that this step touched.  Call it after those that ended are
         finished."""
         outputs: list[RequestOutput] = []
-        for group in self._touched.values():
+        shared = self._shares_lists
+        for group in self._touched:
+            if not group.touched:
+                continue  # aborted, behind a step that an interrupt cut short
             self._close_finished(group)
             if group.num_open == 0 or not group.final_only:
-                outputs.append(group.snapshot(shared=self._shares_lists))
+                changed = shared and group.num_open > 0
+                every = group.touched.values() if changed else self._all(group)
+                outputs.append(_output(group, every, shared))
+            group.touched.clear()
         self._touched.clear()
         return outputs
 
-    def open_children(self, request_id: str) -> list[str]:
-        """Ids of the core's requests that still generate a caller's request."""
-        return [c.request_id for c in self._groups[request_id].completions if not c.closed]
+    def _all(self, group: _Group) -> list[_Completion]:
+        """All outputs of a group in order, begun or not."""
+        n = group.request.sampling_params.n
+        return [self._completion(group, index) for index in range(n)]
 
     def abort(self, request_id: str) -> RequestOutput:
         """Stop following a request that the core generates no more; returns its outputs."""
         group = self._groups[request_id]
-        self._touched.pop(request_id, None)  # left by a step that an interrupt cut short
-        for completion in group.completions:
+        for completion in self._all(group):
+            group.touched[completion.index] = completion
             completion.finish_reason = completion.finish_reason or "abort"
         self._close_finished(group)
-        return group.snapshot()
+        group.touched.clear()
+        return _output(group, self._all(group), shared=False)
+
+    def drop(self, request_id: str) -> None:
+        """Stop following a request that the core generates no more."""
+        group = self._groups.pop(request_id)
+        group.touched.clear()
+        self._open.close(request_id)
+        for completion in group.completions.values():
+            self._begun.pop(completion.request_id, None)
 
     def _close_finished(self, group: _Group) -> None:
-        for completion in group.completions:
+        for completion in group.touched.values():
             if completion.closed or completion.finish_reason is None:
                 continue
             completion.close()
             group.num_open -= 1
-            del self._of_request[completion.request_id]
+            self._open.close(completion.request_id)
+            self._begun.pop(completion.request_id, None)
         if group.num_open == 0:
             group.metrics.finished_s = time.monotonic()
-            del self._groups[group.request_id]
+            del self._groups[group.request.request_id]
 
     def _append_logprobs(
         self, completion: _Completion, token_id: int, logprobs: _LogprobRows | None, row: int
@@ -280,11 +306,12 @@ class OutputProcessor:
     def _add_prompt_logprobs(self, group: _Group, scored: PromptLogprobs) -> None:
         logprobs, entries = _rows(scored.logprobs), group.prompt_logprobs
         if logprobs is None or entries is None:
-            raise RuntimeError(f"request {group.request_id!r}: logprobs came that nobody wants")
+            raise RuntimeError(f"request {scored.request_id!r}: logprobs came that nobody wants")
+        count = group.request.sampling_params.prompt_logprobs or 0
         for row in range(len(logprobs[0])):
             position = scored.start + row
-            token_id = group.prompt_token_ids[position]
-            entries[position] = self._entry(token_id, logprobs, row, group.num_prompt_logprobs)
+            token_id = group.request.prompt_token_ids[position]
+            entries[position] = self._entry(token_id, logprobs, row, count)
 
     def _entry(
         self, token_id: int, logprobs: _LogprobRows, row: int, count: int
@@ -305,6 +332,19 @@ class OutputProcessor:
         return Logprob(
             logprob, rank, tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
         )
+
+
+def _output(group: _Group, completions: Iterable[_Completion], shared: bool) -> RequestOutput:
+    return RequestOutput(
+        request_id=group.request.request_id,
+        prompt=group.prompt,
+        prompt_token_ids=group.request.prompt_token_ids,
+        outputs=[completion.snapshot(shared=shared) for completion in completions],
+        finished=group.num_open == 0,
+        metrics=group.metrics,
+        prompt_logprobs=group.prompt_logprobs,
+        num_cached_tokens=group.num_cached_tokens,
+    )
 
 
 def _rows(logprobs: Logprobs | None) -> _LogprobRows | None:

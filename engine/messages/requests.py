@@ -13,7 +13,8 @@ from .step import Ints, Logprobs
 
 
 class AddRequest(Struct, frozen=True):
-    """A checked request for one output.
+    """A checked request for ``n`` outputs of one prompt, or some of them; ``output_id`` has their
+    ids.
 
     Attributes:
         max_total_tokens: prompt and output together end here.
@@ -21,6 +22,7 @@ class AddRequest(Struct, frozen=True):
         priority: lower runs first, where the scheduler heeds it.
         cache_salt: it shares cached prefixes only with requests of the same salt.
         bad_word_ids: the tokens of each of these must not come one behind the other.
+        outputs: the first index and the one behind the last of those that are asked for; None: all.
     """
 
     request_id: str
@@ -31,6 +33,12 @@ class AddRequest(Struct, frozen=True):
     priority: int = 0
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = []
+    outputs: tuple[int, int] | None = None
+
+    @property
+    def indices(self) -> range:
+        """The indices of the outputs that it is for."""
+        return range(*self.outputs) if self.outputs else range(self.sampling_params.n)
 
 
 class RequestLimits(Struct, frozen=True):
@@ -97,7 +105,8 @@ class RequestLimits(Struct, frozen=True):
 
 
 class AbortRequests(Struct, frozen=True):
-    """Requests to end at once; the core says nothing of them any more."""
+    """What to end at once: the ids of requests, whose outputs all end, or of outputs that have
+    begun.  The core says nothing of them any more."""
 
     request_ids: list[str]
 
@@ -190,7 +199,7 @@ class Core(Protocol):
         """Queues a request; raises ``UserError`` if its id is in use."""
 
     def abort(self, request: AbortRequests) -> None:
-        """Ends requests; ids that are unknown are ignored."""
+        """Ends requests or outputs; ids that are unknown are ignored."""
 
     def step(self) -> StepOutputs:
         """Launches the next step and waits for the one before."""

@@ -25,10 +25,12 @@ from msgspec import Struct
 from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
 from ..frontend.gc_pause import gc_paused
 from ..messages.codec import decode
-from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
+from ..messages.open_outputs import output_id
+from ..messages.requests import AbortRequests, Core, Finished, StepOutputs
 from ..ranks.executor import started_ranks
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
 from .awake import AWAKE_S
+from .backlog import Backlog
 from .heartbeat import Heartbeat
 from .owners import Owners
 from .wire import (
@@ -36,6 +38,7 @@ from .wire import (
     Failed,
     Kind,
     Place,
+    Queued,
     Ready,
     Report,
     frame,
@@ -46,8 +49,6 @@ from .wire import (
     unframed,
 )
 
-_TAKEN_AT_ONCE = 32
-"""Most messages taken in between two steps; to take in so many takes about a millisecond."""
 _BEAT_S = 0.5
 """Longest time between two beats at rest, in seconds."""
 _COUNTERS_S = 0.1
@@ -86,6 +87,7 @@ class CoreServer:
     ) -> None:
         self._core, self._inbox, self._outboxes = core, inbox, outboxes
         self._replica, self._owners = replica, Owners(len(outboxes))
+        self._backlog = Backlog()
         self._heartbeat, self._at_rest = heartbeat, at_rest
         self._quiet_s, self._quiet_from = quiet_s, 0.0
         self._report, self._step_kinds = report, step_kinds
@@ -104,7 +106,7 @@ class CoreServer:
             self._take_in()
             if self._core.num_unfinished:
                 self._step()
-            elif not self._stopping:
+            elif not self._stopping and not self._backlog:
                 self._rest()
 
     def _step(self) -> None:
@@ -125,6 +127,7 @@ class CoreServer:
         self._counted_at = now
         counters = Counters(
             core=self._core.stats(),
+            num_backlog=self._backlog.num_outputs,
             num_steps=self._num_steps,
             step_s=self._step_s,
             rest_s=self._rest_s,
@@ -154,36 +157,54 @@ class CoreServer:
         return False
 
     def _take_in(self) -> None:
-        for _ in range(_TAKEN_AT_ONCE):
+        """Read all that has come, and have the core take up what may be at once."""
+        had_backlog = bool(self._backlog)
+        while not self._stopping:
             try:
                 data = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._handle(*unframed(data))
+        for queued, frontend in self._backlog.take():
+            self._add(queued, frontend)
+        if had_backlog and not self._backlog and not self._core.num_unfinished:
+            self._send_counters(time.monotonic())
 
     def _handle(self, kind: Kind, frontend: int, body: memoryview) -> None:
         if kind is Kind.ADD:
-            self._add(decode(body, AddRequest), frontend)
+            self._backlog.add(decode(body, Queued), frontend)
         elif kind is Kind.ABORT:
-            asked = decode(body, AbortRequests)
-            self._core.abort(asked)
-            self._owners.forget(asked.request_ids)
-            if not self._core.num_unfinished:
-                self._send_counters(time.monotonic())
+            self._abort(decode(body, AbortRequests))
         elif kind is Kind.REPORT:
             self._send(frontend, Kind.REPORT, Report(self._report()))
         elif kind is Kind.STOP:
             self._stopping = True
 
-    def _add(self, request: AddRequest, frontend: int) -> None:
+    def _abort(self, asked: AbortRequests) -> None:
+        begun = [name for name in asked.request_ids if not self._backlog.drop(name)]
+        if not begun:
+            return
+        self._core.abort(AbortRequests(begun))
+        self._owners.forget(begun)
+        if not self._core.num_unfinished:
+            self._send_counters(time.monotonic())
+
+    def _add(self, queued: Queued, frontend: int) -> None:
+        request = queued.read()
         try:
             self._core.add(request)
-            self._owners.add(request.request_id, frontend)
+            self._owners.add(request, frontend)
         except EngineDeadError:
             raise
         except UserError as error:
-            refused = Finished(request.request_id, "error", 0, error=str(error), refused=True)
-            self._send(frontend, Kind.STEP, StepOutputs(None, [refused], []))
+            request_id, n = request.request_id, request.sampling_params.n
+            refused = [
+                Finished(
+                    output_id(request_id, index, n), "error", 0, error=str(error), refused=True
+                )
+                for index in request.indices
+            ]
+            self._send(frontend, Kind.STEP, StepOutputs(None, refused, []))
 
 
 def main(argv: list[str]) -> int:

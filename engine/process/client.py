@@ -181,6 +181,10 @@ class EngineClient:
         """Number of outputs that are still generated."""
         return self.core.num_unfinished if self.is_ready else 0
 
+    def num_open_at(self, replica: int) -> int:
+        """Number of those outputs that a replica generates."""
+        return self.core.num_open_at(replica) if self.is_ready else 0
+
     async def in_thread(self, work: Callable[[], _T]) -> _T:
         """Run what would hold up the event loop."""
         return await self._event_loop.run_in_executor(self._pool, work)
@@ -244,7 +248,7 @@ class EngineClient:
         """End the requests of a stream at once; nothing more is shown of them."""
         for request_id in stream.open:
             self._streams.pop(request_id, None)
-            self.loop.abort(request_id)
+        self.loop.drop(stream.open)
         stream.open.clear()
 
     def abort_all(self, error: Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ..frontend.outputs import RequestOutput
+from ..frontend.outputs import CompletionOutput, RequestOutput
 
 
 class OutputStream:
@@ -16,14 +16,23 @@ class OutputStream:
         self.open = set(request_ids)
         """The requests that have not finished."""
         self._newest: dict[str, RequestOutput] = {}
+        # Where several outputs of a request wait to be taken: their completions by index.
+        self._several: dict[str, dict[int, CompletionOutput]] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def show(self, output: RequestOutput) -> None:
-        """Replace the output of its request that waits to be taken."""
-        self._newest[output.request_id] = output
+        """Replace the output of its request that waits to be taken.  Before it has finished, it has
+        the completions that have changed, which join those that wait."""
+        request_id = output.request_id
         if output.finished:
-            self.open.discard(output.request_id)
+            self.open.discard(request_id)
+            self._several.pop(request_id, None)
+        elif (before := self._newest.get(request_id)) is not None:
+            waiting = self._several.setdefault(request_id, {})
+            for each in (*(() if waiting else before.outputs), *output.outputs):
+                waiting[each.index] = each
+        self._newest[request_id] = output
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -53,4 +62,7 @@ class OutputStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         taken, self._newest = self._newest, {}
+        several, self._several = self._several, {}
+        for request_id, completions in several.items():
+            taken[request_id].outputs = list(completions.values())
         return list(taken.values())

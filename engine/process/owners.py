@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..messages.requests import NewTokens, StepOutputs
+from ..messages.open_outputs import OpenOutputs
+from ..messages.requests import AddRequest, NewTokens, StepOutputs
 
 
 class Owners:
@@ -16,17 +17,18 @@ class Owners:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._of: dict[str, int] = {}
+        self._of = OpenOutputs[int]()
 
-    def add(self, request_id: str, frontend: int) -> None:
+    def add(self, request: AddRequest, frontend: int) -> None:
         """Note who has asked for a request."""
         if self._count > 1:
-            self._of[request_id] = frontend
+            n, indices = request.sampling_params.n, request.indices
+            self._of.add(request.request_id, frontend, n, indices)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Nothing more comes of these requests."""
-        for request_id in request_ids:
-            self._of.pop(request_id, None)
+    def forget(self, names: Iterable[str]) -> None:
+        """Nothing more comes of these requests or outputs."""
+        for name in names:
+            self._of.close(name)
 
     def split(self, outputs: StepOutputs) -> list[tuple[int, StepOutputs]]:
         """(frontend, its part of the outputs) of those that have one."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ...config import UserError
 from ..messages.requests import AbortRequests, AddRequest, CoreStats, RequestLimits, StepOutputs
 from .router import Router
-from .wire import Kind
+from .wire import Kind, Queued
 
 
 class RemoteCore:
@@ -46,13 +46,18 @@ class RemoteCore:
         """
         if self._closed is not None:
             raise self._closed
-        self._send(self._router.choose(request), Kind.ADD, request)
+        chosen = self._router.choose(request)
+        for replica, indices in chosen.items():
+            part = request
+            if len(chosen) > 1:
+                part = structs.replace(request, outputs=(indices.start, indices.stop))
+            self._send(replica, Kind.ADD, Queued.of(part))
 
     def abort(self, request: AbortRequests) -> None:
-        """End requests; ids that do not run are not sent."""
+        """End requests or outputs; ids of what does not run are not sent."""
         running = defaultdict(list)
         for name in request.request_ids:
-            if (replica := self._router.close(name)) is not None:
+            for replica in self._router.close(name):
                 running[replica].append(name)
         for replica, names in running.items() if self._closed is None else ():
             self._send(replica, Kind.ABORT, AbortRequests(names))
@@ -71,6 +76,10 @@ class RemoteCore:
     @property
     def num_unfinished(self) -> int:
         return len(self._router)
+
+    def num_open_at(self, replica: int) -> int:
+        """Number of outputs that a replica has not finished."""
+        return self._router.num_open(replica)
 
     @property
     def is_busy(self) -> bool:

@@ -8,14 +8,18 @@ with fewer open requests, then to the one that has had fewer, so that the caches
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 
+from ..messages.open_outputs import OpenOutputs
 from ..messages.requests import AddRequest
 
 _SLACK = 2
 _SLACK_SHARE = 0.1
 """A replica is about as free as the freest one if it has at most this many more open requests: a
 number, plus a share."""
+_PARTS_EACH = 8
+"""Many outputs of one request are chosen for in so many parts a replica: one by one takes long."""
 
 
 class Router:
@@ -31,37 +35,64 @@ class Router:
         self._num_open = [0] * num_replicas
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
         self._num_sent = [0] * num_replicas
-        self._replica_of: dict[str, int] = {}
+        self._open = OpenOutputs[bytes]()  # the replica of each output of a request
 
     def __len__(self) -> int:
-        """Number of open requests."""
-        return len(self._replica_of)
+        """Number of open outputs."""
+        return len(self._open)
 
-    def choose(self, request: AddRequest) -> int:
-        """Choose the replica for a request, and count the request as open there."""
-        replica = 0
-        if len(self._num_open) > 1:
-            least = min(self._num_open)
-            most = least + _SLACK + int(least * _SLACK_SHARE)
-            near = [i for i, count in enumerate(self._num_open) if count <= most]
+    def num_open(self, replica: int) -> int:
+        """Number of outputs that are open at a replica."""
+        return self._num_open[replica]
+
+    def choose(self, request: AddRequest) -> dict[int, range]:
+        """Choose the replicas for the outputs of a request, and count them as open there.
+
+        Returns the indices that each of them gets: all are one's own unless there are many.
+        """
+        n = request.sampling_params.n
+        counts = [0] * len(self._num_open)
+        if len(counts) == 1:
+            counts[0] = n
+            self._num_open[0] += n
+        else:
             keys = self._keys(request)
-            replica = max(near, key=lambda i: self._merit(i, keys))
-            self._remember(self._known[replica], keys)
-        self._num_open[replica] += 1
-        self._num_sent[replica] += 1
-        self._replica_of[request.request_id] = replica
+            for count in _parts(n, len(counts) * _PARTS_EACH):
+                replica = self._choose(keys)
+                counts[replica] += count
+                self._num_open[replica] += count
+                self._num_sent[replica] += count
+        chosen, first = {}, 0
+        for replica, count in enumerate(counts):
+            if count:
+                chosen[replica] = range(first, first + count)
+                first += count
+        replicas = b"".join(bytes([replica]) * len(each) for replica, each in chosen.items())
+        self._open.add(request.request_id, replicas, n)
+        return chosen
+
+    def _choose(self, keys: list[int]) -> int:
+        least = min(self._num_open)
+        most = least + _SLACK + int(least * _SLACK_SHARE)
+        near = [i for i, count in enumerate(self._num_open) if count <= most]
+        replica = max(near, key=lambda i: self._merit(i, keys))
+        self._remember(self._known[replica], keys)
         return replica
 
-    def close(self, request_id: str) -> int | None:
-        """Note that a request has ended; returns its replica, or None if it was not open."""
-        replica = self._replica_of.pop(request_id, None)
-        if replica is not None:
-            self._num_open[replica] -= 1
-        return replica
+    def close(self, name: str) -> list[int]:
+        """Note that a request has ended, or one of its outputs; returns the replicas that had open
+        ones."""
+        closed = self._open.close(name)
+        if closed is None:
+            return []
+        replicas = Counter(closed[0][index] for index in closed[1])
+        for replica, count in replicas.items():
+            self._num_open[replica] -= count
+        return list(replicas)
 
     def clear(self) -> None:
         """Forget all open requests."""
-        self._replica_of.clear()
+        self._open.clear()
         self._num_open = [0] * len(self._num_open)
 
     def _merit(self, replica: int, keys: list[int]) -> tuple[int, int, int]:
@@ -84,3 +115,10 @@ class Router:
             known.move_to_end(key)
         while len(known) > self._num_blocks:
             known.popitem(last=False)
+
+
+def _parts(n: int, most: int) -> Iterator[int]:
+    """``n`` in parts of about the same size, ``most`` at most."""
+    size = -(-n // most)
+    for first in range(0, n, size):
+        yield min(size, n - first)

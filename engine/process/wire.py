@@ -13,14 +13,14 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
-from ..messages.codec import encode
-from ..messages.requests import CoreStats, RequestLimits
+from ..messages.codec import decode, encode
+from ..messages.requests import AddRequest, CoreStats, RequestLimits
 
 
 class Kind(IntEnum):
     """The first byte of a frame."""
 
-    ADD = 1  # to the engine: AddRequest
+    ADD = 1  # to the engine: Queued
     ABORT = 2  # to the engine: AbortRequests
     REPORT = 3  # to the engine, without a body; answered by REPORT with a Report
     STOP = 4  # to the engine, without a body: end the process
@@ -78,6 +78,24 @@ class Ready(Struct, frozen=True):
     max_num_seqs: int
 
 
+class Queued(Struct, frozen=True, array_like=True):
+    """A request as it is sent: what the engine must know of it while it lies in the backlog, and
+    the bytes of the ``AddRequest``, which are read when it is taken up."""
+
+    request_id: str
+    num_outputs: int
+    request: bytes
+
+    @classmethod
+    def of(cls, request: AddRequest) -> Queued:
+        """The message of a request."""
+        return cls(request.request_id, len(request.indices), encode(request))
+
+    def read(self) -> AddRequest:
+        """The request."""
+        return decode(self.request, AddRequest)
+
+
 class Failed(Struct, frozen=True):
     """The engine's process ends with an error; ``exit_code`` is the command line's for it."""
 
@@ -95,6 +113,7 @@ class Counters(Struct, frozen=True):
     """State of the core, and sums since the start.
 
     Attributes:
+        num_backlog: outputs of requests that have come and that the core has not taken up.
         num_steps: calls of ``EngineCore.step``.
         step_s: time spent in them, in seconds.
         rest_s: time in which no request was unfinished, in seconds.
@@ -102,6 +121,7 @@ class Counters(Struct, frozen=True):
     """
 
     core: CoreStats
+    num_backlog: int = 0
     num_steps: int = 0
     step_s: float = 0.0
     rest_s: float = 0.0

@@ -16,7 +16,7 @@ from ...engine.frontend.outputs import RequestOutput
 from .body import read
 from .call_reader import CallReader
 from .completions import sampling_params
-from .errors import ApiError, api_error, json_response
+from .errors import ApiError, api_error, as_json, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
@@ -45,14 +45,15 @@ async def chat_completions(request: Request) -> Response:
         grammar=tools.grammar,
     )
     params = with_marks(params, tools, state.client.inputs.tokenizer)
-    prompt = await render(
-        state,
-        body.messages,
-        variables=body.chat_template_kwargs,
-        tools=tools.given,
-        add_generation_prompt=body.add_generation_prompt,
-        add_special_tokens=body.add_special_tokens,
-    )
+    with state.preparing(params.n):
+        prompt = await render(
+            state,
+            body.messages,
+            variables=body.chat_template_kwargs,
+            tools=tools.given,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=body.add_special_tokens,
+        )
     try:
         job = await state.submit("chatcmpl-", body, [prompt], params, request)
     except UserError as error:
@@ -137,7 +138,7 @@ def _answer(
             )
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
-        choices.append(choice)
+        choices.append(as_json(choice))
     num_output = sum(len(c.token_ids) for c in output.outputs)
     answer = {
         **head(job, "chat.completion"),

@@ -13,7 +13,7 @@ from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from ...engine.messages.sampling_params import SamplingParams
 from .body import read
-from .errors import ApiError, api_error, json_response
+from .errors import ApiError, api_error, as_json, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .form import grammar_of
 from .logprobs import (
@@ -113,7 +113,10 @@ async def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts: list[Prompt] = list(prompt) if several else [prompt]
     if body.add_special_tokens is False:
-        prompts = [await _without_special(state, p) if isinstance(p, str) else p for p in prompts]
+        with state.preparing(len(prompts) * (body.n or 1)):
+            prompts = [
+                await _without_special(state, p) if isinstance(p, str) else p for p in prompts
+            ]
     return prompts
 
 
@@ -132,7 +135,7 @@ def _prompt_text(state: ServerState, job: Job, number: int) -> str:
     if checked.prompt is not None:
         return checked.prompt
     tokenizer = state.client.inputs.require_tokenizer()
-    return tokenizer.decode(checked.requests[0].prompt_token_ids, False)
+    return tokenizer.decode(checked.request.prompt_token_ids, False)
 
 
 def _echo_logprobs(
@@ -145,7 +148,7 @@ def _echo_logprobs(
 def _answer(
     state: ServerState, job: Job, body: CompletionRequest, outputs: Sequence[RequestOutput]
 ) -> dict[str, Any]:
-    choices: list[dict[str, Any]] = []
+    choices: list[Any] = []
     hidden, as_ids = body.max_tokens == 0, bool(body.return_tokens_as_token_ids)
     for number, output in enumerate(outputs):
         echoed = _prompt_text(state, job, number) if body.echo else ""
@@ -170,7 +173,7 @@ def _answer(
                 choice["token_ids"] = [] if hidden else completion.token_ids
             if body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = prompt_entries(output)
-            choices.append(choice)
+            choices.append(as_json(choice))
     num_output = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return {

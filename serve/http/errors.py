@@ -83,6 +83,12 @@ def json_response(
     return Response(data, status, headers, media_type="application/json")
 
 
+def as_json(content: Any) -> Any:
+    """``content`` as a part of a response that is JSON already.  Log probabilities take several
+    times as much room before that."""
+    return msgspec.Raw(msgspec.json.encode(content))
+
+
 def api_error(error: Exception, param: str | None = None) -> ApiError:
     """The answer to what a request raised; ``param``: the field that it is about, if the message
     does not say."""

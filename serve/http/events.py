@@ -188,12 +188,15 @@ class UsageCount:
         self.at_end = bool(options and options.include_usage)
         self._always = self.at_end and bool(options.continuous_usage_stats)
         self._num_prompt, self._num_output = job.num_prompt_tokens, 0
-        self._num_cached: dict[int, int] = {}
+        self._num_cached_of: dict[int, int] = {}
+        self._num_cached = 0
 
     def add(self, chunk: dict[str, Any], delta: Delta) -> dict[str, Any]:
         """Count a delta; returns its event with what the client wants to know."""
         self._num_output += len(delta.token_ids)
-        self._num_cached[delta.prompt] = delta.request.num_cached_tokens
+        num_cached = delta.request.num_cached_tokens
+        self._num_cached += num_cached - self._num_cached_of.get(delta.prompt, 0)
+        self._num_cached_of[delta.prompt] = num_cached
         if self._always:
             chunk["usage"] = self.total()
         elif self.at_end:
@@ -201,7 +204,7 @@ class UsageCount:
         return chunk
 
     def total(self) -> dict[str, Any]:
-        return usage(self._num_prompt, self._num_output, sum(self._num_cached.values()))
+        return usage(self._num_prompt, self._num_output, self._num_cached)
 
 
 async def chunks(

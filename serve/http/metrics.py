@@ -28,6 +28,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ...engine.frontend.loop import CheckedRequest
+from ...engine.messages.open_outputs import OpenOutputs, output_id
 from ...engine.messages.requests import StepOutputs
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Counters
@@ -98,6 +99,7 @@ class Tally(Struct):
         finished: outputs by why they ended.
         refused: calls that were turned away because too many waited.
         answers: HTTP answers by "status path".
+        open: outputs that were sent to an engine, or are still prepared, by its number.
     """
 
     queued: Histogram = field(default_factory=partial(Histogram.over, _WHOLE_S))
@@ -111,6 +113,7 @@ class Tally(Struct):
     refused: int = 0
     finished: dict[str, int] = field(default_factory=Counter)
     answers: dict[str, int] = field(default_factory=Counter)
+    open: dict[str, int] = field(default_factory=Counter)
 
     def __add__(self, other: Tally) -> Tally:
         pairs = zip(astuple(self), astuple(other), strict=True)
@@ -121,13 +124,21 @@ def _added(mine: Any, theirs: Any) -> Any:
     return Counter(mine) + Counter(theirs) if isinstance(mine, dict) else mine + theirs
 
 
-class _Open:
-    """A running request: when it was queued, and when its last token came."""
+class _Asked:
+    """A request that runs: when it was queued, and the tokens of its prompt."""
 
-    __slots__ = ("last_at", "num_prompt", "num_tokens", "queued_at")
+    __slots__ = ("num_prompt", "queued_at")
 
     def __init__(self, queued_at: float, num_prompt: int) -> None:
         self.queued_at, self.num_prompt = queued_at, num_prompt
+
+
+class _Begun:
+    """An output that has tokens: how many, and when the last of them came."""
+
+    __slots__ = ("last_at", "num_tokens")
+
+    def __init__(self) -> None:
         self.last_at, self.num_tokens = 0.0, 0
 
 
@@ -142,7 +153,10 @@ class Metrics(Collector):
     def __init__(self, model: str, client: EngineClient) -> None:
         self._labels = {"model_name": model, "engine": "0"}
         self._client = client
-        self._open: dict[str, _Open] = {}
+        self._open = OpenOutputs[_Asked]()
+        self._begun: dict[str, _Begun] = {}
+        self.num_preparing = 0
+        """Outputs whose prompts are being encoded."""
         self.tally = Tally()
         self._shown = self.tally
         self.reports: list[dict[str, Any]] = []
@@ -157,51 +171,65 @@ class Metrics(Collector):
 
     def on_submit(self, requests: Sequence[CheckedRequest], now: float) -> None:
         """Note that requests were queued at ``now``, by ``time.monotonic()``."""
-        for request in requests:
-            for each in request.requests:
-                self._open[each.request_id] = _Open(now, len(each.prompt_token_ids))
+        for each in requests:
+            asked = _Asked(now, len(each.request.prompt_token_ids))
+            self._open.add(each.request_id, asked, each.num_outputs)
 
     def on_close(self, requests: Sequence[CheckedRequest], *, aborted: bool) -> None:
         """Note that nobody follows these requests any more.  The core tells nothing of those that
         were aborted, or ended by a stop string."""
         now = time.monotonic()
-        for request in requests:
-            for each in request.requests:
+        for each in requests:
+            closed = self._open.close(each.request_id)
+            if closed is None:
+                continue
+            asked, indices = closed
+            for index in indices:
+                begun = self._begun.pop(output_id(each.request_id, index, each.num_outputs), None)
                 if not aborted:
-                    self._end(each.request_id, "stop", now)
-                elif self._open.pop(each.request_id, None) is not None:
-                    self.tally.finished["abort"] += 1
+                    self._end(asked, begun, "stop", now)
+            if aborted:
+                self.tally.finished["abort"] += len(indices)
 
     def on_step(self, outputs: StepOutputs) -> None:
         """Count what a step has brought."""
-        now, tally = time.monotonic(), self.tally
-        for request_id, started_s in outputs.started.items():
-            if (request := self._open.get(request_id)) is not None:
-                tally.queued.add(started_s - request.queued_at)
+        now, tally, begun = time.monotonic(), self.tally, self._begun
+        for name, started_s in outputs.started.items():
+            if (asked := self._open.get(name)) is not None:
+                tally.queued.add(started_s - asked.queued_at)
         if outputs.tokens is not None:
-            for request_id in outputs.tokens.request_ids:
-                request = self._open.get(request_id)
-                if request is None:
-                    continue
-                if request.num_tokens:
-                    tally.between.add(now - request.last_at)
+            for name in outputs.tokens.request_ids:
+                output = begun.get(name)
+                if output is not None:
+                    tally.between.add(now - output.last_at)
+                elif (asked := self._open.get(name)) is not None:
+                    output = begun[name] = _Begun()
+                    tally.first.add(now - asked.queued_at)
+                    tally.num_prompt_tokens += asked.num_prompt
                 else:
-                    tally.first.add(now - request.queued_at)
-                    tally.num_prompt_tokens += request.num_prompt
-                request.last_at = now
-                request.num_tokens += 1
+                    continue
+                output.last_at = now
+                output.num_tokens += 1
                 tally.num_output_tokens += 1
         for finished in outputs.finished:
-            self._end(finished.request_id, finished.reason, now)
+            output = begun.pop(finished.request_id, None)
+            if (closed := self._open.close(finished.request_id)) is not None:
+                self._end(closed[0], output, finished.reason, now)
 
-    def _end(self, request_id: str, reason: str, now: float) -> None:
-        request = self._open.pop(request_id, None)
-        if request is not None:
-            tally = self.tally
-            tally.finished[reason] += 1
-            tally.whole.add(now - request.queued_at)
-            tally.prompt_len.add(request.num_prompt)
-            tally.output_len.add(request.num_tokens)
+    def _end(self, asked: _Asked, output: _Begun | None, reason: str, now: float) -> None:
+        tally = self.tally
+        tally.finished[reason] += 1
+        tally.whole.add(now - asked.queued_at)
+        tally.prompt_len.add(asked.num_prompt)
+        tally.output_len.add(0 if output is None else output.num_tokens)
+
+    def count(self) -> Tally:
+        """What this process has counted until now."""
+        open_at = {str(i): self._client.num_open_at(i) for i in range(len(self._client.replicas))}
+        # The next request goes where the fewest are.
+        open_at[min(open_at, key=open_at.__getitem__)] += self.num_preparing
+        self.tally.open = Counter(open_at)
+        return self.tally
 
     async def gather(self) -> bytes:
         """All series, in Prometheus' text format, over all API processes.
@@ -210,7 +238,7 @@ class Metrics(Collector):
             TimeoutError: one has not answered in time.
         """
         facts = await self._client.peers.ask(TALLY, [], PEERS_S)
-        self._shown = sum((msgspec.convert(each, Tally) for each in facts), self.tally)
+        self._shown = sum((msgspec.convert(each, Tally) for each in facts), self.count())
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -250,7 +278,7 @@ class Metrics(Collector):
                 (_gauge, "fusewright:engine_step", "Steps since the start.", step),
             ]
             if replica.counters is not None:
-                found += _of_counters(replica.counters)
+                found += _of_counters(replica.counters, self._shown.open.get(str(number), 0))
             if self.reports:
                 found += ceilings(self.reports[number])
             for make, name, text, value in found:
@@ -282,9 +310,14 @@ class Metrics(Collector):
         return family
 
 
-def _of_counters(counters: Counters) -> list[tuple[Any, str, str, Any]]:
-    """(kind, name, text, value) of the series of an engine; a dict has a value a label."""
+def _of_counters(counters: Counters, num_open: int) -> list[tuple[Any, str, str, Any]]:
+    """(kind, name, text, value) of the series of an engine; a dict has a value a label.
+
+    Args:
+        num_open: outputs that the API processes wait for: some may be on their way to the engine.
+    """
     core = counters.core
+    num_waiting = max(core.num_waiting + counters.num_backlog, num_open - core.num_running)
     used = 1 - core.num_free_kv_blocks / core.num_kv_blocks
     kinds = {tuple(kind.split("/")): count for kind, count in counters.step_kinds.items()}
     phases, busy_s, read_bytes = (
@@ -293,7 +326,7 @@ def _of_counters(counters: Counters) -> list[tuple[Any, str, str, Any]]:
     )
     return [
         (_gauge, "vllm:num_requests_running", "Outputs that run.", core.num_running),
-        (_gauge, "vllm:num_requests_waiting", "Outputs that wait.", core.num_waiting),
+        (_gauge, "vllm:num_requests_waiting", "Outputs that wait.", num_waiting),
         (_gauge, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
         (_counter, "vllm:prefix_cache_queries", "Tokens looked up.", core.num_prefix_tokens),
         (_counter, "vllm:prefix_cache_hits", "Tokens found in the cache.", core.num_prefix_hits),

@@ -48,13 +48,14 @@ async def responses(request: Request) -> Response:
         grammar=tools.grammar,
     )
     params = with_marks(params, tools, state.client.inputs.tokenizer)
-    prompt = await render(
-        state,
-        chat_messages(body),
-        variables=body.chat_template_kwargs,
-        tools=tools.given,
-        add_special_tokens=body.add_special_tokens,
-    )
+    with state.preparing(params.n):
+        prompt = await render(
+            state,
+            chat_messages(body),
+            variables=body.chat_template_kwargs,
+            tools=tools.given,
+            add_special_tokens=body.add_special_tokens,
+        )
     try:
         job = await state.submit("resp_", body, [prompt], params, request)
     except UserError as error:

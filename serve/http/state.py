@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -15,7 +16,8 @@ from starlette.requests import Request
 from ...config import UserError
 from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.loop import CheckedRequest
-from ...engine.messages.sampling_params import SamplingParams
+from ...engine.messages.requests import AddRequest
+from ...engine.messages.sampling_params import MAX_LOGPROBS, SamplingParams
 from ...engine.process.client import EngineClient
 from ...engine.process.heartbeat import Heartbeat
 from ...engine.process.output_stream import OutputStream
@@ -37,8 +39,10 @@ _BEAT_S = 0.5
 _MOST_OUTPUTS = 16384
 """Most outputs of one call, over all its prompts."""
 _MOST_CARRIED = 2**26
-"""Most characters and token ids that all outputs of a call together bring to the engine: each has
-the whole prompt, and what is asked of it, in a message of its own."""
+"""Most characters and token ids that all outputs of a call together have of prompts and of what is
+asked of them: each output of an answer may repeat its prompt, and each has a grammar of its own."""
+_MOST_LOGPROBS = 2**20
+"""Most log probabilities of a call, unless one output of the longest request may have more."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,15 @@ class Job:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(each.requests[0].prompt_token_ids) for each in self.requests)
+        return sum(len(each.request.prompt_token_ids) for each in self.requests)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {each.request_id: number for number, each in enumerate(self.requests)}
 
     def prompt_number(self, request_id: str) -> int:
         """The number of the prompt that a request of the engine is for."""
-        if len(self.requests) == 1:
-            return 0
-        return next(i for i, each in enumerate(self.requests) if each.request_id == request_id)
+        return self._numbers[request_id]
 
 
 class ServerState:
@@ -159,7 +165,7 @@ class ServerState:
     def answer_peer(self, what: str, names: list[str]) -> Any:
         """Answer a question of another API process."""
         if what == TALLY:
-            return self.metrics.tally
+            return self.metrics.count()
         return self.abort_named(names[1:], names[0]) if what == ABORT else None
 
     def health(self) -> str:
@@ -203,8 +209,8 @@ class ServerState:
             raise ApiError(
                 400, f"{num_outputs} outputs in one call: expected {_MOST_OUTPUTS} at most"
             )
-        count = self.client.seat.count
-        waiting = self.client.num_open * count - self.client.max_num_seqs
+        num_open = self.client.num_open + self.metrics.num_preparing
+        waiting = num_open * self.client.seat.count - self.client.max_num_seqs
         if waiting >= self.settings.max_waiting:
             self.metrics.tally.refused += 1
             raise ApiError(
@@ -232,13 +238,34 @@ class ServerState:
             UserError: a prompt is bad.
         """
         model = self.check_model(body.model)
-        self.check_room(len(prompts) * params.n)
         _check_size(prompts, params)
         if body.stream and body.prompt_logprobs is not None:
             message = "prompt_logprobs are not in streams; leave out one of both"
             raise ApiError(400, message, param="prompt_logprobs")
         name = prefix + (body.request_id or self.metrics.new_name())
-        checked = []
+        with self.preparing(len(prompts) * params.n):
+            checked = await self._check(prompts, body, params)
+        self.check_serving()  # much may have happened while prompts were encoded
+        if name in self.jobs:
+            raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
+        now = time.monotonic()
+        stream = self.client.submit(checked)
+        self.metrics.on_submit(checked, now)
+        if self.tracing is not None:
+            for each in checked:
+                self.tracing.begin(name, model, each, request.headers)
+        owner = request.scope["owner"]
+        job = Job(name, owner, model, int(time.time()), checked, stream, params.n)
+        self.jobs[name] = job
+        self._note_jobs()
+        return job
+
+    async def _check(
+        self, prompts: Sequence[Prompt], body: Generation, params: SamplingParams
+    ) -> list[CheckedRequest]:
+        """Encode and check the prompts of a call."""
+        checked: list[CheckedRequest] = []
+        num_logprobs = 0
         for number, prompt in enumerate(prompts):
             if number > 0:
                 await asyncio.sleep(0)  # streams go on while many prompts are encoded
@@ -256,20 +283,39 @@ class ServerState:
                 )
             )
             _check_length(body, checked[-1], self.client.inputs.max_model_len)
-        self.check_serving()  # much may have happened while prompts were encoded
-        if name in self.jobs:
-            raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
-        now = time.monotonic()
-        stream = self.client.submit(checked)
-        self.metrics.on_submit(checked, now)
-        if self.tracing is not None:
-            for each in checked:
-                self.tracing.begin(name, model, each, request.headers)
-        owner = request.scope["owner"]
-        job = Job(name, owner, model, int(time.time()), checked, stream, params.n)
-        self.jobs[name] = job
-        self._note_jobs()
-        return job
+            num_logprobs += _num_logprobs(checked[-1].request)
+            self._check_logprobs(num_logprobs, len(prompts), params)
+        return checked
+
+    @contextmanager
+    def preparing(self, num_outputs: int) -> Iterator[None]:
+        """Count outputs as waiting while their prompts are made and encoded.
+
+        Raises:
+            ApiError: there is no room for them.
+        """
+        self.check_room(num_outputs)
+        self.metrics.num_preparing += num_outputs
+        try:
+            yield
+        finally:
+            self.metrics.num_preparing -= num_outputs
+
+    def _check_logprobs(self, count: int, num_prompts: int, params: SamplingParams) -> None:
+        """Raise the answer to a call whose prompts so far would have ``count`` log probabilities,
+        if those of the longest output fit."""
+        most = max(_MOST_LOGPROBS, self.client.inputs.max_model_len * (MAX_LOGPROBS + 1))
+        if count > most:
+            asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+            names = [name for name, value in asked.items() if value is not None]
+            fields = ", ".join(f"{name}={asked[name]}" for name in names)
+            raise ApiError(
+                400,
+                f"{fields}: {count} log probabilities or more in one call of "
+                f"{num_prompts} prompts with n={params.n} and max_tokens={params.max_tokens}, "
+                f"expected {most} at most; lower these, or send fewer prompts a call",
+                param=names[0],
+            )
 
     def abort_named(self, names: Sequence[str], owner: str) -> list[str]:
         """End jobs of an owner by name, or ``ALL``; returns the names of those that ran here."""
@@ -302,7 +348,7 @@ def _check_length(body: Generation, checked: CheckedRequest, most: int) -> None:
     names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
     asked = {name: getattr(body, name, None) for name in names}
     name, wanted = next(((n, each) for n, each in asked.items() if each is not None), ("", 0))
-    length = len(checked.requests[0].prompt_token_ids)
+    length = len(checked.request.prompt_token_ids)
     if length + wanted > most:
         raise ApiError(
             400,
@@ -327,3 +373,16 @@ def _check_size(prompts: Sequence[Prompt], params: SamplingParams) -> None:
             f"bad_words and grammars together, expected {_MOST_CARRIED} at most; lower n",
             param="n",
         )
+
+
+def _num_logprobs(request: AddRequest) -> int:
+    """The most log probabilities that the outputs of a request and its prompt have: of each token,
+    its own and those of the likeliest."""
+    params, num_prompt = request.sampling_params, len(request.prompt_token_ids)
+    count = 0
+    if params.logprobs is not None:
+        num_tokens = params.n * (request.max_total_tokens - num_prompt)
+        count += num_tokens * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        count += num_prompt * (params.prompt_logprobs + 1)
+    return count

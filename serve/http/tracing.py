@@ -77,11 +77,11 @@ class Tracing:
             SpanKind.SERVER,
             start_time=_ns(epoch_s + times.arrival_s),
         )
-        params = begun.request.requests[0].sampling_params
+        params = begun.request.request.sampling_params
         attributes: dict[str, Any] = {
             "gen_ai.request.id": begun.name,
             "gen_ai.response.model": begun.model,
-            "gen_ai.request.n": len(begun.request.requests),
+            "gen_ai.request.n": begun.request.num_outputs,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.max_tokens": params.max_tokens,

@@ -49,6 +49,8 @@ BAD: list[tuple[str, Any, str | None]] = [
     ("negative temperature", {"prompt": "1", "temperature": -1}, "temperature"),
     ("no tokens", {"prompt": "1", "max_tokens": 0}, "max_tokens"),
     ("many logprobs", {"prompt": "1", "logprobs": 1000}, "logprobs"),
+    ("logprobs of many", {"prompt": "1", "n": 200, "max_tokens": 500, "logprobs": 20}, "logprobs"),
+    ("many scored", {"prompt": [[65] * 200] * 256, "prompt_logprobs": 20}, "prompt_logprobs"),
     ("an empty stop", {"prompt": "1", "stop": [""]}, "stop"),
     ("many stops", {"prompt": "1", "stop": ["a"] * 1000}, "stop"),
     ("a suffix", {"prompt": "1", "suffix": "2"}, "suffix"),
@@ -228,6 +230,17 @@ def test_too_many_waiting_requests_are_sent_away(server: ServerProcess, http: ht
         answer = http.post("/v1/completions", json={"prompt": "1"})
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
+    wait_for(lambda: is_idle(http))
+
+
+def test_outputs_on_their_way_to_the_engine_are_told_as_waiting(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    many = {**LONG, "n": 50, "temperature": 1.0, "stream": True}
+    with server.engine_stopped(), http.stream("POST", "/v1/completions", json=many):
+        lines = http.get("/metrics").text.splitlines()
+        waiting = [line for line in lines if line.startswith("vllm:num_requests_waiting{")]
+        assert [float(line.rpartition(" ")[2]) for line in waiting] == [50]
     wait_for(lambda: is_idle(http))
 
 

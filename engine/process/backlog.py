@@ -1,0 +1,53 @@
+"""``Backlog``: the requests that have come to an engine and that its core has not taken up.
+
+All messages that have come are read between two steps, so that an abort overtakes every request
+before it.  To take a request up takes longer, so that few are at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from .wire import Queued
+
+_TAKEN_AT_ONCE = 32
+"""Most requests that are taken up between two steps, which takes about a millisecond."""
+_TAKEN_S = 0.002
+"""Longest time for that, in seconds, unless one request takes longer: prompts may be long."""
+
+
+class Backlog:
+    """Requests in the order in which they came, each with the number of its frontend."""
+
+    def __init__(self) -> None:
+        self._queued: dict[str, tuple[Queued, int]] = {}
+        self.num_outputs = 0
+        """That they ask for, together."""
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def add(self, queued: Queued, frontend: int) -> None:
+        """Put a request behind the others."""
+        self._queued[queued.request_id] = queued, frontend
+        self.num_outputs += queued.num_outputs
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request; returns whether it was here."""
+        found = self._queued.pop(request_id, None)
+        if found is None:
+            return False
+        self.num_outputs -= found[0].num_outputs
+        return True
+
+    def take(self) -> Iterator[tuple[Queued, int]]:
+        """Take out requests, oldest first, as many as may be taken up at once."""
+        start = time.monotonic()
+        for _ in range(min(len(self._queued), _TAKEN_AT_ONCE)):
+            request_id = next(iter(self._queued))
+            queued = self._queued[request_id]
+            self.drop(request_id)
+            yield queued
+            if time.monotonic() - start > _TAKEN_S:
+                return
