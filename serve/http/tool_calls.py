@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...config import UserError
 from ...engine.frontend.grammar import json_grammar
 from ...engine.frontend.json_schema import Document
 from .errors import ApiError
@@ -241,7 +242,10 @@ def tools_of(body: ChatRequest, format_name: str | None) -> Tools:
         }
         for function in functions
     ]
-    return Tools(body.tools, None, json_grammar({"anyOf": schemas}))
+    try:
+        return Tools(body.tools, None, json_grammar({"anyOf": schemas}))
+    except UserError as error:
+        raise ApiError(400, str(error), param="tools") from error
 
 
 def _chosen(choice: Any) -> Any:
