@@ -161,7 +161,7 @@ class Request:
         why, params = _WHY_NO_TOKEN[code], self.sampling_params
         if code == _NOTHING_LEFT:
             self.is_refused = bool(self.matcher or self.bad_word_ids or params.min_tokens)
-            why = _NOTHING_PERMITTED if self.matcher else why
+            why = _NOTHING_PERMITTED if self.matcher and self.bad_word_ids else why
         self.error = why.format(len(self.output_token_ids) + 1)
 
     def finished(self) -> Finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...config import UserError
 from ...engine.frontend.grammar import json_grammar
 from ...engine.frontend.json_schema import Document
 from ...engine.frontend.tokenizer import Tokenizer
@@ -103,7 +104,10 @@ def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> T
         for function in functions
     ]
     form = FORMATS.get(format_name or "")
-    return Tools(body.tools, form, json_grammar({"anyOf": schemas}), is_parallel)
+    try:
+        return Tools(body.tools, form, json_grammar({"anyOf": schemas}), is_parallel)
+    except UserError as error:
+        raise ApiError(400, str(error), param="tools") from error
 
 
 def _chosen(choice: Any) -> Any:

@@ -29,6 +29,7 @@ def run(llm: LLM, *params: SamplingParams) -> list[Any]:
     "grammar, more, text",
     [
         (json_grammar({"enum": ["a"]}), {"min_tokens": 40}, '"a"'),
+        (choice_grammar(["b"]), {"logit_bias": dict.fromkeys(range(258), -100.0)}, "b"),
         (choice_grammar(["ab"]), {"min_tokens": 40, "ignore_eos": True}, "ab"),
         (regex_grammar("a[0-9]*"), {"bad_words": DIGITS}, "a"),
         (regex_grammar("a[0-9]*"), {"bad_words": DIGITS, "min_tokens": 9}, "a"),

@@ -63,21 +63,3 @@ def test_a_chat_has_the_bytes_of_its_tokens(http: httpx.Client) -> None:
     assert [each["token"] for each in choice["logprobs"]["content"][:-1]] == [
         f"token_id:{byte}" for (byte,) in BYTES
     ]
-
-
-def test_as_many_choices_as_a_body_may_have_are_served(http: httpx.Client) -> None:
-    choices = [f"choice {number}" for number in range(4000)]
-    body = {"prompt": "1", "max_tokens": 30, "structured_outputs": {"choice": choices}}
-    found = http.post("/v1/completions", json=body).json()["choices"][0]
-    assert found["text"] in choices and found["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-def test_a_form_without_a_token_left_is_the_callers_mistake(
-    http: httpx.Client, streamed: bool
-) -> None:
-    form = {"structured_outputs": {"regex": "[0-9]{3}"}, "bad_words": list("0123456789")}
-    answer = http.post("/v1/completions", json={"prompt": "1", "stream": streamed, **form})
-    assert answer.status_code == (200 if streamed else 400)
-    assert "bad_words forbid all that the grammar permits" in answer.text
-    assert "invalid_request_error" in answer.text
