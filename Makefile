@@ -5,6 +5,8 @@
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
 #   make client-test                        a server, asked by lm-eval and guidellm
+#   make mutants  MUTANTS='--count 20 --paths passes'    one-token edits of the sources that no test
+#                                           sees, 200 by default; takes hours
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -18,7 +20,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test client-test coverage check types style docs gpu-test gpu-evidence bench
+.PHONY: install demo test client-test coverage check types style mutants docs gpu-test \
+  gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -64,6 +67,9 @@ test: install
 	@rm -rf build/coverage
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) \
 	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage)
+
+mutants: install
+	@$(PKGROOT); $(PY) tools/mutants.py --jobs $(JOBS) $(MUTANTS)
 
 client-test: install build/clients/.installed
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) tools/client_test.py build/clients/bin

@@ -36,6 +36,7 @@ from .lowering.partition import Region, partition
 from .lowering.tune import Tuner
 from .lowering.tune_experts import ExpertMeasure, Tuned, tune_for
 from .lowering.tune_library import Filled, tune_weights, weights_of
+from .probes import check_probes
 from .record import Record
 from .run.load import KERNELS, PLAN, TABLE, TILES, kernel_file, kernels_json, piece_file
 from .run.plan import Plan
@@ -102,6 +103,8 @@ def lower_model(
     if config.verify:
         with timer.phase("references"):
             check_references(traced.gm)
+        with timer.phase("probes"):
+            check_probes(tuple(config.passes))
     with timer.phase("partition"):
         regions = partition(traced.gm)
     with timer.phase("lower"):

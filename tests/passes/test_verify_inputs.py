@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import fx
 
-from fusewright import ops
 from fusewright.config import PASSES
-from fusewright.passes import build_passes, run_passes
-from fusewright.passes.fuse_add_norm import FUSE_ADD_NORM
+from fusewright.passes import PassReport, build_passes, run_passes
+from fusewright.passes.rule import EXACT, Context, is_call
 from tests.passes.graphs import capture, hidden
 from tests.passes.models import graph_of
 from tests.passes.test_mutations import MUTATIONS
@@ -27,10 +26,27 @@ def test_every_input_of_every_rewrite_shows(model: Callable[..., Any]) -> None:
     assert checks and {check.site: check.unseen for check in checks if check.unseen} == {}
 
 
-def test_an_input_that_never_shows_is_named() -> None:
-    def model(x: Tensor, r: Tensor, w: Tensor, nothing: Tensor) -> Tensor:
-        return ops.rms_norm(r + x.where(x.isnan(), x), w, 1e-5) * nothing
+class Again:
+    """Replaces ``x + y * 0`` by the same calls."""
 
-    gm = capture(model, x=hidden(), r=hidden(), w=torch.randn(32), nothing=torch.randn(32))
-    (report,) = run_passes(gm, [FUSE_ADD_NORM], verify=True)
-    assert [check.unseen for check in report.checks] == [[]]
+    name, tier = "again", EXACT
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        (total,) = (node for node in gm.graph.nodes if is_call(node, torch.add))
+        x, product = total.args
+
+        def build(graph: fx.Graph) -> list[fx.Node]:
+            again = graph.call_function(torch.mul, product.args)
+            return [graph.call_function(torch.add, (x, again))]
+
+        context.replace(self, total, [product, total], [total], build)
+        return PassReport(self.name)
+
+
+@pytest.mark.parametrize("factor", [0, 1])
+def test_an_input_that_never_shows_is_named(factor: int) -> None:
+    gm = capture(lambda x, y: torch.add(x, torch.mul(y, factor)), x=hidden(), y=hidden())
+    (report,) = run_passes(gm, [Again()], verify=True)
+    (check,) = report.checks
+    assert check.unseen == ([] if factor else ["l_args_1_"])
+    assert PassReport.from_json(report.to_json()) == report
