@@ -72,7 +72,8 @@ class RequestLimits(Struct, frozen=True):
 
     def check_token_ids(self, request: AddRequest) -> None:
         """Raise ``UserError`` if what a request bans, prefers or ends with is no token of the
-        model; the prompt is checked where it is encoded."""
+        model, or it asks for more log probabilities than there are tokens.  The prompt is checked
+        where it is encoded."""
         params = request.sampling_params
         named = {
             "eos_token_ids": request.eos_token_ids,
@@ -85,6 +86,12 @@ class RequestLimits(Struct, frozen=True):
                 wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
                 raise UserError(
                     f"{name} has {wrong}: outside the vocabulary, 0..{self.vocab_size - 1}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise UserError(
+                    f"{name}={getattr(params, name)}: expected {self.vocab_size} at most, the size "
+                    "of the vocabulary"
                 )
 
     def check_size(self, num_prompt: int, max_total: int) -> None:

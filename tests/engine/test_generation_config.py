@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fusewright import LLM
@@ -152,6 +153,15 @@ def test_a_request_without_parameters_has_those_of_the_model(
                 llm.generate([text], wanted, use_tqdm=False)
         with pytest.raises(UserError, match="bad_words has '<extra 19>': the model has no token"):
             llm.generate(["1"], SamplingParams(bad_words=["<extra 19>"]), use_tqdm=False)
+
+
+def test_more_logprobs_than_tokens_are_refused() -> None:
+    small = msgspec.structs.replace(LIMITS, vocab_size=12)
+    fields = {"request_id": "x", "prompt_token_ids": [1], "max_total_tokens": 9}
+    for name in ("logprobs", "prompt_logprobs"):
+        small.check(AddRequest(**fields, sampling_params=SamplingParams(**{name: 12})))
+        with pytest.raises(UserError, match=f"{name}=13: expected 12 at most"):
+            small.check(AddRequest(**fields, sampling_params=SamplingParams(**{name: 13})))
 
 
 LIMITS = RequestLimits(
