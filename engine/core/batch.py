@@ -6,8 +6,8 @@ import numpy as np
 from msgspec import Struct
 
 from ...config import NO_SLOT
+from ..grammar.matchers import Matcher
 from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequence
-from .grammar import Matcher
 from .request import Request
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ..grammar.matchers import Matcher
 from ..messages.sampling_params import SamplingParams
-from .grammar import Matcher
 from .kv_blocks import SequenceBlocks
 
 
@@ -108,8 +108,11 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether its last token must be known before the next is sampled."""
-        return self.num_in_flight > 0 and self.needs_last_token
+        """Whether its next token cannot be sampled yet: the last is not known, or its mask is not
+        made."""
+        if not self.needs_last_token:
+            return False
+        return self.num_in_flight > 0 or not (self.matcher is None or self.matcher.is_ready)
 
     @property
     def is_finished(self) -> bool:
@@ -143,12 +146,10 @@ class Request:
         ]
 
     def status_after_last_token(self) -> RequestStatus:
-        """The status that the newest output token leads to.  Also sets ``stop_id``."""
+        """The status that the newest output token leads to.  Also sets ``stop_id``, and asks for
+        the mask of the next token if there is one to come."""
         params = self.sampling_params
         token_id = self.output_token_ids[-1]
-        if self.matcher is not None and (failed := self.matcher.take(token_id)):
-            self.error = failed
-            return RequestStatus.FINISHED_ERROR
         if len(self.output_token_ids) >= params.min_tokens:
             # Nothing can follow the end of a grammar, whatever is ignored.
             ends = not params.ignore_eos or self.matcher is not None
@@ -159,4 +160,6 @@ class Request:
                 return RequestStatus.FINISHED_STOPPED
         if self.num_known_tokens >= self.max_total_tokens:
             return RequestStatus.FINISHED_LENGTH
+        if self.matcher is not None:
+            self.matcher.take(token_id)
         return self.status

@@ -7,7 +7,6 @@ first served all priorities count as equal.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import OrderedDict
 
@@ -22,6 +21,7 @@ from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import cache_full_blocks, find_prefix
 from .request import WHY_NO_TOKEN, Request, RequestStatus
 from .scoring import add_rows, bounded_end, scored_by
+from .waiting import WaitingQueue
 
 
 class Scheduler:
@@ -84,17 +84,14 @@ class Scheduler:
         )
         """What a request must keep to, to be queued at all."""
         self.running: OrderedDict[str, Request] = OrderedDict()
-        self.waiting: dict[str, Request] = {}
-        # A heap of ``waiting`` in order.  Aborted requests are dropped when they come up.
-        self._queue: list[tuple[int, int, Request]] = []
-        self._num_queued_tokens = 0  # of the prompts in ``waiting``
+        self.waiting = WaitingQueue(heed_priority)
         self._has_part = False  # the last step left a part of a prompt
         self.num_prefix_tokens = self.num_prefix_hits = 0
         """Tokens that were looked for and found in the prefix cache."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._num_arrived = 0
         self._uncached: list[Request] = []  # for ``cache_blocks``
+        self._set_aside: list[Request] = []  # by ``_admit``, until ``schedule`` returns
         self._news = StepOutputs(None, [], [])
         self._free_rows = max_num_seqs
 
@@ -114,9 +111,7 @@ class Scheduler:
         if request.request_id in self:
             raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
         self.limits.check_size(len(request.prompt_token_ids), request.max_total_tokens)
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
-        self._enqueue(request)
+        self.waiting.add(request)
 
     def abort(self, request_id: str) -> Request | None:
         """Finish a request at once and free what it holds; returns None if the id is unknown."""
@@ -130,8 +125,10 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._release(request)
         else:
-            self._dequeue(request)
+            self.waiting.remove(request)
         request.status = status
+        if request.matcher is not None:
+            request.matcher.close()
         if (reason := request.finish_reason) != "abort":
             num_tokens = len(request.output_token_ids)
             self._news.finished.append(
@@ -150,19 +147,19 @@ class Scheduler:
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
         budget = room = self.max_num_batched_tokens
-        if self._has_part or (self._num_queued_tokens and self._free_slots):
-            room = self._chunks.room(self.running.values(), self._num_queued_tokens)
+        if self._has_part or (self.waiting.num_tokens and self._free_slots):
+            room = self._chunks.room(self.running.values(), self.waiting.num_tokens)
         preempted_before = self.num_preemptions
         self._free_rows = self.max_num_seqs - len(self.running)
         self._has_part = False
         for request in self._running_in_order():
             if budget == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not RequestStatus.RUNNING or self._fails(request):
                 continue  # preempted just now
             num_tokens = request.num_tokens
             if num_tokens >= request.max_total_tokens or request.waits:
-                continue  # its last token is in flight
+                continue  # its last token or its mask is to come
             start = request.num_computed_tokens
             end = start + 1
             if num_tokens - start > self.tokens_per_step:
@@ -190,6 +187,9 @@ class Scheduler:
             entry = self._take(admitted, end, num_tokens)
             room -= entry.num_tokens
             self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
+        for request in self._set_aside:
+            self.waiting.put(request)
+        self._set_aside.clear()
         if not decodes and not prefills:
             return None
         scheduled = decodes + prefills
@@ -265,6 +265,14 @@ class Scheduler:
             self._preempt(request)
         self.pool.forget_all()
 
+    def _fails(self, request: Request) -> bool:
+        """Finish a request whose grammar has failed."""
+        if request.matcher is None or not request.matcher.error:
+            return False
+        request.error = request.matcher.error
+        self.finish(request, RequestStatus.FINISHED_ERROR)
+        return True
+
     def _fail_without_token(self, request: Request, token_id: int) -> None:
         """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
         blocks, not even a shared one, is found by its content any more."""
@@ -303,7 +311,7 @@ class Scheduler:
         pool.free_behind(blocks, request.num_computed_tokens)
         missing = pool.num_missing(blocks, end, request.num_tokens)
         while sum(missing) > pool.num_free:
-            victim = max(self.running.values(), key=self._priority_key)
+            victim = max(self.running.values(), key=self.waiting.key)
             if len(self.running) == 1:
                 raise RuntimeError(
                     f"request {request.request_id!r} alone exceeds the KV cache of "
@@ -317,8 +325,16 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Request | None:
         """Start the first waiting request if a slot, the budget and the blocks allow it."""
-        request = self._first_waiting()
-        if request is None or not self._free_slots or self._free_rows < 1:
+        if not self._free_slots or self._free_rows < 1:
+            return None
+        while (request := self.waiting.first()) is not None and request.matcher is not None:
+            if self._fails(request):
+                continue
+            if request.matcher.is_ready:
+                break
+            self.waiting.take(request)
+            self._set_aside.append(request)
+        if request is None:
             return None
         # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.
         if request.num_in_flight > 0:
@@ -336,8 +352,7 @@ class Scheduler:
         margin = len(self.running) * len(pool.groups)
         if needed + pool.num_idle(shared) + margin > pool.num_free:
             return None
-        heapq.heappop(self._queue)
-        self._dequeue(request)
+        self.waiting.take(request)
         pool.share(shared)
         end = self._chunk_end(request, start, num_tokens, budget)
         pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
@@ -358,31 +373,11 @@ class Scheduler:
         self.running[request.request_id] = request
         return request
 
-    def _first_waiting(self) -> Request | None:
-        while self._queue:
-            request = self._queue[0][-1]
-            if self.waiting.get(request.request_id) is request:
-                return request
-            heapq.heappop(self._queue)
-        return None
-
     def _running_in_order(self) -> list[Request]:
         """Running requests, the one that is preempted last first.  So a request that is preempted
         to make room has no entry in the step yet.  By arrival this is the order of starting."""
         running = list(self.running.values())
-        return sorted(running, key=self._priority_key) if self.heed_priority else running
-
-    def _priority_key(self, request: Request) -> tuple[int, int]:
-        return (request.priority if self.heed_priority else 0, request.arrival)
-
-    def _enqueue(self, request: Request) -> None:
-        self.waiting[request.request_id] = request
-        self._num_queued_tokens += len(request.prompt_token_ids)
-        heapq.heappush(self._queue, (*self._priority_key(request), request))
-
-    def _dequeue(self, request: Request) -> None:
-        del self.waiting[request.request_id]
-        self._num_queued_tokens -= len(request.prompt_token_ids)
+        return sorted(running, key=self.waiting.key) if self.heed_priority else running
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
@@ -390,7 +385,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         self.num_preemptions += 1
         self._news.preempted.append(request.request_id)
-        self._enqueue(request)
+        self.waiting.put(request)
 
     def _release(self, request: Request) -> None:
         del self.running[request.request_id]

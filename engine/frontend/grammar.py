@@ -1,5 +1,5 @@
 """Grammars of structured output as llguidance reads them, made of JSON schemas, regular expressions
-and choices, and checked before anything is queued."""
+and choices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...config import MachineError, UserError
+from ...config import UserError
 
-_MOST_CHARACTERS = 256 * 1024
 _WHITESPACE = r"[\x20\x0A\x09]{0,20}"
 """Between the tokens of JSON: not without end, or a model could write nothing else."""
 
@@ -46,23 +45,3 @@ def choice_grammar(choices: Sequence[str]) -> str:
     if not choices or not all(choices):
         raise UserError("grammar: expected choices that are not empty")
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-
-
-def check_grammar(grammar: str) -> None:
-    """Compile a grammar without a tokenizer; the work is limited.
-
-    Raises:
-        UserError: it is bad, or too large.
-        MachineError: llguidance is not installed.
-    """
-    if len(grammar) > _MOST_CHARACTERS:
-        raise UserError(f"grammar: {len(grammar)} characters, expected {_MOST_CHARACTERS} at most")
-    try:
-        from llguidance import LLMatcher
-    except ModuleNotFoundError as error:
-        raise MachineError(
-            "a grammar needs the package llguidance: pip install 'fusewright[serve]'"
-        ) from error
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
-    if is_error:
-        raise UserError(f"grammar: {' '.join(messages[0].split())[:500]}")

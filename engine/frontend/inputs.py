@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...config import ResolvedConfig, UserError
 from ...model_executor.hf_config import model_folder
+from ..grammar.checks import GrammarChecks
 from ..messages.sampling_params import SamplingParams
-from .grammar import check_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class InputProcessor:
     tokenizer_folder: Path
     vocab_size: int
     max_model_len: int
+    grammars: GrammarChecks | None = None
+    """Tries the grammars of requests; None where there is no engine for them."""
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], str | None]:
         """(token ids, text) of a prompt; the text is None when only ids were given.
@@ -82,7 +84,9 @@ class InputProcessor:
                     )
         if params.grammar is not None:
             self.require_tokenizer()
-            check_grammar(params.grammar)
+            if self.grammars is None:
+                raise UserError("grammar: this engine has none; make it with a tokenizer")
+            self.grammars.check(params.grammar)
 
     def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """The tokens of ``bad_words``, as vLLM finds them: those of the word by itself and, if the

@@ -12,10 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from threading import Thread
 
 import msgspec
 import zmq
@@ -23,6 +21,7 @@ from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
 from ..frontend.gc_pause import gc_paused
+from ..grammar.checks import is_installed
 from ..messages.codec import decode
 from ..messages.requests import AbortRequests, AddRequest, Core, Finished, StepOutputs
 from ..ranks.executor import started_ranks
@@ -180,8 +179,9 @@ class CoreServer:
             self._owners.add(request.request_id, frontend)
         except EngineDeadError:
             raise
-        except UserError as error:
-            refused = Finished(request.request_id, "error", 0, error=str(error))
+        except Exception as error:  # of one request, whatever it is
+            message = str(error) if isinstance(error, UserError) else f"{error!r}"
+            refused = Finished(request.request_id, "error", 0, error=message)
             self._send(frontend, Kind.STEP, StepOutputs(None, [refused], []))
 
 
@@ -250,9 +250,8 @@ def _serve(
         report=engine.report,
         step_kinds=step_kinds,
     )
-    if find_spec("llguidance") is not None and engine.inputs.tokenizer is not None:
-        # Else the first request with a grammar would hold up the steps of the others.
-        Thread(target=engine.grammars.load, daemon=True).start()
+    if is_installed() and engine.inputs.tokenizer is not None:
+        engine.grammars.start()
     with gc_paused() as added, engine.on_device():
         added()
         for outbox in outboxes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from fusewright.engine.core.batch import ScheduledStep
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.request import Request, RequestStatus
 from fusewright.engine.core.scheduler import Scheduler
+from fusewright.engine.core.waiting import WaitingQueue
 from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.messages.step import StepResult
@@ -160,7 +163,7 @@ def test_a_newcomer_leaves_a_block_to_each_running_request() -> None:
     scheduler.add(request("a", 4, max_tokens=2))
     scheduler.add(request("b", 16, max_tokens=1))
     assert shape(scheduler.schedule()) == [("a", 0, 4)], "b would take the block that a needs next"
-    assert list(scheduler.waiting) == ["b"]
+    assert [each.request_id for each in scheduler.waiting] == ["b"]
 
 
 def test_a_slot_goes_to_the_next_request() -> None:
@@ -203,18 +206,19 @@ def test_a_waiting_crowd_costs_a_step_nothing() -> None:
         scheduler.add(request(str(i), 4))
     seen: list[str] = []
 
-    class Counting(dict[str, Request]):
-        def get(self, key, default=None):  # type: ignore[no-untyped-def]
-            seen.append(key)
-            return super().get(key, default)
+    class Counting(WaitingQueue):
+        def first(self) -> Request | None:
+            request = super().first()
+            seen.append(request.request_id if request else "")
+            return request
 
-        def values(self):  # type: ignore[no-untyped-def]
+        def __iter__(self) -> Iterator[Request]:
             raise AssertionError("a step walks over everything that waits")
 
-    scheduler.waiting = Counting(scheduler.waiting)
+    scheduler.waiting.__class__ = Counting
     for _ in range(5):
         scheduler.schedule()
-    assert set(seen) == {"0", "1"}
+    assert set(seen) == {"0"}
 
 
 def _effort_of_a_step(num_running: int, num_waiting: int) -> int:

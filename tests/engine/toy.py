@@ -346,8 +346,7 @@ class Setup:
 def in_order(scheduler: Scheduler) -> list[Request]:
     """Waiting requests as they will start."""
     heed = scheduler.heed_priority
-    waiting = scheduler.waiting.values()
-    return sorted(waiting, key=lambda r: (r.priority if heed else 0, r.arrival))
+    return sorted(scheduler.waiting, key=lambda r: (r.priority if heed else 0, r.arrival))
 
 
 def check_invariants(scheduler: Scheduler) -> None:
