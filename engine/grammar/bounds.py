@@ -1,10 +1,12 @@
-"""What is refused before llguidance sees it: sizes that no grammar needs, named one by one."""
+"""What is refused before llguidance sees it: sizes that no grammar needs, named one by one, and
+schemas that nothing satisfies."""
 
 from __future__ import annotations
 
 import re
 
 from ...config import UserError
+from .satisfiable import check_satisfiable
 
 _MOST_CHARACTERS = 256 * 1024
 _MOST_RULES = 10_000
@@ -23,7 +25,7 @@ _PATTERN = re.compile(r'"pattern"\s*:\s*"((?:\\.|[^"\\])*)"')
 
 
 def check_bounds(text: str) -> None:
-    """Refuse what is larger than any grammar needs.
+    """Refuse what is larger than any grammar needs, or satisfied by nothing.
 
     Raises:
         UserError: it names what is too large, and the limit.
@@ -39,6 +41,8 @@ def check_bounds(text: str) -> None:
         for pattern in _PATTERN.finditer(text):
             # As JSON writes it, a backslash is two.
             _check_repeats(pattern[1].replace("\\\\", "\\"))
+        if num_references and (why := check_satisfiable(text)):
+            raise UserError(f"grammar: {why}")
         return
     num_rules = sum(1 for _ in _RULE.finditer(text))
     if num_rules > _MOST_RULES:

@@ -40,7 +40,9 @@ _LOOK_S = 0.01
 _QUICK_S = 0.005
 """Processor time beyond which a mask is slow, in seconds."""
 _PATIENCE_S = 0.05
-"""Processor time behind which a job runs only when nothing else wants the processor."""
+"""Processor time behind which a job has the lowest priority, in seconds."""
+_MOST_WAITED = 4
+"""Times the limit of its processor time that a job may take in all, on a machine that is busy."""
 _MOST_ABANDONED = 4
 """Jobs beyond their limit that go on, as no thread can be ended, until the process is."""
 
@@ -75,6 +77,7 @@ class _Running:
         self.native_id = threading.get_native_id()
         self.clock = time.pthread_getcpuclockid(threading.get_ident())
         self.start_s, self.spent_s = time.clock_gettime(self.clock), 0.0
+        self.began_s = time.monotonic()
         self.has_yielded = False
 
 
@@ -95,8 +98,7 @@ class _Lane:
         threading.Thread(target=self._loop, daemon=True).start()
 
     def _loop(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        _be_nice(threading.get_native_id(), 10)
         while True:
             with self._lock:
                 if not self._work:
@@ -304,13 +306,16 @@ class Helper:
             if each.reads and each.spent_s > _QUICK_S:
                 each.reads = False
                 self._read_on()
-            if each.spent_s > limit_s:
-                why = f"it takes more than {limit_s:g} s of processor time; simplify it"
-                self._abandon(each, why)
+            is_late = time.monotonic() - each.began_s > _MOST_WAITED * limit_s
+            if each.spent_s > limit_s or is_late:
+                self._abandon(
+                    each,
+                    f"it takes more than {limit_s:g} s of processor time, "
+                    f"or {_MOST_WAITED * limit_s:g} s in all; simplify it",
+                )
             elif each.spent_s > _PATIENCE_S and not each.has_yielded:
                 each.has_yielded = True
-                with suppress(OSError):
-                    os.sched_setscheduler(each.native_id, os.SCHED_IDLE, os.sched_param(0))
+                _be_nice(each.native_id, 19)
         if _resident_bytes() - self._base_bytes > self._setup.most_bytes:
             if running:
                 worst = max(running, key=lambda each: each.spent_s)
@@ -332,11 +337,18 @@ class Helper:
             os._exit(RECYCLED)
 
 
+def _be_nice(native_id: int, nice: int) -> None:
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, native_id, nice)
+
+
 def _said(matcher: Any) -> str:
     """The error of a matcher, in one line."""
     message = " ".join(matcher.get_error().partition("<state>")[0].split())
     if message.startswith("NoExtension"):
         return "no text satisfies it"
+    if "fuel exhausted" in message or "TooComplex" in message:
+        return f"it is too complex ({message[:200]}); simplify it"
     return message[:500] or "it failed"
 
 

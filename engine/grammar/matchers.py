@@ -20,11 +20,13 @@ from ..messages.step import Ints
 from .process import HelperProcess
 from .wire import Answer, Ask, Compile, Message, Setup
 
+GRAMMAR_FAILED = "the grammar has failed"
+"""How the error of an output begins that ended for its grammar."""
 _MOST_KEPT = 256
 """Grammars whose first masks are kept for outputs to come."""
 _GRACE_S = 0.004
 """Longest time in which a step waits for masks that are quick to make, in seconds."""
-_PROVEN = 4
+_PROVEN = 2
 """A grammar has been tried when it comes here, so it gets as many times the time for its trial."""
 
 
@@ -97,7 +99,9 @@ class Grammars:
         self._free_rows.append(row)
 
     def row(self, row: int) -> Ints:
-        return self._rows[row]
+        """[words] of a row."""
+        mask: Ints = self._rows[row]
+        return mask
 
 
 def _close(process: HelperProcess, memory: int) -> None:
@@ -157,7 +161,7 @@ class Matcher:
     def error(self) -> str:
         """Why nothing can come next, or ""."""
         error = self._error or ("" if self._tokens else self._grammar.error)
-        return error and f"the grammar has failed: {error}"
+        return error and f"{GRAMMAR_FAILED}: {error}"
 
     @property
     def is_ready(self) -> bool:

@@ -227,8 +227,9 @@ class EngineClient:
         is_long = isinstance(text, str) and len(text) > _SHORT_TEXT
         grammars = self.inputs.grammars
         if params.grammar is not None and grammars is not None and self.inputs.tokenizer:
-            # No thread waits for it: those encode what others send.
-            await asyncio.wrap_future(grammars.soon(params.grammar))
+            # No thread waits until it is compiled: those encode what others send.
+            tried = await self.in_thread(partial(grammars.soon, params.grammar))
+            await asyncio.wrap_future(tried)
         if is_long or params.grammar is not None or params.bad_texts:
             return await self.in_thread(check)
         return check()

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from ...engine.grammar.matchers import GRAMMAR_FAILED
 from .errors import ApiError, api_error
 from .state import Job, ServerState
 
@@ -78,6 +79,8 @@ async def whole(state: ServerState, job: Job, receive: Receive) -> list[RequestO
 def check_finish(completion: CompletionOutput) -> None:
     """Raise the answer to a request that a step failed."""
     if completion.finish_reason == "error":
+        if (completion.error or "").startswith(GRAMMAR_FAILED):
+            raise ApiError(400, str(completion.error), param="response_format")
         raise ApiError(500, f"generation failed: {completion.error}", code="generation_failed")
 
 
