@@ -67,24 +67,28 @@ class GrammarChecks:
         """A future that has an error of ``check``, or none."""
         future: Future[None] = Future()
         try:
-            check_bounds(text)
-            trial = self._trial(text, future)
+            if not self._is_told(text, future):
+                check_bounds(text)
+                if (trial := self._trial(text, future)) is not None:
+                    self.start()
+                    self._process.submit(trial)
         except UserError as error:
             future.set_exception(error)
-            return future
-        if trial is not None:
-            self.start()
-            self._process.submit(trial)
         return future
 
-    def _trial(self, text: str, future: Future[None]) -> _Trial | None:
-        """A new trial, unless the verdict is known or on its way."""
+    def _is_told(self, text: str, future: Future[None]) -> bool:
+        """Whether the verdict is known, which the future has then."""
         with self._lock:
             verdict = self._verdicts.get(text)
             if verdict is not None:
                 self._verdicts.move_to_end(text)
-                _tell(future, verdict)
-                return None
+        if verdict is not None:
+            _tell(future, verdict)
+        return verdict is not None
+
+    def _trial(self, text: str, future: Future[None]) -> _Trial | None:
+        """A new trial, unless one runs."""
+        with self._lock:
             if (trial := self._open.get(text)) is not None:
                 trial.futures.append(future)
                 return None

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from .wire import RECYCLED, Answer, Ask, Compile, Message, Setup, bodies, framed
+from .wire import RECYCLED, UP, Answer, Ask, Compile, Message, Setup, bodies, framed
 
 _STACK_BYTES = 256 << 20
 """Of each thread; only what is touched takes memory."""
@@ -154,6 +154,7 @@ class Helper:
 
     def serve(self) -> None:
         """Do what comes, and watch over it; never returns."""
+        self._send(Answer(UP))
         self._read_on()
         while True:
             self._is_busy.wait()

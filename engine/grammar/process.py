@@ -1,8 +1,8 @@
 """A helper process as the process that started it sees it: jobs go there, answers come back.
 
 Nothing here waits for the helper but ``read`` with a timeout.  If the helper ends, it is started
-anew and asked again; a job with which it may have ended is asked once more alone, and is refused if
-it ends the helper then too.
+anew and asked again.  A job with which it may have ended is asked once more alone, for a short
+time, and is refused if it ends the helper then too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from typing import Protocol
 
 import msgspec
 
-from .wire import RECYCLED, Answer, Drop, Message, Setup, bodies, framed
+from .wire import RECYCLED, UP, Answer, Drop, Message, Setup, bodies, framed
 
 _STUCK_S = 60.0
 """Time without an answer after which a helper that owes some is ended, in seconds."""
+
+
+_ALONE_S = 0.5
+"""Time in which a job that may have ended a helper has the next one for itself, in seconds."""
+_MOST_DEATHS = 4
+"""Helpers that may end while they owe the answer of a job; then it is refused."""
 
 
 class Job(Protocol):
@@ -38,7 +44,7 @@ class Job(Protocol):
 
 class _Sent:
     def __init__(self, job: Job) -> None:
-        self.job, self.is_suspect = job, False
+        self.job, self.is_suspect, self.num_deaths = job, False, 0
 
 
 class HelperProcess:
@@ -59,8 +65,9 @@ class HelperProcess:
         self._suspects: deque[_Sent] = deque()
         self._asked: dict[int, _Sent] = {}
         self._to_send, self._received = bytearray(), bytearray()
-        self._heard_s = 0.0
+        self._heard_s = self._alone_s = 0.0
         self._started = threading.Event()
+        self._is_up = False
         self.is_closed = False
         self.generation = 0
         """Number of the helper; another one knows nothing of what this one was told."""
@@ -71,8 +78,8 @@ class HelperProcess:
         return bool(self._asked or self._queue or self._suspects)
 
     def start(self) -> None:
-        """Start the helper, without waiting for it."""
-        with self._lock:
+        """Start the helper, without waiting for it; ``read`` tries again where it cannot be."""
+        with self._lock, suppress(OSError):
             if self._process is not None or self.is_closed:
                 return
             ours, its = socket.socketpair()
@@ -91,7 +98,7 @@ class HelperProcess:
             its.close()
             self._socket = ours
             self.generation += 1
-            self._heard_s = time.monotonic()
+            self._heard_s, self._is_up = time.monotonic(), False
             self._started.set()
 
     def submit(self, job: Job) -> None:
@@ -119,7 +126,7 @@ class HelperProcess:
         if connection is None:
             if timeout_s > 0:
                 self._started.wait(timeout_s)
-            return False
+            return self._start_late()
         poll = select.poll()
         with suppress(OSError, ValueError):  # another thread may have closed it
             poll.register(connection, events)
@@ -133,6 +140,21 @@ class HelperProcess:
             job.done(answer)
         return bool(answered)
 
+    def _start_late(self) -> bool:
+        """Start what could not be started, or refuse what has waited for it for too long."""
+        with self._lock:
+            if not self.is_owed or self._process is not None:
+                return False
+            self._pump()
+            if self._process is not None or time.monotonic() - self._heard_s < _STUCK_S:
+                return False
+            owed = [*self._queue, *self._suspects]
+            self._queue.clear()
+            self._suspects.clear()
+        for sent in owed:
+            sent.job.done(Answer(0, "the process that compiles it cannot be started"))
+        return True
+
     def close(self) -> None:
         """End the helper."""
         with self._lock:
@@ -145,12 +167,18 @@ class HelperProcess:
         if self.is_closed:
             return
         self.start()
-        if self._suspects or any(each.is_suspect for each in self._asked.values()):
-            if self._suspects and not self._asked:
+        if self._process is None:
+            return
+        if self._is_up and time.monotonic() - self._alone_s > _ALONE_S:
+            for each in self._asked.values():
+                each.is_suspect = False  # and take whatever comes beside it
+        if not any(each.is_suspect for each in self._asked.values()):
+            if self._suspects:
+                self._alone_s = time.monotonic()
                 self._send(self._suspects.popleft())
-        else:
-            while self._queue:
-                self._send(self._queue.popleft())
+            else:
+                while self._queue:
+                    self._send(self._queue.popleft())
         self._flush()
 
     def _send(self, sent: _Sent) -> None:
@@ -185,6 +213,8 @@ class HelperProcess:
         answered = []
         for body in bodies(self._received):
             answer = msgspec.msgpack.decode(body, type=Answer)
+            if answer.job == UP:
+                self._is_up, self._alone_s = True, time.monotonic()
             sent = self._asked.pop(answer.job, None)
             if sent is not None:
                 answered.append((sent.job, answer))
@@ -192,23 +222,26 @@ class HelperProcess:
             self._heard_s = time.monotonic()
         if has_ended:
             answered += self._replace()
-        elif answered and (self._queue or self._suspects):
+        elif self._queue or self._suspects:
             self._pump()
         return answered
 
     def _replace(self) -> list[tuple[Job, Answer]]:
         """Start a helper anew behind one that has ended, and ask it what that one was asked."""
         code = self._stop()
-        refused = []
+        refused, suspects = [], []
         for sent in self._asked.values():
+            sent.num_deaths += code != RECYCLED
             if code == RECYCLED:
                 self._queue.append(sent)
-            elif sent.is_suspect:
+            elif sent.is_suspect or sent.num_deaths == _MOST_DEATHS:
                 why = f"the process that compiles it ended ({_how(code)}); simplify it"
                 refused.append((sent.job, Answer(0, why)))
             else:
                 sent.is_suspect = True
-                self._suspects.append(sent)
+                suspects.append(sent)
+        # The newest are the likeliest to end soon.
+        self._suspects.extendleft(suspects)
         self._asked.clear()
         if self.is_owed:
             self._pump()
