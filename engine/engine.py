@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from threading import local
 from typing import Any
 
@@ -20,11 +21,12 @@ from ..config import EngineDeadError, EngineOptions, Hardware
 from ..config.device_table import copy_ceiling, shipped
 from ..graph_capture import Graphs, MemoryReport
 from ..model_executor.expert_load import Load, describe_load, read_load
-from .core.grammar import Grammars
 from .core.loop import EngineCore, make_core
 from .frontend.generation_config import find_eos_token_ids, within_vocabulary
 from .frontend.inputs import input_processor
 from .frontend.loop import EngineLoop
+from .grammar.checks import GrammarChecks, grammar_setup
+from .grammar.matchers import Grammars
 from .ranks.executor import StartedRanks
 from .ranks.leader import Leader
 from .ranks.start import OneRank, on_all, start_ranks
@@ -87,7 +89,8 @@ class Engine(EngineLoop):
         self._ranks = ranks
         self._end_ranks = weakref.finalize(self, _end_ranks, ranks, worker.graphs)
         tokenizer_file = inputs.tokenizer_folder / "tokenizer.json"
-        self.grammars = Grammars(tokenizer_file, spec.vocab_size, list(eos_token_ids))
+        grammars = grammar_setup(tokenizer_file, spec.vocab_size, eos_token_ids)
+        self.grammars = Grammars(grammars, config.scheduler.max_num_seqs)
         runner = on_all(ranks, worker.runner)
         core = make_core(
             config,
@@ -98,6 +101,7 @@ class Engine(EngineLoop):
             worker.reads,
             vocab_size=spec.vocab_size,
         )
+        inputs = replace(inputs, grammars=GrammarChecks(grammars))
         super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
         self.spec, self.options, self.config, self.startup = spec, options, config, startup
         self.runner, self.graphs, self.dispatcher = worker.runner, worker.graphs, worker.dispatcher
@@ -204,6 +208,8 @@ class Engine(EngineLoop):
     def close(self) -> Exception:
         """Free weights, KV caches and graphs.  Returns the error that every later call raises."""
         closed = super().close()
+        if self.inputs.grammars is not None:
+            self.inputs.grammars.close()
         self._end_ranks()
         if not isinstance(closed, EngineDeadError) and hasattr(self, "graphs"):
             del self.runner, self.graphs, self.compiled, self.weights, self.kv_caches, self.buffers

@@ -47,14 +47,15 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "engine": {
         "messages": set(),
-        "core": {"messages"},
-        "frontend": {"messages"},
+        "grammar": {"messages"},
+        "core": {"messages", "grammar"},
+        "frontend": {"messages", "grammar"},
         "worker": {"messages"},
         # Rank 0 beside the other ranks of a model.
         "ranks": {"messages", "worker"},
-        "": {"messages", "core", "frontend", "worker", "ranks"},
+        "": {"messages", "grammar", "core", "frontend", "worker", "ranks"},
         # Imported by nothing above: it puts an engine into a process of its own.
-        "process": {"messages", "frontend", "ranks", ""},
+        "process": {"messages", "grammar", "frontend", "ranks", ""},
     },
 }
 

@@ -12,18 +12,22 @@ from typing import TypeAlias
 from msgspec.structs import asdict, replace
 
 from ...config import EngineDeadError, ResolvedConfig, UserError
+from ..grammar.matchers import Grammars, Matcher
 from ..messages.cache_group import CacheGroup
 from ..messages.requests import AbortRequests, AddRequest, CoreStats, StepOutputs
 from ..messages.step import PendingStep, Runner
 from ..messages.step_reads import StepReads
 from .batch import ScheduledStep
-from .grammar import Grammars, Matcher
 from .kv_blocks import BlockPool
+from .preparing import Preparing
 from .request import Request
 from .scheduler import Scheduler
 from .step_clock import StepClock
 
 NO_READS = StepReads()
+_LOOK_S = 0.002
+"""Longest wait for a grammar while no step can run, in seconds; then whoever steps looks for new
+requests."""
 _Failed: TypeAlias = tuple[ScheduledStep, BaseException]
 
 
@@ -52,6 +56,7 @@ class EngineCore:
         """What a request must keep to, to be queued at all."""
         self.runner = runner
         self._grammars = grammars
+        self._preparing = Preparing()
         self._most_in_flight = 2 if async_scheduling else 1
         self._in_flight: list[tuple[ScheduledStep, PendingStep]] = []
         self._dead: Exception | None = None
@@ -66,14 +71,22 @@ class EngineCore:
         """Queue a request, for all outputs that it asks for.
 
         Raises:
-            UserError: its id is in use, the KV cache could never hold it, its grammar is bad, it
-                names a token that the model does not have, or the core is closed.
+            UserError: its id is in use, the KV cache could never hold it, it has a grammar where
+                there is no tokenizer, it names a token that the model does not have, or the core is
+                closed.
             EngineDeadError: the device is lost.
         """
         self._check_alive()
         self.limits.check_token_ids(request)
+        if request.request_id in self._preparing:
+            raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
         matcher = self._matcher(request.sampling_params.grammar)
-        self.scheduler.add(Request(**asdict(request), matcher=matcher))
+        queued = Request(**asdict(request), matcher=matcher)
+        if queued.waits and request.request_id not in self.scheduler:
+            self.check_size(request)
+            self._preparing.add(queued)
+        else:
+            self.scheduler.add(queued)
 
     def _matcher(self, grammar: str | None) -> Matcher | None:
         if grammar is None:
@@ -85,6 +98,7 @@ class EngineCore:
     def abort(self, request: AbortRequests) -> None:
         """End requests or outputs and free what they hold; unknown ids are ignored."""
         for name in request.request_ids:
+            self._preparing.abort(name)
             self.scheduler.abort(name)
         self._note_in_flight()
 
@@ -100,9 +114,9 @@ class EngineCore:
         # An interrupt during the last wait has left all in flight that may be: then launch none.
         clock = self._clock
         clock.start()
-        step = self.scheduler.schedule() if len(self._in_flight) < self._most_in_flight else None
+        step = self._schedule() if len(self._in_flight) < self._most_in_flight else None
         clock.lap("schedule")
-        if step is None and not self._in_flight and self.num_unfinished:
+        if step is None and not self._in_flight and self.num_unfinished and not self._is_owed:
             raise RuntimeError(f"{self.num_unfinished} requests, but none can run")
         failed: list[_Failed] = []
         if step is not None:
@@ -139,6 +153,23 @@ class EngineCore:
         self._note_in_flight()
         return self.scheduler.take_outputs(tokens)
 
+    def _schedule(self) -> ScheduledStep | None:
+        if self._grammars is None:
+            return self.scheduler.schedule()
+        while True:
+            self._grammars.settle()
+            for request in self._preparing.take_ready():
+                self.scheduler.add(request)
+            step = self.scheduler.schedule()
+            can_wait = step is None and not self._in_flight and self._is_owed
+            if not (can_wait and self._grammars.wait(_LOOK_S)):
+                return step
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether something of a grammar is to come."""
+        return self._grammars is not None and self._grammars.process.is_owed
+
     def _note_in_flight(self) -> None:
         # A step whose requests have all ended is not waited for.
         self._clock.in_flight(len(self._in_flight) if self.num_unfinished else 0)
@@ -151,7 +182,7 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.pool
         return CoreStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._preparing),
             num_kv_blocks=pool.num_blocks,
             num_free_kv_blocks=pool.num_free,
             num_held=[*pool.num_held],
@@ -168,13 +199,13 @@ class EngineCore:
 
     @property
     def num_unfinished(self) -> int:
-        return self.scheduler.num_unfinished
+        return self.scheduler.num_unfinished + len(self._preparing)
 
     @property
     def is_busy(self) -> bool:
         """Whether requests run, or enough wait to fill a step."""
         scheduler = self.scheduler
-        return bool(scheduler.running) or scheduler.num_unfinished >= scheduler.max_num_seqs
+        return bool(scheduler.running) or self.num_unfinished >= scheduler.max_num_seqs
 
     def close(self) -> Exception:
         """Abort all requests and release the runner.  Returns the error that every later call
@@ -183,6 +214,9 @@ class EngineCore:
             with suppress(Exception):
                 self.runner.check()
             self._in_flight.clear()
+            self._preparing.clear()
+            if self._grammars is not None:
+                self._grammars.close()
             self.scheduler.abort_all()
             del self.runner
             self._dead = UserError(

@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from ..grammar.matchers import Matcher
 from ..messages.step import Ints
-from .grammar import Matcher
 from .request import Request
 
 

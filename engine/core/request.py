@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ..grammar.matchers import Matcher
 from ..messages.open_outputs import output_id
 from ..messages.requests import Finished
 from ..messages.sampling_params import SamplingParams
-from .grammar import Matcher
 from .kv_blocks import SequenceBlocks
 
 
@@ -122,8 +122,11 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether its last token must be known before the next is sampled."""
-        return self.num_in_flight > 0 and self.needs_last_token
+        """Whether its next token cannot be sampled yet: the last is not known, or its mask is not
+        made."""
+        if not self.needs_last_token:
+            return False
+        return self.num_in_flight > 0 or not (self.matcher is None or self.matcher.is_ready)
 
     @property
     def is_finished(self) -> bool:
@@ -176,12 +179,10 @@ class Request:
         )
 
     def status_after_last_token(self) -> RequestStatus:
-        """The status that the newest output token leads to.  Also sets ``stop_id``."""
+        """The status that the newest output token leads to.  Also sets ``stop_id``, and asks for
+        the mask of the next token if there is one to come."""
         params = self.sampling_params
         token_id = self.output_token_ids[-1]
-        if self.matcher is not None and (failed := self.matcher.take(token_id)):
-            self.error, self.is_refused = failed, True
-            return RequestStatus.FINISHED_ERROR
         # Nothing can follow the end of a grammar, whatever else is asked.
         if self.matcher is not None and token_id in self.eos_token_ids:
             return RequestStatus.FINISHED_STOPPED
@@ -193,6 +194,8 @@ class Request:
                 return RequestStatus.FINISHED_STOPPED
         if self.num_known_tokens >= self.max_total_tokens:
             return RequestStatus.FINISHED_LENGTH
+        if self.matcher is not None:
+            self.matcher.take(token_id)
         return self.status
 
 

@@ -91,6 +91,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._uncached: list[Request] = []  # for ``cache_blocks``
+        self._set_aside: list[Request] = []  # by ``_admit``, until ``schedule`` returns
         self._news = StepOutputs(None, [], [])
         self._free_rows = max_num_seqs
 
@@ -132,6 +133,8 @@ class Scheduler:
             self.waiting.remove(request)
         self.waiting.leave(request)
         request.status = status
+        if request.matcher is not None:
+            request.matcher.close()
         if status is not RequestStatus.FINISHED_ABORTED:
             self._news.finished.append(request.finished())
 
@@ -155,11 +158,11 @@ class Scheduler:
         for request in self._running_in_order():
             if budget == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not RequestStatus.RUNNING or self._fails(request):
                 continue  # preempted just now
             num_tokens = request.num_tokens
             if num_tokens >= request.max_total_tokens or request.waits:
-                continue  # its last token is in flight
+                continue  # its last token or its mask is to come
             start = request.num_computed_tokens
             end = start + 1
             if num_tokens - start > self.tokens_per_step:
@@ -187,6 +190,9 @@ class Scheduler:
             entry = self._take(admitted, end, num_tokens)
             room -= entry.num_tokens
             self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
+        for request in self._set_aside:
+            self.waiting.put(request)
+        self._set_aside.clear()
         if not decodes and not prefills:
             return None
         scheduled = decodes + prefills
@@ -262,6 +268,14 @@ class Scheduler:
             self._preempt(request)
         self.pool.forget_all()
 
+    def _fails(self, request: Request) -> bool:
+        """Finish a request whose grammar has failed."""
+        if request.matcher is None or not request.matcher.error:
+            return False
+        request.error, request.is_refused = request.matcher.error, True
+        self.finish(request, RequestStatus.FINISHED_ERROR)
+        return True
+
     def _fail_without_token(self, request: Request, token_id: int) -> None:
         """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
         blocks, not even a shared one, is found by its content any more."""
@@ -316,7 +330,13 @@ class Scheduler:
         """Start the first waiting request if a slot, the budget and the blocks allow it."""
         if not self._free_slots or self._free_rows < 1:
             return None
-        request = self.waiting.first()
+        while (request := self.waiting.first()) is not None and request.matcher is not None:
+            if self._fails(request):
+                continue
+            if request.matcher.is_ready:
+                break
+            self.waiting.take(request)
+            self._set_aside.append(request)
         if request is None:
             return None
         # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...config import ResolvedConfig, UserError
 from ...model_executor.hf_config import model_folder
+from ..grammar.checks import GrammarChecks
 from ..messages.sampling_params import SamplingParams
 from .generation_config import default_sampling
-from .grammar import check_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ class InputProcessor:
     def default_params(self) -> SamplingParams:
         """The parameters of a request without any."""
         return SamplingParams(**self.default_sampling)
+
+    grammars: GrammarChecks | None = None
+    """Tries the grammars of requests; None where there is no engine for them."""
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], str | None]:
         """(token ids, text) of a prompt; the text is None when only ids were given.
@@ -89,7 +92,9 @@ class InputProcessor:
                     )
         if params.grammar is not None:
             self.require_tokenizer()
-            check_grammar(params.grammar)
+            if self.grammars is None:
+                raise UserError("grammar: this engine has none; make it with a tokenizer")
+            self.grammars.check(params.grammar)
 
     def bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """The tokens of ``bad_words``, as vLLM finds them: those of the word by itself and, if the

@@ -13,10 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from threading import Thread
 
 import msgspec
 import zmq
@@ -24,6 +22,7 @@ from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
 from ..frontend.gc_pause import gc_paused
+from ..grammar.checks import is_installed
 from ..messages.codec import decode
 from ..messages.open_outputs import output_id
 from ..messages.requests import AbortRequests, Core, Finished, StepOutputs
@@ -196,13 +195,13 @@ class CoreServer:
             self._owners.add(request, frontend)
         except EngineDeadError:
             raise
-        except UserError as error:
+        except Exception as error:  # of one request, whatever it is
+            message = str(error) if isinstance(error, UserError) else repr(error)
+            of_caller = isinstance(error, UserError)
             request_id, n = request.request_id, request.sampling_params.n
             refused = [
-                Finished(
-                    output_id(request_id, index, n), "error", 0, error=str(error), refused=True
-                )
-                for index in request.indices
+                Finished(output_id(request_id, i, n), "error", 0, error=message, refused=of_caller)
+                for i in request.indices
             ]
             self._send(frontend, Kind.STEP, StepOutputs(None, refused, []))
 
@@ -273,9 +272,8 @@ def _serve(
         report=engine.report,
         step_kinds=step_kinds,
     )
-    if find_spec("llguidance") is not None and engine.inputs.tokenizer is not None:
-        # Else the first request with a grammar would hold up the steps of the others.
-        Thread(target=engine.grammars.load, daemon=True).start()
+    if is_installed() and engine.inputs.tokenizer is not None:
+        engine.grammars.start()
     with gc_paused() as added, engine.on_device():
         added()
         for outbox in outboxes:

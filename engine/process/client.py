@@ -27,6 +27,7 @@ from ..frontend.inputs import InputProcessor, Prompt
 from ..frontend.loop import CheckedRequest, EngineLoop
 from ..frontend.outputs import RequestOutput
 from ..frontend.tokenizer import Tokenizer, load_tokenizer
+from ..grammar.checks import GrammarChecks, grammar_setup, is_installed
 from ..messages.codec import decode
 from ..messages.requests import CoreStats, StepOutputs
 from ..messages.sampling_params import SamplingParams
@@ -143,7 +144,14 @@ class EngineClient:
         least: Ready = min(told, key=lambda ready: ready.limits.num_blocks)
         tokenizer, folder = await self._tokenizer
         defaults = default_sampling(self.options.model, self.options.generation_config)
-        inputs = InputProcessor(tokenizer, folder, least.vocab_size, least.max_model_len, defaults)
+        setup = grammar_setup(folder / "tokenizer.json", least.vocab_size, least.eos_token_ids)
+        grammars = GrammarChecks(setup)
+        self._stack.callback(grammars.close)
+        if tokenizer is not None and is_installed():
+            grammars.start()
+        inputs = InputProcessor(
+            tokenizer, folder, least.vocab_size, least.max_model_len, defaults, grammars
+        )
         num_blocks = least.limits.num_blocks if self.options.enable_prefix_caching else 0
         router = Router(len(self.replicas), num_blocks, least.limits.block_size)
         self.core = RemoteCore(self._send, router, least.limits, self._stats)
@@ -223,6 +231,11 @@ class EngineClient:
         )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         is_long = isinstance(text, str) and len(text) > _SHORT_TEXT
+        grammars = self.inputs.grammars
+        if params.grammar is not None and grammars is not None and self.inputs.tokenizer:
+            # No thread waits until it is compiled: those encode what others send.
+            tried = await self.in_thread(partial(grammars.soon, params.grammar))
+            await asyncio.wrap_future(tried)
         if is_long or params.grammar is not None or params.bad_texts:
             return await self.in_thread(check)
         return check()

@@ -12,6 +12,7 @@ import pytest
 from fusewright import LLM, SamplingParams
 from fusewright.config import UserError
 from fusewright.engine.frontend.grammar import choice_grammar, json_grammar, regex_grammar
+from fusewright.engine.messages.requests import AbortRequests, AddRequest
 
 SCHEMA = {
     "type": "object",
@@ -142,6 +143,35 @@ def test_a_grammar_that_explodes_harms_nobody_else(llm: LLM, pattern: str) -> No
         assert exploding.error.startswith("the grammar has failed: ")
     else:
         assert set(exploding.text) <= set("ab") or "." in pattern
+
+
+def test_a_grammar_that_compiles_for_long_holds_up_nobody(llm: LLM) -> None:
+    core, slow = llm.engine.core, {"type": "integer", "multipleOf": 999_999}
+    for name in ("slow", "slow too"):  # queued without the trial that refuses it
+        params = SamplingParams(grammar=json_grammar(slow))
+        core.add(AddRequest(name, [49, 43], params, max_total_tokens=8))
+    with pytest.raises(UserError, match="in use"):
+        core.add(AddRequest("slow", [49, 43], GREEDY, max_total_tokens=8))
+    assert outputs(llm, [GREEDY, *random_params(regex_grammar("[0-9]{3}"), 1)])[0].text == "95"
+    assert core.num_unfinished == 2 == core.stats().num_waiting
+    core.abort(AbortRequests(["slow", "slow too"]))
+    assert core.num_unfinished == 0
+
+
+def test_an_output_goes_on_when_the_process_of_its_masks_has_ended(llm: LLM) -> None:
+    params = random_params(regex_grammar("[0-9]{9}x?[a-c]{9}"), 3)
+    undisturbed = [o.text for o in outputs(llm, params)]
+    engine = llm.engine
+    names = [engine.add_request(PROMPT, each) for each in params]
+    found: dict[str, str] = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            if len(output.outputs[0].token_ids) in (4, 11) and output.request_id == names[0]:
+                process = engine.core._grammars.process._process
+                process.kill()
+                process.wait()
+            found[output.request_id] = output.outputs[0].text
+    assert [found[name] for name in names] == undisturbed
 
 
 def test_a_schema_may_be_nested_deeply(llm: LLM) -> None:
