@@ -20,8 +20,8 @@ MOST_HEAD_BYTES = 64 * 1024
 """Most bytes of the request line and the headers together, and of what frames a body: chunk sizes
 between two pieces of it, and trailers."""
 MOST_HEADERS = 256
-MOST_CHUNKS = 8192
-"""Most pieces of one body, which take about 2 us each: 8 MiB in pieces of 1 KiB."""
+MOST_CHUNKS = 4096
+"""Most pieces of one body, which take about 2 us each: 8 MiB in pieces of 2 KiB."""
 HEAD_S = 20.0
 """Longest time for a head, and for a TLS handshake."""
 BODY_S = 30.0
