@@ -147,6 +147,8 @@ class EngineCore:
             else:
                 del self._in_flight[0]
                 tokens = self.scheduler.update(oldest, result)
+                if self._grammars is not None:
+                    self._grammars.flush()
                 clock.lap("update")
         if failed:
             self._recover(failed)

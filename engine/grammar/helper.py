@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from .reasons import said, why_no_tokenizer
 from .wire import RECYCLED, UP, Answer, Ask, Compile, Message, Setup, bodies, framed
 
 _STACK_BYTES = 256 << 20
@@ -39,10 +39,14 @@ _LOOK_S = 0.01
 """Time between two looks of the watchdog while something runs, in seconds."""
 _QUICK_S = 0.005
 """Processor time beyond which a mask is slow, in seconds."""
+_TOGETHER_S = 0.001
+"""Time in which the answers of quick masks are sent in one piece, in seconds."""
 _PATIENCE_S = 0.05
 """Processor time behind which a job has the lowest priority, in seconds."""
 _MOST_WAITED = 4
 """Times the limit of its processor time that a job may take in all, on a machine that is busy."""
+_LIMITS = {"max_items_in_row": 20_000, "step_max_items": 200_000}
+"""llguidance's own, ten and four times its defaults: thousands of choices have as many items."""
 _MOST_ABANDONED = 4
 """Jobs beyond their limit that go on, as no thread can be ended, until the process is."""
 
@@ -118,6 +122,7 @@ class Helper:
     def __init__(self, connection: socket.socket, memory: Any, setup: Setup) -> None:
         self._connection, self._memory, self._setup = connection, memory, setup
         self._sending = threading.Lock()
+        self._to_send, self._sent_s = bytearray(), 0.0
         self._tokenizer: Any = None
         self._why_none = "the tokenizer is not loaded"
         self._grammars: OrderedDict[int, _Compiled] = OrderedDict()
@@ -133,7 +138,7 @@ class Helper:
         self._read: deque[Message] = deque()
         self._base_bytes = 0
         self._last_word = (1 << ((setup.vocab_size - 1) % 32 + 1)) - 1
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, **_LIMITS)
 
     def load(self) -> None:
         """Read the tokenizer.  Its vocabulary may be smaller or larger than the logits."""
@@ -149,7 +154,7 @@ class Helper:
                     raise
                 self._tokenizer = LLTokenizer(setup.tokenizer_file, None, eos)
         except BaseException as error:  # a panic of Rust is no Exception
-            self._why_none = _why_no_tokenizer(setup.tokenizer_file, error)
+            self._why_none = why_no_tokenizer(setup.tokenizer_file, error)
         self._base_bytes = _resident_bytes()
 
     def serve(self) -> None:
@@ -174,6 +179,8 @@ class Helper:
                         return
                     message = self._next()
                 self._handle(message)
+                if not self._read or time.monotonic() - self._sent_s > _TOGETHER_S:
+                    self._flush()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -218,7 +225,8 @@ class Helper:
         running = _Running(job, reads)
         with self._changing:
             self._running[job] = running
-            self._is_busy.set()
+            if not self._is_busy.is_set():
+                self._is_busy.set()
         try:
             answer = work()
         except BaseException as error:  # a panic of Rust is no Exception
@@ -227,27 +235,35 @@ class Helper:
             if self._running.pop(job, None) is None:
                 self._num_abandoned -= 1
                 return
-        self._send(answer)
+        self._send(answer, flush=not reads)
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Answer, *, flush: bool = True) -> None:
+        with self._sending:
+            self._to_send += framed(answer)
+        if flush:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._sent_s = time.monotonic()
         with self._sending:
             try:
-                self._connection.sendall(framed(answer))
+                self._connection.sendall(self._to_send)
             except OSError:
                 os._exit(0)
+            self._to_send.clear()
 
     def _compile(self, message: Compile) -> Answer:
         if self._tokenizer is None:
             return Answer(message.job, self._why_none)
         matcher = LLMatcher(self._tokenizer, message.text, log_level=0, limits=self._limits)
         if matcher.is_error():
-            return Answer(message.job, _said(matcher))
+            return Answer(message.job, said(matcher))
         compiled = _Compiled(matcher, len(message.text))
         start = time.thread_time()
         mask = self._mask(matcher)
         compiled.took(time.thread_time() - start)
         if matcher.is_error():
-            return Answer(message.job, _said(matcher))
+            return Answer(message.job, said(matcher))
         if not any(mask):
             return Answer(message.job, "no token of the model can begin it")
         with self._changing:
@@ -271,12 +287,12 @@ class Helper:
         matcher, compiled = output.matcher, output.compiled
         for token_id in ask.tokens:
             if not matcher.consume_token(token_id):
-                return Answer(ask.job, _said(matcher))
+                return Answer(ask.job, said(matcher))
         output.num_tokens = ask.num_before + len(ask.tokens)
         mask = self._mask(matcher)
         compiled.took(time.thread_time() - start)
         if matcher.is_error():
-            return Answer(ask.job, _said(matcher))
+            return Answer(ask.job, said(matcher))
         with self._changing:
             if ask.job in self._running:  # else its row may be another's by now
                 self._outputs[ask.output] = output
@@ -341,27 +357,6 @@ class Helper:
 def _be_nice(native_id: int, nice: int) -> None:
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, native_id, nice)
-
-
-def _said(matcher: Any) -> str:
-    """The error of a matcher, in one line."""
-    message = " ".join(matcher.get_error().partition("<state>")[0].split())
-    if message.startswith("NoExtension"):
-        return "no text satisfies it"
-    if "fuel exhausted" in message or "TooComplex" in message:
-        return f"it is too complex ({message[:200]}); simplify it"
-    return message[:500] or "it failed"
-
-
-def _why_no_tokenizer(path: str, error: BaseException) -> str:
-    said = str(error)
-    if "decoder type" in said:
-        kind = re.search(r"Some\((\w+)", said)
-        said = (
-            f"{path} has {f'a {kind[1]} decoder' if kind else 'no decoder'}, expected ByteLevel or "
-            "ByteFallback: what a grammar permits is known by the bytes of tokens"
-        )
-    return f"structured output does not work with this tokenizer: {said}"[:500]
 
 
 def _resident_bytes() -> int:

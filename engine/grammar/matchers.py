@@ -81,6 +81,10 @@ class Grammars:
             matcher.is_slow = True
         self.awaited.clear()
 
+    def flush(self) -> None:
+        """Ask for the masks of all tokens that were taken, in one piece."""
+        self.process.flush()
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for the next answer; returns whether one came."""
         return self.process.read(timeout_s)
@@ -203,7 +207,7 @@ class Matcher:
         self._is_asking = True
         if not self.is_slow:
             self._grammars.awaited.add(self)
-        self._grammars.process.submit(self)
+        self._grammars.process.submit(self, flush=False)
 
     def message(self, number: int) -> Message:
         generation = self._grammars.process.generation

@@ -101,13 +101,21 @@ class HelperProcess:
             self._heard_s, self._is_up = time.monotonic(), False
             self._started.set()
 
-    def submit(self, job: Job) -> None:
-        """Have a job done; its ``done`` is called by ``read``."""
+    def submit(self, job: Job, *, flush: bool = True) -> None:
+        """Have a job done; its ``done`` is called by ``read``.  Without ``flush`` it is sent by the
+        next call of ``flush`` or ``read``, in one piece with others."""
         with self._lock:
             if not self.is_owed:
                 self._heard_s = time.monotonic()
             self._queue.append(_Sent(job))
             self._pump()
+            if flush:
+                self._flush()
+
+    def flush(self) -> None:
+        """Send what was submitted."""
+        with self._lock:
+            self._flush()
 
     def drop(self, outputs: list[int]) -> None:
         """Tell of outputs that have ended."""
@@ -120,6 +128,7 @@ class HelperProcess:
         """Take the answers that have come, or the first ones that come in time; returns whether
         there were any."""
         with self._lock:
+            self._flush()
             connection, events = self._socket, select.POLLIN
             if self._to_send:
                 events |= select.POLLOUT
@@ -179,7 +188,6 @@ class HelperProcess:
             else:
                 while self._queue:
                     self._send(self._queue.popleft())
-        self._flush()
 
     def _send(self, sent: _Sent) -> None:
         self._numbers += 1

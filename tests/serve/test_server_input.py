@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -269,3 +270,30 @@ def test_heads_without_end_are_refused(server: ServerProcess, data: bytes) -> No
 
 def test_what_is_no_http_is_refused(server: ServerProcess) -> None:
     assert raw(server, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+
+
+def test_hostile_grammars_are_refused_and_the_server_goes_on(client: openai.OpenAI) -> None:
+    rules = "".join(f"a{i}: a{i + 1}\n" for i in range(11_000))
+    needs_itself = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"grammar": f"start: a0\n{rules}a11000: 'x'"}, "rules, expected 10000 at most"),
+        ({"regex": "a{1000000000}"}, "repeats 1000000000 times"),
+        ({"json": {"type": "integer", "multipleOf": 999_999_999}}, "too complex"),
+        ({"json": needs_itself}, "no finite JSON"),
+        # It compiles; a later mask cannot be made, which is its caller's mistake as well.
+        ({"regex": "(a?){3000}a{3000}"}, "the grammar has failed: .*too many expressions"),
+    ]
+    asked: Any = {"model": "abacus", "prompt": "1+1=", "seed": 1}
+    for form, why in refused:
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.completions.create(**asked, extra_body={"structured_outputs": form})
+    rules = "".join(f"a{i}: a{i + 1}\n" for i in range(3000))
+    optional = {f"p{i}": {"type": "string"} for i in range(700)}
+    taken: list[dict[str, Any]] = [
+        {"grammar": f'start: a0\n{rules}a3000: "tic"'},
+        {"choice": [f"t{i}" for i in range(2001)]},
+        {"json": {"type": "object", "properties": optional, "additionalProperties": False}},
+    ]
+    for form in taken:
+        answer = client.completions.create(**asked, extra_body={"structured_outputs": form})
+        assert answer.choices[0].text.startswith(("t", "{"))
