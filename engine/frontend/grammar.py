@@ -6,18 +6,15 @@ from __future__ import annotations
 from functools import cache
 
 from ..grammar.checks import GrammarChecks
-from ..grammar.wire import Setup
+from ..grammar.wire import BYTES, Setup
 from .grammar_sources import choice_grammar, json_grammar, regex_grammar
 
 __all__ = ["check_grammar", "choice_grammar", "json_grammar", "regex_grammar"]
 
-_BYTES = Setup("byte", 257, [256])
-"""llguidance's tokenizer of single bytes."""
-
 
 @cache
-def _checks() -> GrammarChecks:
-    return GrammarChecks(_BYTES)
+def _byte_checks() -> GrammarChecks:
+    return GrammarChecks(Setup(BYTES, 257, [256]))
 
 
 def check_grammar(grammar: str) -> None:
@@ -27,4 +24,4 @@ def check_grammar(grammar: str) -> None:
         UserError: it is bad, too large, or takes too long.
         MachineError: llguidance is not installed.
     """
-    _checks().check(grammar)
+    _byte_checks().check(grammar)

@@ -28,7 +28,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from .reasons import said, why_no_tokenizer
-from .wire import RECYCLED, UP, Answer, Ask, Compile, Message, Setup, bodies, framed
+from .wire import BYTES, RECYCLED, UP, Answer, Ask, Compile, Message, Setup, bodies, framed
 
 _STACK_BYTES = 256 << 20
 """Of each thread; only what is touched takes memory."""
@@ -145,7 +145,7 @@ class Helper:
         setup = self._setup
         eos = sorted({i for i in setup.eos_token_ids if i < setup.vocab_size}) or None
         try:
-            if not Path(setup.tokenizer_file).is_file():
+            if setup.tokenizer_file != BYTES and not Path(setup.tokenizer_file).is_file():
                 raise ValueError(f"{setup.tokenizer_file}: no such file")
             try:
                 self._tokenizer = LLTokenizer(setup.tokenizer_file, setup.vocab_size, eos)

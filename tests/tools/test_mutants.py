@@ -33,8 +33,8 @@ EXPECTED = {
     "6: < -> <=", "6: 1 -> 2", "6: 1 -> 0", "8: reverse=True -> (nothing)", "8: True -> False",
     "9: - -> +", "9: 1 -> 2", "9: 1 -> 0", "9: and -> or", "9: 0 -> 1", "9: 0 -> -1",
     "9: is not -> is", "13: a, b -> b, a",
-    "9: total - 1 if strict and values[0] is not None else total -> "
-    "total if strict and values[0] is not None else total - 1",
+    ("9: total - 1 if strict and values[0] is not None else total -> "
+    "total if strict and values[0] is not None else total - 1"),
 }  # fmt: skip
 
 
