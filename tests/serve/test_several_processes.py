@@ -36,7 +36,9 @@ def num_sockets(pid: int) -> int:
 @contextmanager
 def started(num_api: int, num_replicas: int) -> Iterator[ServerProcess]:
     counts = ("--api-server-count", str(num_api), "--data-parallel-size", str(num_replicas))
-    server = ServerProcess(*counts, "--admin-api-key", ADMIN_KEY).wait_ready()
+    # On a slow machine the open requests may take longer than a drain has by default.
+    more = ("--admin-api-key", ADMIN_KEY, "--shutdown-timeout", str(TIMEOUT_S))
+    server = ServerProcess(*counts, *more).wait_ready()
     all_pids = server.children()
     try:
         assert len(server.children(".child")) == num_replicas
