@@ -14,7 +14,7 @@ __all__ = ["check_grammar", "choice_grammar", "json_grammar", "regex_grammar"]
 
 @cache
 def _byte_checks() -> GrammarChecks:
-    return GrammarChecks(Setup(BYTES, 257, [256]))
+    return GrammarChecks(Setup(BYTES, 262, [261]))
 
 
 def check_grammar(grammar: str) -> None:

@@ -1,0 +1,46 @@
+"""``--verify`` holds all that runs on a CPU against the oracles: references, and what stands in for
+one there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.ops import ALL_OPS, BY_NAME, SemanticOp, oracles
+from fusewright.ops.conformance import ConformanceError
+from fusewright.ops.oracles import check_reference
+
+
+@pytest.mark.parametrize("op", ALL_OPS, ids=lambda op: op.name)
+def test_whatever_runs_on_a_cpu_is_compared(
+    op: SemanticOp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference, and each implementation that is other code, on one case or more."""
+    runs: set[Any] = set()
+    compared = oracles._compare_run
+
+    def recorded(op: SemanticOp, case: Any, dtype: Any, run: Any, expected: Any) -> None:
+        runs.add(run)
+        compared(op, case, dtype, run, expected)
+
+    monkeypatch.setattr(oracles, "_compare_run", recorded)
+    for dtype in op.dtypes:
+        assert check_reference(op, dtype, 3) > 0
+    others = [i.name for i in op.implementations if "cpu" in i.devices and i.fn is not op.reference]
+    assert runs == {op.overload(), *map(op.overload, others)}
+
+
+def test_attention_without_its_causal_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's attention, which runs on a CPU in place of the reference."""
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def unmasked(*args: Any, **kwargs: Any) -> Tensor:
+        return right(*args, **{**kwargs, "is_causal": False})
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", unmasked)
+    expected = "implementation native of paged_attention, case "
+    with pytest.raises(ConformanceError, match=expected):
+        check_reference(BY_NAME["paged_attention"], torch.float32, 3)
