@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops import ALL_OPS, BY_NAME, SemanticOp, oracles
+from fusewright.ops import BY_NAME, SemanticOp, oracles
 from fusewright.ops.conformance import ConformanceError
 from fusewright.ops.oracles import check_reference
+from tests.ops.test_oracles import EVERY
 
 
-@pytest.mark.parametrize("op", ALL_OPS, ids=lambda op: op.name)
+@EVERY
 def test_whatever_runs_on_a_cpu_is_compared(
     op: SemanticOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
