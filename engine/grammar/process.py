@@ -86,7 +86,7 @@ class HelperProcess:
             ours.setblocking(False)
             fds = [its.fileno()] + ([] if self._memory is None else [self._memory])
             args = [str(fds[0]), str(fds[-1]), msgspec.json.encode(self.setup).decode()]
-            command = [sys.executable, "-m", f"{__package__}.helper", *args]
+            command = [sys.executable, "-m", f"{__package__}.program", *args]
             # A session of its own: what a terminal sends to all is not meant for it.
             self._process = subprocess.Popen(
                 command,
