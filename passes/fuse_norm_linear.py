@@ -40,7 +40,7 @@ def _read(second: fx.Node) -> Match | None:
         return None
     if any(is_call(x, torch.ops.fw.all_reduce.default) for x in norm.args[:2]):
         return None
-    x = (linear_args(second) or {})["x"]
+    x: Any = (linear_args(second) or {})["x"]
     if is_call(x, operator.getitem) and is_call(x.args[0], torch.ops.fw.quant_fp8_dynamic.default):
         return None
     return join(norm, second, *summands(norm), torch.ops.fw.linear_add_norm_linear.default)
@@ -51,7 +51,7 @@ def norm_before(second: fx.Node, axes: Norm) -> fx.Node | None:
     it may quantize for the layer.  None if there is no such norm."""
     then = linear_args(second)
     normed: Any = then["x"] if then else None
-    quant = normed.args[0] if is_call(normed, operator.getitem) else normed
+    quant: Any = normed.args[0] if is_call(normed, operator.getitem) else normed
     if getattr(quant, "target", None) in _QUANTS:
         normed = quant.args[0]
     if not is_call(normed, operator.getitem) or normed.args[1] != 0:

@@ -203,6 +203,7 @@ def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Edit]:
 class Covers:
     """Which tests cover which source; see ``tests/mutants.toml``."""
 
+    preload: tuple[str, ...]
     options: tuple[str, ...]
     table: tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -210,7 +211,7 @@ class Covers:
     def read(path: Path) -> Covers:
         data = tomllib.loads(path.read_text())
         rows = tuple((pattern, tuple(tests)) for pattern, tests in data["covers"].items())
-        return Covers(tuple(data["options"]), rows)
+        return Covers(tuple(data["preload"]), tuple(data["options"]), rows)
 
     def tests(self, file: str) -> tuple[str, ...]:
         """The tests of a file, quickest first: those of every pattern that it fits, in which
@@ -229,8 +230,8 @@ class Covers:
 class Copy:
     """A copy of the checkout, in which one edit at a time is tested."""
 
-    def __init__(self, root: Path, folder: Path, options: Sequence[str]) -> None:
-        self.folder, self.options = folder / root.name, options
+    def __init__(self, root: Path, folder: Path, covers: Covers) -> None:
+        self.folder, self.options = folder / root.name, covers.options
         shutil.copytree(root, self.folder, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
         package = self.folder / "build" / "pkgroot"
         package.mkdir(parents=True)
@@ -238,9 +239,10 @@ class Copy:
         own = {"PYTHONPATH": str(package), "TMPDIR": str(folder), "PYTHONSAFEPATH": "1"}
         caches = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")}
         env = {**os.environ, **own, **caches, "OMP_NUM_THREADS": "1"}
+        server = [sys.executable, str(Path(__file__).resolve()), "--serve", *covers.preload]
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve"], cwd=self.folder, env=env,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            server, cwd=self.folder, env=env, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.changes = 0
 
@@ -279,11 +281,11 @@ class Copy:
         os.utime(path, (self.changes, self.changes))
 
 
-def serve() -> None:
+def serve(preload: Sequence[str]) -> None:
     """Run pytest in forks of this process, which has imported what takes long: one for each line of
     standard input, with its arguments and the seconds of processor time that it may take."""
     os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py; Triton reads it when imported
-    for module in ("torch._dynamo", "pytest", "hypothesis", "sympy", "numpy.testing"):
+    for module in ("pytest", *preload):
         importlib.import_module(module)
     for line in sys.stdin:
         arguments, limit = json.loads(line)
@@ -316,7 +318,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for job in range(jobs):
-            copies.put(Copy(root, Path(folder) / str(job), covers.options))
+            copies.put(Copy(root, Path(folder) / str(job), covers))
 
         def baseline(tests: tuple[str, ...]) -> float:
             copy, start = copies.get(), time.monotonic()
@@ -362,12 +364,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="skip this many of the draw")
     parser.add_argument("--jobs", type=int, default=2, help="tests to run at once")
     parser.add_argument("--limit", type=float, help="seconds an edit; without: tests run first")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutants.json")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
     options = parser.parse_args(argv)
-    if options.serve:
-        serve()
+    if options.serve is not None:
+        serve(options.serve)
         return 0
     edits = draw(options.root, options.paths, options.count, options.seed)[options.first :]
     covers = Covers.read(options.root / "tests" / "mutants.toml")

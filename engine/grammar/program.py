@@ -1,11 +1,11 @@
 """The program of a helper process: compiles grammars and makes masks for the process that started
 it, and ends with it.
 
-Run as ``python -m fusewright.engine.grammar.program SOCKET MEMORY SETUP``, with the descriptors of a
-socket and of the masks' memory, and a ``Setup`` as JSON.  Whatever can be slow has a thread of its
-own, with a large stack, as llguidance's work is as deep as a grammar's references; it lets other
-threads run meanwhile.  The thread that reads makes quick masks itself; when one turns out slow, the
-watchdog has another thread go on reading.
+Run as ``python -m fusewright.engine.grammar.program SOCKET MEMORY SETUP``, with the descriptors
+of a socket and of the masks' memory, and a ``Setup`` as JSON. Whatever can be slow has a thread
+of its own, with a large stack, as llguidance's work is as deep as a grammar's references; it lets
+other threads run meanwhile. The thread that reads makes quick masks itself; when one turns out
+slow, the watchdog has another thread go on reading.
 """
 
 from __future__ import annotations

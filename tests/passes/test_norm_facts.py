@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusewright.ops.norm import RMS_NORM
 from fusewright.passes import CANONICALIZE, run_passes
-from fusewright.passes.canonicalize import with_number
+from fusewright.passes.canonicalize import other_operand, with_number
+from fusewright.passes.sites import Miss
 from tests.passes.graphs import aten, capture, hidden, targets
 
 BF16 = torch.bfloat16
@@ -129,3 +130,13 @@ def test_the_number_of_an_operation_is_its_second_operand_unless_order_is_free(i
     operand, read = with_number(operation)
     assert read == number
     assert number is None or operand.op == "placeholder"
+
+
+def test_a_scaled_sum_has_no_other_operand() -> None:
+    gm = capture(lambda x, y: torch.add(x, y, alpha=2) + torch.add(x, y), x=hidden(), y=hidden())
+    scaled, plain = gm.graph.find_nodes(op="call_function", target=torch.add)
+    assert other_operand(plain, plain.args[0]) is plain.args[1]
+    assert other_operand(plain, plain.args[1]) is plain.args[0]
+    for node, known in ((scaled, scaled.args[0]), (plain, scaled)):
+        with pytest.raises(Miss, match="is not of two operands"):
+            other_operand(node, known)

@@ -13,6 +13,7 @@ from fusewright.ops._desc import Tolerance
 from fusewright.ops.conformance import ConformanceError, compare
 from fusewright.ops.oracles import check_case, few_cases
 from fusewright.passes import CANONICALIZE, PassReport, Rule, VerificationError, run_passes
+from fusewright.passes.canonicalize import roundings
 from fusewright.passes.pipeline import PIPELINE
 from fusewright.passes.rule import Context, Tier, is_call
 from tests.passes.graphs import capture, hidden
@@ -137,3 +138,11 @@ def test_a_reference_may_differ_from_its_oracle_by_its_tolerance_and_no_more(nam
     check_case(op, case, dtype)
     with pytest.raises(ConformanceError, match="from its oracle"):
         check_case(op, case, dtype, moved)
+
+
+def test_a_rounding_moves_a_value_by_half_a_step() -> None:
+    for dtype, least in ((torch.float16, 2.0**-11), (torch.bfloat16, 1e-6)):
+        step = torch.finfo(dtype).eps / 2
+        assert roundings(dtype, 1) == Tier(least, step)
+        assert roundings(dtype, 4) == Tier(least, 4 * step)
+    assert roundings(torch.float32, 4) == Tier(1e-6, 2.0**-18)

@@ -123,6 +123,16 @@ def test_a_changed_shape_or_dtype_is_caught_by_the_graph_check() -> None:
         run_passes(gm, [Breaks(operator.add, operator.eq, (0, 1))], verify=True)
 
 
+def columns_first(a: Tensor, b: Tensor) -> Tensor:
+    return (a + b).t().contiguous().t()
+
+
+def test_changed_strides_are_caught_by_the_graph_check() -> None:
+    gm = capture(lambda x: x + x, x=hidden())
+    with pytest.raises(VerificationError, match=r"pass breaks changed .*\['32', '1'\].* became "):
+        run_passes(gm, [Breaks(operator.add, columns_first, (0, 1))], verify=True)
+
+
 def test_an_op_that_does_not_run_is_caught() -> None:
     gm = capture(lambda x, w: x @ w, x=hidden(), w=torch.randn(1, 32)[0])
     with pytest.raises(VerificationError, match="which does not run"):

@@ -28,13 +28,13 @@ from fusewright.sums import count
 def test_the_largest_are_added():
     assert count([1, 2, 3, 4]) == 9 and count([5, 1], 1) == 5 and count([5], strict=True) == 4
 """
+TEST = "strict and values[0] is not None"
 EXPECTED = {
     "5: 3 -> 4", "5: 3 -> 2", "5: False -> True", "6: or -> and", "6: not values -> values",
     "6: < -> <=", "6: 1 -> 2", "6: 1 -> 0", "8: reverse=True -> (nothing)", "8: True -> False",
     "9: - -> +", "9: 1 -> 2", "9: 1 -> 0", "9: and -> or", "9: 0 -> 1", "9: 0 -> -1",
     "9: is not -> is", "13: a, b -> b, a",
-    ("9: total - 1 if strict and values[0] is not None else total -> "
-    "total if strict and values[0] is not None else total - 1"),
+    f"9: total - 1 if {TEST} else total -> total if {TEST} else total - 1",
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def checkout(folder: Path) -> Path:
     (root / "__init__.py").touch()
     (root / "sums.py").write_text(SOURCE)
     (root / "tests" / "test_sums.py").write_text(TESTS)
-    table = 'options = []\n[covers]\n"*.py" = ["tests/test_{stem}.py"]\n'
+    table = 'preload = []\noptions = []\n[covers]\n"*.py" = ["tests/test_{stem}.py"]\n'
     (root / "tests" / "mutants.toml").write_text(table)
     (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     return root

@@ -1,5 +1,4 @@
-"""``--verify`` holds all that runs on a CPU against the oracles: references, and what stands in for
-one there."""
+"""Whatever runs on a CPU in place of an op's reference is held against the op's oracle too."""
 
 from __future__ import annotations
 
@@ -12,7 +11,16 @@ from torch import Tensor
 from fusewright.ops import BY_NAME, SemanticOp, oracles
 from fusewright.ops.conformance import ConformanceError
 from fusewright.ops.oracles import check_reference
-from tests.ops.test_oracles import EVERY
+from tests.ops.test_oracles import EVERY, run_abacus
+
+UNMASKED = """
+import sys
+from torch.nn import functional
+right = functional.scaled_dot_product_attention
+functional.scaled_dot_product_attention = lambda *args, is_causal, **others: right(*args, **others)
+from fusewright.serve.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @EVERY
@@ -45,3 +53,11 @@ def test_attention_without_its_causal_mask_is_caught(monkeypatch: pytest.MonkeyP
     expected = "implementation native of paged_attention, case "
     with pytest.raises(ConformanceError, match=expected):
         check_reference(BY_NAME["paged_attention"], torch.float32, 3)
+
+
+@pytest.mark.usefixtures("warm")
+def test_verify_refuses_attention_without_a_causal_mask() -> None:
+    refused = run_abacus(UNMASKED, "--verify")
+    (line,) = [line for line in refused.stderr.splitlines() if "error:" in line]
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "is wrong: implementation native of paged_attention, case 'mixed gqa'" in line
