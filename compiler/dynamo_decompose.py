@@ -29,7 +29,7 @@ class _InStridesOfEager(fx.Interpreter):
             return made
         if not isinstance(expected, Tensor) or _strides(made) == _strides(expected):
             return made
-        order = sorted(range(expected.dim()), key=lambda d: -_hint(expected.stride(d)))
+        order = sorted(range(expected.dim()), key=lambda d: -_hint(expected.stride()[d]))
         if not is_dense(expected.permute(order)):
             return made  # a view, of a tensor that has been laid out
         dense = made.permute(order).clone(memory_format=torch.contiguous_format)

@@ -44,7 +44,7 @@ _OPERATORS = {
     "|": ("&",), "&": ("|",), "<<": (">>",), ">>": ("<<",), "and": ("or",), "or": ("and",),
 }  # fmt: skip
 _SYMBOL = re.compile(r"is\s+not\b|not\s+in\b|(?:is|in|and|or)\b|<<|>>|\*\*|//|[<>=!]=|[-<>+*/%|&]")
-_SAID = "build/said.txt"
+_SAID, _TOLD = "build/said.txt", ("result", "test", "seconds")
 _LEAST_SECONDS, _TIMES_BASELINE = 60.0, 3.0
 
 
@@ -228,7 +228,7 @@ class Covers:
 
 
 class Copy:
-    """A copy of the checkout, in which one edit at a time is tested."""
+    """A copy of the checkout, also for interpreters with an editable install: one edit at a time."""
 
     def __init__(self, root: Path, folder: Path, covers: Covers) -> None:
         self.folder, self.options = folder / root.name, covers.options
@@ -236,6 +236,8 @@ class Copy:
         package = self.folder / "build" / "pkgroot"
         package.mkdir(parents=True)
         (package / "fusewright").symlink_to(self.folder)
+        kept = "[each for each in sys.meta_path if '_editable_' not in type(each).__module__]"
+        (package / "sitecustomize.py").write_text(f"import sys\nsys.meta_path[:] = {kept}\n")
         own = {"PYTHONPATH": str(package), "TMPDIR": str(folder), "PYTHONSAFEPATH": "1"}
         caches = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR")}
         env = {**os.environ, **own, **caches, "OMP_NUM_THREADS": "1"}
@@ -389,9 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _save(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
     """Written after each edit: a run that is cut short has its part."""
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"seed": options.seed, "count": options.count, "paths": options.paths}
-    rows = [{**asdict(o.edit), "result": o.result, "test": o.test, "seconds": o.seconds}
-            for o in outcomes]  # fmt: skip
+    facts = {name: getattr(options, name) for name in ("seed", "count", "paths")}
+    rows = [{**asdict(one.edit), **{n: getattr(one, n) for n in _TOLD}} for one in outcomes]
     options.output.write_text(json.dumps({**facts, "edits": rows}, indent=1) + "\n")
 
 

@@ -45,8 +45,8 @@ _PATIENCE_S = 0.05
 """Processor time behind which a job has the lowest priority, in seconds."""
 _MOST_WAITED = 4
 """Times the limit of its processor time that a job may take in all, on a machine that is busy."""
-_LIMITS = {"max_items_in_row": 20_000, "step_max_items": 200_000}
-"""llguidance's own, ten and four times its defaults: thousands of choices have as many items."""
+_ITEMS_IN_ROW, _ITEMS_IN_STEP = 20_000, 200_000
+"""Limits of llguidance, ten and four times its defaults: thousands of choices have as many."""
 _MOST_ABANDONED = 4
 """Jobs beyond their limit that go on, as no thread can be ended, until the process is."""
 
@@ -138,7 +138,9 @@ class Helper:
         self._read: deque[Message] = deque()
         self._base_bytes = 0
         self._last_word = (1 << ((setup.vocab_size - 1) % 32 + 1)) - 1
-        self._limits = LLParserLimits(verbose_errors=False, **_LIMITS)
+        self._limits = LLParserLimits(
+            verbose_errors=False, max_items_in_row=_ITEMS_IN_ROW, step_max_items=_ITEMS_IN_STEP
+        )
 
     def load(self) -> None:
         """Read the tokenizer.  Its vocabulary may be smaller or larger than the logits."""
