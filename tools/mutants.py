@@ -228,7 +228,7 @@ class Covers:
 
 
 class Copy:
-    """A copy of the checkout, also for interpreters with an editable install: one edit at a time."""
+    """A copy of the checkout, which wins over an editable install; one edit at a time is in it."""
 
     def __init__(self, root: Path, folder: Path, covers: Covers) -> None:
         self.folder, self.options = folder / root.name, covers.options
