@@ -35,6 +35,10 @@ from .rule import EXACT, Context, Tier, writes_shared
 from .sites import Miss, NotASite
 from .subgraph import fake_value
 
+_ROOTS, _SHIFTS, _SCALES = ("sqrt", "rsqrt", "pow"), ("add", "clamp"), ("mul", "div")
+_MOST_STEPS = 3
+"""Operations between the statistic and the root that a wrong spelling of a norm may have."""
+
 
 @dataclass
 class _Norm:
@@ -220,15 +224,17 @@ def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
 
 
 def _is_root_taken(site: fx.Node) -> bool:
-    """Whether the root of a mean is taken, with or without eps.  A sum is a mean behind a product
-    or a quotient with a number; the root of a bare sum is that of an L2 norm."""
-    means = [site]
+    """Whether the root of a mean is taken, with or without eps.  A sum is one behind another
+    operation, which may scale it; the root of a bare sum is that of an L2 norm."""
+    behind = [site]
     if kind(site) == "sum":
-        scaled = [user for user in site.users if kind(user) in ("div", "mul")]
-        means = [user for user in scaled if with_number(user)[1] is not None]
-    shifted = [user for mean in means for user in mean.users if kind(user) in ("add", "clamp")]
-    users = [user for node in (*means, *shifted) for user in node.users]
-    return any(kind(user) in ("sqrt", "rsqrt", "pow") for user in users)
+        behind = [user for user in site.users if kind(user) not in (*_SHIFTS, *_ROOTS)]
+    for _ in range(_MOST_STEPS):
+        users = [user for node in behind for user in node.users]
+        if any(kind(user) in _ROOTS for user in users):
+            return True
+        behind = [user for user in users if kind(user) in (*_SHIFTS, *_SCALES)]
+    return False
 
 
 def _check_weighted(normed: fx.Node) -> None:

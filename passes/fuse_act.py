@@ -124,10 +124,16 @@ def _activation(node: fx.Node) -> _Act | None:
 
 
 def _is_gated(activation: fx.Node) -> bool:
-    """Whether a product with a tensor reads the activation or a cast of it."""
-    casts = [user for user in activation.users if kind(user) == "cast"]
-    products = (user for node in (activation, *casts) for user in node.users if kind(user) == "mul")
-    return any(with_number(product)[1] is None for product in products)
+    """Whether a product with a tensor reads the activation, also behind casts, views and numbers
+    that scale it."""
+    same = [activation]
+    for node in same:
+        for user in node.users:
+            if kind(user) == "mul" and with_number(user)[1] is None:
+                return True
+            if kind(user) in ("cast", "view", "clone", "mul"):
+                same.append(user)
+    return False
 
 
 def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:

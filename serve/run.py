@@ -100,7 +100,8 @@ class _Request:
 def as_json(output: RequestOutput) -> dict[str, Any]:
     """The fields of a finished ``RequestOutput``, its metrics as durations from arrival.
 
-    ``request_id`` is the prompt's number, from 0; logprobs are keyed by token id, as text.
+    ``request_id`` is the prompt's number, from 0; logprobs are keyed by token id, as text, and the
+    bytes of a token are a list.
     """
     record: dict[str, Any] = asdict(output)
     metrics = record.pop("metrics")
@@ -143,7 +144,7 @@ def _finished(llm: LLM, requests: Sequence[_Request]) -> Iterator[RequestOutput]
 def _print_json(llm: LLM, requests: Sequence[_Request]) -> list[RequestOutput]:
     outputs = []
     for output in _finished(llm, requests):
-        typer.echo(json.dumps(as_json(output), ensure_ascii=False))
+        typer.echo(json.dumps(as_json(output), ensure_ascii=False, default=list))
         outputs.append(output)
     return outputs
 

@@ -183,6 +183,8 @@ class Helper:
                 self._handle(message)
                 if not self._read or time.monotonic() - self._sent_s > _TOGETHER_S:
                     self._flush()
+        except (ConnectionResetError, BrokenPipeError):
+            os._exit(0)  # whoever started this has ended, and left something unread
         except BaseException:
             traceback.print_exc()
             os._exit(1)
