@@ -31,7 +31,7 @@ from .canonicalize import (
     with_number,
 )
 from .report import PassReport
-from .rule import EXACT, Context, Tier, writes_shared
+from .rule import EXACT, Context, Tier, writes, writes_shared
 from .sites import Miss, NotASite
 from .subgraph import fake_value
 
@@ -233,19 +233,23 @@ def _is_root_taken(site: fx.Node) -> bool:
         users = [user for node in behind for user in node.users]
         if any(kind(user) in _ROOTS for user in users):
             return True
-        behind = [user for user in users if kind(user) in (*_SHIFTS, *_SCALES)]
+        # One in place is a step too: the norm is missed for it.
+        behind = [user for user in users if kind(user) in (*_SHIFTS, *_SCALES) or writes(user)]
     return False
 
 
 def _check_weighted(normed: fx.Node) -> None:
-    """Raise ``NotASite`` unless the norm is multiplied by a tensor that tokens share."""
-    results = [normed, *(user for user in normed.users if kind(user) == "cast")]
+    """Raise ``NotASite`` unless the norm is multiplied by a tensor that all tokens share."""
+    results = [normed]
     for result in results:
-        for product in (user for user in result.users if kind(user) == "mul"):
-            weight = other_operand(product, result)
-            value = fake_value(weight) if isinstance(weight, fx.Node) else None
-            if isinstance(value, Tensor) and value.dim() < tensor(normed).dim():
-                return
+        for user in result.users:
+            if kind(user) == "cast":
+                results.append(user)
+            elif kind(user) == "mul":
+                weight = other_operand(user, result)
+                value = fake_value(weight) if isinstance(weight, fx.Node) else None
+                if isinstance(value, Tensor) and all(str(d) == "1" for d in value.shape[:-1]):
+                    return
     raise NotASite(f"{normed.name} is a norm without a weight")
 
 

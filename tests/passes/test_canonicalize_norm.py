@@ -236,8 +236,13 @@ def mean_square(x: Tensor, w: Tensor) -> Tensor:
 
 NO_SITES = (
     *(no_mean, no_weight, weight_of_rows, times_a_tensor_of_tokens),
-    *(torchs_without_weight, mean_square),
+    mean_square,
 )
+
+
+def test_torchs_norm_without_a_weight_is_no_site() -> None:
+    gm = capture(torchs_without_weight, x=hidden(), w=torch.randn(32))
+    assert raised(gm).sites == []
 
 
 @pytest.mark.parametrize("fn", NO_SITES, ids=names)
