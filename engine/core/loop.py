@@ -53,7 +53,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self.limits = replace(scheduler.limits, vocab_size=vocab_size)
-        """What a request must keep to, to be queued at all."""
+        """A request that breaks one of these limits is never queued."""
         self.runner = runner
         self._grammars = grammars
         self._preparing = Preparing()

@@ -71,7 +71,7 @@ class Request:
     """As of ``AddRequest``.  A request for several waits in ``WaitingQueue``, which gives one of
     its own for each output."""
     siblings: Siblings | None = None
-    """Of which this is one, if it is the request of one of several outputs."""
+    """The outputs that this one was asked for with; None if it was asked for alone."""
 
     arrival: int = -1
     """Position in the order of arrival, given by the scheduler."""
@@ -168,7 +168,7 @@ class Request:
         self.error = why.format(len(self.output_token_ids) + 1)
 
     def finished(self) -> Finished:
-        """What the frontend is told of its end."""
+        """The message that tells the frontend of its end."""
         return Finished(
             request_id=self.request_id,
             reason=self.finish_reason,

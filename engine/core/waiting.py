@@ -145,5 +145,5 @@ class WaitingQueue:
         return self._several.get(entry.request.request_id) is entry and entry.num_left > 0
 
     def key(self, request: Request) -> tuple[int, int]:
-        """What requests are ordered by."""
+        """The key by which requests are ordered."""
         return (request.priority if self._heed_priority else 0, request.arrival)

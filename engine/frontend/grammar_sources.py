@@ -29,7 +29,7 @@ _ESCAPES = {
     "\n": r"\n",
 }
 _TOKEN = re.compile(r"\\(.)|/", re.DOTALL)
-"""What changes between slashes: an escaped character, and a slash."""
+"""Matches what changes between slashes: an escaped character, and a slash."""
 
 
 def json_grammar(schema: Mapping[str, Any] | str) -> str:
