@@ -15,6 +15,7 @@ import torch
 from .. import ops
 from ..config import CompileConfig, UserError
 from ..config.device_table import Weight
+from ..ops.core.device_table import gpu_of
 from ..passes import (
     PassReport,
     Subgraph,
@@ -152,7 +153,7 @@ def build(
             )
     lowered = lower_model(source, config, sm=sm, timer=timer, record=record, tuner=tuner)
     traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
-    if device == "cuda" and sm != _sm_here():
+    if device == "cuda" and sm != gpu_of(torch.device("cuda"))[1]:
         _check_direct(pieces.values(), sm)
     with timer.phase("emit"):
         code = emit(
@@ -207,14 +208,6 @@ def build(
 def outside_ops(source: Source) -> list[str]:
     """Names of the ops that the caller runs beside the program."""
     return sorted({name for name, _ in source.outside(1, 1)})
-
-
-def _sm_here() -> int:
-    """Compute capability of this machine's GPU, such as 90; 0 without one."""
-    if not torch.cuda.is_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 def _check_direct(pieces: Iterable[Subgraph], sm: int) -> None:

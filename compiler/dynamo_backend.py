@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..config import LEVELS, UserError
+from ..ops.core.device_table import gpu_of
 from ..passes import (
     CANONICALIZE,
     PassReport,
@@ -373,8 +374,7 @@ def _sm(gm: fx.GraphModule) -> int:
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta["example_value"]
         if isinstance(value, Tensor) and value.device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(value.device)
-            return 10 * major + minor
+            return gpu_of(value.device)[1]
     return 0
 
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .arch import HOPPER
 from .errors import UserError
 
 _NAME = re.compile(
@@ -23,8 +24,6 @@ _NAME = re.compile(
 )
 _KEYS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
 _RANGES = ((16, 256), (16, 256), (32, 256), (1, 64), (1, 16), (1, 8))
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a block on SM 9.0, the most of the GPUs that these kernels were written for."""
 KINDS = ("bfloat16", "fp8", "fp8 block")
 """Kinds of weights: 16 bits; FP8 with a scale a tensor or channel; FP8 with one a block of 128."""
 
@@ -193,10 +192,10 @@ def _tile(name: str, key: str, found: Any, kind: str) -> ExpertTile:
     tile = ExpertTile(*values)
     if kind == "fp8 block" and (tile.depth != 128 or tile.columns > 128):
         raise UserError(f"{name}: the tile of {key} tokens does not fit scales of blocks of 128")
-    if (taken := tile.shared_bytes(2 if kind == "bfloat16" else 1)) > SHARED_BYTES:
+    if (taken := tile.shared_bytes(2 if kind == "bfloat16" else 1)) > HOPPER.shared_bytes:
         raise UserError(
             f"{name}: the tile of {key} tokens takes {taken} bytes of shared memory, at most "
-            f"{SHARED_BYTES}"
+            f"{HOPPER.shared_bytes}"
         )
     return tile
 

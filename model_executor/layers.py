@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._float8 import E4M3
+from ..ops.core.float8 import E4M3
 from .parallel import GROUP
 from .quant.scheme import BLOCK, FORMATS, QuantKind
 

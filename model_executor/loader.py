@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.errors import UserError
-from ..ops._float8 import E4M3
+from ..ops.core.float8 import E4M3
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..config.errors import UserError
-from ..ops._float8 import E4M3
+from ..ops.core.float8 import E4M3
 from .checkpoint import F8_E4M3, FLOATS, TensorInfo
 from .experts import ExpertLinear, expert_shares
 from .layers import Placement, ShardRule, rules_of

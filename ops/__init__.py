@@ -5,55 +5,47 @@ activations and quantization.  ``ALL_OPS`` is the visible list; conformance test
 and lowering all run over it.
 """
 
-from ._cublaslt import installed as installed_cublaslt
-from ._cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
-from ._desc import Case, OpDesc, TensorDesc
-from ._device_table import notes as table_notes, report as report_tables, take as take_table
-from ._expert_tables import (
+from .attention.kv_store import OP as KV_STORE, kv_store
+from .attention.paged_attention import OP as PAGED_ATTENTION, paged_attention
+from .attention.rope_kv_store import OP as ROPE_KV_STORE, rope_kv_store
+from .attention.rotary_embedding import OP as ROTARY_EMBEDDING, rotary_embedding
+from .collective.all_gather import OP as ALL_GATHER, all_gather
+from .collective.all_reduce import OP as ALL_REDUCE, all_reduce
+from .core.cublaslt import installed as installed_cublaslt
+from .core.cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
+from .core.desc import Case, OpDesc, TensorDesc
+from .core.device_table import notes as table_notes, report as report_tables, take as take_table
+from .core.kernel_table import KERNELS, KernelMissingError, KernelTable
+from .core.launch import Launch, representative_sizes, variants_of
+from .core.op import NAMESPACE, Implementation, NoImplementationError, SemanticOp, choose
+from .core.variant import Binary, Variant
+from .experts.combine_experts import OP as COMBINE_EXPERTS, combine_experts
+from .experts.expert_linear import OP as EXPERT_LINEAR, expert_linear
+from .experts.fused_moe import OP as FUSED_MOE
+from .experts.linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE
+from .experts.route import OP as ROUTE, route
+from .experts.tables import (
     add_measured as add_expert_table,
     report as report_expert_tables,
     table_of as expert_table,
     take as take_expert_tables,
 )
-from ._kernel_table import KERNELS, KernelMissingError, KernelTable
-from ._launch import Launch, representative_sizes, variants_of
-from ._op import (
-    NAMESPACE,
-    Implementation,
-    NoImplementationError,
-    SemanticOp,
-    choose,
-)
-from ._variant import Binary, Variant
-from .all_gather import OP as ALL_GATHER, all_gather
-from .all_reduce import OP as ALL_REDUCE, all_reduce
-from .apply_penalties import OP as APPLY_PENALTIES, apply_penalties
-from .argmax import OP as ARGMAX, argmax
-from .combine_experts import OP as COMBINE_EXPERTS, combine_experts
-from .count_tokens import OP as COUNT_TOKENS, count_tokens
-from .embedding import OP as EMBEDDING, embedding
-from .expert_linear import OP as EXPERT_LINEAR, expert_linear
-from .fused_moe import OP as FUSED_MOE
-from .gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
-from .gather_last_token import OP as GATHER_LAST_TOKEN, gather_last_token
-from .keep_tokens import OP as KEEP_TOKENS, keep_tokens
-from .kv_store import OP as KV_STORE, kv_store
-from .linear import OP as LINEAR, linear
-from .linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
-from .linear_add_norm_mlp import OP as LINEAR_ADD_NORM_MLP
-from .linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE
-from .linear_all_reduce_add_norm_linear import (
-    OP as LINEAR_ALL_REDUCE_ADD_NORM_LINEAR,
-)
-from .norm import NORMS, rms_norm
-from .paged_attention import OP as PAGED_ATTENTION, paged_attention
-from .quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static
-from .rope_kv_store import OP as ROPE_KV_STORE, rope_kv_store
-from .rotary_embedding import OP as ROTARY_EMBEDDING, rotary_embedding
-from .route import OP as ROUTE, route
-from .sample import OP as SAMPLE, sample
-from .token_logprobs import OP as TOKEN_LOGPROBS, token_logprobs
-from .write_inputs import OP as WRITE_INPUTS, write_inputs
+from .linear.embedding import OP as EMBEDDING, embedding
+from .linear.linear import OP as LINEAR, linear
+from .linear.linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
+from .linear.linear_add_norm_mlp import OP as LINEAR_ADD_NORM_MLP
+from .linear.linear_all_reduce_add_norm_linear import OP as LINEAR_ALL_REDUCE_ADD_NORM_LINEAR
+from .norm.gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
+from .norm.norm import NORMS, rms_norm
+from .norm.quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static
+from .sampling.apply_penalties import OP as APPLY_PENALTIES, apply_penalties
+from .sampling.argmax import OP as ARGMAX, argmax
+from .sampling.count_tokens import OP as COUNT_TOKENS, count_tokens
+from .sampling.gather_last_token import OP as GATHER_LAST_TOKEN, gather_last_token
+from .sampling.keep_tokens import OP as KEEP_TOKENS, keep_tokens
+from .sampling.sample import OP as SAMPLE, sample
+from .sampling.token_logprobs import OP as TOKEN_LOGPROBS, token_logprobs
+from .sampling.write_inputs import OP as WRITE_INPUTS, write_inputs
 
 ALL_OPS: tuple[SemanticOp, ...] = (
     APPLY_PENALTIES,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ._desc import Case, Tolerance
-from ._float8 import E4M3
-from ._op import SemanticOp
+from .core.desc import Case, Tolerance
+from .core.float8 import E4M3
+from .core.op import SemanticOp
 
 # Written around mutated arguments, to catch stores past either end.
 _GUARD_BYTES = 4096

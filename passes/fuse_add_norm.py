@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ops.norm import with_axes
+from ..ops.norm.norm import with_axes
 from .canonicalize import is_dense
 from .rule import EXACT, is_call, writes_shared, written_between
 from .sites import Match, Miss, SitePass, call

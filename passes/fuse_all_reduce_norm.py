@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.norm import Norm, norm_axes, with_axes
+from ..ops.norm.norm import Norm, norm_axes, with_axes
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
 

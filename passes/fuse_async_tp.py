@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..ops.norm import Norm
+from ..ops.norm.norm import Norm
 from .fuse_norm_linear import join, norm_before
 from .rule import EXACT
 from .sites import Match, SitePass

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.gated_act import PLAIN, Gate, activation_of
+from ..ops.norm.gated_act import PLAIN, Gate, activation_of
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value

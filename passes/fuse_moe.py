@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.gated_act import activation_of
+from ..ops.norm.gated_act import activation_of
 from .fuse_gated_linear import expert_linear_args, has_epilogue, linear_args, why_not_packed
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call, read_elsewhere

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.norm import Norm, norm_axes
-from ..ops.quantize import QUANTIZE
+from ..ops.norm.norm import Norm, norm_axes
+from ..ops.norm.quantize import QUANTIZE
 from .fuse_gated_linear import has_epilogue, linear_args
 from .rule import EXACT, is_call, written_between
 from .sites import Build, Match, Miss, SitePass, call, read_elsewhere

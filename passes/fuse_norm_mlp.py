@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..ops.gated_act import GATED_ACTS
 from ..ops.launches.quant import WHOLE_ROW
-from ..ops.norm import norm_axes
+from ..ops.norm.gated_act import GATED_ACTS
+from ..ops.norm.norm import norm_axes
 from .fp8_layer import Fp8Layer
 from .fuse_gated_linear import linear_args
 from .fuse_norm_linear import call_with_totals, items, summands

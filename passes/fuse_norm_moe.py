@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops._moe import Call as Experts
+from ..ops.experts.moe import Call as Experts
 from .fp8_layer import Fp8Layer
 from .fuse_gated_linear import has_epilogue, linear_args
 from .fuse_norm_linear import call_with_totals, items, summands

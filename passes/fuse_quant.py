@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.gated_act import GATED_ACTS, activation_of
-from ..ops.norm import norm_axes, with_axes
-from ..ops.quantize import QUANTIZE
+from ..ops.norm.gated_act import GATED_ACTS, activation_of
+from ..ops.norm.norm import norm_axes, with_axes
+from ..ops.norm.quantize import QUANTIZE
 from .fuse_gated_linear import why_not_packed
 from .rule import EXACT, Tier, is_call, memory
 from .sites import Match, Miss, SitePass, call

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from ..ops._process_group import process_group
+from ..ops.collective.process_group import process_group
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(seconds=30)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.gated_act import Gate
+from ..ops.norm.gated_act import Gate
 from .canonicalize import (
     argument,
     check_dense,

@@ -45,6 +45,21 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         # Imported by nothing above: its sources are in no artifact's key.
         "inspect": {"capture", "lowering", "emit", "artifacts", "run", ""},
     },
+    "ops": {
+        "core": set(),
+        # Found by the names that launches give, so that no other room imports Triton.
+        "triton_kernels": {"sampling"},
+        "launches": {"core"},
+        "collective": {"core"},
+        "norm": {"core", "launches", "collective"},
+        "linear": {"core", "launches", "collective", "norm"},
+        "experts": {"core", "launches", "norm", "linear"},
+        "attention": {"core", "launches", "norm"},
+        "sampling": {"core", "launches"},
+        # The list of all ops, and what runs the cases of one.
+        "": {"core", "collective", "norm", "linear", "experts", "attention", "sampling"},
+        "oracles": {"core", "norm", ""},
+    },
     "engine": {
         "messages": set(),
         "grammar": {"messages"},
@@ -59,6 +74,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
 }
 
+MAX_FILES = 20  # in a room of ops
 MAX_FILE_LINES = 400
 MAX_KERNEL_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
@@ -175,6 +191,24 @@ def test_rooms_import_only_what_their_table_permits(folder: str) -> None:
                 where = MODULES[module].relative_to(ROOT)
                 wrong.append(f"{where}:{line}: may not import {target}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_private_modules_are_imported_in_their_own_folder() -> None:
+    wrong = []
+    for module in MODULES:
+        for line, target in imports_of(module):
+            holder, _, name = existing_module(target).rpartition(".")
+            if name.startswith("_") and not f"{module}.".startswith(f"{holder}."):
+                where = MODULES[module].relative_to(ROOT)
+                wrong.append(f"{where}:{line}: may not import {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_of_ops_is_flat_and_full() -> None:
+    folders = {path.parent for path in python_files("ops")}
+    counts = {folder: len([*folder.glob("*.py")]) for folder in folders}
+    crowded = {f.relative_to(ROOT).as_posix(): n for f, n in counts.items() if n > MAX_FILES}
+    assert not crowded, f"more than {MAX_FILES} files: {crowded}"
 
 
 def test_models_never_import_the_compiler() -> None:

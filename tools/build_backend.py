@@ -20,7 +20,7 @@ from scikit_build_core import build as core
 Settings = dict[str, Any]
 
 CHOICES = ("auto", "on", "off")
-NO_KERNELS = "no_kernels.txt"  # in the wheel's metadata; read by ops/_cuda.py
+NO_KERNELS = "no_kernels.txt"  # in the wheel's metadata; read by ops/core/cuda.py
 
 
 def why_no_kernels(choice: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from ...ops.gated_act import GATED_ACTS
+from ...ops.norm.gated_act import GATED_ACTS
 from .fusion import InductorFusion
 from .harness import MODELS, QUANTS, TOKENS, KernelWork, cases, measure, quant_argument, randn
 

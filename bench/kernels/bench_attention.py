@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...ops.paged_attention import context_symbols
+from ...ops.attention.paged_attention import context_symbols
 from .harness import MODELS, KernelWork, Model, cases, measure, randn
 
 BLOCK_SIZE = 16

@@ -18,7 +18,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ...ops import BY_NAME
-from ...ops._float8 import E4M3
+from ...ops.core.float8 import E4M3
 from ...ops.launches.quant import GROUP
 from .harness import TOKENS, KernelWork, cases, measure, randn
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from ...ops.norm import NORMS, Norm
+from ...ops.norm.norm import NORMS, Norm
 from .fusion import InductorFusion
 from .harness import MODELS, QUANTS, TOKENS, KernelWork, cases, measure, quant_argument, randn
 

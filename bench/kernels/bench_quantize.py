@@ -10,7 +10,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from ...ops.quantize import QUANTIZE
+from ...ops.norm.quantize import QUANTIZE
 from .fusion import InductorFusion
 from .harness import MODELS, QUANTS, TOKENS, KernelWork, cases, measure, quant_argument, randn
 

@@ -21,6 +21,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ...ops import BY_NAME, Implementation, OpDesc, Variant, choose, variants_of
+from ...ops.core.device_table import gpu_of
 from ...ops.launches.quant import GROUP
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
@@ -95,8 +96,7 @@ class KernelWork:
 
 def this_sm() -> int:
     """The compute capability of this machine's GPU."""
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    return gpu_of(torch.device("cuda"))[1]
 
 
 def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 from ... import ops
 from ...compiler.lowering.tune import graph_us
 from ...model_executor.parallel import GROUP
-from ...ops import _peer_memory
-from ...ops.all_reduce import sum_over_ranks
+from ...ops.collective import peer_memory as _peer_memory
+from ...ops.collective.all_reduce import sum_over_ranks
 from .on_ranks import main
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from ...ops.paged_attention import OP, context_symbols
+from ...ops.attention.paged_attention import OP, context_symbols
+from ...ops.core.device_table import gpu_of
 
 PAGE = 16
 COLD_BYTES = 256 << 20
@@ -229,8 +230,7 @@ def candidates(
 ) -> Iterator[tuple[str, Run, Yardstick | None]]:
     """(name, run, the yardstick it belongs to) of everything that can do this batch."""
     work = batch.work
-    major, minor = torch.cuda.get_device_capability()
-    desc = OP.describe(batch.calls[0], sm=10 * major + minor)
+    desc = OP.describe(batch.calls[0], sm=gpu_of(torch.device("cuda"))[1])
     for impl in OP.implementations:
         if impl.name != "native" and not impl.supports(desc):
             yield impl.name, ours(batch, impl.name), None

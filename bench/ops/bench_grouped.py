@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compiler.lowering.tune import graph_us
-from ...ops import BY_NAME, _cuda
+from ...ops import BY_NAME
+from ...ops.core import cuda as _cuda
 from ...ops.launches.experts import combine, sort_by_expert
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)

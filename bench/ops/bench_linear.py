@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...compiler.lowering.tune import graph_us
 from ...ops import BY_NAME
+from ...ops.core.device_table import gpu_of
 from ..environment import environment
 from ..kernels.figures import COPY_TB_S
 
@@ -154,9 +155,8 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    major, minor = torch.cuda.get_device_capability()
     args = bf16_call(1, torch.zeros(4096, 4096, dtype=torch.bfloat16, device="cuda"))
-    desc = LINEAR.describe(args, sm=10 * major + minor)
+    desc = LINEAR.describe(args, sm=gpu_of(torch.device("cuda"))[1])
     if reason := LINEAR.implementation("skinny").supports(desc):
         raise SystemExit(f"bench_linear: the streaming kernel does not run here: {reason}")
     weights = make_weights()

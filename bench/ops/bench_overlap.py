@@ -15,8 +15,8 @@ import torch
 
 from ... import ops
 from ...model_executor.parallel import GROUP
-from ...ops._overlap import linear_sum_norm_linear
-from ...ops.linear_add_norm_linear import Chain, in_turn
+from ...ops.linear.linear_add_norm_linear import Chain, in_turn
+from ...ops.linear.overlap import linear_sum_norm_linear
 from .on_ranks import main
 
 TOKENS = (2048, 3072, 4096, 8192)

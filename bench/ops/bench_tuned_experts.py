@@ -30,7 +30,7 @@ from ...compiler.lowering.tune_experts import (
 )
 from ...config.expert_tables import Experts
 from ...ops import load_cuda_library
-from ...ops._expert_kernels import MOST_UNSORTED
+from ...ops.experts.kernels import MOST_UNSORTED
 from ...ops.launches.experts import sort_by_expert
 from ..environment import environment
 from .bench_grouped import Shape, make_layer, make_weights

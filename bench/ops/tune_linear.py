@@ -16,7 +16,7 @@ import torch
 from ...compiler.lowering.tune_library import ROWS, LibraryMeasure, fill, table_here
 from ...config.device_table import FOLDER, OPERANDS, Algorithm, DeviceTable, read_table
 from ...ops import load_cuda_library
-from ...ops._device_table import portable
+from ...ops.core.device_table import portable
 from ..environment import environment
 
 WEIGHTS = {
@@ -91,6 +91,10 @@ def main() -> None:
     near = portable()
     about = {name: str(env[name]) for name in ("torch", "commit", "command")}
     rows = (old or near or here).rows
+    if old and "rows" in old.measured:
+        about["rows"] = old.measured["rows"]
+    elif not old and near:
+        about["rows"] = f"as measured on {near.gpu}"
     table = replace(
         here, copy_tb_s=copy_tb_s(), algorithms=tuple(algorithms), rows=rows, measured=about
     )

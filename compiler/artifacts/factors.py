@@ -20,7 +20,7 @@ from ...config.device_table import FOLDER
 from ...ops import find_cuda_library, installed_cublaslt
 
 PACKAGE = Path(__file__).resolve().parents[2]
-_OWN_SOURCES = ("ops", "passes", "compiler", "csrc")
+_OWN_SOURCES = ("config/arch.py", "ops", "passes", "compiler", "csrc")
 _INSPECTS = "compiler/inspect/"
 """Nothing that compiles or runs imports this folder; ``tests/test_layout.py`` enforces it."""
 _SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")

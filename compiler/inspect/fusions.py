@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from ...ops.gated_act import ACTIVATIONS, GATED_ACTS
-from ...ops.norm import NORMS
+from ...ops.norm.gated_act import ACTIVATIONS, GATED_ACTS
+from ...ops.norm.norm import NORMS
 
 QUANTS = ("static", "token", "group")
 """The ways to quantize activations to FP8: one scale, a scale a token, a scale a group of 128."""

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from ... import ops
 from ...config import CompileConfig
-from ...config.expert_tables import SHARED_BYTES, Experts, ExpertTable, ExpertTile
+from ...config.arch import HOPPER
+from ...config.expert_tables import Experts, ExpertTable, ExpertTile
 from ...ops import KERNELS, Launch, Variant, variants_of
-from ...ops._expert_kernels import MOST_UNSORTED, plan_gemm
-from ...ops._float8 import E4M3
+from ...ops.core.device_table import gpu_of
+from ...ops.core.float8 import E4M3
+from ...ops.core.tiles import cdiv, next_power_of_2
+from ...ops.experts.kernels import MOST_UNSORTED, plan_gemm
 from ...ops.launches import experts as plans
-from ...ops.launches.tiles import cdiv, next_power_of_2
 from .tune import graph_us
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -85,7 +87,7 @@ def candidates(experts: Experts, tokens: int) -> Iterator[ExpertTile]:
     columns = (64, 128) if experts.kind == "fp8 block" else (64, 128, 256)
     for r, n, k, w, s in product(rows, columns, depths, (4, 8), (2, 3, 4, 5)):
         tile = ExpertTile(r, n, k, _GROUP, w, s)
-        if tile.shared_bytes(experts.itemsize) > SHARED_BYTES:
+        if tile.shared_bytes(experts.itemsize) > HOPPER.shared_bytes:
             continue
         if r * n // (32 * w) > _MOST_ACCUMULATORS or k > experts.hidden:
             continue
@@ -198,8 +200,7 @@ class ExpertMeasure:
     @torch.inference_mode()
     def __init__(self, experts: Experts) -> None:
         self._experts, self._device = experts, torch.device("cuda", torch.cuda.current_device())
-        major, minor = torch.cuda.get_device_capability(self._device)
-        self._sm = 10 * major + minor
+        self._sm = gpu_of(self._device)[1]
         e = experts
         self._layers = [
             self._weight(2 * e.intermediate, e.hidden),

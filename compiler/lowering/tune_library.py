@@ -21,13 +21,13 @@ from torch import Tensor, fx
 
 from ... import ops
 from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight, file_name
-from ...ops import _cublaslt
-from ...ops._cublaslt import GemmPlan
-from ...ops._cuda import load_cuda_library
-from ...ops._device_table import gpu_of, num_sms, serving
-from ...ops._linear_csrc import cluster_rows
-from ...ops._linear_desc import WEIGHT_FORMATS, LinearDesc
-from ...ops._linear_kernels import UNMEASURED, runner
+from ...ops.core import cublaslt as _cublaslt
+from ...ops.core.cublaslt import GemmPlan
+from ...ops.core.cuda import load_cuda_library
+from ...ops.core.device_table import gpu_of, num_sms, serving
+from ...ops.linear.csrc import cluster_rows
+from ...ops.linear.desc import WEIGHT_FORMATS, LinearDesc
+from ...ops.linear.kernels import UNMEASURED, runner
 from ...passes import fake_value
 from .tune import graph_us
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 # Registers the ops that generated code calls.
 from ... import ops as _ops  # noqa: F401
-from ...ops._driver import Function
-from ...ops._variant import Binary, Variant
+from ...ops.core.driver import Function
+from ...ops.core.variant import Binary, Variant
 
 _C: Any = torch._C
 _guards = _C._dynamo.guards

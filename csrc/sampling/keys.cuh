@@ -1,7 +1,7 @@
 // Logits as unsigned keys of the same order, and the noise that is added to them.
 //
 // A key is as wide as the element. NaN has the keys above kHighest and, with its sign set, those
-// below kLowest. What ops/_sampling.py takes as equal may have two keys: 0 and -0, and of float
+// below kLowest. What ops/sampling/noise.py takes as equal may have two keys: 0 and -0, and of float
 // +inf and the largest finite one; a threshold is the lower of both.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace fusewright::sampling {
 
 constexpr float kFloatMax = 3.4028234663852886e38f;
 
-// In place of a token id, as in ops/_sampling.py.
+// In place of a token id, as in ops/sampling/noise.py.
 constexpr int kNotANumber = -1;
 constexpr int kNothingLeft = -2;
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ uint32_t mix(uint32_t h) {
 }
 
 // The noise of a row: standard Gumbel, a pure function of (seed, position, index), by the integer
-// operations of ops/_sampling.py.
+// operations of ops/sampling/noise.py.
 struct Noise {
   static constexpr float kLeast = -2.9f;  // no noise is below
 

@@ -1,5 +1,5 @@
 // One token a row: temperature, min-p, top-k, top-p, then the largest of logit / temperature +
-// Gumbel noise (ops/sample.py has the meaning).
+// Gumbel noise (ops/sampling/sample.py has the meaning).
 //
 // Limit: at one row, latencies; at hundreds, instructions an element. What it takes:
 // - A cluster of blocks a row. Each holds a slice of the row's keys in shared memory: the logits

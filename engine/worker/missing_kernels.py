@@ -6,14 +6,14 @@ import logging
 
 from ... import ops
 from ...config import Hardware
+from ...config.arch import why_csrc_has_no_code
 
 _log = logging.getLogger(__name__)
-_SM = 90  # csrc holds machine code for this architecture alone
 
 
 def say_where_csrc_is_missing(hardware: Hardware) -> None:
     """A warning with the reason that the installation recorded."""
-    if hardware.sm == _SM and ops.find_cuda_library() is None:
+    if not why_csrc_has_no_code(hardware.sm) and ops.find_cuda_library() is None:
         _log.warning(
             "%s runs without the CUDA kernels of csrc, which is slower: %s",
             hardware.name,

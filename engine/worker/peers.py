@@ -23,8 +23,8 @@ from ...compiler.artifacts.key import Key
 from ...compiler.artifacts.store import Store
 from ...config import EngineDeadError, StoreConfig
 from ...model_executor.parallel import GROUP, STAGES
-from ...ops import _peer_memory
-from ...ops._process_group import process_group
+from ...ops.collective import peer_memory as _peer_memory
+from ...ops.collective.process_group import process_group
 from .place import Place
 from .source import artifact_store
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...ops.rotary_cache import build_cos_sin_cache
+from ...ops.attention.rotary_cache import build_cos_sin_cache
 from ..attention import AttentionInputs
 from ..layers import Embedding, LMHead, RMSNorm, qkv_linear, row_linear
 from ..spec import ModelSpec

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops._float8 import E4M3_MAX, to_e4m3
+from ...ops.core.float8 import E4M3_MAX, to_e4m3
 from ..experts import ExpertLinear, OneExpert
 from ..layers import Linear
 from .scheme import BLOCK

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
-from .tiles import cdiv, dense_rows, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 # Below this many tokens the grid is small: short blocks spread the row over more SMs.
 _FEW_TOKENS = 32

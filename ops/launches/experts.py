@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertTile
-from .._launch import Launch, Launches
-from .tiles import cdiv, dense_rows, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 MOST_EXPERTS = 1024
 _GROUP_M = 8

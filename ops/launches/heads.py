@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .tiles import next_power_of_2
+from ..core.tiles import next_power_of_2
 
 # Fewer heads a program while the grid would leave SMs idle.
 _FEW_TOKENS = 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._launch import Launch, Launches
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 from .heads import cache_args, heads_args, heads_per_program
-from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 def kv_store(

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
-from .tiles import cdiv, dense_rows, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8

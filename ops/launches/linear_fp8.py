@@ -11,10 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._device_table import num_sms
-from .._launch import Launch, Launches
-from .counters import counters
-from .tiles import cdiv, dense_rows, next_power_of_2
+from ..core.counters import counters
+from ..core.device_table import num_sms
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, next_power_of_2
 from .sampling import RowSplit, rows_of
-from .tiles import cdiv, next_power_of_2
 
 # Each takes one round of selection, and a round sees all keys of a row at once.
 MAX_LOGPROBS = 32

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
-from .tiles import cdiv, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, next_power_of_2
 
 # A program takes several rows if one has fewer elements than this (QK-norm: rows of 64 to 256).
 _TILE_ELEMENTS = 1024

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._device_table import num_sms
-from .._launch import Launch, Launches
-from .counters import MAX_COUNTERS, counters as _counters
+from ..core.counters import MAX_COUNTERS, counters as _counters
+from ..core.device_table import num_sms
+from ..core.launch import Launch, Launches
 from .paged_attention_plan import MAX_SEQS, AttentionPlan, plan
 
 

@@ -11,15 +11,14 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from .tiles import cdiv, next_power_of_2
+from ...config.arch import HOPPER
+from ..core.tiles import cdiv, next_power_of_2
 
 # Every program holds all lengths in registers.
 MAX_SEQS = 4096
 # Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
 MAX_PARTIALS = 8192
 
-# Shared memory of a multiprocessor, sm_90.
-SHARED_BYTES = 227 << 10
 DECODE_STAGES = 4
 # Tokens of the shortest split; no tile is longer.
 MIN_SPLIT = 128
@@ -137,7 +136,7 @@ def plan(
     shared_bytes = 2 * (DECODE_STAGES - 1) * tile_bytes + max(16, block_g) * block_d * itemsize
     # As many programs as fit at once: by registers, 128 a thread, and by shared memory, where
     # Triton needs some more for exchanges between warps.
-    persistent = max(1, min(16 // warps, SHARED_BYTES // (shared_bytes + 4096))) * num_sms
+    persistent = max(1, min(16 // warps, HOPPER.shared_bytes // (shared_bytes + 4096))) * num_sms
     return AttentionPlan(
         decode_grid=(min(num_seqs * kv_heads * max_splits, persistent),),
         decode_constexprs=decode,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
-from .tiles import cdiv, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, next_power_of_2
 
 _COUNT_BLOCK = 256
 

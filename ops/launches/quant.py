@@ -11,12 +11,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from .._device_table import num_sms
-from .._float8 import E4M3
-from .._launch import Launch, Launches
-from .counters import zeros_between_launches
+from ..core.counters import zeros_between_launches
+from ..core.device_table import num_sms
+from ..core.float8 import E4M3
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 from .norm import check as check_norm, row_tile
-from .tiles import cdiv, dense_rows, next_power_of_2
 
 # A program takes several rows if one has fewer elements than this, as in ``norm.py``.
 _TILE_ELEMENTS = 1024

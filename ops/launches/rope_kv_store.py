@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 from .heads import cache_args, heads_args, heads_per_program
-from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 class RopeStoreArgs(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
 from .heads import heads_args, heads_per_program
-from .tiles import cdiv, dense_rows, next_power_of_2
 
 
 def rotary_embedding(

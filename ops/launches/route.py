@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ...config.routing import Routing
-from .._launch import Launch, Launches
-from .tiles import dense_rows, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import dense_rows, next_power_of_2
 
 _MOST_EXPERTS = 1024
 

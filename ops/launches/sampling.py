@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import Launch, Launches
-from .tiles import cdiv, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, next_power_of_2
 
 # This many programs fill an H200 several times over, so that reads overlap reductions.
 _TARGET_PROGRAMS = 1056

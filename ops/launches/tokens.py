@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._launch import Launch, Launches
-from .tiles import cdiv, next_power_of_2
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, next_power_of_2
 
 _BLOCK = 256
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._desc import Case, Tolerance
-from .._float8 import E4M3
-from .._op import Implementation, SemanticOp
 from ..conformance import ConformanceError
-from ..gated_act import GATED_ACTS
-from ..norm import NORMS
-from ..quantize import QUANTIZE
+from ..core.desc import Case, Tolerance
+from ..core.float8 import E4M3
+from ..core.op import Implementation, SemanticOp
+from ..norm.gated_act import GATED_ACTS
+from ..norm.norm import NORMS
+from ..norm.quantize import QUANTIZE
 from . import attention, experts, linear, norms, tokens
 from ._call import Array, Call, Expected, Oracle, decode
 

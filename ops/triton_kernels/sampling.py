@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .. import _sampling
+from ..sampling import noise as _sampling
 from .dependent import wait_for_previous
 
 FLOAT32_MAX = tl.constexpr(_sampling.FLOAT32_MAX)

@@ -26,7 +26,7 @@ from fusewright.compiler.run.plan import OpStep, PieceStep, Plan
 from fusewright.compiler.run.program import InputError
 from fusewright.config import LEVELS, CompileConfig, UserError
 from fusewright.config.expert_tables import ExpertTable, ExpertTile
-from fusewright.ops import _expert_tables
+from fusewright.ops.experts import tables as _expert_tables
 from fusewright.passes import PassReport, RequiredFusionError
 
 HIDDEN, HEADS, HEAD_DIM, BLOCK = 32, 2, 16, 8

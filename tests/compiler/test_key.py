@@ -31,7 +31,7 @@ from fusewright.engine.worker import source
 from fusewright.engine.worker.source import artifact_key
 from fusewright.engine.worker.startup import read_model
 from fusewright.model_executor.spec import ModelSpec
-from fusewright.ops._cuda import LIBRARY_NAME, find_cuda_library
+from fusewright.ops.core.cuda import LIBRARY_NAME, find_cuda_library
 
 GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
 
@@ -178,7 +178,7 @@ def test_measured_choices_belong_to_the_gpu_they_were_measured_on() -> None:
         assert (len(keys) == 1) == same
 
 
-SOURCES = ("ops", "passes", "compiler", "csrc", *source._MODEL_SOURCES)
+SOURCES = ("config/arch.py", "ops", "passes", "compiler", "csrc", *source._MODEL_SOURCES)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def changed_factors(package: Path, file: str, before: dict[str, str]) -> list[st
 
 def test_editing_a_line_of_any_source_changes_the_key(copied_package: Path) -> None:
     before = source_factors(source._MODEL_SOURCES, copied_package)
-    must = {"source.passes/fuse_act.py", "source.ops/norm.py", "source.csrc/gemm/skinny.cu"}
+    must = {"source.passes/fuse_act.py", "source.ops/norm/norm.py", "source.csrc/gemm/skinny.cu"}
     must |= {"source.ops/triton_kernels/paged_attention.py"}
     must |= {"source.model_executor/models/decoder.py", "source.ops/launches/norm.py"}
     line = (path.relative_to(PACKAGE) for path in (PACKAGE / "compiler").rglob("*.py"))

@@ -25,11 +25,13 @@ from fusewright.compiler.lowering.tune_experts import (
 )
 from fusewright.compiler.lowering.tune_library import Filled
 from fusewright.config import CompileConfig, EngineOptions, Hardware, MachineError, UserError
-from fusewright.config.expert_tables import SHARED_BYTES, Experts, ExpertTable, ExpertTile
+from fusewright.config.arch import HOPPER
+from fusewright.config.expert_tables import Experts, ExpertTable, ExpertTile
 from fusewright.engine.worker.source import configured_store, find_or_compile
 from fusewright.engine.worker.startup import read_model
-from fusewright.ops import Binary, Variant, _expert_tables, variants_of
-from fusewright.ops._expert_kernels import plan_gemm
+from fusewright.ops import Binary, Variant, variants_of
+from fusewright.ops.experts import tables as _expert_tables
+from fusewright.ops.experts.kernels import plan_gemm
 from fusewright.ops.launches.experts import sort_by_expert
 from fusewright.serve.cli import main
 from fusewright.serve.tune_gpus import GpuProcess, measures
@@ -45,7 +47,7 @@ def test_candidates_are_few_and_fit_a_block(tokens: int, kind: str) -> None:
     experts = Experts(128, 768, 2048, 8, kind)
     found = list(candidates(experts, tokens))
     assert 5 < len(found) < 120 and len(set(found)) == len(found)
-    assert max(tile.shared_bytes(experts.itemsize) for tile in found) <= SHARED_BYTES
+    assert max(tile.shared_bytes(experts.itemsize) for tile in found) <= HOPPER.shared_bytes
 
 
 def test_the_rules_tile_follows_the_rows_of_an_expert_and_of_its_weight() -> None:

@@ -15,7 +15,7 @@ from fusewright.engine.engine import Engine
 from fusewright.engine.messages.requests import AbortRequests, AddRequest
 from fusewright.engine.messages.step import Ints
 from fusewright.engine.messages.step_reads import CacheReads, StepReads
-from fusewright.ops.paged_attention import context_symbols
+from fusewright.ops.attention.paged_attention import context_symbols
 from tests.model_executor.tiny_models import BY_NAME
 
 from .toy import Setup, ToyRunner

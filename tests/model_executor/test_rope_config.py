@@ -16,7 +16,7 @@ from fusewright.config.check import check_limits
 from fusewright.model_executor.hf_config import model_limits, read_spec
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.spec import ModelSpec
-from fusewright.ops.rotary_cache import build_cos_sin_cache
+from fusewright.ops.attention.rotary_cache import build_cos_sin_cache
 from tests.model_executor.paged_steps import PagedSteps, random_tokens
 from tests.model_executor.tiny_models import TinyModel
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import ops
-from fusewright.ops.all_reduce import CASES_GROUP
+from fusewright.ops.collective.all_reduce import CASES_GROUP
 from fusewright.ops.conformance import check_case
-from fusewright.ops.norm import NORMS as ALL_NORMS
+from fusewright.ops.norm.norm import NORMS as ALL_NORMS
 from tests.ops.test_conformance import tolerance_of
 from tests.ranks import in_ranks, name_world
 

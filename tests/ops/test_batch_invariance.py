@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusewright import ops
-from fusewright.ops._float8 import E4M3
+from fusewright.ops.core.float8 import E4M3
 
 INVARIANT = ["invariant", "rowwise"]
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright.ops import ALL_OPS, Case, Implementation, SemanticOp
-from fusewright.ops._desc import Tolerance
-from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import ConformanceError, check_case
+from fusewright.ops.core.desc import Tolerance
+from fusewright.ops.core.float8 import E4M3
 
 # The interpreter's numpy overflows aloud where hardware saturates.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

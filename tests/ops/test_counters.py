@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fusewright.ops import BY_NAME
+from fusewright.ops.core.counters import counters, zeros_between_launches
 from fusewright.ops.launches import linear_fp8 as kernels
-from fusewright.ops.launches.counters import counters, zeros_between_launches
 from tests.ops.replays import on_two_streams
 
 ROWS, OUT, IN = 8, 512, 14336

@@ -20,9 +20,11 @@ from torch import Tensor
 from fusewright.bench.ops.tune_linear import main
 from fusewright.compiler.lowering.tune_library import LEAST_ROWS
 from fusewright.config.device_table import Algorithm, DeviceTable, read_table, shipped
-from fusewright.ops import BY_NAME, _cublaslt, _cublaslt_linear, _device_table, load_cuda_library
-from fusewright.ops._linear_csrc import cluster_rows
-from fusewright.ops._linear_desc import LinearDesc
+from fusewright.ops import BY_NAME, load_cuda_library
+from fusewright.ops.core import cublaslt as _cublaslt, device_table as _device_table
+from fusewright.ops.linear import _cublaslt as _cublaslt_linear
+from fusewright.ops.linear.csrc import cluster_rows
+from fusewright.ops.linear.desc import LinearDesc
 from tests.ops.replays import on_two_streams
 
 (SHIPPED,) = shipped().tables

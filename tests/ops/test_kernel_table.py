@@ -15,18 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.ops import (
-    BY_NAME,
-    Binary,
-    KernelMissingError,
-    KernelTable,
-    Launch,
-    Variant,
-    _driver as driver,
-    _launch as launch_module,
-)
-from fusewright.ops._variant import param_layout, struct_format
+from fusewright.ops import BY_NAME, Binary, KernelMissingError, KernelTable, Launch, Variant
 from fusewright.ops.conformance import compare
+from fusewright.ops.core import driver as driver, launch as launch_module
+from fusewright.ops.core.variant import param_layout, struct_format
 
 VARIANT = Variant(
     kernel="norm:_rms_norm_kernel",

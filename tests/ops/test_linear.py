@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright.ops import BY_NAME
-from fusewright.ops._linear_csrc import stream_rows
-from fusewright.ops._linear_desc import LinearDesc
+from fusewright.ops.linear.csrc import stream_rows
+from fusewright.ops.linear.desc import LinearDesc
 from tests.ops.csrc import csrc_kernels
 
 OP = BY_NAME["linear"]

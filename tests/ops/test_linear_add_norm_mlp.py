@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusewright.ops import BY_NAME, load_cuda_library
-from fusewright.ops.linear_add_norm_mlp import OP, Call
+from fusewright.ops.linear.linear_add_norm_mlp import OP, Call
 
 CPU = torch.device("cpu")
 FEW = 2

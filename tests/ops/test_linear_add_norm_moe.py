@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops import linear_add_norm_moe, load_cuda_library
-from fusewright.ops._moe_chain import Call, in_turn
-from fusewright.ops.linear_add_norm_moe import OP
+from fusewright.ops import load_cuda_library
+from fusewright.ops.experts import linear_add_norm_moe
+from fusewright.ops.experts._moe_chain import Call, in_turn
+from fusewright.ops.experts.linear_add_norm_moe import OP
 
 FEW = {"token": 2, "block": 8}
 """The most tokens whose activations stay bfloat16, by the scheme of scales."""

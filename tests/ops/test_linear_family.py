@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops import BY_NAME, _linear_desc
-from fusewright.ops._linear_desc import LinearDesc, WeightFormat, describe
-from fusewright.ops._linear_kernels import (
+from fusewright.ops import BY_NAME
+from fusewright.ops.core.target import Target
+from fusewright.ops.linear import desc as _linear_desc
+from fusewright.ops.linear.desc import LinearDesc, WeightFormat, describe
+from fusewright.ops.linear.kernels import (
     CLUSTER,
     KERNELS,
     LIBRARY,
@@ -24,7 +26,6 @@ from fusewright.ops._linear_kernels import (
     runner,
     select,
 )
-from fusewright.ops._target import Target
 
 H200 = Target(torch.device("meta"), 90, csrc=True)
 O_PROJ = LinearDesc("bfloat16", torch.bfloat16, 4096, 4096)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fusewright.ops import BY_NAME, OpDesc
-from fusewright.ops._float8 import E4M3
+from fusewright.ops.core.counters import MAX_COUNTERS, counters
+from fusewright.ops.core.float8 import E4M3
 from fusewright.ops.launches import linear_fp8 as kernels
-from fusewright.ops.launches.counters import MAX_COUNTERS, counters
 
 OP = BY_NAME["linear"]
 SCHEMES = ("tensor", "token", "block")

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright.ops import BY_NAME
-from fusewright.ops._desc import Draw
-from fusewright.ops.fused_moe import moe_args
+from fusewright.ops.core.desc import Draw
+from fusewright.ops.experts.fused_moe import moe_args
 from tests.ops.csrc import csrc_kernels
 
 # Rows of x are of tokens or of places, rows of y of places or of slots.

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fusewright.ops import ALL_OPS, BY_NAME, SemanticOp
-from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import ConformanceError
-from fusewright.ops.gated_act import ACTIVATIONS
-from fusewright.ops.norm import Norm
+from fusewright.ops.core.float8 import E4M3
+from fusewright.ops.norm.gated_act import ACTIVATIONS
+from fusewright.ops.norm.norm import Norm
+from fusewright.ops.norm.quantize import SCHEMES
 from fusewright.ops.oracles import ORACLES, check_case, few_cases
-from fusewright.ops.quantize import SCHEMES
 from fusewright.serve.cli import main
 
 # Those of ranks are sums and other ops of this list: test_all_reduce.py.
@@ -289,7 +289,7 @@ def test_a_mistake_in_a_reference_is_caught(op: SemanticOp) -> None:
 
 FLIPPED = """
 import importlib, sys
-rotary = importlib.import_module("fusewright.ops.rotary_embedding")
+rotary = importlib.import_module("fusewright.ops.attention.rotary_embedding")
 right = rotary._rotate
 rotary._rotate = lambda x, cos, sin, layout: right(x, cos, -sin, layout)
 from fusewright.serve.cli import main
@@ -322,7 +322,7 @@ def test_verify_refuses_a_rotary_embedding_of_the_wrong_sign() -> None:
 def test_a_wrong_rewrite_is_one_line_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module("fusewright.ops.norm")
+    module = importlib.import_module("fusewright.ops.norm.norm")
     right = module.definition
 
     def wrong(axes: Norm, *args: Any) -> Any:

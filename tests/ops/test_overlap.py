@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fusewright import ops
-from fusewright.ops import _overlap, _peer_memory
-from fusewright.ops.linear_add_norm_linear import Chain, in_turn
+from fusewright.ops.collective import peer_memory as _peer_memory
+from fusewright.ops.linear import overlap as _overlap
+from fusewright.ops.linear.linear_add_norm_linear import Chain, in_turn
 
 _WAIT_S = 20.0
 Op = Callable[..., Any]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fusewright.ops import PAGED_ATTENTION as OP, Case, load_cuda_library
-from fusewright.ops._desc import Tolerance
+from fusewright.ops.attention.paged_attention_cases import batch
+from fusewright.ops.core.desc import Tolerance
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.oracles import check_case
-from fusewright.ops.paged_attention_cases import batch
 
 IMPLEMENTATIONS = ["", "native", "triton"]
 OUT = 5

@@ -19,10 +19,10 @@ from fusewright.ops import (
     representative_sizes,
     variants_of,
 )
-from fusewright.ops._float8 import E4M3
+from fusewright.ops.attention.paged_attention_cases import batch
 from fusewright.ops.conformance import check_case
+from fusewright.ops.core.float8 import E4M3
 from fusewright.ops.launches import paged_attention as kernels
-from fusewright.ops.paged_attention_cases import batch
 from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import AttentionReplays
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fusewright.ops import PAGED_ATTENTION as OP, TensorDesc
+from fusewright.ops.attention.paged_attention import context_symbols
+from fusewright.ops.attention.paged_attention_cases import batch
 from fusewright.ops.launches import paged_attention as kernels
 from fusewright.ops.launches.paged_attention_plan import plan
-from fusewright.ops.paged_attention import context_symbols
-from fusewright.ops.paged_attention_cases import batch
 from tests.ops.test_paged_attention import generator, run_on_copy
 
 FP8_CACHE = TensorDesc(torch.float8_e4m3fn, (9, 2, 16, 2, 64))

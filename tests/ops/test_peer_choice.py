@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fusewright import ops
-from fusewright.ops import _overlap, _peer_memory
-from fusewright.ops.linear_all_reduce_add_norm_linear import OVERLAPPED
+from fusewright.ops.collective import peer_memory as _peer_memory
+from fusewright.ops.linear import overlap as _overlap
+from fusewright.ops.linear.linear_all_reduce_add_norm_linear import OVERLAPPED
 
 META = torch.device("meta")
 ADD_NORM = ops.BY_NAME["all_reduce_add_rms_norm"]

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusewright import ops
-from fusewright.ops import _peer_memory
-from fusewright.ops._cuda import load_cuda_library
-from fusewright.ops._overlap import linear_sum_norm_linear
-from fusewright.ops.all_reduce import CASES_GROUP
+from fusewright.ops.collective import peer_memory as _peer_memory
+from fusewright.ops.collective.all_reduce import CASES_GROUP
 from fusewright.ops.conformance import check_case
-from fusewright.ops.linear_add_norm_linear import Chain, in_turn
+from fusewright.ops.core.cuda import load_cuda_library
+from fusewright.ops.linear.linear_add_norm_linear import Chain, in_turn
+from fusewright.ops.linear.overlap import linear_sum_norm_linear
 from tests.ranks import in_ranks, name_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]

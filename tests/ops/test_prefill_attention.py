@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fusewright.ops import PAGED_ATTENTION, Case
+from fusewright.ops.attention.paged_attention_cases import batch
 from fusewright.ops.conformance import check_case
-from fusewright.ops.paged_attention_cases import batch
 from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import AttentionReplays
 

@@ -24,8 +24,8 @@ from fusewright.ops import (
     SemanticOp,
     load_cuda_library,
 )
-from fusewright.ops._driver import Function
-from fusewright.ops.paged_attention_cases import batch
+from fusewright.ops.attention.paged_attention_cases import batch
+from fusewright.ops.core.driver import Function
 from fusewright.ops.triton_kernels.dependent import start_next_and_wait, wait_for_previous
 
 pytestmark = pytest.mark.gpu
@@ -212,7 +212,7 @@ def test_decode_attention_sees_the_slots_that_are_stored_late(
 
 def test_a_kernel_that_does_not_wait_is_seen_to_read_early() -> None:
     """So the test above sees a missing wait, and launches overlap inside a graph."""
-    from fusewright.ops._triton_compile import compile_variant
+    from fusewright.ops.core._triton_compile import compile_variant
 
     source, middle, target = (torch.full((4096,), i, device="cuda") for i in (1.0, 2.0, 3.0))
     launch = copy(middle, target)

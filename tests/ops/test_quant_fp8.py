@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fusewright import ops
 from fusewright.ops import BY_NAME, Case, SemanticOp
-from fusewright.ops._float8 import E4M3
 from fusewright.ops.conformance import check_case
+from fusewright.ops.core.float8 import E4M3
 from fusewright.ops.launches import norm as norm_kernels, quant as kernels
 from fusewright.ops.launches.quant import GROUP
 

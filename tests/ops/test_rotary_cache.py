@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fusewright.config.rope import ROPE_KINDS, STRETCHED_KINDS, RopeParameters
 from fusewright.ops import rotary_embedding
-from fusewright.ops.rotary_cache import build_cos_sin_cache, inverse_frequencies
+from fusewright.ops.attention.rotary_cache import build_cos_sin_cache, inverse_frequencies
 
 MAX_POSITION = 2048
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

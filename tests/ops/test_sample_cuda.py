@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fusewright.ops import BY_NAME, OpDesc, choose, variants_of
-from fusewright.ops._sampling import clean_logits, gumbel_noise
-from fusewright.ops.sample import keep_threshold
+from fusewright.ops.sampling.noise import clean_logits, gumbel_noise
+from fusewright.ops.sampling.sample import keep_threshold
 from tests.ops.csrc import csrc_kernels
 
 SAMPLE = BY_NAME["sample"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusewright import ops
-from fusewright.ops._sampling import gumbel_noise
+from fusewright.ops.sampling.noise import gumbel_noise
 from tests.ops.csrc import csrc_kernels
 
 IMPLEMENTATIONS = ("native", "triton", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -256,7 +256,7 @@ def thresholds(
 ) -> Tensor:
     top_k, top_p, min_p = (chosen.get(name) for name in ("top_k", "top_p", "min_p"))
     if implementation == "native":
-        from fusewright.ops.sample import keep_threshold
+        from fusewright.ops.sampling.sample import keep_threshold
 
         return keep_threshold(logits.float(), temperature, top_k, top_p, min_p)
     unused = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright.ops import BY_NAME
-from fusewright.ops._float8 import E4M3
-from fusewright.ops.norm import RMS_NORM
+from fusewright.ops.core.float8 import E4M3
+from fusewright.ops.norm.norm import RMS_NORM
 from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import check_replays
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor, fx
 
-from fusewright.ops.norm import RMS_NORM
+from fusewright.ops.norm.norm import RMS_NORM
 from fusewright.passes import (
     CANONICALIZE,
     PassReport,

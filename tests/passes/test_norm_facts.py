@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.ops.norm import RMS_NORM
+from fusewright.ops.norm.norm import RMS_NORM
 from fusewright.passes import CANONICALIZE, run_passes
 from fusewright.passes.canonicalize import other_operand, with_number
 from fusewright.passes.sites import Miss

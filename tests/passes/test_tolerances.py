@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusewright.ops import BY_NAME
-from fusewright.ops._desc import Tolerance
 from fusewright.ops.conformance import ConformanceError, compare
+from fusewright.ops.core.desc import Tolerance
 from fusewright.ops.oracles import check_case, few_cases
 from fusewright.passes import CANONICALIZE, PassReport, Rule, VerificationError, run_passes
 from fusewright.passes.canonicalize import roundings

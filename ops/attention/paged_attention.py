@@ -1,0 +1,296 @@
+"""``paged_attention`` is causal attention over a paged KV cache, decodes and prefills mixed.
+
+Shape suffixes: Q queries of a sequence, K keys that they see, G KV heads, H query heads of a KV
+head, N all query heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core import rowwise as _rowwise
+from ..core.desc import TOLERANCES, Cost, OpDesc, Tolerance
+from ..core.float8 import E4M3, to_e4m3, why_no_e4m3
+from ..core.launch import Launch, Launches
+from ..core.op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
+from ..launches import paged_attention as kernels
+from ..launches.paged_attention import AttentionArgs
+from .kv_store import check_kv_scale
+from .paged_attention_cases import cases
+from .paged_attention_cuda import by_cuda
+
+# The reference holds at most this many float32 logits at once.
+_MAX_LOGITS = 1 << 24
+
+
+@dispatched
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    out: Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    kv_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+) -> None:
+    """Softmax attention of each query over its sequence's cached positions up to its own.
+
+    Paging as in PagedAttention (Kwon et al., 2023, section 4.1); soft cap as in Gemma 2 (2024,
+    section 2).  Query i of sequence s stands at position seq_lens[s] - query_len[s] + i.  A NaN in
+    a query, or in a key or value that it sees, is in its result.
+
+    On a GPU the kernel launched right before may still be writing q and the slots of this step's
+    queries, but nothing else of what this op reads: csrc reads that before it waits.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim]; may be strided on tokens.
+        kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], q's dtype or float8_e4m3fn;
+            index 1: 0 = K, 1 = V.  Already holds this step's K and V.  Slots that no query may see
+            are not used.
+        block_table: [num_seqs, max_blocks] int32, the blocks of each sequence in order.
+        seq_lens: [num_seqs] int32, context lengths including this step; 0 skips the sequence.
+        query_start_loc: [num_seqs + 1] int32, prefix sums of query lengths.  num_tokens ==
+            num_seqs promises at most one query a sequence.
+        out: [num_tokens, num_heads, head_dim], contiguous; q's dtype, with ``out_scale``
+            float8_e4m3fn; written.  Rows from query_start_loc[-1] on and rows of skipped sequences
+            stay as they are.
+        scale: multiplies q k, positive.
+        sliding_window: a query sees this many positions, itself included; 0 = all.
+        soft_cap: logits become cap * tanh(logits / cap); 0 = off.
+        kv_scale: [2, num_kv_heads] float32: what a float8_e4m3fn cache holds times this are K and
+            V; None: 1.
+        out_scale: [1, 1] float32: ``out`` is the result / out_scale, rounded once, saturated at
+            +-448.
+
+    Raises:
+        ValueError: dtypes and scales disagree.
+    """
+    _check(q, kv_cache, out, kv_scale, out_scale)
+    _, num_heads, head_dim = q.shape
+    kv_heads = kv_cache.shape[3]
+    found = _sequences(kv_cache, block_table, seq_lens, query_start_loc, sliding_window)
+    for span, first_key, k_GKD, v_GKD in found:
+        k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
+        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
+        step = max(1, _MAX_LOGITS // (num_heads * num_keys))
+        for begin in range(0, num_queries, step):
+            rows = range(begin, min(begin + step, num_queries))
+            here = slice(span.start + rows.start, span.start + rows.stop)
+            q_QGHD = q[here].float().view(len(rows), kv_heads, -1, head_dim)
+            logits_GQHK = torch.einsum("QGHD,GKD->GQHK", q_QGHD, k_GKD) * scale
+            if soft_cap > 0:
+                logits_GQHK = soft_cap * torch.tanh(logits_GQHK / soft_cap)
+            visible_QK = _visible(rows, first_key, num_keys, sliding_window, q.device)
+            logits_GQHK = logits_GQHK.masked_fill(~visible_QK[None, :, None, :], float("-inf"))
+            weights_GQHK = torch.softmax(logits_GQHK, -1)
+            result_QGHD = torch.einsum("GQHK,GKD->QGHD", weights_GQHK, v_GKD)
+            result = result_QGHD.reshape(len(rows), num_heads, head_dim)
+            out[here] = result if out_scale is None else to_e4m3(result, out_scale)
+
+
+_reference = definition(paged_attention)
+
+
+def _check(
+    q: Tensor, kv_cache: Tensor, out: Tensor, kv_scale: Tensor | None, out_scale: Tensor | None
+) -> None:
+    """Refuse dtypes and scales that disagree: a kernel would read other numbers."""
+    if kv_cache.dtype not in (q.dtype, E4M3):
+        raise ValueError(f"q is {q.dtype}, kv_cache {kv_cache.dtype}: expected the same or {E4M3}")
+    check_kv_scale(kv_cache, kv_scale)
+    expected = q.dtype if out_scale is None else E4M3
+    if out.dtype != expected:
+        given = "without" if out_scale is None else "with"
+        raise ValueError(f"out is {out.dtype}, expected {expected} {given} an out_scale")
+    if out_scale is not None and (out_scale.shape != (1, 1) or out_scale.dtype != torch.float32):
+        raise ValueError(
+            f"out_scale is {out_scale.dtype} {list(out_scale.shape)}, expected float32 [1, 1]"
+        )
+
+
+def _sequences(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    sliding_window: int,
+) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+    """(rows of q, position of the first key relative to the first query, K, V) a sequence.
+
+    K and V are GKD, exactly the keys that some query sees.
+    """
+    block_size = kv_cache.shape[2]
+    starts, contexts = query_start_loc.tolist(), seq_lens.tolist()
+    for s, context in enumerate(contexts):
+        start, stop = starts[s], starts[s + 1]
+        if context == 0 or start == stop:
+            continue
+        first_query = context - (stop - start)
+        first_key = max(0, first_query - sliding_window + 1) if sliding_window > 0 else 0
+        first_block = first_key // block_size
+        blocks = kv_cache[block_table[s, first_block : -(-context // block_size)].long()]
+        keys = slice(first_key - first_block * block_size, context - first_block * block_size)
+        k_GKD, v_GKD = (t.flatten(0, 1)[keys].transpose(0, 1) for t in blocks.unbind(1))
+        yield slice(start, stop), first_key - first_query, k_GKD, v_GKD
+
+
+def _values(k_GKD: Tensor, v_GKD: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The values of the cached K and V, in float32."""
+    k_GKD, v_GKD = k_GKD.float(), v_GKD.float()
+    if kv_scale is None:
+        return k_GKD, v_GKD
+    k_scale, v_scale = kv_scale[:, :, None, None].unbind()
+    return k_GKD * k_scale, v_GKD * v_scale
+
+
+def _visible(
+    rows: range, first_key: int, num_keys: int, sliding_window: int, device: torch.device
+) -> Tensor:
+    """QK bool; positions are relative to the sequence's first query."""
+    query = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    key = torch.arange(first_key, first_key + num_keys, device=device)[None, :]
+    visible = key <= query
+    if sliding_window > 0:
+        visible &= key > query - sliding_window
+    return visible
+
+
+def _native(*args: Any) -> None:
+    """PyTorch's own attention, one sequence at a time; it knows no soft cap."""
+    _fake(*args)
+    call = AttentionArgs(*args)
+    if call.soft_cap > 0:
+        _reference(*args)
+        return
+    q, kv_cache, out, sliding_window = call.q, call.kv_cache, call.out, call.sliding_window
+    gqa = q.shape[1] != kv_cache.shape[3]
+    found = _sequences(*call[1:5], sliding_window)
+    for span, first_key, k_GKD, v_GKD in found:
+        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
+        whole = first_key == 0 and (sliding_window == 0 or sliding_window >= num_keys)
+        mask = None
+        if num_queries > 1 and not whole:
+            mask = _visible(range(num_queries), first_key, num_keys, sliding_window, q.device)
+        q_NQD = q[span].transpose(0, 1)
+        if kv_cache.dtype != q.dtype:
+            # float32: K and V times their scales would be rounded once more in q's dtype.
+            q_NQD = q_NQD.float()
+            k_GKD, v_GKD = _values(k_GKD, v_GKD, call.kv_scale)
+        result = F.scaled_dot_product_attention(
+            q_NQD[None],
+            k_GKD[None],
+            v_GKD[None],
+            attn_mask=mask,
+            is_causal=whole and num_queries > 1,
+            scale=call.scale,
+            enable_gqa=gqa,
+        )
+        if result.device.type == "cpu" and (result[..., 0] == 0).any():
+            # PyTorch's kernel gives zeros, not NaN, where all logits of a query are NaN.
+            _reference(*args)
+            return
+        result = result[0].transpose(0, 1)
+        out[span] = result if call.out_scale is None else to_e4m3(result, call.out_scale)
+
+
+def _fake(*args: Any) -> None:
+    call = AttentionArgs(*args)
+    _check(call.q, call.kv_cache, call.out, call.kv_scale, call.out_scale)
+
+
+def _launches(*args: Any, invariant: bool = False) -> Launches[None]:
+    _fake(*args)
+    return kernels.paged_attention(*args, invariant=invariant)
+
+
+def _prefill(*args: Any) -> list[Launch]:
+    _fake(*args)
+    return kernels.prefill(*args)
+
+
+_invariant = partial(_launches, invariant=True)
+
+
+def _triton_supports(desc: OpDesc) -> str:
+    head_dim = desc["q"].shape[2]
+    _, _, block_size, kv_heads, _ = desc["kv_cache"].shape
+    if head_dim > 256 or head_dim % 8:
+        return f"head_dim {head_dim}: the kernels take multiples of 8 up to 256"
+    if block_size > 256 or block_size & (block_size - 1):
+        return f"block size {block_size}: the kernels take powers of two up to 256"
+    if desc["q"].shape[1] // kv_heads > 128:
+        return f"{desc['q'].shape[1]} heads share {kv_heads} KV heads: a group has at most 128"
+    if desc["kv_cache"].dtype not in (desc["q"].dtype, E4M3):
+        return f"KV cache is {desc['kv_cache'].dtype}, q is {desc['q'].dtype}"
+    if reason := why_no_e4m3(desc, "kv_cache", "out"):
+        return reason
+    if desc["scale"] <= 0:
+        return f"scale {desc['scale']} is not positive"
+    return ""
+
+
+def _cost(desc: OpDesc) -> Cost:
+    """The cost, in two symbols: ``context_tokens``, KV positions read (without a window: sum of
+    seq_lens), and ``query_context_pairs``, (query, position) pairs that are not masked."""
+    import sympy
+
+    context = sympy.Symbol("context_tokens")
+    pairs = sympy.Symbol("query_context_pairs")
+    q, cache = desc["q"], desc["kv_cache"]
+    _, num_heads, head_dim = q.shape
+    kv_bytes = 2 * cache.shape[3] * head_dim * cache.dtype.itemsize
+    return Cost(
+        bytes=q.nbytes + desc["out"].nbytes + context * kv_bytes,
+        flops=4 * num_heads * head_dim * pairs,
+    )
+
+
+def context_symbols(
+    query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int = 0
+) -> dict[str, int]:
+    """Values of the symbols in this op's cost for one batch: pass to ``expr.subs``."""
+    tokens = pairs = 0
+    for queries, context in zip(query_lens, seq_lens, strict=True):
+        if context == 0:
+            continue
+        reach = sliding_window if sliding_window > 0 else context
+        tokens += min(context, reach + queries - 1)
+        # Positions context - queries + 1 .. context see themselves and what is before, to reach.
+        short = min(max(reach - (context - queries), 0), queries)
+        pairs += sum(range(context - queries + 1, context - queries + short + 1))
+        pairs += (queries - short) * reach
+    return {"context_tokens": tokens, "query_context_pairs": pairs}
+
+
+OP = SemanticOp(
+    reference=_reference,
+    fake=_fake,
+    cases=cases,
+    cost=_cost,
+    implementations=(
+        by_cuda(_prefill, _triton_supports),
+        triton(_launches, _triton_supports),
+        Implementation("native", _native, on_host=True),
+        triton(_invariant, _triton_supports, name="invariant", opt_in=True),
+        on_cpu("rowwise", _rowwise.each_query(_reference), opt_in=True),
+    ),
+    mutates=("out",),
+    # Sums run in another order than the reference's, over logits of a few units.  In FP8, of which
+    # neighbours are 2^-3 apart, a value may round to the other one; 0.05 is bfloat16's atol over
+    # the least out_scale of the cases.
+    tolerances={
+        **TOLERANCES,
+        torch.float32: Tolerance(2e-5, 2e-5),
+        E4M3: Tolerance(0.05, 0.15),
+    },
+)

@@ -1,0 +1,122 @@
+"""Runs ``paged_attention`` with the kernels of csrc: the implementation ``cuda``.
+
+The decode kernel takes sequences with one query, a prefill kernel the rest: csrc's for a head_dim
+of 128 and K and V of q's dtype, else Triton's.  Which of them are launched follows from shapes and
+dtypes alone, so a captured graph serves any lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from ...config.arch import why_csrc_has_no_code
+from ..core.cuda import why_no_csrc
+from ..core.desc import OpDesc
+from ..core.float8 import E4M3
+from ..core.launch import Launch, Launches, run_launches
+from ..core.op import Implementation, on_gpu
+from ..launches.paged_attention import AttentionArgs
+
+_HEAD_DIMS = (64, 128)
+_PREFILL_HEAD_DIM = 128
+_BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+_MAX_GROUP = 16
+
+Prefill: TypeAlias = Callable[..., list[Launch]]
+
+
+def has_decodes(args: tuple[Any, ...]) -> bool:
+    """Whether a call may have what is the decode kernel's.  A lone sequence with more rows than one
+    is the prefill kernel's, whatever it has."""
+    call = AttentionArgs(*args)
+    return call.is_decode or len(call.seq_lens) > 1
+
+
+def has_prefills(args: tuple[Any, ...]) -> bool:
+    """Whether a call may have what is the prefill kernel's: more than one query a sequence."""
+    return not AttentionArgs(*args).is_decode
+
+
+def has_own_prefill(args: tuple[Any, ...]) -> bool:
+    """Whether the prefills of a call are csrc's: it multiplies K and V as they are stored.  With a
+    head_dim of 64 it was no faster than Triton's."""
+    call = AttentionArgs(*args)
+    own = call.kv_cache.dtype == call.q.dtype and call.q.shape[2] == _PREFILL_HEAD_DIM
+    return own and not call.is_decode
+
+
+def prefill(*args: Any) -> None:
+    """The sequences with more than one query; a lone one whatever it has.
+
+    Algorithm: FlashAttention-3 (Shah et al., 2024).
+    """
+    call, fewest = AttentionArgs(*args), 2 if has_decodes(args) else 1
+    torch.ops.fw_cuda.prefill_attention.default(*call[:9], call.out_scale, fewest)
+
+
+def decode(*args: Any) -> None:
+    """The sequences with one query."""
+    torch.ops.fw_cuda.decode_attention.default(*AttentionArgs(*args))
+
+
+def _run(*args: Any, triton_prefill: Callable[..., None]) -> None:
+    if has_own_prefill(args):
+        prefill(*args)
+    elif has_prefills(args):
+        triton_prefill(*args)
+    if has_decodes(args):
+        decode(*args)
+
+
+def runs(*args: Any) -> tuple[str, ...]:
+    """Names of the kernels that a call launches."""
+    prefill = "csrc prefill_attention" if has_own_prefill(args) else "_prefill_kernel"
+    names = [
+        (prefill, has_prefills(args)),
+        ("csrc paged_attention", has_decodes(args)),
+    ]
+    return tuple(name for name, is_launched in names if is_launched)
+
+
+def _launches(*args: Any, triton_prefill: Prefill) -> Launches[None]:
+    by_triton = has_prefills(args) and not has_own_prefill(args)
+    return triton_prefill(*args) if by_triton else [], None
+
+
+def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
+    q, kv_cache = desc["q"], desc["kv_cache"]
+    _, num_heads, head_dim = q.shape
+    _, _, block_size, kv_heads, _ = kv_cache.shape
+    if desc.device != "cuda":
+        return f"on {desc.device}, not CUDA"
+    if reason := why_csrc_has_no_code(desc.sm):
+        return reason
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"q is {q.dtype}: the kernel takes bfloat16 and float16"
+    if kv_cache.dtype not in (q.dtype, E4M3):
+        return f"KV cache is {kv_cache.dtype}, q is {q.dtype}"
+    if head_dim not in _HEAD_DIMS:
+        return f"head_dim {head_dim}: the kernel takes {' and '.join(map(str, _HEAD_DIMS))}"
+    if block_size not in _BLOCK_SIZES:
+        return f"block size {block_size}: the kernel takes powers of two from 8 to 256"
+    if num_heads // kv_heads > _MAX_GROUP:
+        return f"{num_heads} heads share {kv_heads} KV heads: a group has at most {_MAX_GROUP}"
+    if reason := triton_supports(desc):
+        return reason
+    return why_no_csrc(desc)
+
+
+def by_cuda(triton_prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -> Implementation:
+    """The implementation; both arguments are the Triton implementation's."""
+    launches = partial(_launches, triton_prefill=triton_prefill)
+    return on_gpu(
+        "cuda",
+        partial(_run, triton_prefill=run_launches(launches)),
+        partial(_supports, triton_supports=triton_supports),
+        launches=launches,
+        runs=runs,
+    )

@@ -1,0 +1,153 @@
+"""Groups of ranks whose GPUs write into each other's memory, as csrc's collectives do.
+
+Each rank of a group owns an inbox, to which the others store what they send, and a window, from
+which they copy what it holds (csrc/collective).  A group is connected once, when its ranks meet;
+the ops that reduce over it ask ``world_of`` here whether it is, and torch.distributed serves where
+it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from ...config.arch import why_csrc_has_no_code
+from ..core.cuda import load_cuda_library, why_no_csrc
+from ..core.desc import OpDesc
+from ..core.device_table import gpu_of, most_rows
+
+WORLDS = (2, 4, 8)
+"""Numbers of ranks that the kernels are compiled for."""
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_COLUMNS = 16384
+PACKET = 8
+"""Elements of a packet, the unit of what is sent."""
+_INBOX_BYTES = 256 << 20
+WINDOW_BYTES = 128 << 20
+_HANDLE_BYTES = 64
+_members: dict[str, tuple[int, int]] = {}
+"""The connected groups -> (this rank, number of ranks)."""
+
+
+def part_bytes(world: int) -> int:
+    """The most bytes that a rank sends at a time."""
+    return _INBOX_BYTES // (2 * world)
+
+
+def world_of(group_name: str, device: torch.device | None = None) -> int:
+    """Ranks of a group that is connected over peer memory; 0 for any other.
+
+    Tensors without memory, whose ``device`` says so, stand for a plan, whose group will be.
+    """
+    if device is not None and device.type == "meta":
+        return WORLDS[0]
+    return _members.get(group_name, (0, 0))[1]
+
+
+def rank_in(group_name: str) -> int:
+    """This process's rank in a group that is connected."""
+    return _members[group_name][0]
+
+
+def pushes(x: Tensor, group_name: str) -> bool:
+    """Whether the kernels serve a tensor of these rows over this group."""
+    return shots(x, group_name) > 0
+
+
+def shots(x: Tensor, group_name: str) -> int:
+    """How often the kernels send a row to sum it: once, to all ranks, or twice, to its owner and
+    as the sum to the others, which is less with more than two ranks; 0 if they do not serve it."""
+    return shots_over(world_of(group_name, x.device), x)
+
+
+def shots_over(world: int, x: Tensor) -> int:
+    """``shots`` by the number of ranks that are connected, or 0."""
+    if not world or x.numel() % PACKET or x.nbytes > part_bytes(world):
+        return 0
+    columns = x.shape[-1]
+    for count, way in ((1, "push"), (2, "push twice")):
+        if x.numel() <= columns * most_rows(f"{way} {world} ranks", columns):
+            return count
+    return 0
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """x as a matrix of rows that the kernels can read, copied if it must be."""
+    rows = x.reshape(-1, x.shape[-1])
+    aligned = rows.stride(1) == 1 and rows.stride(0) % PACKET == 0 and rows.data_ptr() % 16 == 0
+    return rows if aligned else rows.contiguous()
+
+
+def refuses(desc: OpDesc) -> str:
+    """Why the kernels do not serve a call of any number of rows, or nothing."""
+    x = desc["x"]
+    if desc.device != "cuda":
+        return f"on {desc.device}, not CUDA"
+    if reason := why_csrc_has_no_code(desc.sm):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}: the kernels take bfloat16 and float16"
+    if reason := why_no_csrc(desc):
+        return reason
+    if desc.csrc is None and not hasattr(torch.ops.fw_cuda, "peer_all_reduce"):
+        return "csrc was built without the collectives: build it again"
+    return ""
+
+
+def refuses_rows(desc: OpDesc) -> str:
+    """Why the kernels do not take rows of this width, or nothing."""
+    columns = desc["x"].shape[-1]
+    if isinstance(columns, int) and columns % PACKET == 0 and columns <= MOST_COLUMNS:
+        return ""
+    return f"{columns} columns: not a multiple of {PACKET} up to {MOST_COLUMNS}"
+
+
+def why_no_peers(devices: Sequence[int]) -> str:
+    """Why ranks on these GPUs of one host cannot write to each other's memory, or nothing.  The
+    same GPU may stand for several ranks."""
+    if len(devices) not in WORLDS:
+        return f"{len(devices)} ranks: the kernels serve {', '.join(map(str, WORLDS))}"
+    if not load_cuda_library() or not hasattr(torch.ops.fw_cuda, "peer_all_reduce"):
+        return "csrc is not built into this installation"
+    for device in devices:
+        if reason := why_csrc_has_no_code(gpu_of(torch.device("cuda", device))[1]):
+            return f"csrc is {reason}"
+    for device in devices:
+        for peer in devices:
+            if device != peer and not torch.cuda.can_device_access_peer(device, peer):
+                return f"GPU {device} has no access to the memory of GPU {peer}"
+    return ""
+
+
+@contextmanager
+def peer_memory(group_name: str, store: Store, rank: int, devices: Sequence[int]) -> Iterator[None]:
+    """Connect a group while the block runs; waits for its other ranks.
+
+    Args:
+        store: where the ranks of this group alone meet.
+        devices: the GPU of each rank, of which ``devices[rank]`` is this process's.
+    """
+    world = len(devices)
+    ops = torch.ops.fw_cuda
+    handle = torch.empty((1, _HANDLE_BYTES), dtype=torch.uint8)
+    ops.peer_open(handle, group_name, devices[rank], rank, world, part_bytes(world), WINDOW_BYTES)
+    try:
+        store.set(f"handle {rank}", handle.numpy().tobytes())  # type: ignore[arg-type]
+        handles = b"".join(store.get(f"handle {peer}") for peer in range(world))
+        table = torch.frombuffer(bytearray(handles), dtype=torch.uint8)
+        ops.peer_connect(table.view(world, _HANDLE_BYTES), group_name)
+        _members[group_name] = (rank, world)
+        yield
+    finally:
+        _members.pop(group_name, None)
+        ops.peer_close(group_name)
+
+
+def abort(group_name: str) -> None:
+    """Have the group's kernels end that wait for a rank which is lost; any thread may call it."""
+    if world_of(group_name):
+        torch.ops.fw_cuda.peer_abort(group_name)

@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, grouped linear layers, and what joins them."""

@@ -1,0 +1,195 @@
+"""Chooses the kernel of the experts' linear layers: the grouped members of the linear family.
+
+``describe_experts`` reads a call as the ``LinearDesc`` of one expert with ``groups`` set, and
+``select`` chooses from ``EXPERT_KERNELS`` as it does for dense layers; rows are tokens.  With few
+tokens each choice of a token reads its expert's weight by itself; with more, slots are sorted by
+expert, and an expert's weight is read once for all of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...config.expert_tables import ExpertTile
+from ..core.desc import TensorDesc
+from ..core.launch import Launches, run_launches
+from ..core.target import Target, here
+from ..launches import experts as plans
+from ..launches.experts import Sorted
+from ..linear.desc import LinearDesc, describe
+from ..linear.kernels import LinearKernel, Selection, select
+from . import tables as _expert_tables
+
+MOST_UNSORTED = 8
+"""Most tokens whose slots are not sorted."""
+_CALLS = 4096
+
+
+class ExpertArgs(NamedTuple):
+    """The arguments of a call of ``expert_linear``."""
+
+    x: Any
+    weight: Any
+    topk_ids: Any
+    x_scale: Any = None
+    weight_scale: Any = None
+    out_dtype: Any = None
+    activation: str | None = None
+    first_expert: Any = None
+
+
+def describe_experts(*args: Any) -> LinearDesc:
+    """Describe a call of ``expert_linear`` from its arguments, of which shapes and dtypes are read.
+
+    Raises:
+        ValueError: they do not fit each other; names the argument and what was expected.
+    """
+    call = ExpertArgs(*args)
+    x, weight, topk_ids, first_expert = call.x, call.weight, call.topk_ids, call.first_expert
+    if len(weight.shape) != 3 or len(x.shape) != 2:
+        raise ValueError(
+            f"expert_linear of x {[*x.shape]} by {[*weight.shape]}, expected [rows, in_features] "
+            "and [num_experts, out_features, in_features]"
+        )
+    num_experts = weight.shape[0]
+    if len(topk_ids.shape) != 2 or topk_ids.dtype != torch.int32:
+        raise ValueError(
+            f"expert_linear: topk_ids are {topk_ids.dtype} {[*topk_ids.shape]}, expected "
+            "torch.int32 [num_tokens, top_k]"
+        )
+    tokens, top_k = topk_ids.shape
+    if x.shape[0] != tokens and x.shape[0] != tokens * top_k:
+        raise ValueError(
+            f"expert_linear: x has {x.shape[0]} rows, expected one for each of {tokens} tokens, or "
+            f"for each of their {top_k} choices"
+        )
+    scale = call.weight_scale
+    if scale is not None and (len(scale.shape) != 3 or scale.shape[0] != num_experts):
+        raise ValueError(
+            f"expert_linear: weight_scale is {[*scale.shape]}, expected the scales of "
+            f"{num_experts} experts, [num_experts, ...]"
+        )
+    if first_expert is not None and (
+        tuple(first_expert.shape) != (1,) or first_expert.dtype != torch.int32
+    ):
+        raise ValueError(
+            f"expert_linear: first_expert is {first_expert.dtype} {[*first_expert.shape]}, "
+            "expected torch.int32 [1]"
+        )
+    one = TensorDesc(weight.dtype, tuple(weight.shape[1:]))
+    if scale is not None:
+        scale = TensorDesc(scale.dtype, tuple(scale.shape[1:]))
+    desc = describe(x, one, None, call.x_scale, scale, call.out_dtype, call.activation)
+    return replace(desc, groups=num_experts)
+
+
+def most_chosen(slots: Any, experts: Any) -> Any:
+    """The most experts that so many slots choose, an int or an expression; how many is data."""
+    if isinstance(slots, int) and isinstance(experts, int):
+        return min(slots, experts)
+    import sympy
+
+    return sympy.Min(slots, experts)
+
+
+def _slots_refuse(desc: LinearDesc, rows: int, target: Target) -> str:
+    if rows > MOST_UNSORTED:
+        return f"{rows} tokens: an expert's weight is read once a token, up to {MOST_UNSORTED}"
+    return ""
+
+
+def _sorted_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if desc.groups > plans.MOST_EXPERTS:
+        return f"{desc.groups} experts > {plans.MOST_EXPERTS}: their offsets are one tile"
+    return ""
+
+
+def _tile(desc: LinearDesc, tokens: int, top_k: int, is_sorted: bool) -> plans.Tile:
+    """The tuned tile, or that of the rule.  Slots that are not sorted are a tile each, which has no
+    use for more rows than the fewest."""
+    gated = bool(desc.activation)
+    tuned = _expert_tables.tile_of(desc, plans.counted_tokens(tokens))
+    if tuned is not None:
+        tuned = tuned if is_sorted else replace(tuned, rows=16)
+        return plans.tuned_tile(tuned, gated=gated)
+    rows = tokens if is_sorted else 1
+    experts, intermediate, _ = _expert_tables.shape_of(desc)
+    shape = plans.Shape(experts, top_k, intermediate, desc.format.dtype.itemsize)
+    return plans.tile_of(rows, shape, gated=gated)
+
+
+def plan_gemm(
+    by_expert: Sorted | None,
+    *args: Any,
+    invariant: bool = False,
+    forced: ExpertTile | None = None,
+) -> Launches[Tensor]:
+    """The launch of the Triton GEMM for slots that are sorted already; None: for each by itself.
+
+    Args:
+        args: as of ``ExpertArgs``.
+        invariant: a row has the same bits whatever the other rows are.
+        forced: this tile.
+    """
+    desc, call = describe_experts(*args), ExpertArgs(*args)
+    scheme = desc.weight_format.removeprefix("fp8 ") if desc.format.scaled else "none"
+    tokens, top_k = call.topk_ids.shape
+    size = call.weight.dtype.itemsize
+    if forced is not None:
+        tile = plans.tuned_tile(forced, gated=bool(desc.activation))
+    elif invariant:
+        tile = plans.invariant_tile(size)
+    else:
+        tile = _tile(desc, tokens, top_k, by_expert is not None)
+    operands = (scheme, *call[:5], desc.dtype, desc.activation or None, call.first_expert)
+    return plans.expert_linear(*operands, by_expert, tile)
+
+
+def _plan_slots(*args: Any) -> Launches[Tensor]:
+    return plan_gemm(None, *args)
+
+
+def _plan_sorted(*args: Any, invariant: bool = False) -> Launches[Tensor]:
+    launches, by_expert = plans.sort_by_expert(args[2], args[1].shape[0], args[7])
+    more, y = plan_gemm(by_expert, *args, invariant=invariant)
+    return [*launches, *more], y
+
+
+def plan_invariant(*args: Any) -> Launches[Tensor]:
+    """``plan`` with one tile for any number of tokens: a row's bits are always the same."""
+    return _plan_sorted(*args, invariant=True)
+
+
+SLOTS = LinearKernel("_expert_linear_kernel", _slots_refuse, run_launches(_plan_slots), _plan_slots)
+SORTED = LinearKernel(
+    "_sort_by_expert_kernel, _expert_linear_kernel",
+    _sorted_refuses,
+    run_launches(_plan_sorted),
+    _plan_sorted,
+)
+
+EXPERT_KERNELS = (SLOTS, SORTED)
+"""Every kernel of the experts' layers in order of preference."""
+
+
+@lru_cache(_CALLS)
+def _selected(desc: LinearDesc, rows: int, device: torch.device) -> Selection:
+    return select(desc, rows, here(device), EXPERT_KERNELS)
+
+
+def selected(*args: Any) -> LinearKernel:
+    """The kernel that the table selects for a call of ``expert_linear``."""
+    return _selected(describe_experts(*args), args[2].shape[0], args[0].device).kernel
+
+
+def plan(*args: Any) -> Launches[Tensor]:
+    """The launches of a call, and its result."""
+    launches: Callable[..., Launches[Tensor]] | None = selected(*args).launches
+    assert launches is not None
+    return launches(*args)

@@ -1,0 +1,1 @@
+"""Linear layers, their kernels and the chains that join them."""

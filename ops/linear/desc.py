@@ -1,0 +1,267 @@
+"""Describes linear layers as data: weight formats, prologues and epilogues.
+
+``describe`` reads a call's arguments, tensors or descriptions of them, as a ``LinearDesc``.  From
+that and a number of rows, ``select`` (``kernels.py``) chooses the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..core.desc import TensorDesc
+from ..core.float8 import E4M3
+from ..core.tiles import cdiv
+from ..norm.gated_act import ACTIVATIONS
+
+BLOCK = 128
+"""Columns of x, and rows and columns of a weight, that share a scale of the format "fp8 block"."""
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CALLS = 4096
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the numbers of a weight [N, K], and of the x [M, K] beside it, are held.
+
+    Attributes:
+        name: of the format, also in device tables.
+        dtype: of both operands; of the weight alone where only that is scaled, beside an x of the
+            result's dtype.
+        x_scale, weight_scale: the rows and columns that share a float32 scale, 0 for all of them;
+            None for an operand without scales.
+    """
+
+    name: str
+    dtype: torch.dtype
+    x_scale: tuple[int, int] | None = None
+    weight_scale: tuple[int, int] | None = None
+
+    @property
+    def scaled(self) -> bool:
+        return self.weight_scale is not None
+
+    def scale_shapes(self, m: Any, n: int, k: int) -> tuple[tuple[Any, int], tuple[int, int]]:
+        """Shapes of the scales of x [m, k] and weight [n, k], both of which are scaled."""
+        assert self.x_scale and self.weight_scale
+        return _shape(self.x_scale, m, k), _shape(self.weight_scale, n, k)
+
+
+def _shape(unit: tuple[int, int], rows: Any, columns: int) -> tuple[Any, int]:
+    rows_a_scale, columns_a_scale = unit
+    return (
+        1 if not rows_a_scale else rows if rows_a_scale == 1 else cdiv(rows, rows_a_scale),
+        1 if not columns_a_scale else cdiv(columns, columns_a_scale),
+    )
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    found.name: found
+    for found in (
+        *(WeightFormat(str(d).removeprefix("torch."), d) for d in (*OUT_DTYPES, torch.float64)),
+        WeightFormat("fp8 tensor", E4M3, (0, 0), (0, 0)),
+        WeightFormat("fp8 token", E4M3, (1, 0), (1, 0)),
+        WeightFormat("fp8 block", E4M3, (1, BLOCK), (BLOCK, BLOCK)),
+        WeightFormat("fp8 weight", E4M3, None, (1, 0)),
+        WeightFormat("fp8 block weight", E4M3, None, (BLOCK, BLOCK)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class LinearDesc:
+    """One linear layer, but for its number of rows.
+
+    Attributes:
+        weight_format: one of ``WEIGHT_FORMATS``.
+        dtype: what sums are rounded to: the dtype of the result, unless that is quantized.
+        out_features, in_features: shape of the weight; ``out_features`` counts gate and up.
+        groups: weights that a routing table chooses from; 1 for a dense layer.
+        prologue: "", or "norm": x is multiplied by a norm's weight already, and the kernel finds
+            the norm's scale in sums of squares.
+        bias: a bias is added before anything else.
+        activation: "", or the gated activation of the epilogue.
+        add: the epilogue adds a residual, and makes what the prologue "norm" of the next takes.
+        quantize: the epilogue quantizes to FP8 by a static scale.
+    """
+
+    weight_format: str
+    dtype: torch.dtype
+    out_features: int
+    in_features: int
+    groups: int = 1
+    prologue: str = ""
+    bias: bool = False
+    activation: str = ""
+    add: bool = False
+    quantize: bool = False
+
+    @property
+    def format(self) -> WeightFormat:
+        return WEIGHT_FORMATS[self.weight_format]
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Whether something follows that no library GEMM does: all but the bias."""
+        return bool(self.activation) or self.add or self.quantize
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        return self.out_features // 2 if self.activation else self.out_features
+
+
+def format_of(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> WeightFormat:
+    """The format that dtypes and shapes mean.
+
+    Raises:
+        ValueError: they mean none; names what was found and what was expected.
+    """
+    if x_scale is None and weight_scale is None:
+        return _unscaled_format(x, weight)
+    operands = (x, x_scale, weight, weight_scale)
+    if any(t is None for t in operands):
+        raise ValueError("linear: one of x_scale and weight_scale is given, expected both")
+    dtypes = tuple(t.dtype for t in operands)
+    if dtypes != (E4M3, torch.float32, E4M3, torch.float32):
+        raise ValueError(
+            f"linear of scaled {', '.join(map(str, dtypes))}, expected {E4M3}, torch.float32, "
+            f"{E4M3}, torch.float32"
+        )
+    shapes = [tuple(t.shape) for t in operands]
+    if len(shapes[0]) == len(shapes[2]) == 2 and shapes[0][1] == shapes[2][1]:
+        m, (n, k) = shapes[0][0], shapes[2]
+        for found in WEIGHT_FORMATS.values():
+            if found.x_scale:
+                of_x, of_weight = found.scale_shapes(m, n, k)
+                # The weight's shape first: it is known where the number of tokens is a symbol.
+                if shapes[3] == of_weight and shapes[1] == of_x:
+                    return found
+    raise ValueError(
+        f"linear of x, x_scale, weight, weight_scale {', '.join(str([*s]) for s in shapes)}: "
+        "expected [M, K], [N, K] and scales [1, 1] with [1, 1], [M, 1] with [N, 1], or "
+        "[M, K / 128] with [N / 128, K / 128]"
+    )
+
+
+def _unscaled_format(x: Any, weight: Any) -> WeightFormat:
+    found = WEIGHT_FORMATS.get(str(x.dtype).removeprefix("torch."))
+    if x.dtype != weight.dtype or found is None:
+        raise ValueError(
+            f"linear of {x.dtype} by {weight.dtype}, expected one floating-point dtype for both, "
+            "or FP8 with scales"
+        )
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x has {x.shape[-1]} features, expected in_features {weight.shape[1]} of weight "
+            f"{list(weight.shape)}"
+        )
+    return found
+
+
+def describe(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    x_scale: Any = None,
+    weight_scale: Any = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    out_scale: Any = None,
+) -> LinearDesc:
+    """Describe a call of ``linear`` from its arguments, of which shapes and dtypes are read.
+
+    Raises:
+        ValueError: they do not fit each other; names the argument and what was expected.
+    """
+    found = format_of(x, weight, x_scale, weight_scale)
+    dtypes: tuple[Any, ...] = OUT_DTYPES if found.scaled else (x.dtype,)
+    dtype: Any = out_dtype if found.scaled else out_dtype or x.dtype
+    if dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise ValueError(f"linear of {found.name} to {dtype}, expected {expected}")
+    out_features, in_features = weight.shape
+    if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != (out_features,)):
+        raise ValueError(
+            f"linear: bias is {bias.dtype} {[*bias.shape]}, expected {dtype} [{out_features}]"
+        )
+    if activation is not None:
+        check_gate(activation, out_features)
+    if out_scale is not None and (
+        tuple(out_scale.shape) != (1, 1) or out_scale.dtype != torch.float32 or len(x.shape) != 2
+    ):
+        raise ValueError(
+            f"linear: x {[*x.shape]} and out_scale {out_scale.dtype} {[*out_scale.shape]}, "
+            "expected [num_tokens, in_features] and torch.float32 [1, 1]"
+        )
+    return LinearDesc(
+        found.name,
+        dtype,
+        out_features,
+        in_features,
+        bias=bias is not None,
+        activation=activation or "",
+        quantize=out_scale is not None,
+    )
+
+
+def check_gate(activation: str, out_features: int) -> None:
+    """Raise ValueError unless such a weight has gate and up rows for a known activation."""
+    if activation not in ACTIVATIONS:
+        expected = " or ".join(map(repr, ACTIVATIONS))
+        raise ValueError(
+            f"a gated linear layer's activation is {activation!r}, expected {expected}"
+        )
+    if out_features % 2 == 1:
+        raise ValueError(
+            f"linear: weight has {out_features} rows, expected an even number: gate, then up"
+        )
+
+
+class LinearArgs(NamedTuple):
+    """The arguments of a call of ``linear``."""
+
+    x: Any
+    weight: Any
+    bias: Any = None
+    x_scale: Any = None
+    weight_scale: Any = None
+    out_dtype: Any = None
+    activation: str | None = None
+    out_scale: Any = None
+
+    @property
+    def epilogue(self) -> tuple[str | None, Any]:
+        """What no library GEMM does: the activation, and the scale by which the result is
+        quantized."""
+        return self.activation, self.out_scale
+
+
+Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]
+"""Dtype and shape of a call's tensors: x, weight, bias, x_scale, weight_scale, out_scale."""
+
+
+def shapes_of(args: tuple[Any, ...]) -> Shapes:
+    """Dtypes and shapes of the tensors of a call of ``linear``, as a key."""
+    *tensors, _, _, out_scale = args
+    return tuple([None if t is None else (t.dtype, t.shape) for t in (*tensors, out_scale)])
+
+
+@lru_cache(_CALLS)
+def describe_shapes(
+    shapes: Shapes, out_dtype: torch.dtype | None, activation: str | None
+) -> tuple[LinearDesc, int]:
+    """Describe a call whose tensors have these dtypes and shapes, and count its rows."""
+    held = [None if s is None else TensorDesc(*s) for s in shapes]
+    x, weight, bias, x_scale, weight_scale, out_scale = held
+    desc = describe(x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale)
+    return desc, held[0].numel // max(desc.in_features, 1)  # type: ignore[union-attr]
+
+
+def describe_call(args: tuple[Any, ...]) -> tuple[LinearDesc, int]:
+    """``describe`` of real tensors, remembered by their shapes, and the number of rows."""
+    return describe_shapes(shapes_of(args), args[5], args[6])

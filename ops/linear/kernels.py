@@ -1,0 +1,283 @@
+"""Chooses the kernel of a linear layer: ``select(description, rows, target)``, from one table.
+
+``KERNELS`` lists the kernels in order of preference; each says what it refuses, and up to which
+number of rows it is faster than those behind it, which the device table holds as measured.  A new
+kernel is a row here.  An implementation of ``linear`` is a part of the table, so that what runs,
+what must be compiled, what ``explain`` prints and why a kernel was refused have one source.
+
+A program's number of rows is known only when it runs, so the choice is made when the op is called,
+by shapes alone: a captured graph holds it.  Under capture the streaming kernel reads weights before
+the kernel ahead of it has finished: that one must not write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core import device_table as _device_table
+from ..core.counters import counters
+from ..core.device_table import most_rows
+from ..core.launch import Launches, run_launches
+from ..core.target import Target, here
+from ..launches import linear as tiled, linear_fp8 as tiled_fp8
+from ..launches.activation import gated_activation
+from ..launches.quant import quantize
+from . import _cublaslt as _cublaslt_linear, csrc as csrc
+from .desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
+
+_CALLS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class LinearKernel:
+    """One kernel.
+
+    Attributes:
+        name: as ``explain`` prints it.
+        refuses: why it does not serve a description with so many rows on a target; "" if it does.
+        run: computes a call of ``linear``; None if the tensors' addresses or strides do not fit.
+        launches: the Triton launches of a call and its result, if it is a Triton kernel.
+        fuses: whether it runs the epilogue too; else a kernel of its own follows.
+    """
+
+    name: str
+    refuses: Callable[[LinearDesc, int, Target], str]
+    run: Callable[..., Tensor | None]
+    launches: Callable[..., Launches[Tensor]] | None = None
+    fuses: bool = False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The kernel for a description and a number of rows, and why those before it were refused."""
+
+    kernel: LinearKernel
+    refused: tuple[tuple[str, str], ...]
+
+
+class NoKernelError(ValueError):
+    """Every kernel of a table refuses a linear layer."""
+
+
+def select(
+    desc: LinearDesc, rows: int, target: Target, kernels: Sequence[LinearKernel] = ()
+) -> Selection:
+    """Choose the kernel for a linear layer with so many rows: a pure function, printable.
+
+    Args:
+        kernels: the candidates in order; ``KERNELS`` unless given.
+
+    Raises:
+        NoKernelError: all of them refuse; has their reasons.
+    """
+    refused: list[tuple[str, str]] = []
+    for kernel in kernels or KERNELS:
+        reason = kernel.refuses(desc, rows, target)
+        if not reason:
+            return Selection(kernel, tuple(refused))
+        refused.append((kernel.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
+    raise NoKernelError(f"no kernel for {rows} rows of {desc}: {reasons}")
+
+
+def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if target.device.type != "cuda":
+        return "algorithms are measured on a GPU"
+    if desc.bias or desc.groups > 1 or desc.prologue or desc.add or desc.dtype != torch.bfloat16:
+        return "algorithms are measured without bias, for bfloat16 results"
+    found = _device_table.algorithm(
+        desc.weight_format, target.device, rows, desc.out_features, desc.in_features
+    )
+    return "" if found else "no device table has an algorithm"
+
+
+def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if not desc.format.scaled:
+        return "cuBLAS is faster at every shape"
+    if desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies and adds a bias, nothing else"
+    most = most_rows(f"tiled {desc.weight_format}", desc.out_features)
+    return "" if rows <= most else f"{rows} rows: faster than cuBLASLt up to {most}"
+
+
+def plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
+    """The launch of the tiled Triton kernel, without an epilogue.  ``invariant``: a row has the
+    same bits whatever the other rows are."""
+    x, weight, bias, x_scale, weight_scale, out_dtype, *_ = args
+    if x_scale is None or weight_scale is None:
+        return tiled.linear(x, weight, bias, invariant=invariant)
+    desc = describe_call((x, weight, bias, x_scale, weight_scale, out_dtype, None, None))[0]
+    scheme = desc.weight_format.removeprefix("fp8 ")
+    return tiled_fp8.linear_fp8(
+        scheme, x, x_scale, weight, weight_scale, bias, desc.dtype, invariant=invariant
+    )
+
+
+def _library_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies and adds a bias, nothing else"
+    if not desc.format.scaled or target.device.type == "cpu":
+        return ""
+    n, k, block = desc.out_features, desc.in_features, desc.weight_format == "fp8 block"
+    if n % 16 or k % 16:
+        return f"linear: weight [{n}, {k}]: cuBLASLt takes multiples of 16"
+    if block and target.sm not in (0, 90):
+        return f"linear: blocks of scales are in cuBLASLt for SM 9.0, not {target.sm / 10}"
+    if block and k % 512:
+        # torch passes such scales on, and the result is wrong (seen with 2.11).
+        return f"linear: in_features {k}: cuBLASLt takes rows of 4 scales of 128, so of 512"
+    if desc.bias and desc.dtype == torch.float32:
+        return "linear: cuBLASLt adds no bias to a float32 result"
+    return ""
+
+
+def library(*args: Any) -> Tensor:
+    """torch's own GEMM, without an epilogue; on a CPU, FP8 operands are dequantized."""
+    x, weight, bias, x_scale, weight_scale, out_dtype, *_ = args
+    if x_scale is None or weight_scale is None:
+        return F.linear(x, weight, bias)
+    if x.device.type == "cpu":
+        return multiply(F.linear, x, weight, bias, x_scale, weight_scale, out_dtype)
+    rows = x.shape[0]
+    if not rows:
+        return x.new_empty((0, weight.shape[0]), dtype=out_dtype)  # type: ignore[no-any-return]
+    if x_scale.shape[1] > 1 and rows % 4:
+        # cuBLASLt takes columns of x_scale that are multiples of 16 bytes.
+        missing = -rows % 4
+        x = torch.cat((x, x.new_zeros((missing, x.shape[1]))))
+        x_scale = F.pad(x_scale.t(), (0, missing)).t()
+    y: Tensor = torch._scaled_mm(
+        x.contiguous(), weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype
+    )
+    return y[:rows]
+
+
+def multiply(
+    gemm: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """``gemm`` of the operands, which it gets in float32 if they are scaled."""
+    if x_scale is None or weight_scale is None:
+        return gemm(x, weight, bias)
+    wide = None if bias is None else bias.float()
+    y = gemm(_dequantize(x, x_scale), _dequantize(weight, weight_scale), wide)
+    return y.to(out_dtype)
+
+
+def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
+    """q * scale in float32; each scale is for 1 or 128 rows and columns, or for all."""
+    for dim in (0, 1):
+        if 1 < scale.shape[dim] < q.shape[dim]:
+            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, q.shape[dim])
+    return q.float() * scale
+
+
+STREAM = LinearKernel("skinny_linear", csrc.stream_refuses, csrc.stream, fuses=True)
+CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
+ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run)
+TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
+LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
+
+KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, LIBRARY)
+"""Every kernel in order of preference: the first that does not refuse is chosen."""
+WITHOUT_CSRC = KERNELS[2:]
+UNMEASURED = KERNELS[3:]
+"""The kernels that are left where no table names a library algorithm."""
+
+
+def why_not_streamed(layers: Iterable[LinearDesc], rows: int, target: Target) -> str:
+    """Why the streaming kernel does not serve all of the layers that are joined; "" if it does."""
+    return next((why for desc in layers if (why := STREAM.refuses(desc, rows, target))), "")
+
+
+def plan_epilogue(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Launches[Tensor]:
+    """The launches that activate and quantize a layer's sums, and the result."""
+    if out_scale is not None:
+        launches, (y,) = quantize(y, out_scale, activation or "none")
+        return launches, y
+    if activation is not None:
+        return gated_activation(y, None, activation)
+    return [], y
+
+
+_run_epilogue = run_launches(plan_epilogue)
+
+
+@lru_cache(_CALLS)
+def _candidates(
+    shapes: Shapes,
+    out_dtype: torch.dtype | None,
+    activation: str | None,
+    device: torch.device,
+    kernels: tuple[LinearKernel, ...],
+) -> tuple[LinearKernel, ...]:
+    """The selected kernel of a call, then those behind it that do not refuse either."""
+    desc, rows = describe_shapes(shapes, out_dtype, activation)
+    target = here(device)
+    if desc.format.scaled and device.type == "cuda":
+        counters(device)  # a capture may come next, and cannot allocate them
+    chosen = select(desc, rows, target, kernels).kernel
+    rest = kernels[kernels.index(chosen) + 1 :]
+    return (chosen, *(k for k in rest if not k.refuses(desc, rows, target)))
+
+
+_device_table.on_take(_candidates.cache_clear)
+
+
+def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
+    """A function that computes ``linear`` by the kernel that these select."""
+
+    def run(*args: Any) -> Tensor:
+        *_, out_dtype, activation, out_scale = args
+        for kernel in _candidates(shapes_of(args), out_dtype, activation, args[0].device, kernels):
+            y = kernel.run(*args)
+            if y is not None:
+                return y if kernel.fuses else _run_epilogue(y, activation, out_scale)
+        desc, rows = describe_call(args)
+        raise NoKernelError(f"no kernel takes strides and addresses of {rows} rows of {desc}")
+
+    return run
+
+
+def _sums(call: LinearArgs, desc: LinearDesc) -> Tensor:
+    """What a kernel that runs no epilogue leaves to it."""
+    shape = (*call.x.shape[:-1], desc.out_features)
+    return call.x.new_empty(shape, dtype=desc.dtype)  # type: ignore[no-any-return]
+
+
+def plan(*args: Any) -> Launches[Tensor]:
+    """The Triton launches of a call, and its result, where neither csrc nor a measured algorithm
+    serves it: all that must be compiled for it."""
+    call = LinearArgs(*args)
+    desc, rows = describe_call(call)
+    kernel = select(desc, rows, here(call.x.device), UNMEASURED).kernel
+    launches, y = kernel.launches(*args) if kernel.launches else ([], _sums(call, desc))
+    more, y = plan_epilogue(y, *call.epilogue)
+    return [*launches, *more], y
+
+
+def namer(kernels: tuple[LinearKernel, ...]) -> Callable[..., tuple[str, ...]]:
+    """A function that names the kernels which a call launches."""
+
+    def names(*args: Any) -> tuple[str, ...]:
+        call = LinearArgs(*args)
+        desc, rows = describe_call(call)
+        kernel = select(desc, rows, here(call.x.device), kernels).kernel
+        if kernel.fuses:
+            return (kernel.name,)
+        launches, _ = plan_epilogue(_sums(call, desc), *call.epilogue)
+        return (kernel.name, *(launch.kernel.partition(":")[2] for launch in launches))
+
+    return names

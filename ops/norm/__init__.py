@@ -1,0 +1,1 @@
+"""Norms, gated activations and quantization: what stands between linear layers."""

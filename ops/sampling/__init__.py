@@ -1,0 +1,1 @@
+"""From the last hidden states to tokens: logits, penalties, sampling and log probabilities."""
