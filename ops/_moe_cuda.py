@@ -30,7 +30,7 @@ MOST_ROUTED_TOKENS = 64
 and 13.1 us at 16, 64 and 128 tokens, where a GEMM and Triton's choice take 7.3, 7.7 and 7.7."""
 MOST_TILED_ROWS = {2: 24, 1: 8}
 """Most rows an expert, as the rule of tiles counts them, for which Triton's GEMMs run instead of
-the grouped one, by the bytes of an element of the weight (docs/decisions/experts.md)."""
+csrc's, by the weight's bytes an element (docs/decisions/many-tokens-use-a-grouped-gemm.md)."""
 MANY_TOKENS = 1 << 20
 """So many tokens that the grouped GEMM serves them, if it serves any."""
 _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32

@@ -32,7 +32,7 @@ _QUANTIZE = torch.ops.fw.quant_fp8_dynamic.default
 
 @dataclass(frozen=True)
 class _Layer:
-    """A dense layer: what it multiplies, before that is quantized if it is, its arguments, and its
+    """A dense layer: its input (before quantization, if it is quantized), its arguments, and its
     nodes."""
 
     x: fx.Node

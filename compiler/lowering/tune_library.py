@@ -177,7 +177,7 @@ def _served_by_clusters(weight: Weight) -> int:
 
 
 def table_here(algorithms: Iterable[Algorithm], **measured: str) -> DeviceTable:
-    """A table of this GPU and this cuBLASLt."""
+    """Make a device table of ``algorithms`` for this GPU and this version of cuBLASLt."""
     device = torch.device("cuda", torch.cuda.current_device())
     (gpu, sm), version = gpu_of(device), _cublaslt.version()
     name, sms = file_name(gpu, version), num_sms(device)

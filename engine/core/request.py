@@ -68,8 +68,8 @@ class Request:
     bad_word_ids: list[list[int]] = field(default_factory=list)
     """The tokens of each of these must not come one behind the other in the output."""
     outputs: tuple[int, int] | None = None
-    """As of ``AddRequest``.  A request for several waits in ``WaitingQueue``, which gives one of
-    its own for each output."""
+    """First and end index of its outputs, as in ``AddRequest``.  ``WaitingQueue`` splits a request
+    for several outputs into one request for each."""
     siblings: Siblings | None = None
     """The outputs that this one was asked for with; None if it was asked for alone."""
 
@@ -91,13 +91,13 @@ class Request:
     stop_id: int | None = None
     """The stop id that ended the request; None for end-of-sequence."""
     matcher: Matcher | None = None
-    """What its grammar permits next; None without one."""
+    """Knows the tokens that the request's grammar permits next; None without a grammar."""
     needs_last_token: bool = field(init=False)
-    """Which tokens may come next depends on the last: by a grammar, or a bad word of several."""
+    """Whether the next step needs its last token: for a grammar, or for bad words of several."""
     error: str | None = None
     """Why the request failed; None unless it did."""
     is_refused: bool = False
-    """It failed by what it asks for itself."""
+    """Whether it failed because of what it asks for, and not because of the engine."""
 
     def __post_init__(self) -> None:
         words = self.bad_word_ids
@@ -206,9 +206,9 @@ class Siblings:
     request: Request
     next_index: int
     end: int
-    """One behind the last index."""
+    """The last index plus one."""
     open: dict[str, Request] = field(default_factory=dict)
-    """Those that have begun and have not ended, by their ids."""
+    """Outputs that have begun and have not ended, by id."""
     _params: SamplingParams | None = None
 
     @classmethod

@@ -65,7 +65,7 @@ _RULE = {
     ),
 }
 """The tile for up to so many rows an expert, by the bytes of an element of the weight.  It was
-measured on an H200 (docs/decisions/experts.md)."""
+measured on an H200 (docs/decisions/expert-tiles-are-measured.md)."""
 
 
 def counted_tokens(num_tokens: int) -> int:
@@ -329,7 +329,7 @@ def combine_add_norm(
         grid=(total.shape[0],),
         args={**launch.args, "norm_weight_ptr": norm_weight, "normed_ptr": normed, "eps": eps},
         constexprs={"TOP_K": topk_weights.shape[1], "BLOCK": block},
-        # More warps are faster from 256 tokens on (docs/decisions/experts.md).
+        # More warps are faster from 256 tokens on (docs/lab/experts.md).
         num_warps=min(max(block // (512 if total.shape[0] <= 128 else 128), 1), 16),
     )
     return [fused], (normed, total)
