@@ -71,6 +71,12 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert not missing
 
 
+def test_the_picture_of_the_line_names_folders_that_are_there() -> None:
+    named = re.findall(r">([\w/]+(?:/|\.py))<", (DOCS / "line.svg").read_text())
+    assert len(named) >= 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     written = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
