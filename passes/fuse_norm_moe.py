@@ -63,8 +63,8 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Tail:
-    """The norm and the layer behind the experts; empty where none can be joined, which ``why_not``
-    explains."""
+    """The norm and the layer behind the experts.  Where none can be joined they are empty, and
+    ``why_not`` has the reason."""
 
     why_not: str
     nodes: list[fx.Node] = field(default_factory=list)

@@ -66,7 +66,7 @@ class Request:
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     bad_word_ids: list[list[int]] = field(default_factory=list)
-    """The tokens of each of these must not come one behind the other in the output."""
+    """Sequences of token ids that must not appear in the output."""
     outputs: tuple[int, int] | None = None
     """First and end index of its outputs, as in ``AddRequest``.  ``WaitingQueue`` splits a request
     for several outputs into one request for each."""
@@ -83,7 +83,7 @@ class Request:
     num_cached_blocks: int = 0
     """Number of blocks of each table, from the first on, that others may find."""
     num_scored_tokens: int = 0
-    """Prompt tokens, from the first on, behind which log probabilities have come."""
+    """Number of leading prompt tokens whose log probabilities have been computed."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0

@@ -181,7 +181,7 @@ class Matcher:
         return mask
 
     def take(self, token_id: int) -> None:
-        """Go on behind a token."""
+        """Advance by a token of the output."""
         if not self._tokens:
             self._output, self._row = self._grammars.new_output(), self._grammars.take_row()
             self.is_slow = self._grammar.is_slow

@@ -38,7 +38,7 @@ class Awake:
             self._poll()
 
     def sleep(self) -> None:
-        """Poll no more: there is enough to do."""
+        """Stop polling, because messages keep the loop awake."""
         self._until = 0.0
 
     def _poll(self) -> None:

@@ -74,7 +74,7 @@ def counted_tokens(num_tokens: int) -> int:
 
 
 def tuned_tile(tile: ExpertTile, *, gated: bool) -> Tile:
-    """The ``Tile`` of a tuned one, whose columns count gate and up together."""
+    """Convert a tuned tile, whose columns count gate and up together, to a ``Tile``."""
     columns = tile.columns // 2 if gated else tile.columns
     shape = (tile.rows, columns, tile.depth)
     return Tile(*shape, tile.warps, tile.stages, tile.rows < _LEAST_UNSWAPPED, tile.group)
