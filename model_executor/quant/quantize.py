@@ -20,7 +20,7 @@ from .scheme import BLOCK
 
 _CHUNK = 1 << 20
 _SMALLEST = 1e-12
-"""Stands for the largest of all zeros, whose scale may be anything but zero."""
+"""Taken as the largest value where all are zero, so that no scale is zero."""
 DUMMY_INPUT_SCALE = 16 / E4M3_MAX
 """Static input scale of models with random weights: it represents activations up to 16.  Normed
 activations, and gated products with weights of a standard deviation of 0.02, stay below."""
