@@ -44,7 +44,7 @@ PREFILL = 2048
 INPUT_LEN = 128
 _BASES = ("as it is", "as it is, again")
 _SETTLE = 12
-"""Steps behind a prefill that are not measured: it leaves other clocks (docs/decisions)."""
+"""Steps after a prefill that are not measured, because the GPU's clock differs behind one."""
 _SPARE = 64
 """Room for the steps of the first sequences until the last has its first token, and for those after
 the measured ones."""

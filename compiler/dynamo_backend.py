@@ -147,7 +147,7 @@ class GraphReport:
 
 
 class Reports(list[GraphReport]):
-    """Reports that can be printed, also if there are none."""
+    """A list of reports whose text says so if it is empty."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or _NO_GRAPH
@@ -224,7 +224,7 @@ def _unchanged(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def read_options(options: Mapping[str, Any]) -> BackendOptions:
-    """Raises UserError for a name or a value that there is not."""
+    """Read the backend's options.  Raises UserError for an unknown name or a bad value."""
     known = [*BackendOptions.__dataclass_fields__]
     for name in options:
         if name not in known:
@@ -352,7 +352,7 @@ def _compile_aten(
 
 
 def _narrows(node: fx.Node) -> bool:
-    """Whether the model rounds a tensor to 16 bits here in so many words."""
+    """Whether the model itself casts a tensor to 16 bits at this node."""
     source = cast_source(node)
     if source is node:
         return False

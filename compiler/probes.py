@@ -134,7 +134,7 @@ _KV_SCALE: Any = ((2, _KV_HEADS), torch.float32)
 
 
 def _quantized(names: dict[str, Any]) -> dict[str, Any]:
-    """Weights in FP8, with a scale a row behind each."""
+    """Turn the matrices into FP8, each followed by its scales, one for each row."""
     found: dict[str, Any] = {}
     for name, (shape, dtype) in names.items():
         found[name] = (shape, _FP8 if len(shape) == 2 else dtype)

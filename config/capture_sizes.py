@@ -7,8 +7,8 @@ from .resolved import ModelLimits
 _MOST_BY_SEQS, _MOST_CAPTURED, _LARGE_STEP = 512, 4096, 128
 _LAUNCH_FLOPS, _LAUNCH_FLOPS_FP8 = 3e11, 5e11
 """The FLOPs for which a GPU takes as long as the host takes to launch one layer's kernels without a
-graph: ten launches of 50 us, at an H200's 600 TFLOP/s, or 1,000 in FP8 (docs/decisions/engine.md).
-"""
+graph: ten launches of 50 us, at an H200's 600 TFLOP/s, or 1,000 in FP8
+(docs/decisions/graphs-are-captured-when-needed.md)."""
 
 
 def capture_sizes(max_num_seqs: int, most_tokens: int = 0) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ ROWS = (
     "stream sum 2 ranks",
     "in turn 2 ranks",
 )
-"""The kernels whose most rows a table gives."""
+"""The kernels for which a table says up to how many rows they are used."""
 PORTABLE = {
     "algorithms": "no: bytes of one version of cuBLASLt, ranked on one GPU",
     "rows": "to GPUs of the same compute capability, whose kernels and caches are alike",

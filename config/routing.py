@@ -29,7 +29,7 @@ class Routing:
     scaling: float = 1.0
 
     def why_not(self, num_experts: int) -> str:
-        """Why so many experts cannot be chosen from like this, or nothing."""
+        """Why these rules cannot choose among ``num_experts`` experts; "" if they can."""
         if self.scoring not in SCORINGS:
             return f"scoring is {self.scoring!r}, expected {' or '.join(map(repr, SCORINGS))}"
         if self.num_groups < 1 or num_experts % self.num_groups:

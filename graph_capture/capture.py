@@ -17,7 +17,7 @@ from .protocol import CapturableProgram, CapturableStep
 _BYTES_A_GRAPH = 133 << 10
 _BYTES_A_STEP = 14 << 10
 """Device memory of an instantiated CUDA graph, and of each program step in a FULL one.  Both are
-fitted to measurements on an H200 (docs/decisions)."""
+fitted to measurements on an H200 (docs/lab/engine.md)."""
 
 
 @dataclass(frozen=True)

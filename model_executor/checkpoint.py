@@ -30,7 +30,7 @@ UNNEEDED = re.compile(
 """Buffers that older versions of transformers saved: tables of rope, positions, causal masks.  They
 are computed here, and may be of any type."""
 _MOST_HEADER_BYTES = 10**8
-"""As safetensors itself reads."""
+"""Longest header that safetensors itself reads, in bytes."""
 _ITEMSIZE = dict(zip((*FLOATS, F8_E4M3), (8, 4, 2, 2, 1), strict=True))
 
 

@@ -35,7 +35,7 @@ def load_since(now: Load, before: Load) -> Load:
 
 
 def describe_load(load: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
-    """Plain data of each layer.
+    """Describe how evenly each layer's experts are used, as plain data.
 
     Returns:
         For each layer its number, ``tokens`` of each expert, ``most_over_mean``, the busiest

@@ -39,8 +39,8 @@ class ExpertLinear(nn.Module):
     input_scale: Tensor
 
     def __init__(self, num_experts: int, one: Linear, *, whole: bool = False) -> None:
-        """As many experts as ``num_experts``, each of which is like ``one``.  With ``whole`` a rank
-        has all of its experts, and other ranks have others."""
+        """Make ``num_experts`` experts, each like ``one``.  With ``whole`` a rank holds its experts
+        uncut, and other ranks hold other experts."""
         super().__init__()
         self.num_experts, self.quant, self.whole, self.first = num_experts, one.quant, whole, 0
         rules = one.rules.items()
@@ -68,7 +68,7 @@ class ExpertLinear(nn.Module):
         )
 
     def place(self, rank: int) -> None:
-        """Have the experts of ``rank``."""
+        """Note which experts this rank holds: with ``whole``, the ``rank``-th share of all."""
         self.first = rank * self.num_experts if self.whole else 0
 
     @property

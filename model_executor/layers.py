@@ -157,7 +157,7 @@ class Linear(nn.Module):
 
 
 def _by_block(rule: ShardRule) -> ShardRule:
-    """A weight's rule, counted in blocks: the units that stay whole are whole blocks too."""
+    """The rule for a weight's block scales: its sizes and units are counted in blocks."""
 
     def counted(part: Part) -> Part:
         together = lcm(part.size // part.units, BLOCK)
@@ -177,14 +177,14 @@ def row_linear(
     world: int = 1,
     reduce: bool = True,
 ) -> Linear:
-    """Input features are split over the ranks, ``units`` (heads) staying whole.  Without ``reduce``
-    the caller sums over the ranks."""
+    """A layer whose input features are split over the ranks; none of ``units`` (heads) is cut.
+    Without ``reduce`` the caller sums over the ranks."""
     rule = ShardRule(1, (Part("", in_features, units or in_features),))
     return Linear(in_features, out_features, rule, bias, quant, world, reduce)
 
 
 def replicated_linear(in_features: int, out_features: int) -> Linear:
-    """Every rank holds all of it."""
+    """A layer of which every rank holds the whole weight."""
     rule = ShardRule(0, (Part("", out_features, 1),), split=False)
     return Linear(in_features, out_features, rule, bias=False)
 

@@ -63,7 +63,7 @@ def all_slots(
 
 
 def elsewhere(slot: Slot) -> Slot:
-    """A slot that is checked here, and that another rank reads."""
+    """The slot as a rank holds it that checks the tensor, but leaves reading it to another rank."""
     return replace(slot, placement=replace(slot.placement, length=0))
 
 

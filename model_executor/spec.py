@@ -151,7 +151,7 @@ class ModelSpec:
 
     @property
     def expert_shape(self) -> tuple[int, int, str] | None:
-        """By which tuned tiles of the experts are found: how many a rank has, its part of
+        """The key of the experts' tuned tiles: the number of experts on a rank, its part of
         their intermediate size, and the kind of weights; None for a dense model."""
         if self.moe is None:
             return None

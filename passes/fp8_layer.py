@@ -15,8 +15,8 @@ from .subgraph import fake_value
 
 
 class Fp8Layer(NamedTuple):
-    """A linear layer of FP8 operands, its arguments, the node that quantizes what it multiplies,
-    and the values and scales that this makes."""
+    """A linear layer of FP8 operands: its node, its arguments, the node that quantizes its input,
+    and the quantized values with their scales."""
 
     node: fx.Node
     args: dict[str, Any]

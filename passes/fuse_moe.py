@@ -27,7 +27,7 @@ _DEFAULTS = ("softmax", True, 1, 1, 1.0)
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of experts: what it multiplies, before it is quantized, and how it is."""
+    """A layer of experts: its input before quantization, its arguments, and its quantization."""
 
     source: fx.Node
     args: dict[str, Any]
@@ -89,7 +89,7 @@ def _read(combine: fx.Node) -> Match | None:
 
 
 def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:
-    """A gated layer, whose activation ``fuse_gated_linear`` has attached, or is the node given."""
+    """Read a gated layer from its node, or from the node of its separate activation."""
     activation = activation_of(getattr(node, "target", None))
     if activation is None:
         found = _layer(node)

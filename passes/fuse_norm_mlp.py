@@ -35,8 +35,8 @@ _ACTIVATIONS = {
 
 
 class _Tail(NamedTuple):
-    """The layer behind the MLP; its arguments are those of the op, empty where there is none, which
-    ``why_not`` explains."""
+    """The layer behind the MLP, with the op's arguments for it.  Where none can be joined they are
+    empty, and ``why_not`` has the reason."""
 
     why_not: str
     layer: Fp8Layer | None = None

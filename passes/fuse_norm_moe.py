@@ -32,7 +32,7 @@ _QUANTIZE = torch.ops.fw.quant_fp8_dynamic.default
 
 @dataclass(frozen=True)
 class _Layer:
-    """A dense layer: what it multiplies, before that is quantized if it is, its arguments, and its
+    """A dense layer: its input (before quantization, if it is quantized), its arguments, and its
     nodes."""
 
     x: fx.Node
@@ -63,8 +63,8 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Tail:
-    """The norm and the layer behind the experts; empty where none can be joined, which ``why_not``
-    explains."""
+    """The norm and the layer behind the experts.  Where none can be joined they are empty, and
+    ``why_not`` has the reason."""
 
     why_not: str
     nodes: list[fx.Node] = field(default_factory=list)

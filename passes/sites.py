@@ -79,6 +79,6 @@ def call(target: Any, args: Any, count: int = 1) -> Build:
 
 
 def read_elsewhere(node: fx.Node, readers: Collection[fx.Node]) -> str:
-    """A reason not to fuse: others than these read a value that would disappear."""
+    """The reason not to fuse if another node reads a value that would disappear, else ""."""
     others = [user for user in node.users if user not in readers]
     return f"{node.name} is also read by {others[0].name}" if others else ""

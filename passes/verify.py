@@ -35,7 +35,7 @@ _RTOL = {torch.float64: 2.0**-40, torch.complex128: 2.0**-40}
 """Most that a rewrite may move these dtypes: more would show that it computed in float32."""
 
 _UNSEEN: dict[Any, list[int]] = {}
-"""What ``_unseen`` found, for a side before, its tier and a seed."""
+"""Results of ``_unseen``, by the digest of the original graph, its tier, a seed and inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +155,8 @@ def check_rewrite(
 
 
 def _unseen(rewrite: Rewrite, seed: int, candidates: list[int]) -> list[int]:
-    """Those of the inputs of which another value, on every rank, shows in no result of the side
-    before, nor in what it writes to memory."""
+    """The candidate inputs that do not matter: another value of one, on every rank, changes neither
+    a result of the original graph nor what it writes to memory."""
     key = (digest(rewrite.before.module), rewrite.tier, seed, tuple(candidates))
     if key not in _UNSEEN:
         _UNSEEN[key] = [index for index in candidates if not _shows(rewrite, seed, index)]

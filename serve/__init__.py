@@ -1,4 +1,4 @@
-"""The command line (and later the server): flags in, one ``LLM`` driven, text or JSON out.
+"""The command line, the HTTP server (``http/``), and how they print what the engine reports.
 
 ``cli`` is the list of commands, a file each; nothing here imports torch before a command runs.
 """

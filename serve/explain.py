@@ -96,7 +96,7 @@ def explain(
 
 
 def _other(options: dict[str, Any], against: str | None) -> list[dict[str, Any]]:
-    """The options of the level that is compared to, if there is one."""
+    """A list with the options of the level to compare with, or an empty one."""
     if against is None:
         return []
     level = against.removeprefix("-").removeprefix("O")

@@ -123,8 +123,8 @@ def range_lines(layer: LayerFacts) -> Iterable[str]:
 
 
 def golden(facts: Explanation) -> str:
-    """What a change of the passes may change, and nothing that depends on the machine: sites,
-    calls, launches and bytes of a decode step."""
+    """The text that golden tests compare: sites, calls, launches and bytes of a decode step.  It
+    depends on the passes and not on the machine."""
     layers = [layer_table_plain(layer.title, layer.calls) for layer in facts.layers]
     step = f"step: {count(facts.launches)} launches, {facts.bytes} bytes"
     return "\n\n".join([site_table(facts), *layers, step]) + "\n"

@@ -1,8 +1,8 @@
-"""What ``mkdocs.yml`` calls to take the two documents of the root into the site.
+"""What ``mkdocs.yml`` calls to take the three documents of the root into the site.
 
-README.md becomes the first page and ARCHITECTURE.md a page beside those of ``docs/``; links between
-the root and ``docs/`` are turned round, so that each document is written once and its links work on
-GitHub and on the site alike.
+README.md becomes the first page, ARCHITECTURE.md and CONTRIBUTING.md pages beside those of
+``docs/``; links between the root and ``docs/`` are turned round, so that each document is written
+once and its links work on GitHub and on the site alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md"}
+PAGES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -57,6 +57,6 @@ def _compile(chosen: list[dict[str, Any]], say: Callable[[str], None]) -> None:
 
 
 def pytest_report_teststatus(report: Any) -> tuple[str, str, str] | None:
-    """No letter for what passed or was skipped: the bar tells."""
+    """Print no letter for passed and skipped tests, since the progress bar counts them."""
     silent = report.skipped or (report.passed and report.when == "call")
     return (report.outcome, "", "") if silent else None

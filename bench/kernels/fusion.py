@@ -68,7 +68,7 @@ class InductorFusion:
         return next(r for r in _RANGES if r[0] <= self.tokens <= r[1])
 
     def compile(self, device: torch.device) -> None:
-        """For the range of tokens that holds the call's."""
+        """Compile the code for the range of token counts that contains this call's."""
         least, most, typical = self._range
         with torch.inference_mode():  # arguments too: what is compiled looks at where they are of
             args = self.make(typical, device)
@@ -89,7 +89,7 @@ def _function(op: str, backend: str) -> Callable[..., Any]:
 
 
 def find_fusions() -> dict[Key, InductorFusion]:
-    """Those of all works in the files beside this one, each that is compiled once."""
+    """The Inductor fusions of all benchmarks in this folder, one for each compiled code."""
     found: dict[Key, InductorFusion] = {}
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
         for work in importlib.import_module(f"{__package__}.{path.stem}").works():

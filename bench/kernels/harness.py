@@ -192,7 +192,7 @@ def _seconds(run: Callable[[], None]) -> float:
 
 
 def _capture(fns: Sequence[Callable[[], Any]], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many calls, in turn; as many results have memory of their own, and leave L2."""
+    """Capture ``calls`` calls of ``fns`` in turn.  The last result of each keeps its own memory."""
     stream, keeper = _captures()
     with _capturing(stream, keeper.pool()) as graph:
         results = deque[Any](maxlen=len(fns))
@@ -212,7 +212,7 @@ def _captures() -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
 
 @contextmanager
 def _capturing(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """As ``torch.cuda.graph``, which also empties the allocator's cache: longer than all else."""
+    """Capture as ``torch.cuda.graph`` does, but without its slow emptying of the cache."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

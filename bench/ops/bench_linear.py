@@ -52,7 +52,7 @@ def make_weights() -> Weights:
 
 
 def quantized(weights: Weights) -> Weights:
-    """In FP8, of a size that uses its range."""
+    """The weights in FP8, scaled so that they use its range."""
     return {
         name: [(w * (100 * w.shape[1] ** 0.5)).to(torch.float8_e4m3fn) for w in group]
         for name, group in weights.items()

@@ -44,7 +44,7 @@ MODELS = {
 """Experts, their intermediate size, hidden size, choices of a token, and the weights' dtype."""
 SHAPES = tuple(f"{model}:{tp}" for model in MODELS for tp in (1, 2, 4, 8))
 FEW_TOKENS = {"bfloat16": (16, 64, 256, 384), "fp8 block": (16, 64, 256, 1024, 4096)}
-"""For a dtype, numbers of tokens that Triton's kernels serve, or csrc's for some of the models."""
+"""Token counts to measure, by dtype.  Triton's kernels serve them, csrc's for some models."""
 _REPEATS = 5
 
 

@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 
 class LLGuidance:
-    """As the engine uses it."""
+    """llguidance, called as the engine calls it."""
 
     def __init__(self, folder: str, vocab_size: int) -> None:
         from llguidance import LLTokenizer
@@ -126,7 +126,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """One thread and no cache: what a schema that is new takes."""
+    """xgrammar with one thread and no cache, so that every schema counts as new."""
 
     def __init__(self, folder: str, vocab_size: int) -> None:
         import xgrammar

@@ -48,7 +48,7 @@ class Repeat:
         return None
 
     def layer_of(self, module: str) -> tuple[int | None, str]:
-        """(the layer, the path within it) of a module's path; no layer where it is in none."""
+        """Split a module's path into (layer, path in it); the layer is None outside of layers."""
         found = re.fullmatch(rf"(?:.*\b)?{self.module}\.(\d+)(?:\.(.*))?", module)
         return (int(found[1]), found[2] or "") if found else (None, module)
 

@@ -48,7 +48,7 @@ _SPLITS, _REDUCTIONS = range(2, 7), (1, 2, 4)
 _OPTIONS = range(12)
 
 Measure: TypeAlias = Callable[[Weight, int, int], Algorithm | None]
-"""(weight, fewest rows, most rows) -> the entry, if one gains enough."""
+"""Measures (weight, fewest rows, most rows).  Returns an entry, or None if none gains enough."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ def weights_of(graph: fx.Graph) -> list[Weight]:
 
 
 def _operands(dtype: torch.dtype, scale: Any, shape: Sequence[int]) -> str:
-    """The weight format of a weight with such a scale; "" for none."""
+    """The name of the weight format with this dtype and shape of scale; "" if none has them."""
     for found in WEIGHT_FORMATS.values():
         if found.dtype != dtype or bool(found.x_scale) != (scale is not None):
             continue
@@ -152,7 +152,7 @@ def _operands(dtype: torch.dtype, scale: Any, shape: Sequence[int]) -> str:
 def tune_weights(
     weights: Sequence[Weight], *, seconds: float, on_range: Callable[[int, int], None]
 ) -> tuple[DeviceTable | None, Filled]:
-    """Measure what a model's weights need on this GPU; the table of what was found, if anything."""
+    """Measure GEMMs of a model's weights on this GPU.  The table is None if nothing was faster."""
     device = torch.device("cuda", torch.cuda.current_device())
     measure = LibraryMeasure(weights)
     with torch.inference_mode():
@@ -177,7 +177,7 @@ def _served_by_clusters(weight: Weight) -> int:
 
 
 def table_here(algorithms: Iterable[Algorithm], **measured: str) -> DeviceTable:
-    """A table of this GPU and this cuBLASLt."""
+    """Make a device table of ``algorithms`` for this GPU and this version of cuBLASLt."""
     device = torch.device("cuda", torch.cuda.current_device())
     (gpu, sm), version = gpu_of(device), _cublaslt.version()
     name, sms = file_name(gpu, version), num_sms(device)

@@ -13,11 +13,11 @@
 //   row, cut into equal shares, a share for one warp of each KV head; cuts move to the end of a
 //   sequence that is near, all of them if the shares stay even. The sums of a cut sequence meet in
 //   memory: of every 16 shares the warp that comes last merges them, and the last of those warps
-//   merges theirs, in order of the shares. A cut costs some 10 us: an item that has half as much
-//   again to do as its share is done sooner.
-// - What the kernel ahead does not write is read before the wait for it: lengths, block tables and
-//   the first chunks of an item, unless they hold a slot that this step stores. That slot may be
-//   another sequence's: two may share a block that one of them fills.
+//   merges theirs, in order of the shares. A cut costs some 10 us, so shares are used only if the
+//   longest item has more than about 1.5 times the work of an equal share.
+// - The kernel reads whatever the kernel ahead does not write before it waits for that kernel:
+//   lengths, block tables and the first chunks of an item. Chunks that hold a slot which this step
+//   stores are read after the wait. The slot may be another sequence's, as two may share a block.
 //
 // Equal lengths, shapes (the block table's too) and GPU give equal bits.
 //
@@ -38,7 +38,7 @@ constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int kSharesMergedAtOnce = 16;
 constexpr int kMaxPartials = 1 << 13;  // two a warp of the grid
 
-// As `arrivals`, but at the first partial of those that one warp merges.
+// Counts like `arrivals`, at the first of the partials that one warp merges.
 static __device__ unsigned group_arrivals[kMaxPartials];
 
 // The shares that hold a cut sequence, and where they leave their sums of it: a share has one place
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
 // ---- launch
 
-// Of a device, or of one kernel on it: found once.
+// Limits of a device, or of one kernel on it. They are found once.
 struct Limits {
   int multiprocessors;
   int clusters[4];  // of 1, 2, 4, 8 blocks that run at once
@@ -340,8 +340,9 @@ cudaError_t limits_of(const Limits*& limits) {
 
 constexpr int kLongTokens = 8192, kVeryLongTokens = 4 * kLongTokens;
 
-// max_tokens: the most that a row of the block table holds. What is good for long items alone is
-// kept for tables where they gain more than short ones lose (docs/decisions).
+// max_tokens: the most that a row of the block table holds. Grids that help only long items are
+// used only if the table has room for them
+// (docs/decisions/attention-work-follows-the-batch.md).
 template <typename T>
 Grid plan_grid(const Limits& limits, int num_seqs, int kv_heads, int64_t max_tokens) {
   const int items = num_seqs * kv_heads;

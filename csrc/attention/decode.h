@@ -31,7 +31,7 @@ struct DecodeArgs {
   float soft_cap;  // 0: none
 };
 
-// What of a call chooses the kernel, besides the group.
+// The facts of a call that choose the kernel, besides the size of the KV group.
 struct DecodeTypes {
   bool bfloat16;   // q and, unless FP8, the cache; else float16
   bool fp8_cache;  // e4m3

@@ -29,7 +29,7 @@ struct PrefillArgs {
   int window;  // 0: all
 };
 
-// What of a call only the host needs.
+// The facts of a call that only the host needs.
 struct PrefillShape {
   const void* q;   // [tokens, heads, head_dim], tokens q_stride elements apart
   const void* kv;  // [blocks, 2, block_size, kv_heads, head_dim]

@@ -95,7 +95,7 @@ struct Computer {
 
   __device__ __forceinline__ bool capped() const { return T::kGeneral && args.soft_cap > 0; }
 
-  // What a logit is to be multiplied by, for a power of two.
+  // The factor by which a logit becomes an exponent of 2.
   __device__ __forceinline__ float unit() const {
     return (capped() ? args.soft_cap : args.scale) * 1.4426950408889634f;
   }
@@ -108,7 +108,7 @@ struct Computer {
     for (int i = 0; i < kTileKeys / 2; ++i) logits[i] = tanh_of(logits[i] * factor);
   }
 
-  // What a query must not see becomes -infinity.
+  // Sets the logits of keys that a query must not see to -infinity.
   __device__ __forceinline__ void mask(int tile) {
     const int first = tile * kTileKeys + lane() % 4 * 2;
     const int position = item.position + query_of(row());

@@ -32,7 +32,7 @@ struct Sequences {
   int count, total;   // sequences, tiles
   int above, before;  // where the search is: below this level; that many tiles are not
 
-  // By one warp. Reads lengths only.
+  // One warp calls it. It reads lengths only.
   __device__ __forceinline__ void collect(const PrefillArgs& args) {
     const int lane = threadIdx.x % kWarpSize, least = (1 << args.query_shift) - 1;
     count = total = above = before = 0;
@@ -107,12 +107,12 @@ struct Sequences {
   }
 };
 
-// The first position that a query sees who stands there.
+// The first position that the query at `position` sees.
 __device__ __forceinline__ int reach_of(const PrefillArgs& args, int position) {
   return args.window > 0 ? max(position - args.window + 1, 0) : 0;
 }
 
-// Of lengths that collect has read.
+// Makes the item of a tile, from lengths that collect has read before.
 __device__ __forceinline__ Item item_of(const PrefillArgs& args, int seq, int tile, int head) {
   const int start = __ldg(args.query_start + seq);
   const int queries = __ldg(args.query_start + seq + 1) - start;

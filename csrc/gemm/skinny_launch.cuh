@@ -109,7 +109,7 @@ cudaError_t launch_batch(const SkinnyLinearArgs& args, const Ranks& ranks, bool 
   }
 }
 
-// By the number of tokens, of which kMost are the most that a format or an epilogue takes.
+// Chooses the kernel by the number of tokens. A format or an epilogue takes at most kMost.
 template <typename Format, int kMost, typename Ranks>
 cudaError_t launch_tokens(const SkinnyLinearArgs& args, const Ranks& ranks, bool programmatic,
                           cudaStream_t stream) {

@@ -7,7 +7,7 @@
 // that limit:
 // - Bytes in flight, in an order that memory likes. One thread of a block issues tensor copies
 //   (TMA) into a ring of shared-memory stages. A copy takes 512 bytes of each of its rows, and L2
-//   is asked for no more than it takes: promotion to 256 bytes cost 5 % (docs/decisions).
+//   is asked for no more than it takes: promotion to 256 bytes cost 5 % (docs/lab/linear.md).
 // - Tensor cores, with 16 rows of the weight as the tall operand and 8 tokens as the narrow one
 //   (mma m16n8k16): M = 1 costs them what M = 8 does, and that is little. FP8 MMAs (m16n8k32)
 //   are, on sm_90, conversions to half, which is exact, and MMAs of halves.

@@ -130,10 +130,11 @@ constexpr int splits_for(int tiles, int slots, int steps) {
   return splits;
 }
 
-// The rule: rows of the weight and steps of 512 bytes along K to a plan (docs/decisions has the
-// measurements).  Blocks of few steps, two or three a multiprocessor, are over before a deep ring
-// pays.  Else one round of blocks, of the ring whose slots it fills better, if it fills them or
-// nothing else could; else one of tall blocks, if it fills theirs; else many rounds.
+// The rule: rows of the weight and steps of 512 bytes along K to a plan (measured in
+// docs/decisions/one-kernel-for-few-rows.md).  Blocks of few steps, two or three a multiprocessor,
+// are over before a deep ring pays.  Else one round of blocks, of the ring whose slots it fills
+// better, if it fills them or nothing else could; else one of tall blocks, if it fills theirs; else
+// many rounds.
 template <typename R>
 constexpr TilePlan plan_tile(int rows, int steps) {
   constexpr int kFewSteps = 8;

@@ -92,20 +92,20 @@ __device__ __forceinline__ void send_sums(const TileSums<T>& sums, RankSums<T>& 
   }
 }
 
-// x's scale of a row's sum, but for those of blocks.
+// The scale of x for a token's sums; 1 if x has none, or if block scales were applied before.
 template <typename T>
 __device__ __forceinline__ float x_scale_of(const SkinnyLinearArgs& args, int token) {
   if constexpr (!T::Format::kXScaled || T::Format::kBlockScales) return 1.0f;
   return args.x_scale[token * args.x_scale_stride];
 }
 
-// The weight's, of a row and, gated, of its up's row.
+// Scales of the weight: of an output's row and, for a gated layer, of its up row.
 struct Scales {
   float weight = 1.0f, up = 1.0f;
 };
 
-// Read before the wait, as the weight is, and multiplied behind the sum.  What is used before the
-// sum is waited for before it; what is read behind it, where a block has nothing else to do.
+// Reads the scales of row n, which are multiplied with the finished sums.  Like the weight, they
+// are constants, so the caller reads them before it waits for the kernel ahead.
 template <typename T>
 __device__ __forceinline__ Scales read_scales(const SkinnyLinearArgs& args, int n) {
   Scales scales;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_float(uint32_t to, const float* from, bool 
                : "memory");
 }
 
-// By a warp: the scales of a step of a segment, which its full barrier waits for.
+// One warp copies the scales of a step of a segment. The stage's full barrier waits for them.
 template <typename T>
 __device__ __forceinline__ void copy_scales(const Ring<T>& ring, int stage, const ExpertsArgs& args,
                                             const Segment& segment, int step) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_scales(const Ring<T>& ring, int stage, cons
   }
 }
 
-// By one thread: weights of a step of a segment, beside which come rows of x.
+// One thread copies the weights of a step of a segment. Rows of x come into the same stage.
 template <typename T>
 __device__ __forceinline__ void copy_weight(const Ring<T>& ring, int stage, const CUtensorMap& map,
                                             const Segment& segment, int step, int num_x_rows) {

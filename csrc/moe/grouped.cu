@@ -9,7 +9,7 @@ namespace fusewright::moe {
 namespace {
 
 // FP8 takes wide tiles when experts have at least this many rows on average
-// (docs/decisions/experts.md).
+// (docs/decisions/many-tokens-use-a-grouped-gemm.md).
 constexpr int kLeastWideRows = 64;
 
 // Describes boxes of box_rows rows by one line of columns in a [groups, rows, columns] tensor. A

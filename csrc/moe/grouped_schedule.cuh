@@ -6,13 +6,13 @@
 
 namespace fusewright::moe {
 
-// Of all experts, in shared memory: where their slots begin, and their row tiles.
+// Where the slots and the row tiles of each expert begin. It lies in shared memory.
 struct Schedule {
   int offsets[kMaxGroupedExperts + 1];
   int tiles_before[kMaxGroupedExperts + 1];
 };
 
-// By all threads of a block of more than a warp.
+// All threads of a block call it; the block has more than one warp.
 __device__ __forceinline__ void make_schedule(Schedule& schedule, const GroupedArgs& args,
                                               int tile_rows) {
   constexpr unsigned kAll = 0xffffffffu;

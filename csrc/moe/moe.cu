@@ -77,7 +77,7 @@ cudaError_t run_gate_up(const ExpertsArgs& args, bool programmatic, cudaStream_t
   error = allow_shared_memory<gate_up_kernel<T>>(kBytes);
   if (error != cudaSuccess) return error;
   const int most_chosen = std::min(args.num_tokens * args.top_k, args.num_experts);
-  // As many blocks as end together, if all chosen experts differ.
+  // This many blocks get equal numbers of tiles, if all chosen experts differ.
   const int tiles = args.out_features / kTileRows * most_chosen;
   const int most_blocks = gemm::kMultiprocessors * kPlan.blocks;
   const int tiles_each = (tiles + most_blocks - 1) / most_blocks;

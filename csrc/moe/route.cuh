@@ -235,7 +235,7 @@ __device__ __forceinline__ void rank_experts(const RouteArgs& args, Choice& shar
   __syncthreads();
 }
 
-// By one warp.
+// Writes the choice of one token. One warp calls it.
 __device__ __forceinline__ void write_choice(const RouteArgs& args, const Choice& shared, int token,
                                              bool real) {
   const int slot = threadIdx.x;

@@ -83,7 +83,7 @@ struct LinePlace {
   static constexpr bool kWide = T::kXChunks > 1;  // x takes two lines for one of the weight
   uint32_t low, x[kWide ? 4 : 1], scale = 0;
 
-  // By whole warps.
+  // Whole warps call it.
   __device__ static LinePlace of() {
     const int lane = threadIdx.x % kWarpSize, row = lane / 4, column = row % T::kXRows;
     const int line = threadIdx.x / kWarpSize;

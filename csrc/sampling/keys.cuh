@@ -27,7 +27,7 @@ struct Keys {
   static constexpr uint32_t kHighest = kSign + kInfinity;     // of +inf
   static constexpr uint32_t kLowest = kSign - 1 - kInfinity;  // of -inf
 
-  // Of all elements in a word.
+  // The keys of all elements in a word.
   __device__ static uint32_t keys_of(uint32_t word) {
     if constexpr (kBits == 32) return word ^ (static_cast<int32_t>(word) >> 31 | kSign);
     const uint32_t negative = (word >> 15 & 0x00010001u) * 0xFFFFu;

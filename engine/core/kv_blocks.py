@@ -224,7 +224,7 @@ class BlockPool:
     def _behind_known(
         self, group: CacheGroup, cached: dict[bytes, int], keys: Sequence[bytes], count: int
     ) -> int:
-        """The longest run of up to ``count`` keys of whose window ``cached`` has all blocks."""
+        """The most leading keys, up to ``count``, for which all blocks of the window are cached."""
         index = count - 1
         while index >= group.num_behind(count * self.block_size, self.block_size):
             if keys[index] not in cached:
@@ -233,12 +233,12 @@ class BlockPool:
         return count
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks are free: sharing them leaves that many fewer to allocate."""
+        """Number of these cached blocks that nobody holds; sharing one takes it from the free."""
         ref_counts = self._ref_counts
         return [ref_counts[block_id] for block_id in block_ids].count(0)
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks that ``find`` returned, together with those who hold them already."""
+        """Take a reference to blocks that ``find`` returned; other requests may hold them too."""
         ref_counts, group_of, num_held = self._ref_counts, self._group_of, self.num_held
         for block_id in block_ids:
             if ref_counts[block_id] == 0:

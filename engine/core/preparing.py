@@ -12,7 +12,7 @@ class Preparing:
         self._requests: dict[str, Request] = {}
 
     def __len__(self) -> int:
-        """How many outputs they ask for."""
+        """Number of outputs that the held requests ask for."""
         return sum(Siblings.of(each).num_left for each in self._requests.values())
 
     def __contains__(self, request_id: object) -> bool:
@@ -30,7 +30,7 @@ class Preparing:
         self._requests.clear()
 
     def take_ready(self) -> list[Request]:
-        """Those whose grammars are compiled, or have failed, in the order in which they came."""
+        """Remove and return the requests whose grammar is compiled or has failed, oldest first."""
         ready = [each for each in self._requests.values() if not each.waits]
         for each in ready:
             del self._requests[each.request_id]

@@ -66,10 +66,10 @@ class Request:
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
     bad_word_ids: list[list[int]] = field(default_factory=list)
-    """The tokens of each of these must not come one behind the other in the output."""
+    """Sequences of token ids that must not appear in the output."""
     outputs: tuple[int, int] | None = None
-    """As of ``AddRequest``.  A request for several waits in ``WaitingQueue``, which gives one of
-    its own for each output."""
+    """First and end index of its outputs, as in ``AddRequest``.  ``WaitingQueue`` splits a request
+    for several outputs into one request for each."""
     siblings: Siblings | None = None
     """The outputs that this one was asked for with; None if it was asked for alone."""
 
@@ -83,7 +83,7 @@ class Request:
     num_cached_blocks: int = 0
     """Number of blocks of each table, from the first on, that others may find."""
     num_scored_tokens: int = 0
-    """Prompt tokens, from the first on, behind which log probabilities have come."""
+    """Number of leading prompt tokens whose log probabilities have been computed."""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
@@ -91,13 +91,13 @@ class Request:
     stop_id: int | None = None
     """The stop id that ended the request; None for end-of-sequence."""
     matcher: Matcher | None = None
-    """What its grammar permits next; None without one."""
+    """Knows the tokens that the request's grammar permits next; None without a grammar."""
     needs_last_token: bool = field(init=False)
-    """Which tokens may come next depends on the last: by a grammar, or a bad word of several."""
+    """Whether the next step needs its last token: for a grammar, or for bad words of several."""
     error: str | None = None
     """Why the request failed; None unless it did."""
     is_refused: bool = False
-    """It failed by what it asks for itself."""
+    """Whether it failed because of what it asks for, and not because of the engine."""
 
     def __post_init__(self) -> None:
         words = self.bad_word_ids
@@ -206,9 +206,9 @@ class Siblings:
     request: Request
     next_index: int
     end: int
-    """One behind the last index."""
+    """The last index plus one."""
     open: dict[str, Request] = field(default_factory=dict)
-    """Those that have begun and have not ended, by their ids."""
+    """Outputs that have begun and have not ended, by id."""
     _params: SamplingParams | None = None
 
     @classmethod

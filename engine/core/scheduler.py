@@ -139,7 +139,7 @@ class Scheduler:
             self._news.finished.append(request.finished())
 
     def take_outputs(self, tokens: NewTokens | None) -> StepOutputs:
-        """What there is to say since the last call; ``tokens`` are those of a step that is done."""
+        """Return the news since the last call, with the ``tokens`` of a finished step."""
         news, self._news = self._news, StepOutputs(None, [], [])
         return structs.replace(news, tokens=tokens)
 

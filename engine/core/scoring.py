@@ -16,8 +16,8 @@ from .request import Request
 
 
 def bounded_end(request: Request, start: int, end: int, most_rows: int) -> int:
-    """Where a chunk of a prompt ends that might go to ``end``: what has been scored is computed
-    apart from what has not, and of that ``most_rows`` tokens at most."""
+    """Shorten a chunk ``start:end`` of a prompt whose log probabilities are asked for: scored and
+    unscored tokens never share a chunk, and a chunk has at most ``most_rows`` unscored tokens."""
     if start < request.num_scored_tokens:
         return min(end, request.num_scored_tokens)
     last = len(request.prompt_token_ids) - 1

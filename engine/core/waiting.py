@@ -16,7 +16,7 @@ from .request import Request, Siblings
 
 _Entry: TypeAlias = tuple[int, int, Request | Siblings]
 _MOST_SWEPT = 64
-"""Entries of nothing that are never swept: there is little to gain."""
+"""Up to this many stale entries of the heap are never swept, as little would be gained."""
 
 
 class WaitingQueue:
@@ -75,7 +75,7 @@ class WaitingQueue:
         heapq.heappush(self._heap, (*self.key(request), request))
 
     def first(self) -> Request | None:
-        """The request that is to run next; it goes on waiting."""
+        """Return the request that is to run next, without removing it."""
         heap = self._heap
         while heap:
             entry = heap[0][-1]
@@ -88,7 +88,7 @@ class WaitingQueue:
         return None
 
     def _begin(self, siblings: Siblings) -> Request:
-        """The request of the next output, whose entry takes the first place in the queue."""
+        """Make the request of the next output, and put it first in the queue."""
         request = siblings.begin()
         heapq.heapreplace(self._heap, (*self.key(request), request))
         if siblings.num_left:

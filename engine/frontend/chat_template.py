@@ -242,11 +242,11 @@ class ChatTemplates:
         }
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """As ``ChatTemplate.render``, by the template for tools if there are some and it is there,
-        else by the default one.
+        """Render as ``ChatTemplate.render`` does.  If tools are given and the folder has a template
+        for them, that one is used, else the default.
 
         Raises:
-            UserError: there is no default among several, or as there.
+            UserError: there is no default template, or ``ChatTemplate.render`` fails.
         """
         names = ("tool_use", "default") if variables.get("tools") else ("default",)
         for name in names:

@@ -65,8 +65,8 @@ class TextStream:
         return new
 
     def flush(self, token_ids: Sequence[int] = ()) -> str:
-        """The rest at the end: the last ids at once, if any, and a character that never became
-        whole."""
+        """Return the rest of the text at the end: of the last ids, and of a character that never
+        became complete."""
         self._fresh.extend(token_ids)
         new = self._fresh_text()[self._num_out :]
         self._num_out += len(new)
@@ -149,8 +149,8 @@ class Detokenizer:
 
     @property
     def num_characters(self) -> int:
-        """Characters that are certain so far, those held back too: where the next token begins. A
-        token that goes on with a character begins where that does."""
+        """Number of complete characters, with those held back: the offset of the next token.  A
+        token that continues a character begins where that character does."""
         return len(self.text) + self._stops.num_held
 
     def push(self, token_id: int) -> str | None:

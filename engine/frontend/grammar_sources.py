@@ -18,7 +18,7 @@ _JSON = {
     # That no second alternative holds as well cannot be known before the text is complete.
     "coerce_one_of": True,
 }
-"""llguidance's options of JSON schemas."""
+"""Options with which llguidance reads JSON schemas."""
 _ESCAPES = {
     "d": "[0-9]",
     "w": "[0-9A-Za-z_]",

@@ -45,10 +45,10 @@ _ASSERTIONS |= {"const", "enum", "format"}
 
 _MOST_SCHEMAS = 1 << 13
 _MOST_VALUES = 1 << 16
-"""Of one ``const`` or ``enum``."""
+"""Most JSON values within one ``const`` or ``enum``."""
 _MOST_NESTED = 128
 _MOST_COUNT = 1 << 24
-"""A count of characters or items that no output reaches: a greater limit is none."""
+"""No output has this many characters or items, so a greater limit is left out."""
 _EXACT = 1 << 53
 """Integers below it are exact as floats, which llguidance counts in."""
 _GREATEST = (1 << 63) - 1024

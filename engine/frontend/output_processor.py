@@ -89,7 +89,7 @@ class _Group:
     num_open: int
     completions: dict[int, _Completion] = field(default_factory=dict)
     touched: dict[int, _Completion] = field(default_factory=dict)
-    """Those that the current step touched."""
+    """Completions that the current step has changed, by index."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
 

@@ -64,7 +64,7 @@ class GrammarChecks:
         self.soon(text).result()
 
     def soon(self, text: str) -> Future[None]:
-        """A future that has an error of ``check``, or none."""
+        """Start a check, and return a future that ends as ``check`` would."""
         future: Future[None] = Future()
         try:
             if not self._is_told(text, future):

@@ -21,13 +21,13 @@ from .process import HelperProcess
 from .wire import Answer, Ask, Compile, Message, Setup
 
 GRAMMAR_FAILED = "the grammar has failed"
-"""How the error of an output begins that ended for its grammar."""
+"""First words of the error of an output that ended because its grammar failed."""
 _MOST_KEPT = 256
 """Grammars whose first masks are kept for outputs to come."""
 _GRACE_S = 0.004
 """Longest time in which a step waits for masks that are quick to make, in seconds."""
 _PROVEN = 2
-"""A grammar has been tried when it comes here, so it gets as many times the time for its trial."""
+"""Factor on the time limit of a trial: a grammar that comes here has passed its trial."""
 
 
 class Grammars:
@@ -51,7 +51,7 @@ class Grammars:
         self._grammars: OrderedDict[str, _Grammar] = OrderedDict()
         self._num_outputs = self._num_grammars = 0
         self.awaited: set[Matcher] = set()
-        """Those that wait for a mask that is quick to make."""
+        """Matchers that wait for a mask which is quick to make."""
 
     def start(self) -> None:
         """Start the helper process, without waiting for it."""
@@ -125,7 +125,7 @@ class _Grammar:
         self._then: list[Callable[[], None]] = []
 
     def compile(self, then: Callable[[], None] | None = None) -> None:
-        """Have the helper compile it, unless that is on its way; ``then`` is called behind it."""
+        """Ask the helper to compile it, unless it does already; ``then`` is called afterwards."""
         if then is not None:
             self._then.append(then)
         if not self._is_compiling:
@@ -181,7 +181,7 @@ class Matcher:
         return mask
 
     def take(self, token_id: int) -> None:
-        """Go on behind a token."""
+        """Advance by a token of the output."""
         if not self._tokens:
             self._output, self._row = self._grammars.new_output(), self._grammars.take_row()
             self.is_slow = self._grammar.is_slow

@@ -36,7 +36,7 @@ class Job(Protocol):
     """What a helper is asked."""
 
     def message(self, number: int) -> Message:
-        """What to send; asked anew if it is to be sent again."""
+        """The message to send.  It is asked for again when the job has to be sent again."""
 
     def done(self, answer: Answer) -> None:
         """Take the answer, on the thread that reads."""

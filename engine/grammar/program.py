@@ -31,10 +31,10 @@ from .reasons import said, why_no_tokenizer
 from .wire import BYTES, RECYCLED, UP, Answer, Ask, Compile, Message, Setup, bodies, framed
 
 _STACK_BYTES = 256 << 20
-"""Of each thread; only what is touched takes memory."""
+"""Size of each thread's stack, in bytes.  Only pages that are touched take memory."""
 _MOST_GRAMMARS = 256
 _MOST_CHARACTERS = 2 << 20
-"""Of all compiled grammars that are kept; a character may take 400 bytes."""
+"""Most characters of all cached grammars together; one may take 400 bytes when compiled."""
 _LOOK_S = 0.01
 """Time between two looks of the watchdog while something runs, in seconds."""
 _QUICK_S = 0.005

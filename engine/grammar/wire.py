@@ -10,7 +10,7 @@ from msgspec import Struct
 RECYCLED = 75
 """Exit code of a helper that ended itself: what was asked is to be asked again."""
 BYTES = "byte"
-"""In place of a tokenizer's file: single bytes, for grammars that are tried without a model."""
+"""Stands for a tokenizer's file where a grammar is tried without a model: tokens are bytes."""
 UP = 0
 """Number of the job whose answer says that the helper has started."""
 _LENGTH = 4

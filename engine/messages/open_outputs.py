@@ -37,7 +37,7 @@ class _Several(Generic[_T]):
 
 
 class OpenOutputs(Generic[_T]):
-    """What is to be known of each request, which is not None, by its id or an output's."""
+    """Maps the id of an open request, or of one of its outputs, to a value that is not None."""
 
     def __init__(self) -> None:
         self._one: dict[str, _T] = {}
@@ -71,7 +71,7 @@ class OpenOutputs(Generic[_T]):
         return any(output_id(request_id, index, n) in self._one for index in range(n))
 
     def get(self, name: str) -> _T | None:
-        """What is known of an open output, or of a request that has one."""
+        """The value of an open output, or of a request that has one; None for other ids."""
         value = self._one.get(name)
         if value is not None or not self._several:
             return value

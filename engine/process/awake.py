@@ -11,9 +11,9 @@ import os
 import time
 
 AWAKE_S = 0.05
-"""Time after a request in which nobody sleeps, in seconds."""
+"""Time after a request in which the loop polls instead of sleeping, in seconds."""
 _SPARE_PROCESSORS = 8
-"""With fewer, what polls would hold up what works."""
+"""Fewest processors with which polling does not slow the processes that work."""
 
 
 class Awake:
@@ -38,7 +38,7 @@ class Awake:
             self._poll()
 
     def sleep(self) -> None:
-        """Poll no more: there is enough to do."""
+        """Stop polling, because messages keep the loop awake."""
         self._until = 0.0
 
     def _poll(self) -> None:

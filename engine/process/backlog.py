@@ -23,7 +23,7 @@ class Backlog:
     def __init__(self) -> None:
         self._queued: dict[str, tuple[Queued, int]] = {}
         self.num_outputs = 0
-        """That they ask for, together."""
+        """Number of outputs that all queued requests ask for."""
 
     def __len__(self) -> int:
         return len(self._queued)

@@ -139,7 +139,7 @@ class CoreServer:
         self._outboxes[frontend].send(frame(kind, self._replica, message), zmq.NOBLOCK)
 
     def _rest(self) -> None:
-        """Do what can wait, or sleep until a message comes; not right behind a step."""
+        """Without unfinished requests: do work that can wait, or sleep until a message comes."""
         start = time.monotonic()
         self._heartbeat.beat(self._num_steps)
         if not self._comes_soon():

@@ -26,7 +26,7 @@ class Owners:
             self._of.add(request.request_id, frontend, n, indices)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Nothing more comes of these requests or outputs."""
+        """Forget who asked for these requests or outputs, because they have ended."""
         for name in names:
             self._of.close(name)
 

@@ -16,10 +16,10 @@ from ..messages.requests import AddRequest
 
 _SLACK = 2
 _SLACK_SHARE = 0.1
-"""A replica is about as free as the freest one if it has at most this many more open requests: a
-number, plus a share."""
+"""A replica counts as free as the freest one if it has at most ``_SLACK`` more open requests, plus
+this share of them."""
 _PARTS_EACH = 8
-"""Many outputs of one request are chosen for in so many parts a replica: one by one takes long."""
+"""Parts for each replica into which a request's outputs are divided, as one by one is slow."""
 
 
 class Router:

@@ -48,8 +48,8 @@ class Seat(Struct, frozen=True):
 
 
 class Place(Struct, frozen=True):
-    """What the process of an engine is told beside its options: its number among the replicas, and
-    how many frontends it serves."""
+    """Where the process of an engine stands: its number among the replicas, and how many frontends
+    it serves.  It is sent beside the engine's options."""
 
     replica: int
     num_frontends: int

@@ -40,7 +40,7 @@ _GATHER_S = 0.3
 _BROKEN_S = 2.0
 """Longest time from the end of a connection to that of its process, which may free a GPU first."""
 _CAUSE_S = 3.0
-"""Longest wait for what ended a rank, behind an error of rank 0 that may come of it."""
+"""Longest wait, after an error of rank 0, for the end of a rank that may have caused it."""
 _END_S = 5.0
 """Longest time that ranks may take to end when they are told to."""
 _UNKNOWN = "torchrun says how"

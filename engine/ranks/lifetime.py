@@ -25,8 +25,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, even by ``kill -9``: more precisely,
-    when the thread ends that started it."""
+    """Ask the kernel to kill this process when the thread that started it ends, which it also does
+    when its parent is killed by ``kill -9``."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before the call
         os._exit(1)
@@ -39,7 +39,7 @@ def leave_signals_to_the_parent() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """A handler and not SIG_IGN, which compilers that this process starts would inherit."""
+    """Do nothing.  SIG_IGN would be inherited by the compilers that this process starts."""
 
 
 def how_ended(code: int) -> str:

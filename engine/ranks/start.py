@@ -29,7 +29,7 @@ class OneRank(Alone):
         """Nobody else captures."""
 
     def report(self) -> list[int]:
-        """No other process."""
+        """Report no process ids, because there are no other ranks."""
         return []
 
     def peer_memory(self) -> str:

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def say_where_csrc_is_missing(hardware: Hardware) -> None:
-    """A warning with the reason that the installation recorded."""
+    """Log a warning with the reason, recorded at installation, why csrc was not built."""
     if not why_csrc_has_no_code(hardware.sm) and ops.find_cuda_library() is None:
         _log.warning(
             "%s runs without the CUDA kernels of csrc, which is slower: %s",

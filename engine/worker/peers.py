@@ -200,11 +200,11 @@ class Peers(Protocol):
         """Raises if a rank has ended."""
 
     def agree(self, key: Callable[[int], Key]) -> None:
-        """Refuses ranks that would run another program than rank 0 would in their stage, whose
-        number ``key`` takes."""
+        """Raises if another rank would run another program than rank 0 expects of its stage.
+        ``key`` takes the stage's number."""
 
     def store(self, config: StoreConfig) -> AbstractContextManager[Store]:
-        """Where the program is looked for; ranks of a stage wait until its first one has it."""
+        """The store of the program.  A stage's other ranks wait until its first rank has it."""
 
     def share(self, artifact: Artifact) -> None:
         """Called within the context of ``store`` when the program is loaded."""

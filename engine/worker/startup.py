@@ -1,4 +1,5 @@
-"""The stages of a start; ``Engine.__init__`` calls them in order.
+"""The stages of a start, in order: ``read_model`` is called by ``Engine.__init__``, the others by
+``Worker.__init__``.
 
 Each takes the model's spec, the resolved configuration and what earlier stages made: weights, the
 program, input buffers, graphs, KV caches.

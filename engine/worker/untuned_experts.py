@@ -13,7 +13,7 @@ from ...model_executor.spec import ModelSpec
 _log = logging.getLogger(__name__)
 _RULES_GPU, _LOSS = "NVIDIA H200", "up to 5 %"
 """The GPU on which the rule of tiles was measured, and how much slower than with tuned tiles the
-experts are there (docs/decisions/experts.md)."""
+experts are there (docs/decisions/expert-tiles-are-measured.md)."""
 
 
 def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:

@@ -86,7 +86,7 @@ def why_no_longer(rope: RopeParameters) -> str:
 
 
 def rope_notes(config: HfConfig, rope: RopeParameters) -> tuple[str, ...]:
-    """What of the config's rope is not used."""
+    """Warnings for the settings of the config's rope that are not used."""
     notes = []
     factor = _section(config).number(
         "partial_rotary_factor", config.number("partial_rotary_factor", 1.0)

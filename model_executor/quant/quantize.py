@@ -20,10 +20,10 @@ from .scheme import BLOCK
 
 _CHUNK = 1 << 20
 _SMALLEST = 1e-12
-"""Stands for the largest of all zeros, whose scale may be anything but zero."""
+"""Taken as the largest value where all are zero, so that no scale is zero."""
 DUMMY_INPUT_SCALE = 16 / E4M3_MAX
-"""For random weights, of which no activations are known: up to 16 in size.  Normed ones, and gated
-products of weights with a standard deviation of 0.02, stay below."""
+"""Static input scale of models with random weights: it represents activations up to 16.  Normed
+activations, and gated products with weights of a standard deviation of 0.02, stay below."""
 
 
 Quantized: TypeAlias = Linear | ExpertLinear | OneExpert
@@ -86,7 +86,7 @@ class Staging(dict[str, Tensor]):
         return self[name]
 
     def filled(self, name: str) -> None:
-        """One part of a parameter is there."""
+        """Count one part of a parameter as filled; quantize the parameter after its last part."""
         self._missing[name] -= 1
         if name in self._linears and not self._missing[name]:
             quantize_into(self._linears[name], self.pop(name))
@@ -113,6 +113,6 @@ def _blocks(x: Tensor, height: int, width: int) -> Tensor:
 
 
 def _rows(blocks: Tensor, like: Tensor) -> Tensor:
-    """What ``_blocks`` made of a matrix like ``like``, as a matrix again."""
+    """The inverse of ``_blocks``: a matrix of the shape of ``like``, without the padding."""
     matrix = blocks.flatten(2).flatten(0, 1)
     return matrix[: like.shape[0], : like.shape[1]]

@@ -31,13 +31,13 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 class ScaleSlot:
     """Where the scales of one checkpoint weight go.
 
-    names: what checkpoints call them.
-    weight: the name of what they scale.
-    buffer: that they are part of.
-    shape: theirs; a single one may stand for all unless ``per_block``.
-    source, dest: what of them goes where; with ``largest`` all parts go to the same place, and the
-        largest stays.
-    optional: there are other values when no checkpoint tensor of this kind is there.
+    names: the names that checkpoints use for them.
+    weight: the name of the weight that they scale.
+    buffer: the module's buffer that they fill.
+    shape: their shape; unless ``per_block``, a single scale may stand for all.
+    source, dest: which part of the tensor goes where; with ``largest`` all parts go to the same
+        place, and the largest value stays.
+    optional: the buffer has other values if the checkpoint has no tensor of this kind.
     elsewhere: another rank reads them.
     """
 

@@ -148,6 +148,6 @@ def peer_memory(group_name: str, store: Store, rank: int, devices: Sequence[int]
 
 
 def abort(group_name: str) -> None:
-    """Have the group's kernels end that wait for a rank which is lost; any thread may call it."""
+    """End the group's kernels that wait for a lost rank.  Any thread may call it."""
     if world_of(group_name):
         torch.ops.fw_cuda.peer_abort(group_name)

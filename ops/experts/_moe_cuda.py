@@ -30,9 +30,9 @@ MOST_ROUTED_TOKENS = 64
 and 13.1 us at 16, 64 and 128 tokens, where a GEMM and Triton's choice take 7.3, 7.7 and 7.7."""
 MOST_TILED_ROWS = {2: 24, 1: 8}
 """Most rows an expert, as the rule of tiles counts them, for which Triton's GEMMs run instead of
-the grouped one, by the bytes of an element of the weight (docs/decisions/experts.md)."""
+csrc's, by the weight's bytes an element (docs/decisions/many-tokens-use-a-grouped-gemm.md)."""
 MANY_TOKENS = 1 << 20
-"""So many tokens that the grouped GEMM serves them, if it serves any."""
+"""A number of tokens that the grouped GEMM surely serves, if it serves the layer at all."""
 _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32
 _MOST_FEATURES = 16384
 # Bfloat16 elements in a 128-byte line, the unit of copies; and the fewest rows of a tile.

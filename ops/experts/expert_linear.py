@@ -145,7 +145,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
         chosen: Tensor | None = None,
         rank: int | None = None,
     ) -> Case:
-        """``rank``: of two, each of which has ``experts``."""
+        """A case of one of two ranks, each with ``experts`` experts, or of one rank (None)."""
         all_experts = experts if rank is None else 2 * experts
         topk_ids = ids(tokens, top_k, all_experts) if chosen is None else chosen
         x = randn(tokens * (top_k if a_row_a_choice else 1), k).to(draw.dtype)

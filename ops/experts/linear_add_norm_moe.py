@@ -81,7 +81,7 @@ def _fake(*args: Any) -> Results:
 
 
 def _linear(*args: Any) -> Tensor:
-    """A plain layer by the kernel that the table of linear layers selects."""
+    """Compute a linear layer with the kernel that the table of linear layers selects."""
     y: Tensor = LINEAR.implementation("skinny").fn(*args)
     return y
 
@@ -299,7 +299,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
         return Case(label, args, _FP8 if fp8 else None)
 
     def layer(n: int, k: int, fp8: str, size: float = 1.0) -> tuple[Tensor, Tensor | None]:
-        """A weight that makes results of this size of an x of one, and its scales if it is FP8."""
+        """A random weight, with scales if FP8; an x of size 1 gives results of ``size``."""
         if not fp8:
             return (draw.randn(n, k) * size * k**-0.5).to(dtype), None
         rows, columns = (n, 1) if fp8 == "token" else (cdiv(n, BLOCK), cdiv(k, BLOCK))

@@ -65,7 +65,7 @@ def add_measured(table: ExpertTable) -> None:
 
 
 def forget() -> None:
-    """Use none, and let another set be taken: for a process that has no program any more."""
+    """Drop all tables, so that another set can be taken.  No program may be left that uses them."""
     _taken.clear()
     _measured.clear()
     _used.clear()

@@ -65,7 +65,7 @@ _RULE = {
     ),
 }
 """The tile for up to so many rows an expert, by the bytes of an element of the weight.  It was
-measured on an H200 (docs/decisions/experts.md)."""
+measured on an H200 (docs/decisions/expert-tiles-are-measured.md)."""
 
 
 def counted_tokens(num_tokens: int) -> int:
@@ -74,7 +74,7 @@ def counted_tokens(num_tokens: int) -> int:
 
 
 def tuned_tile(tile: ExpertTile, *, gated: bool) -> Tile:
-    """The ``Tile`` of a tuned one, whose columns count gate and up together."""
+    """Convert a tuned tile, whose columns count gate and up together, to a ``Tile``."""
     columns = tile.columns // 2 if gated else tile.columns
     shape = (tile.rows, columns, tile.depth)
     return Tile(*shape, tile.warps, tile.stages, tile.rows < _LEAST_UNSWAPPED, tile.group)
@@ -329,7 +329,7 @@ def combine_add_norm(
         grid=(total.shape[0],),
         args={**launch.args, "norm_weight_ptr": norm_weight, "normed_ptr": normed, "eps": eps},
         constexprs={"TOP_K": topk_weights.shape[1], "BLOCK": block},
-        # More warps are faster from 256 tokens on (docs/decisions/experts.md).
+        # More warps are faster from 256 tokens on (docs/lab/experts.md).
         num_warps=min(max(block // (512 if total.shape[0] <= 128 else 128), 1), 16),
     )
     return [fused], (normed, total)

@@ -12,7 +12,7 @@ _MANY_HEADS = 8
 
 
 def heads_per_program(num_tokens: int, num_heads: int, few: int) -> int:
-    """A power of two: ``few`` at most while there are few tokens."""
+    """Heads for one program, a power of two: at most ``few`` when there are few tokens."""
     most = few if num_tokens <= _FEW_TOKENS else _MANY_HEADS
     return min(most, next_power_of_2(num_heads))
 

@@ -29,8 +29,8 @@ def _tile(m: int, n: int, itemsize: int) -> Tile:
 def _invariant_tile(m: int, n: int, itemsize: int) -> Tile:
     """Tiles of which every element's sum runs over K in one chain of the same instructions: of 16
     bits, matrix instructions of 64 rows and a depth of 16, on Hopper.  How many columns they have,
-    and what is copied at a time, does not enter a sum; tests compare the bits.  The fastest of some
-    on an H200 (docs/decisions)."""
+    and what is copied at a time, does not enter a sum; tests compare the bits.  These tiles
+    were the fastest on an H200 (docs/decisions/batch-invariance-is-an-option.md)."""
     if itemsize > 2:
         return 64, 32, 32, 4, 3
     if m <= 64:

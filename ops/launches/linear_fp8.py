@@ -44,7 +44,7 @@ class Tile:
     an_sm: int = 2
 
 
-# By the most rows, then by the fewest columns: the fastest measured on an H200 (docs/decisions).
+# By most rows, then by fewest columns: the fastest measured on an H200 (docs/lab/linear.md).
 _Tiles: TypeAlias = dict[int, tuple[tuple[int, Tile], ...]]
 _TILES: _Tiles = {
     16: ((0, Tile(16, 64, 256, swapped=True)),),

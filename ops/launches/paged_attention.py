@@ -163,7 +163,7 @@ def prefill(*args: Any, invariant: bool = False) -> list[Launch]:
 
 
 def paged_attention(*args: Any, invariant: bool = False) -> Launches[None]:
-    """All launches of one call, of the op's arguments."""
+    """All launches of one call; takes the op's arguments."""
     call = AttentionArgs(*args)
     if invariant:
         return prefill(*args, invariant=True), None

@@ -38,7 +38,7 @@ def stream_rows(desc: LinearDesc) -> int:
 
     With it, the bfloat16 linear layers of a Llama-3-8B token take 12 % less time than with cuBLAS
     at one row, 7 % less at 16 and 3 % more at 32, where x costs as much in L2 as the weight does in
-    memory (docs/decisions).  It is 0 if the kernel cannot run, and for small weights.
+    memory (docs/lab/linear.md).  It is 0 if the kernel cannot run, and for small weights.
     """
     row_bytes = _row_bytes(desc)
     if row_bytes % _LINE_BYTES or desc.out_features * row_bytes < _LEAST_BYTES:
@@ -56,7 +56,7 @@ def stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if desc.format.scaled and not desc.format.x_scale and desc.dtype != torch.bfloat16:
         return f"x is {desc.dtype}: an FP8 weight is converted to bfloat16 alone"
     if desc.format.x_scale and (desc.add or desc.prologue):
-        return "joins no layers of FP8 x: quantizing it in every block was slower (docs/decisions)"
+        return "joins no layers of FP8 x: quantizing it in every block was slower"
     if desc.format.weight_scale == (BLOCK, BLOCK):
         if desc.activation:
             return "activates no layer with scales of blocks"

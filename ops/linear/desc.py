@@ -236,7 +236,7 @@ class LinearArgs(NamedTuple):
 
     @property
     def epilogue(self) -> tuple[str | None, Any]:
-        """What no library GEMM does: the activation, and the scale by which the result is
+        """The steps that no library GEMM runs: the activation, and the scale by which the result is
         quantized."""
         return self.activation, self.out_scale
 

@@ -252,7 +252,7 @@ def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
 
 
 def _sums(call: LinearArgs, desc: LinearDesc) -> Tensor:
-    """What a kernel that runs no epilogue leaves to it."""
+    """An empty tensor for the sums that a kernel hands to the epilogue behind it."""
     shape = (*call.x.shape[:-1], desc.out_features)
     return call.x.new_empty(shape, dtype=desc.dtype)  # type: ignore[no-any-return]
 

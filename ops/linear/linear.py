@@ -85,7 +85,7 @@ def linear(
 
 
 def _define(gemm: Gemm, *args: Any) -> Tensor:
-    """The by some GEMM."""
+    """The definition of ``linear``, over the GEMM that it is given."""
     describe(*args)
     *operands, activation, out_scale = args
     return _finish(multiply(gemm, *operands), activation, out_scale)
@@ -245,7 +245,7 @@ def _fp8_cases(draw: Draw) -> Iterator[Case]:
             yield Case(f"{label}, FP8 {scheme}", args, FP8)
 
     def gated(label: str, m: int, n: int, k: int, activation: str = "silu") -> Iterator[Case]:
-        """In units of the scale of the result: gate and up of a few units."""
+        """Cases whose gates and ups are a few times the scale of the result."""
         x, weight = values(m, k, 100.0), values(2 * n, k, 100.0)
         out_scale = 0.05 + scales(1, 1) / 100
         for scheme, rows in (("tensor", (1, 1)), ("token", (m, 2 * n))):
@@ -295,7 +295,7 @@ FP8_GATED = {**FP8, E4M3: Tolerance(0.5, 2.0**-3)}
 
 
 def _tolerances(activation: str | None, quantize: bool) -> dict[torch.dtype, Tolerance]:
-    """A result that is quantized may be the next FP8 value."""
+    """Tolerances of the cases; a quantized result may be off by one FP8 value."""
     found = PLAIN if activation is None else GATED
     return {**found, E4M3: Tolerance(0.5, 2.0**-3)} if quantize else found
 

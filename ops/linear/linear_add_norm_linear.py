@@ -310,6 +310,6 @@ OP = SemanticOp(
         on_gpu("library", _in_turn("library"), _supports, launches=_launches, runs=_runs_in_turn),
         Implementation("native", _reference, inline=True),
     ),
-    # Those of gated layers, wider in bfloat16: the streaming kernels leave out a rounding.
+    # As for gated layers, but wider in bfloat16: the streaming kernels round once less.
     tolerances={**GATED, torch.bfloat16: Tolerance(5e-2, 5e-2)},
 )

@@ -142,8 +142,8 @@ def _fake(*args: Any) -> Results:
 
 
 def _facts(call: Call) -> tuple[Any, ...]:
-    """What of a call its layers are described by, as a key: their dtype, the shapes of the weights,
-    whether there are biases, and the activation."""
+    """The hashable facts from which ``_layers`` describes a call: x's dtype, the shapes of the
+    weights, which layers have a bias, and the activation."""
     weights = (call.head.weight, call.gate_up, call.down, call.next_weight)
     shapes = tuple([None if t is None else tuple(t.shape) for t in weights])
     biases = call.head.bias is not None, call.next_bias is not None

@@ -74,8 +74,8 @@ def linear_sum_norm_linear(call: Chain, group_name: str) -> Results:
     slot_bytes = part * hidden * x.element_size()
 
     def slot(index: int, num_rows: int) -> Tensor:
-        """A matrix in this rank's window.  Slot i holds the partial sums for rank i, the rank's own
-        slot the sums, and the last slot their norms."""
+        """Return one matrix of this rank's window.  Slot i holds the partial sums for rank i.  The
+        rank's own slot holds the finished sums, and the last slot holds their norms."""
         return ops.peer_window(x, num_rows, hidden, index * slot_bytes, group_name)  # type: ignore[no-any-return]
 
     parts = x.new_empty((world, num_own, hidden))

@@ -115,7 +115,7 @@ def check(x: Tensor, scheme: Scheme, parts: int = 1) -> None:
 
 
 def finish(y: Tensor, scheme: Scheme | None) -> tuple[Tensor, ...]:
-    """The end of a definition: ``y`` as it is, or quantized by ``scheme``."""
+    """The last step of a definition: quantize ``y`` by ``scheme``, or return it unchanged."""
     if scheme is None:
         return (y,)
     if isinstance(scheme, Tensor):

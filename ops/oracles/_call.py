@@ -16,7 +16,7 @@ from ..core.op import SemanticOp
 Floats: TypeAlias = npt.NDArray[np.float64]
 Array: TypeAlias = npt.NDArray[Any]
 Expected: TypeAlias = dict[int | str, Array]
-"""By number of output or name of mutated argument; where it is NaN the op promises nothing."""
+"""Results by number of output or name of mutated argument; NaN where the op promises nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def decode(tensor: Tensor) -> Array:
 
 
 def rounded(x: Floats, dtype: torch.dtype) -> Floats:
-    """To the nearest number of a 16- or 32-bit dtype, ties to even, where a definition rounds."""
+    """Round to the nearest number of a 16- or 32-bit dtype, ties to even."""
     if dtype == torch.float16:
         return x.astype(np.float16).astype(np.float64)
     single = x.astype(np.float32)

@@ -94,7 +94,7 @@ def quantized(x: Floats, scheme: Any) -> Expected:
 
 
 def _quantized(y: Floats, call: Call) -> Expected:
-    """``y`` as it is, or rounded to the dtype of x and quantized, if the call says how."""
+    """Round ``y`` to x's dtype and quantize it if the call has a scale or group, else return it."""
     scheme = call.values.get("scale", call.values.get("group_size"))
     return {0: y} if scheme is None else quantized(rounded(y, call.dtypes["x"]), scheme)
 

@@ -53,7 +53,7 @@ def gumbel(seed: int, position: int, vocab: int) -> Floats:
 def _filtered(
     row: Floats, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[Array, bool]:
-    """Which tokens stay, and whether that is certain in float32 too."""
+    """Return a mask of the tokens that the filters keep, and whether float32 must agree on it."""
     order = np.argsort(-row, kind="stable")
     weight = np.exp((row - row.max()) / temperature)
     kept = weight >= min_p if min_p > 0 else np.ones(len(row), bool)
@@ -70,7 +70,7 @@ def _filtered(
 
 
 def sample(call: Call) -> Expected:
-    """By sorted lists of probabilities, and the largest sum of logit and noise."""
+    """Filter by sorted probabilities, then take the token with the largest logit plus noise."""
     tokens: list[float] = []
     filters = [call["top_k"], call["top_p"], call["min_p"]]
     for i, row in enumerate(call["logits"]):
@@ -173,7 +173,7 @@ def embedding(call: Call) -> Expected:
 
 
 def gather_last_token(call: Call) -> Expected:
-    """A sequence without a token gets some row: nothing is promised of it."""
+    """Take each sequence's last row.  The row of a sequence without tokens is undefined (NaN)."""
     hidden, starts = call["hidden"], call["query_start_loc"].tolist()
     nothing = np.full(hidden.shape[1], np.nan)
     pairs = itertools.pairwise(starts)

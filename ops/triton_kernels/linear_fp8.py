@@ -25,7 +25,7 @@ def _mma(x, w, total, SWAPPED: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _first_of_tile(tile, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Its first row and column: GROUP_M row tiles are walked before the next column tile."""
+    """First row and column of a tile.  GROUP_M row tiles come before the next column tile."""
     tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
     first_tile = tile // tiles_in_group * GROUP_M
     group_rows = tl.minimum(tl.cdiv(M, BLOCK_M) - first_tile, GROUP_M)

@@ -71,7 +71,7 @@ class _Direct(Route):
     """A route that calls its endpoint, where FastAPI's would first look for what to inject.
 
     It comes before the route of the same path that describes it in the OpenAPI schema.  A request
-    reaches its endpoint 60 to 80 us earlier (docs/decisions/engine.md).
+    reaches its endpoint 60 to 80 us earlier (docs/lab/engine.md).
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

@@ -49,7 +49,7 @@ async def read(request: Request, kind: type[_Model]) -> _Model:
 
 
 def is_small(data: bytearray) -> bool:
-    """Whether a body is parsed so fast that nobody notices: in 2 ms at most."""
+    """Whether parsing a body takes 2 ms at most, so that it may hold up the event loop."""
     if len(data) <= _FEW_BYTES:
         return True
     return len(data) <= _SMALL_BYTES and sum(map(data.count, (b"[", b"{", b":"))) <= _LITTLE_FORM

@@ -58,7 +58,7 @@ FORMATS: dict[str, Format] = {
     "llama3_json": Format("<|python_tag|>", bare="{", shown_by=("<|python_tag|>", '"parameters"')),
     "xlam": _BARE,
 }
-"""By the names that vLLM's ``--tool-call-parser`` has for them, in the order of detection."""
+"""Formats by the names of vLLM's ``--tool-call-parser``, in the order of detection."""
 
 
 def detect(template: str) -> str | None:
@@ -112,7 +112,7 @@ class CallReader:
         self.num_calls = self.num_calls_before = 0
         self._text, self._at = "", 0
         self._held: list[str] = []
-        """What has been read since a mark, and is content if no call follows."""
+        """Text since a start mark.  It becomes content if no call follows."""
         self._value_at = 0
         self._name: str | None = None
         self._scan: JsonScan | XmlScan = JsonScan()
@@ -205,7 +205,7 @@ class CallReader:
         return self._begin_value(found[1])
 
     def _read_next(self) -> bool:
-        """Behind a separator."""
+        """Read on after a separator: blanks, then the next value."""
         if not self._skip_blanks():
             return False
         return self._begin_value() if self._text[self._at] in "[{" else self._fail()
@@ -243,7 +243,7 @@ class CallReader:
             return []
 
     def _read_behind(self) -> bool:
-        """Behind a value: an end mark, another value, or what is no part of calls."""
+        """Read on after a value: an end mark, another value, or text outside of calls."""
         form = self._form
         if not self._skip_blanks():
             return False
@@ -286,7 +286,7 @@ class CallReader:
         self._at = end
 
     def _fail(self) -> bool:
-        """What is held is no call."""
+        """Give out the held text as content, because it is no call."""
         self._emit("".join(self._held))
         self._held.clear()
         self._open.clear()
@@ -294,7 +294,7 @@ class CallReader:
         return True
 
     def _confirm(self) -> None:
-        """What is held are calls."""
+        """Hand on the open calls, and drop the held text from which they were read."""
         self._held.clear()
         if not self._open:
             return

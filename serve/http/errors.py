@@ -90,8 +90,8 @@ def as_json(content: Any) -> Any:
 
 
 def api_error(error: Exception, param: str | None = None) -> ApiError:
-    """The answer to what a request raised; ``param``: the field that it is about, if the message
-    does not say."""
+    """The answer to an exception that a request raised.  ``param`` is the field at fault, for
+    messages that do not name it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):

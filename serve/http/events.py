@@ -77,14 +77,14 @@ async def whole(state: ServerState, job: Job, receive: Receive) -> list[RequestO
 
 
 def check_finish(completion: CompletionOutput) -> None:
-    """Raise the answer to a request that failed in a step: 400 if by its own doing."""
+    """Raise ``ApiError`` if a request failed in a step: 400 if its parameters are to blame."""
     if completion.finish_reason == "error":
         status = 400 if completion.refused else 500
         raise ApiError(status, f"generation failed: {completion.error}", code="generation_failed")
 
 
 async def deltas(job: Job) -> AsyncGenerator[list[Delta], None]:
-    """What the outputs of a job gain, as often as somebody asks."""
+    """Yield what the outputs of a job have gained since the last time."""
     seen: dict[int, tuple[int, int]] = {}
     finished: set[int] = set()
     while not job.stream.is_done:

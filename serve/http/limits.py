@@ -97,7 +97,7 @@ def body_too_large(most: int) -> ApiError:
 
 
 class _Part(Enum):
-    """What of a message comes next."""
+    """The part of a message that is expected next."""
 
     NOTHING = 0
     HEAD = 1
@@ -114,9 +114,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._feed_bytes = 0
         """Bytes of the piece that is being read."""
         self._num_bytes = 0
-        """Of the message that goes on, in the pieces that did not end it."""
+        """Bytes of the unfinished message, without the piece that is being read."""
         self._num_framing = 0
-        """Of them, those that came since the last piece with some of the body."""
+        """How many of these bytes came after the last piece that had some of the body."""
         self._num_chunks = self._num_headers = 0
         self._has_body = self._has_moved = self._refused = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -202,7 +202,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _begin(self, part: _Part) -> None:
-        """What comes next is ``part``, with a time of its own."""
+        """Expect ``part`` next, and start its own time limit."""
         self._part, self._has_moved = part, True
         if self._deadline is not None:
             self._deadline.cancel()

@@ -17,7 +17,7 @@ from ...engine.frontend.tokenizer import Tokenizer
 Step = dict[int, Logprob]
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 _LEAST = -9999.0
-"""In place of minus infinity, which JSON does not have; vLLM has the same."""
+"""Stands for minus infinity, which JSON cannot hold; vLLM uses the same number."""
 
 
 def completion_logprobs(

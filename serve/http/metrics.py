@@ -47,7 +47,7 @@ _WHOLE_S = (
 )
 _TOKENS = tuple(float(1 << n) for n in range(18))
 TALLY = "tally"
-"""What an API process asks the others."""
+"""The question with which an API process asks the others for their counts."""
 PEERS_S = 5.0
 """Longest time that another API process may take to answer."""
 _counter, _gauge = CounterMetricFamily, GaugeMetricFamily
@@ -69,7 +69,7 @@ class Histogram(Struct):
 
     @classmethod
     def over(cls, bounds: tuple[float, ...]) -> Histogram:
-        """An empty one."""
+        """An empty histogram over these bounds."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def add(self, value: float) -> None:
