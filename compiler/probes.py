@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .. import ops
 from ..config import VerificationError
@@ -209,10 +209,14 @@ def run_probe(probe: Probe, passes: tuple[str, ...]) -> list[PassReport]:
     Raises:
         VerificationError: a rewrite is wrong.
     """
+    return run_passes(graph_of(probe), build_passes(passes), verify=True)
+
+
+def graph_of(probe: Probe) -> fx.GraphModule:
+    """The graph of a probe, before any pass."""
     inputs = {name: torch.empty(shape, dtype=d) for name, (shape, d) in probe.inputs.items()}
     dynamic = {name: {0: "num_tokens"} for name in probe.tokens}
-    traced = trace(_Model(probe.compute), tuple(inputs.values()), inputs, dynamic)
-    return run_passes(traced.gm, build_passes(passes), verify=True)
+    return trace(_Model(probe.compute), tuple(inputs.values()), inputs, dynamic).gm
 
 
 @cache

@@ -63,6 +63,10 @@ def _named() -> Iterator[Fusion]:
         if gated or quantized:
             yield Fusion(linear_parts(scaled, gated, quantized), "linear")
     yield Fusion(("linear", "add", "RMSNorm", "linear"), "linear_add_norm_linear")
+    summed = ("linear", "all-reduce", "add", "RMSNorm", "linear")
+    yield Fusion(summed, "linear_all_reduce_add_norm_linear")
+    parts = ("FP8 linear", "add", "RMSNorm", "FP8 linear", "SiLU-mul or GELU-mul", "FP8 linear")
+    yield Fusion((*parts, "add", "RMSNorm", "FP8 linear"), "linear_add_norm_mlp")
     yield Fusion(("experts' linear", "SiLU-mul or GELU-mul"), "expert_linear")
     yield Fusion(("router", "top-k", "experts", "sum"), "fused_moe")
     parts = ("linear", "add", "RMSNorm", "router", "top-k", "experts", "sum")

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from fusewright.compiler import probes
+from fusewright.compiler.inspect.fusions import fusions
 from fusewright.compiler.probes import PROBES, check_probes, run_probe
 from fusewright.config import PASSES
-from fusewright.passes import VerificationError, fake_value
+from fusewright.passes import VerificationError, build_passes, fake_value, run_passes
 from fusewright.passes.rule import Context
 
 COLLECTIVE = {"fuse_all_reduce_norm", "fuse_async_tp"}
@@ -28,6 +29,20 @@ def test_every_pass_of_a_probe_matches_and_every_input_of_it_shows(name: str) ->
 def test_every_pass_has_a_probe() -> None:
     probed = {name for probe in PROBES.values() for name in probe.passes}
     assert probed == {*PASSES} - COLLECTIVE - {"cleanup"}
+
+
+def test_the_list_of_fusions_names_every_op_that_a_pass_makes() -> None:
+    """``explain`` prints that list as "every fusion"."""
+    made = {"linear_all_reduce_add_norm_linear"}  # of ranks: no probe has them
+    for probe in PROBES.values():
+        gm = probes.graph_of(probe)
+        of_model = {node.target for node in gm.graph.nodes}
+        for rule in build_passes(tuple(PASSES)):
+            run_passes(gm, [rule])
+            called = {node.target for node in gm.graph.nodes} - of_model
+            made |= {t._opname for t in called if isinstance(t, torch._ops.OpOverload)}
+    assert len(made) > 10
+    assert not made - {fusion.op for fusion in fusions()}
 
 
 LOST = [
