@@ -26,7 +26,7 @@ SHELL := /bin/bash
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= 2
-FOLDERS := config ops passes compiler graph_capture model_executor engine serve bench
+FOLDERS := config ops passes compiler graph_capture model_executor engine serve bench benchmarks
 CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
 # The root holds folders called config and ops: keep it off sys.path.
@@ -119,9 +119,9 @@ gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test
 
 gpu-evidence: install
-	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.bench.evidence \
+	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.benchmarks.evidence \
 	  $(if $(COMMIT),--commit $(COMMIT)) $(if $(RESULTS),--results $(RESULTS))
 
 bench: install
-	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.bench.evidence kernels.jsonl \
+	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.benchmarks.evidence kernels.jsonl \
 	  $(if $(COMMIT),--commit $(COMMIT)) $(if $(RESULTS),--results $(RESULTS))

@@ -31,6 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["bench"] = {*MAY_IMPORT}
 MAY_IMPORT["serve"] = {*MAY_IMPORT}
+CHECKOUT_ONLY = ("benchmarks",)
+"""Folders that may import the whole package and are in no wheel: nothing in it imports them."""
 
 # Folder -> room in it -> the rooms of that folder it may import. "" are the modules beside the
 # rooms, which call them in turn: `compile()` and `build()`.
@@ -211,7 +213,8 @@ def is_kernel_file(path: Path) -> bool:
 
 def measured_files() -> list[Path]:
     csrc = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".cuh", ".cpp", ".h"}]
-    return [*PACKAGE_FILES, *python_files("tests", "tools", "examples"), *sorted(csrc)]
+    python = python_files(*CHECKOUT_ONLY, "tests", "tools", "examples")
+    return [*PACKAGE_FILES, *python, *sorted(csrc)]
 
 
 @cache
