@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.line_budget import Budget, count_lines, misfits, read_budgets, renewed
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fusewright"
 
@@ -240,6 +242,25 @@ def too_long() -> dict[str, str]:
 def test_files_and_functions_stay_short() -> None:
     long = [text for key, text in too_long().items() if key not in LENGTH_EXCEPTIONS]
     assert not long, "\n".join(long)
+
+
+def test_every_folder_keeps_to_its_line_budget() -> None:
+    assert not (wrong := misfits(count_lines(), read_budgets())), "\n".join(wrong)
+
+
+def test_a_line_budget_rises_with_a_reason_and_falls_by_itself() -> None:
+    budgets = {"ops": Budget(100, "first"), "serve": Budget(1000, "second")}
+    assert [line.partition(":")[0] for line in misfits({"ops": 101, "new": 1}, budgets)] == [
+        *("new", "ops", "serve")
+    ]
+    assert not misfits({"ops": 80, "serve": 981}, budgets)
+    assert len(misfits({"ops": 79, "serve": 979}, budgets)) == 2
+    with pytest.raises(ValueError, match="ops grows from 100 to 101 lines"):
+        renewed({"ops": 101}, budgets, "")
+    assert renewed({"ops": 101, "serve": 900}, budgets, "third") == {
+        "ops": Budget(101, "third"),
+        "serve": Budget(900, "second"),
+    }
 
 
 def test_every_length_exception_is_still_needed() -> None:
