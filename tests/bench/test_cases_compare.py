@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from fusewright import LLM
+from fusewright.bench.cases import (
+    bytes_to_read,
+    measure_context,
+    measure_prefix,
+    pretend_computed,
+    shared_prefix,
+)
 from fusewright.bench.compare import compare
-from fusewright.bench.growth import bytes_to_read, measure_context, pretend_computed
-from fusewright.bench.prefix import measure_prefix, shared_prefix
 from fusewright.bench.workloads import equal
 from fusewright.config import UserError
 from fusewright.engine.engine import Engine
