@@ -7,6 +7,7 @@
 #   make client-test                        a server, asked by lm-eval and guidellm
 #   make mutants  MUTANTS='--count 20 --paths passes'    one-token edits of the sources that no test
 #                                           sees, 200 by default; takes hours
+#   make lines  REASON='why it grew'        sets the line budgets of tests/line_budget.toml
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -20,13 +21,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test client-test coverage check types style mutants docs gpu-test \
+.PHONY: install demo test client-test coverage check types style lines mutants docs gpu-test \
   gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
 JOBS ?= 2
-FOLDERS := config ops passes compiler graph_capture model_executor engine serve bench
+FOLDERS := config ops passes compiler graph_capture model_executor engine serve bench benchmarks
 CSRC := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
 # The root holds folders called config and ops: keep it off sys.path.
@@ -99,6 +100,9 @@ types:
 	  $(patsubst %/__init__.py,-p fusewright.%,$(wildcard $(FOLDERS:=/__init__.py))) \
 	  | sed 's|^build/pkgroot/fusewright/||'
 
+lines: install
+	@$(PY) tests/line_budget.py --reason '$(REASON)'
+
 style:
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -119,9 +123,9 @@ gpu-test: install
 	@PYTHON=$(PY) tools/gpu.sh test
 
 gpu-evidence: install
-	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.bench.evidence \
+	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.benchmarks.evidence \
 	  $(if $(COMMIT),--commit $(COMMIT)) $(if $(RESULTS),--results $(RESULTS))
 
 bench: install
-	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.bench.evidence kernels.jsonl \
+	@PYTHON=$(PY) tools/gpu.sh run $(PY) -m fusewright.benchmarks.evidence kernels.jsonl \
 	  $(if $(COMMIT),--commit $(COMMIT)) $(if $(RESULTS),--results $(RESULTS))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from statistics import median
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,6 +27,17 @@ from .serving import RequestTimes, Run
 from .workloads import Work
 
 _T = TypeVar("_T")
+_FIRST_TOKENS = 20
+_PAUSE_S = 0.01
+"""Seconds between two requests whose first token is timed: a lone request finds a device at
+rest.  A server at rest for longer would capture graphs."""
+_COUNTERS_S = 0.2
+"""Time after which a server's counters are up to date, in seconds."""
+_SUMS = {
+    "queued_ms": "vllm:request_queue_time_seconds_sum",
+    "engine_ms": "fusewright:step_busy_seconds_total",
+    "api_ms": "vllm:time_to_first_token_seconds_sum",
+}
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,33 @@ def first_tokens(target: HttpTarget, work: Work, count: int, pause_s: float) -> 
         return times
 
     return _run_loop(ask())
+
+
+def measure_first_token(target: HttpTarget, work: Work) -> dict[str, float]:
+    """Times of a server's first token in milliseconds, over one connection.
+
+    ``ttft_ms`` is the median that a client sees.  The others are means, each a part of the next:
+    ``queued_ms`` from the API process until the engine has scheduled the prompt, ``engine_ms``
+    from a prompt's launch to its result, ``api_ms`` from the API process until the token is back
+    there.
+    """
+    first_tokens(target, work, 3, _PAUSE_S)
+    before = _sums(target)
+    times = first_tokens(target, work, _FIRST_TOKENS, _PAUSE_S)
+    parts = {name: after - before[name] for name, after in _sums(target).items()}
+    means = {name: round(seconds / _FIRST_TOKENS * 1e3, 3) for name, seconds in parts.items()}
+    return {"ttft_ms": round(median(times) * 1e3, 3), **means}
+
+
+def _sums(target: HttpTarget) -> dict[str, float]:
+    time.sleep(_COUNTERS_S)
+    text = get(target, "/metrics").decode()
+    found = dict.fromkeys(_SUMS, 0.0)
+    for name, series in _SUMS.items():
+        for labels, value in re.findall(rf"^{series}{{(.*)}} (\S+)$", text, re.MULTILINE):
+            if 'step="decode"' not in labels:
+                found[name] += float(value)
+    return found
 
 
 async def _load(

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config import EngineOptions, MachineError, option_specs
-from .first_token import in_process
 from .http_load import HttpTarget
 from .workloads import Work
 
@@ -89,7 +88,7 @@ def offline(
     options: Mapping[str, Any], works: Sequence[Work], single: Work, repeats: int
 ) -> dict[str, float]:
     """Time ``LLM.generate`` with all requests as one batch, the best of ``repeats`` in ``seconds``,
-    and the first token of ``LLM.stream`` for ``single``, as ``in_process`` does.
+    and the first token of ``LLM.stream`` for ``single``, as ``measure_first_token`` does.
 
     Raises:
         MachineError: the process fails; the message is its own.
@@ -118,22 +117,19 @@ def offline(
 
 def _measure(asked: Mapping[str, Any]) -> dict[str, float]:
     from ..engine.llm import LLM
-    from ..engine.messages.sampling_params import SamplingParams
-    from .serving import capture_graphs
+    from .cases import measure_first_token
+    from .serving import capture_graphs, greedy
 
     llm = LLM(**asked["options"])
     capture_graphs(llm.engine)
-    prompts = [{"prompt_token_ids": ids} for ids, _ in asked["works"]]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        for _, output_len in asked["works"]
-    ]
+    asks = [greedy(Work(*work)) for work in asked["works"]]
+    prompts, params = [prompt for prompt, _ in asks], [params for _, params in asks]
     seconds = []
     for _ in range(asked["repeats"] + 1):  # the first warms up
         start = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
-    alone = in_process(llm, Work(asked["single"], asked["single_len"]))
+    alone = measure_first_token(llm, Work(asked["single"], asked["single_len"]))
     return {"seconds": min(seconds[1:]), **alone}
 
 

@@ -1,5 +1,5 @@
 """Draws what ``fusewright bench latency``, ``throughput``, ``serve``, ``growth``, ``fusewright tune
-serve`` and ``bench.peers`` keep as JSON: the machine that measures needs nothing that draws.
+serve`` and ``benchmarks.peers`` keep as JSON: the machine that measures needs nothing that draws.
 """
 
 from __future__ import annotations

@@ -157,16 +157,19 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
     return result
 
 
+def greedy(work: Work) -> tuple[dict[str, Any], SamplingParams]:
+    """The prompt and parameters with which a request generates exactly the length asked for."""
+    params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
+    return {"prompt_token_ids": work.prompt_token_ids}, params
+
+
 def _serve(engine: EngineLoop, due: Mapping[str, tuple[float, Work]]) -> None:
     """Add each request when it is due, in order, and step until all are finished."""
     waiting = list(due)[::-1]
     while waiting or engine.has_unfinished():
         while waiting and due[waiting[-1]][0] <= time.perf_counter():
             request_id = waiting.pop()
-            work = due[request_id][1]
-            params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
-            prompt = {"prompt_token_ids": work.prompt_token_ids}
-            engine.add_request(prompt, params, request_id, final_only=True)
+            engine.add_request(*greedy(due[request_id][1]), request_id, final_only=True)
         if engine.has_unfinished():
             for output in engine.step():
                 if output.error is not None:

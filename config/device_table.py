@@ -1,8 +1,9 @@
 """Device tables hold what was measured on a GPU: one file a GPU model and version of cuBLASLt.
 
 ``devices/`` ships them, and at ``-O3`` an artifact brings one for its own model's shapes, which is
-asked first.  A GPU without a file takes that of the nearest: section by section, as ``PORTABLE``
-says.  A file that cannot serve is ignored, and its reason is in ``report()`` and ``explain``.
+asked first.  A GPU without a file takes ``rows`` and ``num_sms`` of one with the same compute
+capability, whose kernels and caches are alike; ``algorithms`` and ``copy_tb_s`` are of one GPU.  A
+file that cannot serve is ignored, and its reason is in ``report()`` and ``explain``.
 """
 
 from __future__ import annotations
@@ -42,12 +43,6 @@ ROWS = (
     "in turn 2 ranks",
 )
 """The kernels for which a table says up to how many rows they are used."""
-PORTABLE = {
-    "algorithms": "no: bytes of one version of cuBLASLt, ranked on one GPU",
-    "rows": "to GPUs of the same compute capability, whose kernels and caches are alike",
-    "num_sms": "to GPUs of the same compute capability, while none is here",
-    "copy_tb_s": "no: the memory of one GPU",
-}
 _REMEDY = "write it anew with python -m fusewright.bench.ops.tune_linear"
 _HEAD = {"gpu": str, "sm": int, "num_sms": int, "cublaslt": int}
 Weight: TypeAlias = tuple[str, int, int]

@@ -69,42 +69,6 @@ def plot(
     plots.plot({path.stem: plots.load(path) for path in results}, picture)
 
 
-@app.command("report")
-def report(
-    results: Annotated[
-        Path | None, typer.Option(help="Folder of one GPU's results. [default: those of the H200]")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit 1 if a page is old.")
-    ] = False,
-    pictures: Annotated[bool, typer.Option("--pictures", help="Draw docs/*.png too.")] = False,
-    kernels: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Only write all kernels' figures to PAGE.")
-    ] = None,
-) -> None:
-    """Render the documents' tables from bench/results/; say which results are old."""
-    from ..bench import report as pages
-
-    folder = results or pages.H200
-    if kernels is not None:
-        writable("kernels", kernels)
-        pages.write_kernels(folder, kernels)
-        return
-    rows = [["result", "commit", "measured", "its sources"], *pages.freshness(folder)]
-    typer.echo(table(rows) + "\n")
-    made = pages.rendered(folder)
-    if pictures and not check:
-        pages.draw(folder)
-    changed = [path for path, text in made.items() if path.read_text() != text]
-    for path in () if check else changed:
-        path.write_text(made[path])
-    names = ", ".join(path.name for path in changed)
-    typer.echo(
-        f"{'not as rendered' if check else 'wrote'}: {names}" if names else "no page changed"
-    )
-    raise typer.Exit(int(check and bool(changed)))
-
-
 @app.command("kernels")
 @takes_fields(comparison=Comparison)
 def kernels(

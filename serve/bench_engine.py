@@ -169,7 +169,7 @@ def _best_run(
 
 
 def _frontends(llm: LLM, works: Sequence[Work], *, err: bool) -> list[dict[str, Any]]:
-    from ..bench.frontends import measure_frontends
+    from ..bench.cases import measure_frontends
 
     rows = measure_frontends(llm, works)
     show_rows(rows, err=err)
@@ -215,7 +215,7 @@ def growth(
         for value in values or ():
             check_counts(1, MOST_REQUESTS if name != "context" else MOST_COUNT, **{name: value})
     check_outputs(output, plot)
-    from ..bench.growth import measure_growth
+    from ..bench.cases import measure_growth
 
     seqs = max(*batches, *counts)
     llm = _engine({"enable_prefix_caching": True, "max_num_seqs": seqs, **options})
@@ -257,7 +257,7 @@ def prefix(
     if prefix_len is not None:
         check_counts(1, prefix_len=prefix_len)
     check_outputs(output)
-    from ..bench.prefix import measure_prefix
+    from ..bench.cases import measure_prefix
 
     llm = _engine({"enable_prefix_caching": True, **options})
     if prefix_len is None:

@@ -163,9 +163,9 @@ def _warm(base_url: list[str] | None) -> dict[str, bool]:
 def _beside(
     offline: dict[str, float], row: dict[str, Any], target: HttpTarget, single: Work
 ) -> dict[str, Any]:
-    from ..bench.first_token import over_http
+    from ..bench.http_load import measure_first_token
 
-    alone = over_http(target, single)
+    alone = measure_first_token(target, single)
     return {
         "of_offline": round(offline["seconds"] / row["seconds"], 4),
         "alone": alone,

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.line_budget import Budget, count_lines, misfits, read_budgets, renewed
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fusewright"
 
@@ -31,6 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["bench"] = {*MAY_IMPORT}
 MAY_IMPORT["serve"] = {*MAY_IMPORT}
+CHECKOUT_ONLY = ("benchmarks",)
+"""Folders that may import the whole package and are in no wheel: nothing in it imports them."""
 
 # Folder -> room in it -> the rooms of that folder it may import. "" are the modules beside the
 # rooms, which call them in turn: `compile()` and `build()`.
@@ -245,7 +249,8 @@ def is_kernel_file(path: Path) -> bool:
 
 def measured_files() -> list[Path]:
     csrc = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cu", ".cuh", ".cpp", ".h"}]
-    return [*PACKAGE_FILES, *python_files("tests", "tools", "examples"), *sorted(csrc)]
+    python = python_files(*CHECKOUT_ONLY, "tests", "tools", "examples")
+    return [*PACKAGE_FILES, *python, *sorted(csrc)]
 
 
 @cache
@@ -271,6 +276,25 @@ def too_long() -> dict[str, str]:
 def test_files_and_functions_stay_short() -> None:
     long = [text for key, text in too_long().items() if key not in LENGTH_EXCEPTIONS]
     assert not long, "\n".join(long)
+
+
+def test_every_folder_keeps_to_its_line_budget() -> None:
+    assert not (wrong := misfits(count_lines(), read_budgets())), "\n".join(wrong)
+
+
+def test_a_line_budget_rises_with_a_reason_and_falls_by_itself() -> None:
+    budgets = {"ops": Budget(100, "first"), "serve": Budget(1000, "second")}
+    assert [line.partition(":")[0] for line in misfits({"ops": 101, "new": 1}, budgets)] == [
+        *("new", "ops", "serve")
+    ]
+    assert not misfits({"ops": 80, "serve": 981}, budgets)
+    assert len(misfits({"ops": 79, "serve": 979}, budgets)) == 2
+    with pytest.raises(ValueError, match="ops grows from 100 to 101 lines"):
+        renewed({"ops": 101}, budgets, "")
+    assert renewed({"ops": 101, "serve": 900}, budgets, "third") == {
+        "ops": Budget(101, "third"),
+        "serve": Budget(900, "second"),
+    }
 
 
 def test_every_length_exception_is_still_needed() -> None:

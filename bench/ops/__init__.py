@@ -1,1 +1,1 @@
-"""Benchmarks of single ops, one module a family, each `python -m` runnable."""
+"""Writes the device table of a GPU: ``python -m fusewright.bench.ops.tune_linear``."""

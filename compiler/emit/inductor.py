@@ -231,7 +231,7 @@ def _rewrite_call(
         f"    {name},  # {describe(fake_value(node), dims)}\n"
         for name, node in zip(names, placeholders(piece), strict=True)
     )
-    head = f"def call(\n{parameters}):" + _alignment(compiled, names, piece)
+    head = f"def call(\n{parameters}):" + _alignment(compiled, names)
     text.replace(function, clear, head)
     for node in (n for statement in function.body[2:] for n in ast.walk(statement)):
         if isinstance(node, ast.Name) and node.id in dims:
@@ -243,7 +243,7 @@ def _rewrite_call(
     return re.sub(r"\n\s*\n", "\n", text.cut(function))
 
 
-def _alignment(compiled: InductorModule, names: list[str], piece: Subgraph) -> str:
+def _alignment(compiled: InductorModule, names: list[str]) -> str:
     """Code that checks the inputs that kernels take to be aligned, unless Inductor's code does."""
     lines = []
     for index in sorted(compiled.check):

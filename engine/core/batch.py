@@ -15,9 +15,9 @@ class ScheduledRequest(Struct):
     """The part of one request that one step computes.
 
     Positions ``start`` to ``start + num_tokens`` of the request are the query tokens.
-    ``num_sampled`` tokens are sampled after the last of them; it is 0 where more of the request's
-    tokens follow.  ``target`` is then the next token of the prompt, if its log probability is asked
-    for.
+    ``num_sampled`` is 1 if a token is sampled after the last of them, and 0 where more of the
+    request's tokens follow.  ``target`` is then the next token of the prompt, if its log
+    probability is asked for.
     """
 
     request: Request
@@ -38,7 +38,7 @@ class ScheduledStep(Struct):
     """The least that it has to read, see ``StepReads``; counted once it is launched."""
 
 
-def make_batch(scheduled: list[ScheduledRequest], tokens_per_step: int = 1) -> Batch:
+def make_batch(scheduled: list[ScheduledRequest]) -> Batch:
     """The worker's view of a step.  It includes what the worker has not yet been told about the
     requests, such as new blocks, and marks that as told."""
     rows: list[int] = []
@@ -66,13 +66,12 @@ def make_batch(scheduled: list[ScheduledRequest], tokens_per_step: int = 1) -> B
         if blocks.num_entries != blocks.num_sent and not (changed and changed[-1][1] is request):
             changed.append((row, request))
     slots, starts, query_lens, num_sampled, num_known = _ints(rows).reshape(-1, 5).T.copy()
-    if query_len == tokens_per_step == 1 and not known_ids:  # a step of decodes alone
+    if query_len == 1 and not known_ids:  # a step of decodes alone
         input_ids, feed_slots = np.zeros(total, np.int32), slots
     elif total == len(known_ids):  # a step of prefills alone
         input_ids, feed_slots = _ints(known_ids), np.full(total, NO_SLOT, np.int32)
     else:
-        first_fed = slots * np.int32(tokens_per_step)
-        input_ids, feed_slots = _inputs(first_fed, query_lens, num_known, known_ids)
+        input_ids, feed_slots = _inputs(slots, query_lens, num_known, known_ids)
     return Batch(
         slots=slots,
         starts=starts,
@@ -99,17 +98,17 @@ def _targets(scheduled: list[ScheduledRequest]) -> Ints:
 
 
 def _inputs(
-    first_fed: Ints, query_lens: Ints, num_known: Ints, known_ids: list[int]
+    slots: Ints, query_lens: Ints, num_known: Ints, known_ids: list[int]
 ) -> tuple[Ints, Ints]:
     """``input_ids`` and ``feed_slots``.  The first ``num_known`` tokens of each row are known.  The
-    step in flight samples the others, which it feeds from index ``first_fed`` on."""
+    step in flight samples the others, one a slot."""
     ends = np.cumsum(query_lens, dtype=np.int32)
     behind = np.arange(ends[-1], dtype=np.int32)
     behind -= np.repeat(ends - query_lens + num_known, query_lens)
     known = behind < 0
     input_ids = np.zeros_like(behind)
     input_ids[known] = known_ids
-    behind += np.repeat(first_fed, query_lens)
+    behind += np.repeat(slots, query_lens)
     behind[known] = NO_SLOT
     return input_ids, behind
 

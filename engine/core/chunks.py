@@ -27,12 +27,10 @@ class Chunks:
         max_num_batched_tokens: most tokens of a step.
         max_num_mixed_tokens: most tokens of a step with decodes, while few decode and few wait; 0:
             ``max_num_batched_tokens``.
-        tokens_per_step: most tokens of a decode.
     """
 
     max_num_batched_tokens: int
     max_num_mixed_tokens: int
-    tokens_per_step: int = 1
 
     def room(self, running: Iterable[Request], num_queued_tokens: int) -> int:
         """Most prompt tokens of the next step: all that it holds if nothing decodes in it, or if
@@ -48,7 +46,7 @@ class Chunks:
         for request in running:
             num_tokens = request.num_tokens
             left = num_tokens - request.num_computed_tokens
-            if left > self.tokens_per_step:
+            if left > 1:
                 num_waiting += left
             elif num_tokens < request.max_total_tokens:  # else its last token is in flight
                 num_decodes += left

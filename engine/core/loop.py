@@ -177,7 +177,7 @@ class EngineCore:
         self._clock.in_flight(len(self._in_flight) if self.num_unfinished else 0)
 
     def _kind(self, step: ScheduledStep) -> str:
-        return "decode" if step.batch.query_len == self.scheduler.tokens_per_step else "mixed"
+        return "decode" if step.batch.query_len == 1 else "mixed"
 
     def stats(self) -> CoreStats:
         """Count what runs, waits and was found in the prefix cache."""

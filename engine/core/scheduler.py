@@ -42,7 +42,6 @@ class Scheduler:
         prefix_caching: start behind the longest prefix whose blocks are still cached; never where
             a block holds the state of a whole sequence.
         heed_priority: order by priority before arrival.
-        tokens_per_step: most tokens that a step samples for a request.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Scheduler:
         max_num_mixed_tokens: int = 0,
         prefix_caching: bool = False,
         heed_priority: bool = False,
-        tokens_per_step: int = 1,
     ) -> None:
         if min(numbers := (max_num_seqs, max_num_batched_tokens, max_model_len)) < 1:
             raise ValueError(f"sequences, tokens and length {numbers}: expected at least 1 each")
@@ -71,10 +69,9 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self._chunks = Chunks(max_num_batched_tokens, max_num_mixed_tokens, tokens_per_step)
+        self._chunks = Chunks(max_num_batched_tokens, max_num_mixed_tokens)
         self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
-        self.tokens_per_step = tokens_per_step
         self.limits = RequestLimits(
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
@@ -165,19 +162,17 @@ class Scheduler:
                 continue  # its last token or its mask is to come
             start = request.num_computed_tokens
             end = start + 1
-            if num_tokens - start > self.tokens_per_step:
+            if num_tokens - start > 1:
                 end = self._chunk_end(request, start, num_tokens, min(budget, room))
                 room -= end - start
                 self._has_part |= end < num_tokens
                 if end == start:
                     continue
-            elif end < num_tokens:
-                end = self._chunk_end(request, start, num_tokens, budget)
             if end > request.blocks.num_slots and not self._make_room(request, end):
                 continue
             entry = self._take(request, end, num_tokens)
             budget -= entry.num_tokens
-            self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
+            self._free_rows -= add_rows(entry, decodes, prefills)
         # Admit nothing after a preemption: the preempted request would return, to be preempted.
         room = min(budget, room)
         while room > 0 and self.num_preemptions == preempted_before:
@@ -189,14 +184,14 @@ class Scheduler:
             self._has_part |= end < num_tokens
             entry = self._take(admitted, end, num_tokens)
             room -= entry.num_tokens
-            self._free_rows -= add_rows(entry, decodes, prefills, self.tokens_per_step)
+            self._free_rows -= add_rows(entry, decodes, prefills)
         for request in self._set_aside:
             self.waiting.put(request)
         self._set_aside.clear()
         if not decodes and not prefills:
             return None
         scheduled = decodes + prefills
-        return ScheduledStep(scheduled, make_batch(scheduled, self.tokens_per_step))
+        return ScheduledStep(scheduled, make_batch(scheduled))
 
     def cache_blocks(self) -> None:
         """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where
@@ -215,16 +210,15 @@ class Scheduler:
         Raises:
             RuntimeError: the result does not have the tokens of every entry of the step.
         """
-        scheduled, most = step.scheduled, self.tokens_per_step
+        scheduled = step.scheduled
         token_ids = result.token_ids.tolist()
-        if (got := len(token_ids)) != len(scheduled) * most:
+        if (got := len(token_ids)) != len(scheduled):
             raise RuntimeError(f"step result has {got} tokens for {len(scheduled)} requests")
-        self._news.scored.extend(scored_by(step, result, most))
+        self._news.scored.extend(scored_by(step, result))
         request_ids: list[str] = []
         rows: list[int] = []
-        for row, token_id in enumerate(token_ids):
-            entry = scheduled[row // most]
-            if row % most >= entry.num_sampled:
+        for row, (entry, token_id) in enumerate(zip(scheduled, token_ids, strict=True)):
+            if not entry.num_sampled:
                 continue
             request = entry.request
             request.num_in_flight -= 1
@@ -301,10 +295,8 @@ class Scheduler:
                 self.cache_blocks()
         if end - start > 1 and self.pool.has_windows:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
-        num_sampled = 0
-        if end == num_tokens:
-            num_sampled = min(self.tokens_per_step, request.max_total_tokens - end)
-            request.num_in_flight += num_sampled
+        num_sampled = int(end == num_tokens)
+        request.num_in_flight += num_sampled
         return ScheduledRequest(request, start, end - start, num_sampled)
 
     def _make_room(self, request: Request, end: int) -> bool:

@@ -40,7 +40,6 @@ def add_rows(
     entry: ScheduledRequest,
     decodes: list[ScheduledRequest],
     prefills: list[ScheduledRequest],
-    tokens_per_step: int,
 ) -> int:
     """Append a part of a request to the rows of its kind; returns how many it has beyond one."""
     if entry.request.is_scored:
@@ -48,13 +47,11 @@ def add_rows(
         if rows[0] is not entry:
             decodes += rows
             return len(rows) - 1
-    (decodes if entry.num_tokens <= tokens_per_step else prefills).append(entry)
+    (decodes if entry.num_tokens == 1 else prefills).append(entry)
     return 0
 
 
-def scored_by(
-    step: ScheduledStep, result: StepResult, tokens_per_step: int
-) -> list[PromptLogprobs]:
+def scored_by(step: ScheduledStep, result: StepResult) -> list[PromptLogprobs]:
     """The log probabilities that a step brought, of requests that have not finished."""
     rows = [row for row, entry in enumerate(step.scheduled) if entry.target != NO_TARGET]
     found = []
@@ -65,6 +62,6 @@ def scored_by(
         if request.is_finished or result.logprobs is None:
             continue
         request.num_scored_tokens = max(request.num_scored_tokens, last.start + 1)
-        logprobs = result.logprobs.of([row * tokens_per_step for row in same])
+        logprobs = result.logprobs.of(same)
         found.append(PromptLogprobs(request.request_id, first.start + 1, logprobs))
     return found

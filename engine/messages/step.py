@@ -49,18 +49,17 @@ _NO_TARGETS: Ints = np.zeros(0, np.int32)
 class Batch(Struct, frozen=True):
     """One step.
 
-    Rows of ``tokens_per_step`` tokens or fewer come first (decodes), then longer prefill chunks.
+    Rows of one token come first (decodes), then longer prefill chunks.
 
     Attributes:
         slots: [num_seqs] the worker's row of each sequence, 0..max_num_seqs-1.
         starts: [num_seqs] position of the first query token.
         query_lens: [num_seqs] number of query tokens.
-        num_sampled: [num_seqs] tokens to sample behind the last query token; 0 while a prompt is
-            unfinished.
+        num_sampled: [num_seqs] 1 if a token is sampled behind the last query token; 0 while a
+            prompt is unfinished.
         input_ids: [num_tokens] token ids; 0 where ``feed_slots`` has one.
         feed_slots: [num_tokens] the slot whose sampled token, known to the device alone, is the
-            input, else ``NO_SLOT``; with several tokens a step ``slot * tokens_per_step + i`` for
-            the i-th that it sampled.
+            input, else ``NO_SLOT``.
         block_tables: a change a group of KV caches.
         new: the requests that are new in their slots; what their slots held before is dropped.
         query_len: the number of tokens of every sequence, if it is the same; else 0.
@@ -119,8 +118,8 @@ class StepResult(Struct, frozen=True):
     """The tokens that a step sampled.
 
     Attributes:
-        token_ids: [num_seqs * tokens_per_step] the tokens of each row; undefined beyond its
-            ``num_sampled``.  A negative id says why there is none, see ``ops.argmax``.
+        token_ids: [num_seqs] the token of each row; undefined where its ``num_sampled`` is 0.  A
+            negative id says why there is none, see ``ops.argmax``.
         logprobs: of the same tokens, and of ``Batch.targets``, if a request wants them.
     """
 

@@ -1,4 +1,4 @@
-"""``python -m fusewright.bench.peers`` by our own engine; the other adapters need their engines."""
+"""``benchmarks.peers`` by our own engine; the other adapters need their engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIRST_RUN = ROOT / "bench" / "results" / "h200" / "peers.jsonl"
 
 
 def peers(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "fusewright.bench.peers", *arguments]
+    command = [sys.executable, "-P", "-m", "fusewright.benchmarks.peers", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

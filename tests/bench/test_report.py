@@ -1,4 +1,4 @@
-"""``fusewright bench report``: the documents' tables are what the result files hold, and a result
+"""``benchmarks.report``: the documents' tables are what the result files hold, and a result
 says when the sources that it measured have changed."""
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from typing import Any
 import pytest
 
 from fusewright.bench.environment import ENGINE, changed_since, source_digests
-from fusewright.bench.evidence import ON_REQUEST, SUITES, Suite, command, measure, write_models
-from fusewright.bench.report import PAGES, TABLES, freshness, load, render, rendered
+from fusewright.benchmarks.evidence import ON_REQUEST, SUITES, Suite, command, measure, write_models
+from fusewright.benchmarks.report import (
+    PAGES,
+    TABLES,
+    freshness,
+    load,
+    main as report,
+    render,
+    rendered,
+)
 from fusewright.config import UserError
 from fusewright.serve.cli import main
 
@@ -42,7 +50,7 @@ def page(marker: str) -> str:
 
 def test_the_pages_are_as_rendered() -> None:
     different = [path.name for path, text in rendered().items() if path.read_text() != text]
-    assert not different, "run `fusewright bench report`"
+    assert not different, "run `python -m fusewright.benchmarks.report`"
 
 
 @pytest.mark.parametrize(
@@ -164,9 +172,9 @@ def test_the_command_checks_and_writes_all_kernels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib", reason="machines that measure need none")
-    assert main(["bench", "report", "--check"]) == 0
+    assert report(["--check"]) == 0
     assert "no page changed" in capsys.readouterr().out
-    assert main(["bench", "report", "--kernels", str(tmp_path / "all.md")]) == 0
+    assert report(["--kernels", str(tmp_path / "all.md")]) == 0
     assert "## rms_norm\n" in (tmp_path / "all.md").read_text()
     assert (tmp_path / "all.png").is_file()
 
@@ -191,7 +199,14 @@ def test_the_suites_measure_what_the_pages_show_in_25_minutes(tmp_path: Path) ->
 
 
 def test_measuring_without_git_needs_the_commit(tmp_path: Path) -> None:
-    words = [sys.executable, "-P", "-m", "fusewright.bench.evidence", "--results", str(tmp_path)]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "fusewright.benchmarks.evidence",
+        "--results",
+        str(tmp_path),
+    ]
     env = {**os.environ, "GIT_DIR": str(tmp_path / "nowhere")}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "give it by --commit" in done.stderr

@@ -17,7 +17,6 @@ from fusewright.compiler.artifacts import disk
 from fusewright.compiler.artifacts.artifact import FileDigest, Manifest, canonical_json
 from tests.compiler.store_process import FILES, REPORT, key
 
-Member = tuple[str, bytes]
 INSIDE = f"artifacts/{key().digest}"
 DEEP = 1200
 

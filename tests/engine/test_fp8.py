@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fusewright import LLM, SamplingParams
-from fusewright.bench.fp8_error import measure, relative_errors
+from fusewright.benchmarks.fp8_error import measure, relative_errors
 from fusewright.model_executor.abacus import FOLDER as ABACUS
 from fusewright.model_executor.abacus.problems import held_out, training
 from fusewright.model_executor.hf_config import read_spec

@@ -105,12 +105,11 @@ class ToyRunner:
     lazy: bool = True
     shares: bool = False
     windows: tuple[int, ...] = (0,)
-    tokens_per_step: int = 1
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.kv: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
-        self.last_tokens: list[int | None] = [None] * (self.max_num_seqs * self.tokens_per_step)
+        self.last_tokens: list[int | None] = [None] * self.max_num_seqs
         self.rows: dict[int, _Row] = {}
         self.queue: list[ToyStep] = []
 
@@ -153,15 +152,11 @@ class ToyRunner:
         logprobs: list[tuple[float, int, list[float], list[int]]] = []
         for entry in step.entries:
             self._check_what_is_seen(entry)
-            sampled: list[int] = []
-            for number in range(self.tokens_per_step):
-                seen = self.seen(entry, sampled)
-                samples = number < entry.num_sampled
-                logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
-                sampled.append(next_token(seen, entry.seed) if samples else -1)
-                if samples:
-                    self.last_tokens[entry.slot * self.tokens_per_step + number] = sampled[-1]
-            token_ids += sampled
+            seen = self.seen(entry)
+            logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
+            token_ids.append(next_token(seen, entry.seed) if entry.num_sampled else -1)
+            if entry.num_sampled:
+                self.last_tokens[entry.slot] = token_ids[-1]
         chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
         step.output = StepResult(
             np.array(token_ids, np.int32),
@@ -173,16 +168,13 @@ class ToyRunner:
             ),
         )
 
-    def seen(self, entry: _Entry, sampled: Sequence[int] = ()) -> list[tuple[int, int] | None]:
-        """What the last query of a request finds in its KV blocks, or will behind tokens that are
-        not stored yet."""
+    def seen(self, entry: _Entry) -> list[tuple[int, int] | None]:
+        """What the last query of a request finds in its KV blocks."""
         end = entry.start + len(entry.token_ids)
-        later: list[tuple[int, int] | None] = [*enumerate(sampled, start=end)]
         found: list[tuple[int, int] | None] = []
         for window, table in zip(self.windows, entry.tables, strict=True):
-            first = max(0, end + len(sampled) - window) if window else 0
+            first = max(0, end - window) if window else 0
             found += [self.kv[self._address(table, position)] for position in range(first, end)]
-            found += later[max(0, first - end) :]
         return found
 
     def _address(self, table: list[int], position: int) -> int:
@@ -202,7 +194,7 @@ class ToyRunner:
         assert counts and min(counts) >= 1
         assert sum(counts) <= self.max_num_batched_tokens
         assert len(counts) <= self.max_num_seqs
-        longer = [count > self.tokens_per_step for count in counts]
+        longer = [count > 1 for count in counts]
         assert longer == sorted(longer), "decodes come first"
         assert batch.query_len == (counts[0] if len({*counts}) == 1 else 0)
         assert batch.num_tokens == sum(counts) == len(batch.feed_slots)
@@ -299,7 +291,6 @@ class Setup:
     max_num_mixed_tokens: int = 0
     windows: tuple[int, ...] = (0,)
     """One group of layers each; 0: no window."""
-    tokens_per_step: int = 1
 
     def pool(self) -> BlockPool:
         groups = [CacheGroup(window) for window in self.windows]
@@ -316,7 +307,6 @@ class Setup:
             max_num_mixed_tokens=self.max_num_mixed_tokens,
             prefix_caching=self.prefix_caching,
             heed_priority=self.heed_priority,
-            tokens_per_step=self.tokens_per_step,
         )
 
     def runner(self, kind: type[ToyRunner] = ToyRunner, **faults: Any) -> ToyRunner:
@@ -328,7 +318,6 @@ class Setup:
             self.lazy,
             self.prefix_caching,
             self.windows,
-            self.tokens_per_step,
             **faults,
         )
 
@@ -366,7 +355,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         arrivals = [request.arrival for request in running + waiting]
         assert arrivals == sorted(arrivals), "first come, first served"
     for request in running:
-        assert 0 <= request.num_in_flight <= scheduler.tokens_per_step
+        assert 0 <= request.num_in_flight <= 1
         assert request.num_tokens <= request.max_total_tokens
         tables = zip(pool.groups, request.blocks.tables, request.blocks.num_freed, strict=True)
         for group, table, freed in tables:
@@ -378,6 +367,6 @@ def check_invariants(scheduler: Scheduler) -> None:
     if not scheduler.long_prefill_token_threshold:
         for request in running[:-1]:
             left = request.num_tokens - request.num_computed_tokens
-            assert left <= scheduler.tokens_per_step, "only the last prefills"
+            assert left <= 1, "only the last prefills"
     for request in waiting:
         assert request.slot == -1 and not request.blocks.tables and not request.num_cached_blocks

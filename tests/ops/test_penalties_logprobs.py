@@ -122,8 +122,9 @@ def test_more_logprobs_than_tokens_are_refused(implementation: str, device: torc
         op(randn(device, 1, 11), torch.zeros(1, dtype=torch.int32, device=device), 12)
 
 
-@pytest.mark.parametrize("num_seqs", [1, 4, 5, 70])
-@pytest.mark.parametrize("vocab", [1, 1000, 4099])
+@pytest.mark.parametrize(
+    ("num_seqs", "vocab"), [(1, 1), (70, 1), (1, 4099), (4, 1000), (5, 4099), (70, 1000)]
+)
 def test_argmax_takes_the_lowest_of_ties(
     implementation: str, device: torch.device, num_seqs: int, vocab: int
 ) -> None:

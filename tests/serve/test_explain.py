@@ -11,7 +11,10 @@ import pytest
 
 from fusewright.model_executor.abacus import FOLDER
 from fusewright.serve.cli import main
+from tests.serve.explained import explained_once
 
+__all__ = ["explained_once"]
+pytestmark = pytest.mark.usefixtures("explained_once")
 Capture = pytest.CaptureFixture[str]
 SM_90 = ("explain", "abacus", "--target-sm", "90")
 
@@ -156,7 +159,7 @@ def test_what_cannot_be_explained_is_refused(
 
 
 def test_a_missed_site_fails_when_all_are_required(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, explained_once: dict[str, Any]
 ) -> None:
     from torch import Tensor
     from torch.nn.functional import silu
@@ -168,11 +171,13 @@ def test_a_missed_site_fails_when_all_are_required(
         return self.down(silu(gate) * up)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(GatedMLP, "forward", up_first)
+    explained_once.clear()
     told = facts(capsys, *SM_90)
     (reason,) = {miss["reason"] for p in told["passes"] for miss in p["missed"]}
     assert main([*SM_90, "--require-all-fusions"]) == 2
     err = capsys.readouterr().err
     assert "require_all_fusions: 5 missed: fuse_gated_linear: " in err and reason in err
+    explained_once.clear()
 
 
 def test_requiring_all_fusions_where_none_is_expected_fails(capsys: Capture) -> None:

@@ -10,7 +10,10 @@ import pytest
 
 from fusewright.serve.cli import main
 from tests.model_executor.tiny_models import TinyModel
+from tests.serve.explained import explained_once
 
+__all__ = ["explained_once"]
+pytestmark = pytest.mark.usefixtures("explained_once")
 Capture = pytest.CaptureFixture[str]
 WIDE = TinyModel(
     "wide",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 TESTS = """
 import os, pytest
 def test_passes():
@@ -44,11 +45,12 @@ def results(tmp_path: Path) -> Path:
 def run(results: Path, *words: str, **environment: str) -> tuple[int, dict[str, str]]:
     """The exit code, and the outcomes since by the tests' names."""
     before = len(results.read_text().splitlines())
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_results", *words]
+    plugins = ("-p", "xdist.plugin", "-p", "gpu_results")
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *words]
     done = subprocess.run(
         [*command, f"--results={results}", f"--results={results.with_suffix('.copy')}"],
         cwd=results.parent,
-        env={**os.environ, **environment, "PYTHONPATH": str(TOOLS)},
+        env={**os.environ, **ALONE, **environment, "PYTHONPATH": str(TOOLS)},
         capture_output=True,
         check=False,
     )
@@ -78,7 +80,7 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(
         "passed",
     )
     assert results.with_suffix(".copy").read_text().count("\n") == 8
-    assert run(results, *beside, FIXED="1") == (5, {})
+    assert run(results, FIXED="1") == (5, {})
 
 
 def test_a_worker_that_crashes_is_a_failure(results: Path) -> None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ...bench.workloads import INPUT_LEN, OUTPUT_LEN, Work, equal, mix, tpot_ms
 from ...config import UserError
-from ..workloads import INPUT_LEN, OUTPUT_LEN, Work, equal, mix, tpot_ms
 from .peer import Peer, Sampling
 
 GREEDY = Sampling()

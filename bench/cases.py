@@ -1,27 +1,155 @@
-"""How a decode step grows: with the context, against the bytes that it must read, and with the
-number of requests, against what its graph alone takes.
+"""What a whole engine takes beside latency and throughput, as cases that differ in one thing: the
+frontend, what the prefix cache holds, the context, and the number of requests.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..config import UserError
+from ..engine.async_llm import AsyncLLM
 from ..engine.core.prefix_cache import extend_keys
 from ..engine.core.request import Request
 from ..engine.engine import Engine
+from ..engine.llm import LLM
 from ..engine.messages.sampling_params import SamplingParams
 from ..graph_capture import GraphKind
 from .profile_options import ProfileOptions
 from .profiling import drive
-from .serving import check_length, run, warm_up
+from .serving import Run, check_length, greedy, run, warm_up
 from .workloads import Work, equal
+
+_FRONTEND_REPEATS = 3
+FIRST_TOKENS = 20
+PAUSE_S = 0.01
+"""Seconds between two requests whose first token is timed: a lone request finds a device at
+rest.  A server at rest for longer would capture graphs."""
+
+
+def measure_frontends(llm: LLM, works: Sequence[Work]) -> list[dict[str, Any]]:
+    """The best time of each frontend in seconds, and its throughput as a share of the batch's.
+
+    They run by turns.  "async" reads every output of a request, "async, final only" just the last.
+    """
+    asynchronous = AsyncLLM.from_engine(llm.engine)
+    asks = [greedy(work) for work in works]
+    prompts, params = [prompt for prompt, _ in asks], [params for _, params in asks]
+
+    async def read(index: int, final_only: bool) -> None:
+        generator = asynchronous.generate(prompts[index], params[index], final_only=final_only)
+        async for _ in generator:
+            pass
+
+    async def read_all(final_only: bool) -> None:
+        await asyncio.gather(*(read(index, final_only) for index in range(len(works))))
+
+    cases: dict[str, Callable[[], Any]] = {
+        "batch": lambda: llm.generate(prompts, params, use_tqdm=False),
+        "async": lambda: asyncio.run(read_all(False)),
+        "async, final only": lambda: asyncio.run(read_all(True)),
+    }
+    best = dict.fromkeys(cases, float("inf"))
+    for turn in range(_FRONTEND_REPEATS + 1):  # the first warms up
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            if turn:
+                best[name] = min(best[name], time.perf_counter() - start)
+    num_tokens = sum(work.output_len for work in works)
+    return [
+        {
+            "frontend": name,
+            "seconds": round(seconds, 4),
+            "output_tokens_per_s": round(num_tokens / seconds, 1),
+            "of_batch": round(best["batch"] / seconds, 4),
+        }
+        for name, seconds in best.items()
+    ]
+
+
+def measure_first_token(llm: LLM, work: Work) -> dict[str, float]:
+    """Median time to the first token of ``LLM.stream`` in milliseconds.  ``engine_ms`` is a part of
+    that time, and ``ttft_hot_ms`` the median without pauses."""
+    _first_tokens(llm, work, 3, PAUSE_S)
+    before = llm.engine.core.stats().busy_s["mixed"]
+    times = _first_tokens(llm, work, FIRST_TOKENS, PAUSE_S)
+    engine_s = llm.engine.core.stats().busy_s["mixed"] - before
+    hot = _first_tokens(llm, work, FIRST_TOKENS, 0.0)
+    figures = {"ttft_ms": times, "engine_ms": [engine_s / FIRST_TOKENS], "ttft_hot_ms": hot}
+    return {name: round(statistics.median(each) * 1e3, 3) for name, each in figures.items()}
+
+
+def _first_tokens(llm: LLM, work: Work, count: int, pause_s: float) -> list[float]:
+    times = []
+    for _ in range(count):
+        time.sleep(pause_s)
+        start = time.perf_counter()
+        stream = llm.stream(*greedy(work))
+        next(stream)
+        times.append(time.perf_counter() - start)
+        for _ in stream:
+            pass
+    return times
+
+
+def shared_prefix(
+    num_prompts: int, prefix_len: int, input_len: int, output_len: int, vocab_size: int
+) -> list[Work]:
+    """Requests of one prefix with ``input_len`` tokens of their own behind it."""
+    rng = random.Random(0)
+    prefix = [rng.randrange(vocab_size) for _ in range(prefix_len)]
+    return [
+        Work(prefix + [rng.randrange(vocab_size) for _ in range(input_len)], output_len)
+        for _ in range(num_prompts)
+    ]
+
+
+def measure_prefix(
+    engine: Engine, num_prompts: int, prefix_len: int, input_len: int, output_len: int
+) -> dict[str, Any]:
+    """All requests at once: without prefix caching, with an empty cache, and with the prefix there
+    from an earlier request.  ``speedup`` of the mean first-token time is the last against the
+    first; ``identical`` counts requests with the same tokens in both.
+    """
+    scheduler, vocab_size = engine.core.scheduler, engine.inputs.vocab_size
+    check_length(engine, prefix_len + input_len + max(output_len, 2))
+    works = shared_prefix(num_prompts, prefix_len, input_len, output_len, vocab_size)
+    other = shared_prefix(1, prefix_len, input_len + 1, 1, vocab_size)  # shares the prefix alone
+    # Case -> whether prefixes are cached, and what runs before it.
+    cases = {"without": (False, works), "cold": (True, []), "cached": (True, other)}
+    had = scheduler.prefix_caching
+    runs: dict[str, Run] = {}
+    try:
+        for name, (cached, before) in cases.items():
+            scheduler.prefix_caching = cached
+            scheduler.pool.forget_all()
+            if before:
+                warm_up(engine, before)
+            runs[name] = run(engine, works)
+    finally:
+        scheduler.pool.forget_all()
+        scheduler.prefix_caching = had
+    ttft = {name: statistics.mean(r.ttft for r in found.requests) for name, found in runs.items()}
+    pairs = zip(runs["without"].token_ids, runs["cached"].token_ids, strict=True)
+    return {
+        "num_prompts": num_prompts,
+        "prefix_len": prefix_len,
+        "input_len": input_len,
+        "output_len": output_len,
+        "ttft_mean_ms": {name: round(ms, 3) for name, ms in ttft.items()},
+        "speedup": round(ttft["without"] / ttft["cached"], 2),
+        "identical": sum(a == b for a, b in pairs),
+        "rows": [{"prefix": name, **found.to_json()} for name, found in runs.items()],
+    }
+
 
 _REPLAYS = 20
 

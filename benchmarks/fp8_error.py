@@ -1,6 +1,6 @@
 """FP8 beside the same weights in 16 bits: relative error of the logits, and time per output token.
 
-``python -m fusewright.bench.fp8_error MODEL --batch 1 64 --output FILE`` on random weights: a
+``python -m fusewright.benchmarks.fp8_error MODEL --batch 1 64 --output FILE`` on random weights: a
 scheme quantizes what the unquantized model draws from the same seed, so that the error is its own.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bench.environment import environment
+from ..bench.latency import measure_latency
 from ..engine.engine import Engine
 from ..engine.llm import LLM
-from .environment import environment
-from .latency import measure_latency
 
 VARIANTS = (
     (None, "auto"),

@@ -1,42 +1,17 @@
-"""Renders the measured tables of the documents from the result files, in place.
-
-A table stands between ``<!-- bench:TABLE RESULT ... -->`` and ``<!-- /bench -->``: TABLE is a key
-of ``TABLES``, each RESULT a file of the results folder without its suffix. Every figure comes from
-these files, and the line below a table says of which commit and day they are. Our own figures in a
-table are all of one commit: those of an older one are left out until they are measured again.
-"""
+"""The tables of the documents, each made from what its result files hold."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import PASSES, UserError
+from ..bench.kernels.figures import Figure, summary
+from ..bench.result_file import Record
+from ..config import PASSES
 from ..config.gates import Measured, verdict
-from . import plots
-from .environment import ENGINE, ROOT, changed_since
-from .evidence import ON_REQUEST, RESULTS, SUITES
-from .kernels.figures import Figure, load_all, markdown, plot, summary
-from .result_file import Record, read_results
-
-H200 = RESULTS / "h200"
-PAGES = (
-    "README.md",
-    "docs/performance.md",
-    "docs/passes.md",
-    "docs/determinism.md",
-    "docs/kernels.md",
-)
-KERNEL_RESULTS = ("kernels", "kernels-inductor")
-PICTURES = {
-    "tpot.png": ("latency-llama3-8b-bf16", "latency-llama3-8b-fp8", "latency-llama3.2-1b"),
-    "growth.png": ("growth-llama3.2-1b",),
-}
-_MARKED = re.compile(r"(<!-- bench:([^\n]*?) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -60,130 +35,6 @@ def is_ours(record: Record) -> bool:
     """Whether a record is of this package, not of another engine."""
     engine = record.get("engine")
     return not isinstance(engine, str) or engine.startswith("fusewright ")
-
-
-def load(path: Path) -> Result:
-    """A result file.
-
-    Raises:
-        UserError: it cannot be read, or does not say where and when it was measured.
-    """
-
-    def checked(records: list[Record]) -> Result:
-        full = path.resolve()
-        shown = full.relative_to(ROOT).as_posix() if full.is_relative_to(ROOT) else path.name
-        result = Result(shown, records)
-        for name in ("device", "commit", "date"):
-            result.newest[name]
-        return result
-
-    return read_results(path, "bench …", checked)
-
-
-def render(text: str, results: Path) -> str:
-    """A page with every marked table made anew.
-
-    Raises:
-        UserError: a marker names a table or a result that is not there, or has no end.
-    """
-    if text.count("<!-- bench:") != len(_MARKED.findall(text)):
-        raise UserError("a marker <!-- bench:… --> has no <!-- /bench --> behind it")
-
-    def made(found: re.Match[str]) -> str:
-        table, *names = found[2].split()
-        if table not in TABLES:
-            raise UserError(
-                f"<!-- bench:{found[2]} -->: no table {table}; known: {', '.join(TABLES)}"
-            )
-        chosen = _of_one_commit([load(_file(results, name)) for name in names])
-        return f"{found[1]}\n{TABLES[table](chosen)}\n\n{_caption(chosen)}\n\n{found[3]}"
-
-    return _MARKED.sub(made, text)
-
-
-def _file(results: Path, name: str) -> Path:
-    for path in (results / f"{name}.json", results / f"{name}.jsonl"):
-        if path.is_file():
-            return path
-    raise UserError(f"{results} has no {name}.json or {name}.jsonl, which a page shows")
-
-
-def _of_one_commit(results: Sequence[Result]) -> list[Result]:
-    """The results that have our figures of the newest commit, or none of ours."""
-    with_ours = [r for r in results if not all(f.get("library") for f in r.records[1:] or [{}])]
-    newest = max((r.newest for r in with_ours), key=lambda e: str(e["date"]))["commit"]
-    return [r for r in results if r not in with_ours or r.newest["commit"] == newest]
-
-
-def _caption(results: Sequence[Result]) -> str:
-    """Device, commit, day, and repeats where they were recorded."""
-    runs: dict[str, list[str]] = {}
-    for result in results:
-        e = result.newest
-        versions = f", torch {e['torch']}, Triton {e['triton']}" if "torch" in e else ""
-        about = f"{e['device']}{versions}; commit {e['commit']}, {e['date'][:10]}"
-        runs.setdefault(about, []).append(f"`{result.path}`")
-    said = "; ".join(f"{about}: {', '.join(files)}" for about, files in runs.items())
-    rows = [row for r in results for record in r.records for row in record.get("rows", [record])]
-    repeated = [row for row in rows if "n" in row and "spread" in row]
-    if not repeated:
-        return f"{said}."
-    counts = "/".join(str(n) for n in sorted({row["n"] for row in repeated}))
-    return f"{said}; n = {counts}, spread up to {max(r['spread'] for r in repeated):.1%}."
-
-
-def freshness(results: Path) -> list[list[str]]:
-    """File, commit, day and what of its sources has changed since, for every result."""
-    rows = []
-    for path in sorted(results.glob("*.json*")):
-        result = load(path)
-        suite = {**SUITES, **ON_REQUEST}.get(path.name)
-        e = result.newest
-        sources = suite.sources if suite else ENGINE
-        changed = changed_since(e, sources)
-        state = "unknown: no digests, and no such commit in git"
-        if changed is not None:
-            names = "all of them" if changed == [*sources] else ", ".join(changed)
-            state = f"older than {names}" if changed else "as measured"
-        rows.append([path.name, str(e["commit"]), str(e["date"])[:10], state])
-    return rows
-
-
-def rendered(results: Path = H200) -> dict[Path, str]:
-    """The pages of the documents with their tables made from ``results``.
-
-    Raises:
-        UserError: as ``render``; or this is no checkout.
-    """
-    paths = [ROOT / page for page in PAGES]
-    if not paths[0].is_file():
-        raise UserError(f"{ROOT} has no README.md: run `bench report` from a checkout")
-    return {path: render(path.read_text(), results) for path in paths}
-
-
-def draw(results: Path, docs: Path = ROOT / "docs") -> None:
-    """Draw the pictures that the pages show.
-
-    Raises:
-        UserError: a result is missing, or nothing can draw here.
-    """
-    plots.plot(_latest([load(_file(results, "peers"))], ["llama3-8b"]), docs / "throughput.png")
-    for picture, names in PICTURES.items():
-        loaded = {name: load(_file(results, name)).records[0] for name in names}
-        plots.plot(loaded, docs / picture)
-    plot(load_all([_file(results, name) for name in KERNEL_RESULTS])[1], docs / "kernels.png")
-
-
-def write_kernels(results: Path, page: Path) -> None:
-    """Write every figure of every kernel to a page, with a plot beside it.
-
-    Raises:
-        UserError: a result is missing, or they are of different machines.
-    """
-    environment, found = load_all([_file(results, name) for name in KERNEL_RESULTS])
-    picture = page.with_suffix(".png")
-    page.write_text(markdown(environment, found, picture.name))
-    plot(found, picture)
 
 
 def _markdown(rows: Iterable[Sequence[str]]) -> str:
@@ -238,21 +89,21 @@ _CHOSEN = [_tpot(size) for size in ("1", "17", "64", "256", "17:3000")]
 def _engines(results: Sequence[Result], columns: Sequence[Column], models: Sequence[str]) -> str:
     """A row for each engine and configuration."""
     rows = [["TPOT, ms: b =" if columns[0][0] == "1" else "", *(title for title, _ in columns)]]
-    for name, r in _latest(results, models).items():
+    for name, r in latest(results, models).items():
         title = f"**{name}**" if is_ours(r) else name
         rows.append([title, *(value(r) for _, value in columns)])
     return _markdown(rows)
 
 
-def _latest(results: Sequence[Result], models: Sequence[str]) -> dict[str, Record]:
+def latest(results: Sequence[Result], models: Sequence[str]) -> dict[str, Record]:
     """The newest record of each engine and configuration by its name, ours first."""
-    latest: dict[tuple[str, ...], Record] = {}
+    newest: dict[tuple[str, ...], Record] = {}
     for result in results:
         for r in result.records:
             if not is_ours(r) or r["environment"]["commit"] == result.newest["commit"]:
-                latest[r["engine"].split()[0], r["model"], str(r["quant"]), r["kv"]] = r
+                newest[r["engine"].split()[0], r["model"], str(r["quant"]), r["kv"]] = r
     order = sorted(
-        (r for r in latest.values() if not models or r["model"] in models),
+        (r for r in newest.values() if not models or r["model"] in models),
         key=lambda r: (r["model"] != "llama3-8b", r["model"], r["quant"] or "", not is_ours(r)),
     )
     named = {}

@@ -1,6 +1,6 @@
 """Times of the experts' GEMMs by tuned tiles and by the rule, for the shipped shapes of models.
 
-``python -m fusewright.bench.ops.bench_tuned_experts [--shapes MODEL:TP ...] [--output FILE]``.
+``python -m fusewright.benchmarks.ops.bench_tuned_experts [--shapes MODEL:TP ...] [--output FILE]``.
 Each shape is tuned as ``fusewright tune moe`` does it: the first at every number of tokens, and how
 long that took is in the file; the others at few.  The tiles that were chosen are then timed again
 beside the rule's, in turn and with another routing, so that no figure is the best of many.  These
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...bench.environment import environment
 from ...compiler.lowering.tune import graph_us
 from ...compiler.lowering.tune_experts import (
     TOKENS,
@@ -32,7 +33,6 @@ from ...config.expert_tables import Experts
 from ...ops import load_cuda_library
 from ...ops.experts.kernels import MOST_UNSORTED
 from ...ops.launches.experts import sort_by_expert
-from ..environment import environment
 from .bench_grouped import Shape, make_layer, make_weights
 
 MODELS = {

@@ -1,6 +1,6 @@
 """Measures one engine and appends one JSON object to a file.
 
-python -m fusewright.bench.peers vllm FOLDER --output FILE
+python -m fusewright.benchmarks.peers vllm FOLDER --output FILE
 
 FOLDER needs only a config.json: weights are random unless --load-format says otherwise. Run it once
 for each engine on the same machine, each in an environment that has that engine.
@@ -14,11 +14,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from ...bench.environment import environment
+from ...bench.workloads import INPUT_LEN, equal
 from ...config import UserError
 from ...config.numbers import check_counts
 from ...engine.worker.startup_report import process_age_s
-from ..environment import environment
-from ..workloads import INPUT_LEN, equal
 from .peer import Peer, PeerOptions
 from .work import THROUGHPUTS, latencies, longest_request, seconds, throughputs
 
@@ -54,7 +54,7 @@ def vocab_size_of(model: str) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m fusewright.bench.peers",
+        prog="python -m fusewright.benchmarks.peers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

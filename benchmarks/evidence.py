@@ -1,9 +1,9 @@
 """Measures again what the documents show: one command a suite, one result file each.
 
-python -m fusewright.bench.evidence [SUITE ...] [--dry-run] [--commit HASH] [--results FOLDER]
+python -m fusewright.benchmarks.evidence [SUITE ...] [--dry-run] [--commit HASH] [--results FOLDER]
 
 Each suite runs in processes of its own and is ended at its limit; a result replaces the older one
-only when its suite has finished. `fusewright bench report` then renders the pages.
+only when its suite has finished. `python -m fusewright.benchmarks.report` then renders the pages.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bench.environment import ENGINE, KERNELS, ROOT, commit
 from ..config import UserError
-from .environment import ENGINE, KERNELS, ROOT, commit
 
 RESULTS = ROOT / "bench" / "results"
 _OURS = '{"engine": "fusewright'
@@ -53,8 +53,8 @@ class Suite:
 SUITES: dict[str, Suite] = {
     "peers.jsonl": Suite(
         (
-            "bench.peers fusewright {llama3-8b}",
-            "bench.peers fusewright {llama3-8b} --quantization fp8 --batch 1 17 64 200 256",
+            "benchmarks.peers fusewright {llama3-8b}",
+            "benchmarks.peers fusewright {llama3-8b} --quantization fp8 --batch 1 17 64 200 256",
         ),
         420,
     ),
@@ -75,8 +75,8 @@ SUITES: dict[str, Suite] = {
     "startup-llama3-8b-O2.json": Suite((_STARTUP.format("-O2 --iterations 2"),), 75),
     "startup-llama3-8b-O3.json": Suite((_STARTUP.format("-O3 --iterations 2"),), 90),
     "prefix-llama3-8b.json": Suite((f"serve.cli bench prefix {_8B} --max-model-len 4096",), 75),
-    "compile-time-llama3-8b.json": Suite(("bench.compile_time {llama3-8b}",), 100),
-    "linear.json": Suite(("bench.ops.bench_linear --rows 1 8 16 32",), 90, KERNELS),
+    "compile-time-llama3-8b.json": Suite(("benchmarks.compile_time {llama3-8b}",), 100),
+    "linear.json": Suite(("benchmarks.ops.bench_linear --rows 1 8 16 32",), 90, KERNELS),
 }
 """These suites run when none is named; together they take at most 25 minutes."""
 
@@ -188,7 +188,7 @@ def run(names: Iterable[str], results: Path, unknown: str | None) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m fusewright.bench.evidence")
+    parser = argparse.ArgumentParser(prog="python -m fusewright.benchmarks.evidence")
     known = {**SUITES, **ON_REQUEST}
     parser.add_argument("suites", nargs="*", help=f"{', '.join(known)}; if none: {len(SUITES)}")
     parser.add_argument("--dry-run", action="store_true", help="only list the commands")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...bench.environment import commit
+from ...bench.serving import capture_graphs
+from ...bench.workloads import Work
 from ...engine.llm import LLM
 from ...engine.messages.sampling_params import SamplingParams
-from ..environment import commit
-from ..serving import capture_graphs
-from ..workloads import Work
 from .peer import PeerOptions, Sampling
 
 

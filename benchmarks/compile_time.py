@@ -1,6 +1,6 @@
 """How compile time grows with depth: equal layers, a process and empty caches for each depth.
 
-``python -m fusewright.bench.compile_time MODEL --layers 8 32 80 --output FILE``
+``python -m fusewright.benchmarks.compile_time MODEL --layers 8 32 80 --output FILE``
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .environment import environment
+from ..bench.environment import environment
 
 
 def compile_once(model: Path, layers: int, level: int, device: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def main() -> None:
         return
     rows = []
     for layers in args.layers:
-        command = [sys.executable, "-m", "fusewright.bench.compile_time", str(args.model)]
+        command = [sys.executable, "-m", "fusewright.benchmarks.compile_time", str(args.model)]
         command += ["-O", str(args.level), "--layers", str(layers), "--device", args.device]
         with tempfile.TemporaryDirectory(prefix="fusewright-bench-") as scratch:
             names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")

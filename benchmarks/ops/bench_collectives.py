@@ -1,6 +1,6 @@
 """Times the sum over ranks with add and norm: one kernel over peer memory, and NCCL with a kernel.
 
-Run as ``python -m fusewright.bench.ops.bench_collectives --ranks 2 --json FILE``: a process a GPU.
+``python -m fusewright.benchmarks.ops.bench_collectives --ranks 2 --json FILE``: a process a GPU.
 A graph holds the op many times over rotating inputs, and medians of its replays count, over all
 ranks the slowest.  Ranks do not begin a replay at the same time; in a graph of few calls that would
 count.

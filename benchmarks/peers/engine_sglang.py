@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import sglang
 
-from ..workloads import Work
+from ...bench.workloads import Work
 from .peer import PeerOptions, Sampling
 
 

@@ -1,7 +1,7 @@
 """Measures llguidance, which structured output uses, beside xgrammar: the time to compile a schema,
 the time of each token's mask, and whether right documents pass and wrong ones do not.
 
-``python -m fusewright.bench.peers.grammars TOKENIZER_FOLDER…`` in an environment that has both
+``python -m fusewright.benchmarks.peers.grammars TOKENIZER_FOLDER…`` in an environment that has both
 packages and transformers prints a table of each tokenizer, and every schema as a JSON line.
 """
 

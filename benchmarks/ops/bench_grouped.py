@@ -1,6 +1,6 @@
 """Compares builds of csrc's grouped GEMM, CUTLASS beside them, on the experts of a prefill.
 
-``python -m fusewright.bench.ops.bench_grouped --library NAME=PATH [--library ...] [--output FILE]``
+``python -m fusewright.benchmarks.ops.bench_grouped --library NAME=PATH [--library ...]``
 runs each library in a process of its own, in the order given; name one twice to see the drift of
 the machine.  Every result is compared with torch's before it is timed, and two libraries whose
 results differ in a bit are named at the end.  CUTLASS is torch's grouped GEMM, which multiplies
@@ -212,7 +212,7 @@ def differing(rows: Sequence[Row]) -> list[str]:
 def run_each(options: argparse.Namespace) -> list[Row]:
     """The rows of every library, printed as they come."""
     rows: list[Row] = []
-    command = [sys.executable, "-m", "fusewright.bench.ops.bench_grouped"]
+    command = [sys.executable, "-m", "fusewright.benchmarks.ops.bench_grouped"]
     command += ["--routing", options.routing, "--shapes", *options.shapes]
     command += ["--tokens", *map(str, options.tokens)]
     for place, library in enumerate(options.library):

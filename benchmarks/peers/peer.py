@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from ..workloads import Work
+from ...bench.workloads import Work
 
 
 @dataclass(frozen=True)

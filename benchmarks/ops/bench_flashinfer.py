@@ -5,7 +5,8 @@ same paged cache, without its Python wrappers and its JIT.  Kernel times are CUD
 that rotate over enough KV blocks to miss the L2 cache; ``plan_us`` is what each step costs the host
 besides.  Every candidate is checked against the op's reference first.
 
-    python -m fusewright.bench.ops.bench_flashinfer [--libraries DIR] [--output FILE] [--works TEXT]
+    python -m fusewright.benchmarks.ops.bench_flashinfer [--libraries DIR] [--output FILE]
+        [--works TEXT]
 """
 
 from __future__ import annotations

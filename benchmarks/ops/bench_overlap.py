@@ -1,6 +1,6 @@
 """Times two linear layers with a sum over ranks between them: in turn, and with hidden transfers.
 
-Run as ``python -m fusewright.bench.ops.bench_overlap --ranks 2 --json FILE``: a process a GPU.
+Run as ``python -m fusewright.benchmarks.ops.bench_overlap --ranks 2 --json FILE``: a process a GPU.
 Calls are eager, as steps of so many tokens are, since graphs are captured up to 512.  Medians
 count, over all ranks the slowest.  Sizes but the hidden one are those of Llama-3-8B.
 """

@@ -1,6 +1,6 @@
 """Times of linear layers at few rows: the chain of all of a Llama-3-8B token, each shape.
 
-``python -m fusewright.bench.ops.bench_linear [--output FILE] [--rows N ...] [--formats F ...]``.
+``python -m fusewright.benchmarks.ops.bench_linear [--output F] [--rows N ...] [--formats F ...]``.
 Formats: bfloat16, and FP8 with scales by tensor, token and block; of these chains one has lm_head
 in FP8 too, one in bfloat16.  Every linear of a round has its own weight, 15 GB and 7.5 GB, so that
 all come from memory and none from L2.  "skinny" is what a program calls, its choice between the
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...bench.environment import environment
+from ...bench.kernels.figures import COPY_TB_S
 from ...compiler.lowering.tune import graph_us
 from ...ops import BY_NAME
 from ...ops.core.device_table import gpu_of
-from ..environment import environment
-from ..kernels.figures import COPY_TB_S
 
 LAYERS = 32
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}

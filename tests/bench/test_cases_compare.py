@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from fusewright import LLM
+from fusewright.bench.cases import (
+    bytes_to_read,
+    measure_context,
+    measure_prefix,
+    pretend_computed,
+    shared_prefix,
+)
 from fusewright.bench.compare import compare
-from fusewright.bench.growth import bytes_to_read, measure_context, pretend_computed
-from fusewright.bench.prefix import measure_prefix, shared_prefix
 from fusewright.bench.workloads import equal
 from fusewright.config import UserError
 from fusewright.engine.engine import Engine
@@ -119,3 +124,8 @@ def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFi
     lengths = ["--num-prompts", "2", "--prefix-len", "40", "--input-len", "3", "--output-len", "2"]
     assert main(["bench", "prefix", *common, *lengths]) == 0
     assert "2 of 2 outputs identical" in capsys.readouterr().out
+    few = ["--async", "--num-prompts", "2", "--max-model-len", "32", "--json"]
+    assert main(["bench", "throughput", *common, *few]) == 0
+    ((_, rows),) = json.loads(capsys.readouterr().out)["frontends"].items()
+    assert [row["frontend"] for row in rows] == ["batch", "async", "async, final only"]
+    assert all(row["output_tokens_per_s"] > 0 for row in rows) and rows[0]["of_batch"] == 1.0

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ...bench.environment import environment
 from ...engine.worker.peers import RankGroup, meeting_store
 from ...engine.worker.place import places
-from ..environment import environment
 
 Measure = Callable[[int, int], list[dict[str, Any]]]
 """``measure(world, hidden)`` returns rows, in which numbers of type float are times in us."""

@@ -1,0 +1,1 @@
+"""Benchmarks of single ops, one module a family, each `python -m` runnable."""
