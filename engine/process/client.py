@@ -213,8 +213,10 @@ class EngineClient:
         *,
         final_only: bool = False,
         priority: int = 0,
+        call: str = "",
     ) -> CheckedRequest:
-        """Encode and check a prompt, in a thread if it is long text.
+        """Encode and check a prompt, in a thread if it is long text.  Prompts with the same
+        ``call``, which no other client has, wait as one.
 
         Raises:
             UserError: the prompt or a parameter is bad.
@@ -228,6 +230,7 @@ class EngineClient:
             f"{self.seat.index}-{next(self._numbers)}",  # no other client's
             final_only=final_only,
             priority=priority,
+            call=call and f"{self.seat.index}-{call}",
         )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         is_long = isinstance(text, str) and len(text) > _SHORT_TEXT

@@ -244,7 +244,7 @@ class ServerState:
             raise ApiError(400, message, param="prompt_logprobs")
         name = prefix + (body.request_id or self.metrics.new_name())
         with self.preparing(len(prompts) * params.n):
-            checked = await self._check(prompts, body, params)
+            checked = await self._check(prompts, body, params, name)
         self.check_serving()  # much may have happened while prompts were encoded
         if name in self.jobs:
             raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
@@ -261,9 +261,9 @@ class ServerState:
         return job
 
     async def _check(
-        self, prompts: Sequence[Prompt], body: Generation, params: SamplingParams
+        self, prompts: Sequence[Prompt], body: Generation, params: SamplingParams, name: str
     ) -> list[CheckedRequest]:
-        """Encode and check the prompts of a call."""
+        """Encode and check the prompts of the call ``name``."""
         checked: list[CheckedRequest] = []
         num_logprobs = 0
         for number, prompt in enumerate(prompts):
@@ -279,7 +279,11 @@ class ServerState:
                     prompt = {**salted, "prompt_token_ids": prompt}
             checked.append(
                 await self.client.check(
-                    prompt, params, final_only=not body.stream, priority=body.priority or 0
+                    prompt,
+                    params,
+                    final_only=not body.stream,
+                    priority=body.priority or 0,
+                    call=name if len(prompts) > 1 else "",
                 )
             )
             _check_length(body, checked[-1], self.client.inputs.max_model_len)
