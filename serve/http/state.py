@@ -21,7 +21,7 @@ from ...engine.messages.sampling_params import MAX_LOGPROBS, SamplingParams
 from ...engine.process.client import EngineClient
 from ...engine.process.heartbeat import Heartbeat
 from ...engine.process.output_stream import OutputStream
-from .errors import ApiError
+from .errors import ApiError, overloaded
 from .limits import Uploads
 from .metrics import TALLY, Metrics
 from .protocol import Generation
@@ -56,6 +56,7 @@ class Settings:
         max_waiting: outputs that may wait behind those that run; more are refused.
         stall_s: seconds without a heartbeat of the engine until it counts as stalled.
         max_body_bytes: largest body of a request.
+        max_connections: that an API process keeps open.
         allowed_origins: of browsers that may ask (CORS).
         allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
         tool_format: how the model writes calls of tools; None: as its chat template shows.
@@ -69,6 +70,7 @@ class Settings:
     shutdown_timeout_s: float = 60.0
     stall_s: float = 10.0
     max_body_bytes: int = 8 * 2**20
+    max_connections: int = 16384
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
     tool_format: str | None = None
@@ -213,12 +215,7 @@ class ServerState:
         waiting = num_open * self.client.seat.count - self.client.max_num_seqs
         if waiting >= self.settings.max_waiting:
             self.metrics.tally.refused += 1
-            raise ApiError(
-                503,
-                f"{waiting} requests wait already; try again later",
-                code="overloaded",
-                headers={"retry-after": _RETRY_AFTER_S},
-            )
+            raise overloaded(f"{waiting} requests wait already; try again later")
 
     async def submit(
         self,
