@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ... import __version__
 from ...config import UserError
 from .body import read
-from .chat import render
+from .conversation import render
 from .errors import ApiError, api_error, json_response
 from .metrics import PEERS_S
 from .protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
