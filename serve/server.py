@@ -28,6 +28,9 @@ _AdminKeyFile = Annotated[Path | None, typer.Option(help="File of such keys, one
 _Origins = Annotated[
     str | None, typer.Option(help="Origins whose web pages may ask, separated by commas; *: all.")
 ]
+_Connections = Annotated[
+    int, typer.Option(help="Connections that an API process keeps open; 503 beyond.")
+]
 _Hosts = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,9 +73,7 @@ def serve(
         float, typer.Option(help="Seconds without a step until /health says 503.")
     ] = 10.0,
     max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MiB.")] = 8.0,
-    limit_concurrency: Annotated[
-        int, typer.Option(help="Connections that an API process keeps open; 503 beyond.")
-    ] = 16384,
+    limit_concurrency: _Connections = 16384,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,

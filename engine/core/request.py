@@ -95,7 +95,7 @@ class Request:
     stop_id: int | None = None
     """The stop id that ended the request; None for end-of-sequence."""
     matcher: Matcher | None = None
-    """What its grammar permits next; None without one."""
+    """Its state within its grammar, which says what may come next; None without one."""
     needs_last_token: bool = field(init=False)
     """Which tokens may come next depends on the last: by a grammar, or a bad word of several."""
     error: str | None = None

@@ -82,7 +82,7 @@ class Scheduler:
             longest_chunk=min(max_num_batched_tokens, long_prefill_token_threshold or 1 << 60),
             heed_priority=heed_priority,
         )
-        """What a request must keep to, to be queued at all."""
+        """A request that breaks one of these limits is never queued."""
         self.running: OrderedDict[str, Request] = OrderedDict()
         self.waiting = WaitingQueue(heed_priority, share_of_a_call(max_num_seqs))
         self._has_part = False  # the last step left a part of a prompt
@@ -141,7 +141,7 @@ class Scheduler:
             self._news.finished.append(request.finished())
 
     def take_outputs(self, tokens: NewTokens | None) -> StepOutputs:
-        """What there is to say since the last call; ``tokens`` are those of a step that is done."""
+        """Return the news since the last call; ``tokens`` are those of a step that is done."""
         news, self._news = self._news, StepOutputs(None, [], [])
         return structs.replace(news, tokens=tokens)
 

@@ -34,7 +34,7 @@ class _Call:
     place: int
     """In the line; renewed with each turn."""
     heap: list[tuple[int, Request | Siblings]] = field(default_factory=list)
-    """What waits of it, in order of arrival."""
+    """Its requests and outputs that wait, in order of arrival."""
     num_waiting: int = 0
     num_running: int = 0
     num_begun: int = 0

@@ -34,7 +34,6 @@ async def chat_completions(request: Request) -> Response:
         state,
         body,
         body.messages,
-        add_generation_prompt=body.add_generation_prompt,
         max_tokens=most,
         logprobs=num_top if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,

@@ -1,5 +1,5 @@
-"""What a chat or a response asks of the engine: the prompt of its conversation, its sampling, and
-the tools that it may call."""
+"""Turns a chat or a response into what the engine takes: the prompt of its conversation and its
+sampling; and finds the tools that it may call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...config import UserError
 from ...engine.frontend.inputs import Prompt
 from ...engine.messages.sampling_params import SamplingParams
 from .errors import api_error
-from .protocol import ChatRequest, ResponsesRequest
+from .protocol import ChatRequest, ResponsesRequest, TokenizeRequest
 from .sampling import sampling_params
 from .state import ServerState
 from .tool_calls import Tools, tools_of, with_marks
@@ -24,7 +24,7 @@ _VALUE = 20
 
 
 class Conversation(NamedTuple):
-    """What the engine is to do for a chat."""
+    """A chat as the engine takes it."""
 
     prompt: Prompt
     params: SamplingParams
@@ -35,8 +35,6 @@ async def conversation(
     state: ServerState,
     body: ChatRequest | ResponsesRequest,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool | None = None,
     **asked: Any,
 ) -> Conversation:
     """Read the tools and the sampling of a body in the form of chats, and make its prompt.
@@ -59,36 +57,26 @@ async def conversation(
     forms = (body.response_format, body.structured_outputs, body.tools)
     params, tools = await work_on(state, plan, forms)
     with state.preparing(params.n):
-        prompt = await render(
-            state,
-            messages,
-            variables=body.chat_template_kwargs,
-            tools=tools.given,
-            add_generation_prompt=add_generation_prompt,
-            add_special_tokens=body.add_special_tokens,
-        )
+        prompt = await render(state, body, messages, tools.given)
     return Conversation(prompt, params, tools)
 
 
 async def render(
     state: ServerState,
+    body: ChatRequest | ResponsesRequest | TokenizeRequest,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    variables: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    add_special_tokens: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] | None,
 ) -> Prompt:
     """The prompt of a conversation: the only way from messages to tokens here.
 
     Args:
-        variables: of the template, from the client.
+        body: says how the template is to be used.
         tools: those that the model may call; none or an empty list: it knows of none.
 
     Raises:
         ApiError: a variable or a message is bad.
     """
-    inputs, given = state.client.inputs, dict(variables or {})
+    inputs, given = state.client.inputs, dict(body.chat_template_kwargs or {})
     try:
         inputs.check_template_variables(given)
     except UserError as error:
@@ -98,8 +86,8 @@ async def render(
     make = partial(
         inputs.chat_prompt,
         messages,
-        add_generation_prompt=add_generation_prompt is not False,
-        add_special_tokens=add_special_tokens is True,
+        add_generation_prompt=getattr(body, "add_generation_prompt", None) is not False,
+        add_special_tokens=body.add_special_tokens is True,
         **given,
     )
     try:

@@ -31,7 +31,7 @@ _END_S = 10.0
 
 
 class Orders(Struct, frozen=True):
-    """What a helper is told at its start; ``listening`` is a file descriptor that it inherits."""
+    """A helper's orders at its start; ``listening`` is a file descriptor that it inherits."""
 
     parent_pid: int
     options: EngineOptions

@@ -97,7 +97,7 @@ def body_too_large(most: int) -> ApiError:
 
 
 class _Part(Enum):
-    """What of a message comes next."""
+    """The part of a message that comes next."""
 
     NOTHING = 0
     HEAD = 1
@@ -118,9 +118,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._feed_bytes = 0
         """Bytes of the piece that is being read."""
         self._num_bytes = 0
-        """Of the message that goes on, in the pieces that did not end it."""
+        """Bytes of the message that goes on, in the pieces that did not end it."""
         self._num_framing = 0
-        """Of them, those that came since the last piece with some of the body."""
+        """Bytes of them that came since the last piece with some of the body."""
         self._num_chunks = self._num_headers = 0
         self._has_body = self._has_moved = self._refused = self._is_ending = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -226,7 +226,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._connections.end_request(self)
 
     def _begin(self, part: _Part) -> None:
-        """What comes next is ``part``, with a time of its own."""
+        """Go on with ``part``, which has a time of its own."""
         self._part, self._has_moved = part, True
         if self._deadline is not None:
             self._deadline.cancel()

@@ -47,7 +47,7 @@ _MOST_LOGPROBS = 2**20
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``fusewright serve`` was told.
+    """The options of ``fusewright serve``.
 
     Attributes:
         model_names: names under which the model is served; the first is shown.
@@ -128,7 +128,7 @@ class ServerState:
         self.uploads, self.reader = Uploads(settings.max_body_bytes), BodyReader()
         self.tool_format = settings.tool_format
         self._beats: list[Heartbeat] = []
-        """Of all API processes, if there are several; their steps are the numbers of open jobs."""
+        """The pages of all API processes, if there are several; steps are numbers of open jobs."""
         client.on_step = self.metrics.on_step
         self.tracing: Tracing | None = None
         if settings.otlp_endpoint is not None:

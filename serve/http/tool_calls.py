@@ -18,7 +18,7 @@ from .protocol import ChatRequest, ResponsesRequest
 
 @dataclass(frozen=True)
 class Tools:
-    """What a chat says of tools.
+    """The tools of a chat.
 
     Attributes:
         given: for the template; None if there are none to call.
@@ -33,7 +33,7 @@ class Tools:
     is_parallel: bool = True
 
     def reader(self) -> CallReader | None:
-        """What finds the calls of one output; None where none are looked for."""
+        """A reader that finds the calls of one output; None where none are looked for."""
         if self.given is None:
             return None
         functions = [tool["function"] for tool in self.given]
