@@ -5,7 +5,7 @@
 """
 
 from .capture_sizes import capture_sizes
-from .errors import EngineDeadError, MachineError, UserError, VerificationError
+from .errors import BusyError, EngineDeadError, MachineError, UserError, VerificationError
 from .garbage import collect_rarely, collecting_rarely, leave_garbage_at_exit
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
@@ -42,6 +42,7 @@ __all__ = [
     "PASSES",
     "STEP",
     "TOKEN_IDS",
+    "BusyError",
     "CompileConfig",
     "CudagraphMode",
     "EngineDeadError",

@@ -15,6 +15,10 @@ class EngineDeadError(UserError):
     """The device is lost; a new process is needed."""
 
 
+class BusyError(UserError):
+    """Too much of it goes on at the moment; the same request may succeed later."""
+
+
 class MachineError(UserError):
     """The machine lacks or fails at something: a compiler, space on a disk.  The command line exits
     with code 1."""

@@ -28,6 +28,9 @@ _AdminKeyFile = Annotated[Path | None, typer.Option(help="File of such keys, one
 _Origins = Annotated[
     str | None, typer.Option(help="Origins whose web pages may ask, separated by commas; *: all.")
 ]
+_Connections = Annotated[
+    int, typer.Option(help="Connections that an API process keeps open; 503 beyond.")
+]
 _Hosts = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,6 +73,7 @@ def serve(
         float, typer.Option(help="Seconds without a step until /health says 503.")
     ] = 10.0,
     max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MiB.")] = 8.0,
+    limit_concurrency: _Connections = 16384,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,
@@ -91,6 +95,7 @@ def serve(
     check_counts(0, max_waiting_requests=max_waiting_requests)
     counts = {"api_server_count": api_server_count, "data_parallel_size": data_parallel_size}
     check_counts(1, _MOST_PROCESSES, **counts)
+    check_counts(1, limit_concurrency=limit_concurrency)
     check_number(stall_timeout=stall_timeout, max_body_mb=max_body_mb)
     if not shutdown_timeout >= 0:
         raise UserError(f"shutdown_timeout={shutdown_timeout}: expected 0 or more seconds")
@@ -107,6 +112,7 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         stall_s=stall_timeout,
         max_body_bytes=int(max_body_mb * 2**20),
+        max_connections=limit_concurrency,
         allowed_origins=strings(allowed_origins or ""),
         allowed_hosts=checked_hosts(allowed_host) if allowed_host else None,
         otlp_endpoint=_collector(otlp_endpoint),

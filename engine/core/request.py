@@ -68,13 +68,17 @@ class Request:
     bad_word_ids: list[list[int]] = field(default_factory=list)
     """Sequences of token ids that must not appear in the output."""
     outputs: tuple[int, int] | None = None
-    """First and end index of its outputs, as in ``AddRequest``.  ``WaitingQueue`` splits a request
-    for several outputs into one request for each."""
+    """The first index and the one behind the last of the outputs that are asked for; None: all.  A
+    request for several waits in ``WaitingQueue``, which gives one of its own for each output."""
+    call: str = ""
+    """The call whose outputs share a place in the line; "": it was asked for alone."""
     siblings: Siblings | None = None
     """The outputs that this one was asked for with; None if it was asked for alone."""
 
     arrival: int = -1
-    """Position in the order of arrival, given by the scheduler."""
+    """Number of this output among all that have come; without a seed its noise depends on it."""
+    place: int = -1
+    """Place in the line of what waits; all of a call have one, which the queue knows."""
     slot: int = -1
     """The worker's row, 0..max_num_seqs-1, while RUNNING; otherwise -1."""
     blocks: SequenceBlocks = field(default_factory=SequenceBlocks)
@@ -91,7 +95,7 @@ class Request:
     stop_id: int | None = None
     """The stop id that ended the request; None for end-of-sequence."""
     matcher: Matcher | None = None
-    """Knows the tokens that the request's grammar permits next; None without a grammar."""
+    """Its state within its grammar, which says what may come next; None without one."""
     needs_last_token: bool = field(init=False)
     """Whether the next step needs its last token: for a grammar, or for bad words of several."""
     error: str | None = None
@@ -234,6 +238,7 @@ class Siblings:
             priority=given.priority,
             cache_salt=given.cache_salt,
             bad_word_ids=given.bad_word_ids,
+            call=given.call,
             siblings=self,
             arrival=given.arrival,
             matcher=None if given.matcher is None else given.matcher.copy(),

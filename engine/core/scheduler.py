@@ -1,8 +1,7 @@
 """The scheduler decides which tokens of which requests the next step computes.
 
-``schedule`` returns a step, and ``update`` takes the tokens that it sampled.  Waiting requests
-start in order of (priority, arrival); the last in that order is preempted first.  Under first come,
-first served all priorities count as equal.
+``schedule`` returns a step, and ``update`` takes the tokens that it sampled.  ``WaitingQueue`` says
+which request starts next, and ``turns`` which running one is preempted.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import cache_full_blocks, find_prefix
 from .request import Request, RequestStatus
 from .scoring import add_rows, bounded_end, scored_by
+from .turns import gives_way, in_order, last_running, share_of_a_call
 from .waiting import WaitingQueue
 
 
@@ -41,7 +41,7 @@ class Scheduler:
         max_num_mixed_tokens: see ``Chunks``.
         prefix_caching: start behind the longest prefix whose blocks are still cached; never where
             a block holds the state of a whole sequence.
-        heed_priority: order by priority before arrival.
+        heed_priority: order by priority before anything else.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class Scheduler:
             longest_chunk=min(max_num_batched_tokens, long_prefill_token_threshold or 1 << 60),
             heed_priority=heed_priority,
         )
-        """What a request must keep to, to be queued at all."""
+        """A request that breaks one of these limits is never queued."""
         self.running: OrderedDict[str, Request] = OrderedDict()
-        self.waiting = WaitingQueue(heed_priority)
+        self.waiting = WaitingQueue(heed_priority, share_of_a_call(max_num_seqs))
         self._has_part = False  # the last step left a part of a prompt
+        self._lacks_blocks = False  # the first that waits could not start in the last step
         self.num_prefix_tokens = self.num_prefix_hits = 0
         """Tokens that were looked for and found in the prefix cache."""
         self.num_preemptions = 0
@@ -126,9 +127,10 @@ class Scheduler:
         """Finish a request; tokens that it has in flight will be discarded."""
         if request.status is RequestStatus.RUNNING:
             self._release(request)
+            self.waiting.leave(request)
         else:
             self.waiting.remove(request)
-        self.waiting.leave(request)
+        self.waiting.close(request)
         request.status = status
         if request.matcher is not None:
             request.matcher.close()
@@ -144,6 +146,10 @@ class Scheduler:
         """Choose the next step's work; returns None if nothing can run before the step in flight
         ends."""
         self.cache_blocks()
+        if self.waiting.has_large and (self._lacks_blocks or not self._free_slots):
+            for request in gives_way(self.running, self.waiting):
+                self._preempt(request)
+        self._lacks_blocks = False
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
         budget = room = self.max_num_batched_tokens
@@ -152,7 +158,8 @@ class Scheduler:
         preempted_before = self.num_preemptions
         self._free_rows = self.max_num_seqs - len(self.running)
         self._has_part = False
-        for request in self._running_in_order():
+        order = in_order(self.running, self.waiting, self.heed_priority)
+        for request in order:
             if budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING or self._fails(request):
@@ -168,7 +175,7 @@ class Scheduler:
                 self._has_part |= end < num_tokens
                 if end == start:
                     continue
-            if end > request.blocks.num_slots and not self._make_room(request, end):
+            if end > request.blocks.num_slots and not self._make_room(request, end, order):
                 continue
             entry = self._take(request, end, num_tokens)
             budget -= entry.num_tokens
@@ -299,14 +306,14 @@ class Scheduler:
         request.num_in_flight += num_sampled
         return ScheduledRequest(request, start, end - start, num_sampled)
 
-    def _make_room(self, request: Request, end: int) -> bool:
+    def _make_room(self, request: Request, end: int, order: list[Request]) -> bool:
         """Give a running request the blocks for its tokens up to ``end``, and take back those that
-        are behind its windows now; False if it had to be preempted."""
+        are behind its windows now; False if it had to be preempted, as the last in ``order``."""
         pool, blocks = self.pool, request.blocks
         pool.free_behind(blocks, request.num_computed_tokens)
         missing = pool.num_missing(blocks, end, request.num_tokens)
         while sum(missing) > pool.num_free:
-            victim = max(self.running.values(), key=self.waiting.key)
+            victim = last_running(order)
             if len(self.running) == 1:
                 raise RuntimeError(
                     f"request {request.request_id!r} alone exceeds the KV cache of "
@@ -346,6 +353,7 @@ class Scheduler:
         # preempted.
         margin = len(self.running) * len(pool.groups)
         if needed + pool.num_idle(shared) + margin > pool.num_free:
+            self._lacks_blocks = True
             return None
         self.waiting.take(request)
         pool.share(shared)
@@ -367,12 +375,6 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
         return request
-
-    def _running_in_order(self) -> list[Request]:
-        """Running requests, the one that is preempted last first.  So a request that is preempted
-        to make room has no entry in the step yet.  By arrival this is the order of starting."""
-        running = list(self.running.values())
-        return sorted(running, key=self.waiting.key) if self.heed_priority else running
 
     def _preempt(self, request: Request) -> None:
         self._release(request)

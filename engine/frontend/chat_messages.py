@@ -177,4 +177,5 @@ CHANGES: tuple[Callable[[Sequence[Message]], list[Message] | None], ...] = (
     _text_arguments,
     _both,
 )
-"""What else a conversation may look like, for a template that fails; None where it is the same."""
+"""Other shapes of a conversation, which are tried where a template fails; each gives None where it
+changes nothing."""

@@ -1,5 +1,5 @@
-"""What a model's ``generation_config.json`` says of requests: ids that end them, and the defaults
-of sampling.  ``config.json`` has these ids in older folders."""
+"""Reads from ``generation_config.json`` which ids end a request, and the model's defaults of
+sampling.  Older folders have these ids in ``config.json``."""
 
 from __future__ import annotations
 

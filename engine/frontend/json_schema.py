@@ -45,7 +45,7 @@ _ASSERTIONS |= {"const", "enum", "format"}
 
 _MOST_SCHEMAS = 1 << 13
 _MOST_VALUES = 1 << 16
-"""Most JSON values within one ``const`` or ``enum``."""
+"""Most values of one ``const`` or ``enum``, those within its lists and objects included."""
 _MOST_NESTED = 128
 _MOST_COUNT = 1 << 24
 """No output has this many characters or items, so a greater limit is left out."""
@@ -67,7 +67,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Resource:
-    """What ``#`` stands for: a document, or a part of it that has an ``$id``."""
+    """A document, or a part of it that has an ``$id``: ``#`` in a reference means its root."""
 
     root: Any
     uri: str
@@ -150,7 +150,7 @@ class _Tree:
         return self._names[key]
 
     def _find(self, reference: Any, resource: _Resource) -> _Place:
-        """What a reference names.
+        """Find the place that a reference names.
 
         Raises:
             UserError: it is not in the document.

@@ -98,11 +98,13 @@ class EngineLoop:
         *,
         final_only: bool = False,
         priority: int = 0,
+        call: str = "",
     ) -> CheckedRequest:
         """Check a prompt and encode it: the first half of ``add_request``, without the queueing.
 
         With ``final_only`` there is one output, when the request has finished, which is cheaper.
-        A lower ``priority`` runs first, under ``scheduling_policy="priority"``.
+        A lower ``priority`` runs first, under ``scheduling_policy="priority"``.  Requests of the
+        same ``call`` wait as one.
 
         Raises:
             UserError: the prompt is bad, the KV cache is too small for it, or it has a priority
@@ -130,6 +132,7 @@ class EngineLoop:
             priority=priority,
             cache_salt=salt,
             bad_word_ids=bad_word_ids,
+            call=call,
         )
         self.core.check_size(request)
         return CheckedRequest(request, text, final_only)

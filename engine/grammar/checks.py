@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...config import MachineError, UserError
+from ...config import BusyError, MachineError, UserError
 from .bounds import check_bounds
 from .process import HelperProcess, read_for_ever
 from .wire import Answer, Compile, Message, Setup
@@ -59,7 +59,8 @@ class GrammarChecks:
 
         Raises:
             UserError: it is bad, too large, or takes too long.
-            MachineError: llguidance is not installed, or too many grammars are tried already.
+            MachineError: llguidance is not installed.
+            BusyError: too many grammars are tried already.
         """
         self.soon(text).result()
 
@@ -97,7 +98,7 @@ class GrammarChecks:
                     "a grammar needs the package llguidance: pip install 'fusewright[serve]'"
                 )
             if len(self._open) >= _MOST_OPEN:
-                raise MachineError(
+                raise BusyError(
                     f"grammar: {_MOST_OPEN} others are being compiled; send it again later"
                 )
             trial = self._open[text] = _Trial(self, text, future)

@@ -23,6 +23,7 @@ class AddRequest(Struct, frozen=True):
         cache_salt: it shares cached prefixes only with requests of the same salt.
         bad_word_ids: the tokens of each of these must not come one behind the other.
         outputs: the first index and the one behind the last of those that are asked for; None: all.
+        call: requests of one call wait as one; "": it was asked for alone.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class AddRequest(Struct, frozen=True):
     cache_salt: str | None = None
     bad_word_ids: list[list[int]] = []
     outputs: tuple[int, int] | None = None
+    call: str = ""
 
     @property
     def indices(self) -> range:

@@ -21,7 +21,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 class NewSequence(Struct, frozen=True):
     """A request that is new in its slot, also after a preemption: what sampling needs of it.
 
-    ``stop_ids`` are banned before ``min_tokens``.  Token ids are there where penalties count them.
+    ``arrival`` is its number among all outputs that have come.  ``stop_ids`` are banned before
+    ``min_tokens``.  Token ids are there where penalties count them.
     """
 
     slot: int

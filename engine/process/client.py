@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -56,6 +57,8 @@ _FRAMES_AT_ONCE = 8
 _SHORT_TEXT = 1000
 """Characters of a prompt that are encoded at once: a thread would take longer to wake up."""
 _TOKENIZER_THREADS = 4
+_QUEUED_AT_ONCE = 64
+"""Requests of a call that are queued before other coroutines run, which takes about 2 ms."""
 _FEW = 4
 """Open outputs up to which the event loop does not sleep behind a request: more keep it busy."""
 _ALONE = Seat()
@@ -97,6 +100,7 @@ class EngineClient:
         self._stack, self._folder = ExitStack(), ExitStack()
         self._streams: dict[str, OutputStream] = {}
         self._numbers = itertools.count()
+        self._num_unqueued = 0
         self._stopping = False
 
     def start(self) -> None:
@@ -186,8 +190,8 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Number of outputs that are still generated."""
-        return self.core.num_unfinished if self.is_ready else 0
+        """Number of outputs that are still generated, or about to be queued."""
+        return self.core.num_unfinished + self._num_unqueued if self.is_ready else 0
 
     def num_open_at(self, replica: int) -> int:
         """Number of those outputs that a replica generates."""
@@ -213,8 +217,10 @@ class EngineClient:
         *,
         final_only: bool = False,
         priority: int = 0,
+        call: str = "",
     ) -> CheckedRequest:
-        """Encode and check a prompt, in a thread if it is long text.
+        """Encode and check a prompt, in a thread if it is long text.  Prompts with the same
+        ``call``, which no other client has, wait as one.
 
         Raises:
             UserError: the prompt or a parameter is bad.
@@ -228,6 +234,7 @@ class EngineClient:
             f"{self.seat.index}-{next(self._numbers)}",  # no other client's
             final_only=final_only,
             priority=priority,
+            call=call and f"{self.seat.index}-{call}",
         )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         is_long = isinstance(text, str) and len(text) > _SHORT_TEXT
@@ -241,21 +248,35 @@ class EngineClient:
         return check()
 
     def submit(self, requests: Sequence[CheckedRequest]) -> OutputStream:
-        """Queue requests.
+        """Queue requests; where they are many, most of them behind what the event loop has to do.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
         stream = OutputStream([request.request_id for request in requests])
-        for request in requests:
-            self.loop.queue(request)
-            self._streams[request.request_id] = stream
+        self._num_unqueued += sum(request.num_outputs for request in requests)
+        self._queue(stream, deque(requests))
         if self.num_open <= _FEW:
             self._awake.stay()
         else:
             self._awake.sleep()
         return stream
+
+    def _queue(self, stream: OutputStream, requests: deque[CheckedRequest]) -> None:
+        """Queue some requests that have not been aborted, and leave the others for later."""
+        try:
+            for _ in range(min(len(requests), _QUEUED_AT_ONCE)):
+                request = requests.popleft()
+                self._num_unqueued -= request.num_outputs
+                if request.request_id in stream.open:
+                    self.loop.queue(request)
+                    self._streams[request.request_id] = stream
+        except Exception as error:
+            self.abort(stream)
+            stream.fail(error)
+        if requests:
+            self._event_loop.call_soon(self._queue, stream, requests)
 
     def abort(self, stream: OutputStream) -> None:
         """End the requests of a stream at once; nothing more is shown of them."""

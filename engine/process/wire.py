@@ -84,12 +84,15 @@ class Queued(Struct, frozen=True, array_like=True):
 
     request_id: str
     num_outputs: int
+    call: str
+    """As of ``AddRequest``, or its own id."""
     request: bytes
 
     @classmethod
     def of(cls, request: AddRequest) -> Queued:
         """The message of a request."""
-        return cls(request.request_id, len(request.indices), encode(request))
+        call = request.call or request.request_id
+        return cls(request.request_id, len(request.indices), call, encode(request))
 
     def read(self) -> AddRequest:
         """The request."""

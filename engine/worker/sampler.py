@@ -152,8 +152,8 @@ _REQUEST = np.dtype(
 class Sampler:
     """Samples one token a sequence, and keeps the state of earlier tokens that sampling needs.
 
-    Requests without a seed get one of their own, from ``config.model.seed`` and their order of
-    arrival.
+    Requests without a seed get one of their own, from ``config.model.seed`` and
+    ``NewSequence.arrival``.
 
     Args:
         vocab_size: columns of the logits.

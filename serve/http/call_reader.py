@@ -88,7 +88,7 @@ class CallReader:
 
     Args:
         form: how the model writes calls; None if it is not known.
-        is_call: whether all of the output is a call in JSON, by a grammar.
+        is_call: whether all of the output is a call in JSON or a list of calls, by a grammar.
         max_calls: calls behind these are left out; None keeps all.
         schemas: function name -> JSON schema of its parameters, from which the values of XML
             elements have their types.
@@ -109,6 +109,7 @@ class CallReader:
         self._has_short_ids = form is not None and form.short_ids
         self._form = _BARE if is_call or form is None else form
         self._max_calls, self._schemas = max_calls, schemas or {}
+        self._may_be_list = is_call  # then each call of it comes as soon as it ends
         self.num_calls = self.num_calls_before = 0
         self._text, self._at = "", 0
         self._held: list[str] = []
@@ -168,6 +169,10 @@ class CallReader:
         if self._text[self._at] not in self._form.bare:
             return self._fail()
         self._is_bare = True
+        if self._may_be_list and self._text[self._at] == "[":
+            self._take(self._at + 1)
+            self._read = self._read_next
+            return True
         return self._begin_value()
 
     def _read_text(self) -> bool:
@@ -263,6 +268,10 @@ class CallReader:
         if self._may_become(form.start):
             return False
         char = self._text[self._at]
+        if self._may_be_list and char == "]":
+            self._at += 1
+            self._read = self._read_text
+            return True
         if (self._open or not form.end) and not form.xml and char in "[{":
             return self._begin_value()
         if (self._open or not form.end) and not form.xml and char in _SEPARATORS:

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from .call_json import strict_json
+from .json_scan import Scan
 
 _MAX_TAG = 300
 _BLANKS = re.compile(r"\s*")
@@ -34,29 +35,20 @@ class _Expect(Enum):
     VALUE_OR_NEXT = auto()
 
 
-class XmlScan:
-    """Reads one function; see ``JsonScan``, which has the same interface.
-
-    Attributes:
-        is_done: its end has been read.
-        is_bad: what comes next cannot stand where it stands.
-    """
+class XmlScan(Scan):
+    """Reads one function, to the end of each piece or to a tag that is cut there."""
 
     def __init__(self) -> None:
-        self.is_done = self.is_bad = False
+        super().__init__()
         self._expect = _Expect.FUNCTION
         self._name = self._key = ""
         self._parameters: dict[str, list[str]] = {}
         self._ended = ""
-        """What ends a value, if no more of it comes."""
+        """Text that ends a value, if no more of it comes."""
 
-    def feed(self, text: str, at: int) -> int:
-        """Read on at ``text[at]``; returns where reading ended, before a tag that is cut."""
-        more = True
-        while more and not (self.is_done or self.is_bad):
-            read = self._read_value if self._expect is _Expect.VALUE else self._read_tag
-            at, more = read(text, at)
-        return at
+    def _step(self, text: str, at: int) -> tuple[int, bool]:
+        read = self._read_value if self._expect is _Expect.VALUE else self._read_tag
+        return read(text, at)
 
     def _read_value(self, text: str, at: int) -> tuple[int, bool]:
         end = text.find(_VALUE_END, at)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
@@ -11,20 +10,16 @@ from starlette.responses import Response
 
 from ...config import UserError
 from ...engine.frontend import chat_template  # noqa: F401  # here, so that no request waits for it
-from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from .body import read
 from .call_reader import CallReader
-from .completions import sampling_params
+from .conversation import conversation
 from .errors import ApiError, api_error, as_json, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .logprobs import chat_logprobs, prompt_entries
 from .protocol import ChatRequest
 from .state import Job, ServerState
-from .tool_calls import Tools, tools_of, with_marks
-
-_SHORT_TEXT = 1000
-"""Characters of a conversation that are rendered at once: a thread would take longer to wake up."""
+from .tool_calls import Tools
 
 
 async def chat_completions(request: Request) -> Response:
@@ -35,25 +30,14 @@ async def chat_completions(request: Request) -> Response:
     _check(body)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_top = body.top_logprobs or 0
-    tools = tools_of(body, state.tool_format)
-    params = sampling_params(
+    prompt, params, tools = await conversation(
+        state,
         body,
-        state.client.inputs.default_sampling,
+        body.messages,
         max_tokens=most,
         logprobs=num_top if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        grammar=tools.grammar,
     )
-    params = with_marks(params, tools, state.client.inputs.tokenizer)
-    with state.preparing(params.n):
-        prompt = await render(
-            state,
-            body.messages,
-            variables=body.chat_template_kwargs,
-            tools=tools.given,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=body.add_special_tokens,
-        )
     try:
         job = await state.submit("chatcmpl-", body, [prompt], params, request)
     except UserError as error:
@@ -69,46 +53,6 @@ async def chat_completions(request: Request) -> Response:
 def _check(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-
-
-async def render(
-    state: ServerState,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    variables: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    add_special_tokens: bool | None = None,
-) -> Prompt:
-    """The prompt of a conversation: the only way from messages to tokens here.
-
-    Args:
-        variables: of the template, from the client.
-        tools: those that the model may call; none or an empty list: it knows of none.
-
-    Raises:
-        ApiError: a variable or a message is bad.
-    """
-    inputs, given = state.client.inputs, dict(variables or {})
-    try:
-        inputs.check_template_variables(given)
-    except UserError as error:
-        raise api_error(error, "chat_template_kwargs") from error
-    if tools:
-        given["tools"] = tools
-    make = partial(
-        inputs.chat_prompt,
-        messages,
-        add_generation_prompt=add_generation_prompt is not False,
-        add_special_tokens=add_special_tokens is True,
-        **given,
-    )
-    try:
-        if sum(len(str(m.get("content"))) for m in messages) > _SHORT_TEXT:
-            return await state.client.in_thread(make)
-        return make()
-    except UserError as error:
-        raise api_error(error, "messages") from error
 
 
 def _answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -13,56 +14,18 @@ from ...engine.frontend.inputs import Prompt
 from ...engine.frontend.outputs import RequestOutput
 from ...engine.messages.sampling_params import SamplingParams
 from .body import read
+from .conversation import work_on
 from .errors import ApiError, api_error, as_json, json_response
 from .events import Delta, EventStream, chunks, head, usage, whole
-from .form import grammar_of
 from .logprobs import (
     completion_logprobs,
     joined,
     prompt_completion_logprobs,
     prompt_entries,
 )
-from .protocol import CompletionRequest, Generation
+from .protocol import CompletionRequest
+from .sampling import sampling_params
 from .state import Job, ServerState
-
-_SAMPLING = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop"),
-    *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-    "bad_words",
-)
-"""Fields of a body that are fields of ``SamplingParams``."""
-
-
-def sampling_params(body: Generation, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-    """The sampling that a body asks for; ``more`` wins.
-
-    Args:
-        defaults: of fields that the body leaves out, see ``default_sampling``.  One of them wins
-            over a ``max_tokens`` of None, which is without a limit.
-
-    Raises:
-        UserError: a value is out of range.
-    """
-    if "max_tokens" in more and more["max_tokens"] is None and "max_tokens" in defaults:
-        del more["max_tokens"]
-    grammar = more.pop("grammar", None) or grammar_of(body)
-    more |= {"grammar": grammar, "logit_bias": _bias(body.logit_bias)}
-    given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    return SamplingParams(**{**defaults, **given, **more})
-
-
-def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
-    """``logit_bias``, whose keys are token ids as JSON has them: text.
-
-    Raises:
-        ApiError: a key is no number.
-    """
-    try:
-        return {int(name): value for name, value in given.items()} if given else None
-    except ValueError:
-        message = "logit_bias: expected token ids as keys"
-        raise ApiError(400, message, param="logit_bias") from None
 
 
 async def completions(request: Request) -> Response:
@@ -71,7 +34,8 @@ async def completions(request: Request) -> Response:
     body = await read(request, CompletionRequest)
     state.check_serving()
     _check(body)
-    params = _sampling(body, state.client.inputs.default_sampling)
+    make = partial(_sampling, body, state.client.inputs.default_sampling)
+    params = await work_on(state, make, (body.response_format, body.structured_outputs))
     prompts = await _prompts(state, body)
     try:
         job = await state.submit("cmpl-", body, prompts, params, request)

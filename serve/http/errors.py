@@ -11,7 +11,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from ...config import EngineDeadError, UserError
+from ...config import BusyError, EngineDeadError, UserError
 
 _KINDS = {
     400: "invalid_request_error",
@@ -75,6 +75,16 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+def overloaded(message: str, *, closes: bool = False) -> ApiError:
+    """The answer to whoever comes while there is too much to do.
+
+    Args:
+        closes: the connection ends with the answer.
+    """
+    headers = {"retry-after": "1"} | ({"connection": "close"} if closes else {})
+    return ApiError(503, message, code="overloaded", headers=headers)
+
+
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
@@ -96,6 +106,8 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
         return error
     if isinstance(error, EngineDeadError):
         return ApiError(500, str(error), code="engine_dead")
+    if isinstance(error, BusyError):
+        return overloaded(str(error))
     if isinstance(error, UserError):
         message = str(error).removeprefix("SamplingParams: ")
         if message.startswith("grammar: "):

@@ -28,7 +28,7 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class Delta:
-    """What an output has gained.  ``index`` counts the outputs of all prompts."""
+    """Text and tokens that an output has gained.  ``index`` counts the outputs of all prompts."""
 
     index: int
     prompt: int

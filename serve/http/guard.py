@@ -25,7 +25,7 @@ _MOST_KNOWN = 256
 
 
 class Visitor(NamedTuple):
-    """What the headers of a request say about who asks."""
+    """Who asks, by the headers of a request."""
 
     hosts: list[bytes]
     origins: list[bytes]

@@ -1,28 +1,20 @@
-"""API processes beside the first: how it starts and ends them, and what they run.
-
-``python -m fusewright.serve.http.helper`` reads its ``Orders`` as a line of JSON on stdin, which no
-list of processes shows.  Each further line there is a signal that the first process got, and the
-end of stdin is the end.  It writes READY and DRAINED to stdout.
-"""
+"""API processes beside the first: how it starts and ends them.  ``helper_process`` is what runs."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from ...config import EngineDeadError, EngineOptions, UserError
+from ...config import EngineDeadError, EngineOptions
 from ...engine.process.wire import Seat
-from ...engine.ranks.lifetime import end_with, leave_signals_to_the_parent
 from .state import Settings
 
 READY, DRAINED = b"ready\n", b"drained\n"
@@ -31,7 +23,7 @@ _END_S = 10.0
 
 
 class Orders(Struct, frozen=True):
-    """What a helper is told at its start; ``listening`` is a file descriptor that it inherits."""
+    """A helper's orders at its start; ``listening`` is a file descriptor that it inherits."""
 
     parent_pid: int
     options: EngineOptions
@@ -62,7 +54,7 @@ class Helper:
     ) -> Helper:
         """Start a process that takes connections from ``listening``."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", __name__),
+            *(sys.executable, "-P", "-m", f"{__name__}_process"),
             stdin=PIPE,
             stdout=PIPE,
             pass_fds=[listening.fileno()],
@@ -102,36 +94,3 @@ class Helper:
             if not waited.done():
                 waited.set_exception(EngineDeadError(how))
                 waited.exception()  # nobody may wait
-
-
-async def _main() -> None:
-    from .life import Endpoint, Life
-
-    orders_in: Any = asyncio.StreamReader(limit=2**24)
-    loop = asyncio.get_running_loop()
-    protocol = asyncio.StreamReaderProtocol(orders_in)
-    await loop.connect_read_pipe(lambda: protocol, os.fdopen(0, "rb"))
-    orders = msgspec.json.decode(await orders_in.readline(), type=Orders)
-    end_with(orders.parent_pid)
-    say_to_first = os.fdopen(1, "wb", buffering=0)
-    listening = socket.socket(fileno=orders.listening)
-    endpoint = Endpoint("", 0, orders.certificate, orders.private_key)
-    life = Life(orders.options, orders.settings, orders.seat, [listening], endpoint)
-    life.tell = say_to_first.write
-
-    async def obey() -> None:
-        while await orders_in.readline():
-            life.on_signal()
-        life.release()
-
-    obeying = asyncio.ensure_future(obey())
-    with suppress(UserError):  # the first process tells what it is, and ends this one
-        await life.run()
-    await obeying
-
-
-if __name__ == "__main__":
-    import uvloop
-
-    leave_signals_to_the_parent()
-    uvloop.run(_main())

@@ -39,40 +39,59 @@ class _Expect(Enum):
     SCALAR = auto()
 
 
-class JsonScan:
-    """Reads one object or list.
+class Scan:
+    """Reads one value in text that comes in pieces.
 
     Attributes:
-        is_done: its last bracket has been read.
-        is_bad: the next character cannot stand where it stands.
+        is_done: its end has been read.
+        is_bad: what comes next cannot stand where it stands.
     """
 
     def __init__(self) -> None:
         self.is_done = self.is_bad = False
+
+    def feed(self, text: str, at: int) -> int:
+        """Read on at ``text[at]``; returns where reading ended.
+
+        That is behind the value if it is done, at the mistake if there is one, else where more
+        text is needed.
+        """
+        more = True
+        while more and not (self.is_done or self.is_bad):
+            at, more = self._step(text, at)
+        return at
+
+    def _step(self, text: str, at: int) -> tuple[int, bool]:
+        """Read one thing; returns where it ends, and whether what comes next can be read."""
+        raise NotImplementedError
+
+
+class JsonScan(Scan):
+    """Reads one object or list, to the end of each piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._expect = _Expect.VALUE
         self._open: list[str] = []
         self._is_key = False
         self._num_hex = 0
         self._scalar = ""
 
-    def feed(self, text: str, at: int) -> int:
-        """Read on at ``text[at]``; returns where reading ended.
-
-        That is behind the value if it is done, at the mistake if there is one, else the text's end.
-        """
-        while at < len(text) and not (self.is_done or self.is_bad):
-            match self._expect:
-                case _Expect.STRING:
-                    at = self._string(text, at)
-                case _Expect.SCALAR:
-                    at = self._read_scalar(text, at)
-                case _Expect.ESCAPE | _Expect.HEX:
-                    at = self._escape(text, at)
-                case _:
-                    at = _end(_BLANKS, text, at)
-                    if at < len(text):
-                        at = self._structure(text, at)
-        return at
+    def _step(self, text: str, at: int) -> tuple[int, bool]:
+        if at == len(text):
+            return at, False
+        match self._expect:
+            case _Expect.STRING:
+                at = self._string(text, at)
+            case _Expect.SCALAR:
+                at = self._read_scalar(text, at)
+            case _Expect.ESCAPE | _Expect.HEX:
+                at = self._escape(text, at)
+            case _:
+                at = _end(_BLANKS, text, at)
+                if at < len(text):
+                    at = self._structure(text, at)
+        return at, True
 
     def _structure(self, text: str, at: int) -> int:
         char, expect = text[at], self._expect

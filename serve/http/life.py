@@ -22,6 +22,7 @@ from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
 from .call_reader import detect
+from .connections import Connections, limited_by_files
 from .errors import ApiError
 from .helper import DRAINED, READY, Helper, Orders
 from .hosts import is_loopback
@@ -79,9 +80,9 @@ class _Http(uvicorn.Server):
     """uvicorn without its signal handlers, as ``Life`` has its own, and with our limits of what a
     connection may send."""
 
-    def __init__(self, config: uvicorn.Config, uploads: Uploads) -> None:
+    def __init__(self, config: uvicorn.Config, uploads: Uploads, connections: Connections) -> None:
         super().__init__(config)
-        self._uploads = uploads
+        self._uploads, self._connections = uploads, connections
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -93,6 +94,7 @@ class _Http(uvicorn.Server):
         make = partial(
             LimitedProtocol,
             self._uploads,
+            self._connections,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
@@ -156,6 +158,7 @@ class Life:
                 ssl_keyfile=endpoint.private_key,
             ),
             self._state.uploads,
+            Connections(limited_by_files(self._state.settings.max_connections)),
         )
         self._client.start()
         self._client.peers.answer = self._state.answer_peer

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .errors import ApiError
+from .connections import Connections, LingeringTransport
+from .errors import ApiError, overloaded
 
 MOST_HEAD_BYTES = 64 * 1024
 """Most bytes of the request line and the headers together, and of what frames a body: chunk sizes
@@ -82,12 +83,11 @@ class Uploads:
 
 
 def too_many_uploads() -> ApiError:
-    return ApiError(
-        503,
-        "too many large requests arrive at once; try again later",
-        code="overloaded",
-        headers={"retry-after": "1", "connection": "close"},
-    )
+    return overloaded("too many large requests arrive at once; try again later", closes=True)
+
+
+def _too_many_connections(most: int) -> ApiError:
+    return overloaded(f"{most} connections are open; try again later", closes=True)
 
 
 def body_too_large(most: int) -> ApiError:
@@ -107,9 +107,13 @@ class _Part(Enum):
 class LimitedProtocol(HttpToolsProtocol):
     """HTTP of uvicorn, with an end to messages that are too long or too slow."""
 
-    def __init__(self, uploads: Uploads, *args: Any, **kwargs: Any) -> None:
+    transport: LingeringTransport  # type: ignore[assignment]
+
+    def __init__(
+        self, uploads: Uploads, connections: Connections, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._uploads = uploads
+        self._uploads, self._connections = uploads, connections
         self._part = _Part.HEAD
         self._feed_bytes = 0
         """Bytes of the piece that is being read."""
@@ -118,18 +122,31 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_framing = 0
         """How many of these bytes came after the last piece that had some of the body."""
         self._num_chunks = self._num_headers = 0
-        self._has_body = self._has_moved = self._refused = False
+        self._has_body = self._has_moved = self._refused = self._is_ending = False
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        most = self._uploads.max_body_bytes
+        lingering: Any = LingeringTransport(transport, self._is_sending, self._give_up, most)
+        super().connection_made(lingering)
         self._deadline = self.loop.call_later(HEAD_S, self._too_slow)
+        if self._connections.enter(self):
+            return
+        if self._connections.is_flooded:
+            transport.abort()
+        else:
+            self._refuse(_too_many_connections(self._connections.most))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
+        self._connections.leave(self)
+        self.transport.ended()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.lingers:
+            self.transport.drop(len(data))
+            return
         if self._refused:
             return
         self._has_body = self._has_moved = False
@@ -199,7 +216,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._begin(_Part.NOTHING)
+        if not self.cycle.response_complete:
+            self._connections.begin_request(self)
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete or self._part is _Part.BODY:
+            self._connections.end_request(self)
 
     def _begin(self, part: _Part) -> None:
         """Expect ``part`` next, and start its own time limit."""
@@ -213,6 +237,30 @@ class LimitedProtocol(HttpToolsProtocol):
             self._num_bytes = 0
 
     # Ends
+
+    def _is_sending(self) -> bool:
+        """Whether the client may be sending something that was not read."""
+        return not self._is_ending and (self._part is not _Part.NOTHING or self._refused)
+
+    def _give_up(self) -> None:
+        """The rest of the message that goes on is dropped: whoever waits for it need not."""
+        self._forget()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        self._is_ending = True
+        super().shutdown()
+
+    def make_room(self) -> None:
+        """End a connection without a request that has arrived: a new one needs the room."""
+        self._is_ending = True
+        if self._part is _Part.NOTHING or not self._num_bytes:
+            self._forget()
+            self.transport.close()
+        else:
+            self._refuse(_too_many_connections(self._connections.most))
 
     def end(self) -> None:
         """End the message that goes on: others need the room."""

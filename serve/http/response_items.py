@@ -102,13 +102,13 @@ class Items:
         self._message_at = 0
 
     def push(self, text: str) -> list[Event]:
-        """What a text adds."""
+        """The events of a text that has come."""
         if self._reader is None:
             return self._add(text, [])
         return self._add(*self._reader.push(text))
 
     def finish(self, reason: str | None) -> list[Event]:
-        """What is left when the output ends for ``reason``."""
+        """The last events, when the output ends for ``reason``."""
         events = []
         if self._reader is not None:
             events = self._add(*self._reader.finish())

@@ -14,14 +14,13 @@ from starlette.responses import Response
 from ...config import UserError
 from ...engine.frontend.outputs import RequestOutput
 from .body import read
-from .chat import render
-from .completions import sampling_params
+from .conversation import conversation
 from .errors import ApiError, api_error, json_response
 from .events import EventStream, deltas, event, whole
 from .protocol import ResponsesRequest
 from .response_items import Items, chat_messages, chat_tools
 from .state import Job, ServerState
-from .tool_calls import Tools, tools_of, with_marks
+from .tool_calls import Tools
 
 
 async def responses(request: Request) -> Response:
@@ -39,23 +38,10 @@ async def responses(request: Request) -> Response:
         if getattr(body, name) is not None:
             message = f"{name}: responses have no such part; ask /v1/chat/completions"
             raise ApiError(400, message, param=name)
-    body = body.model_copy(update={"response_format": _format(body)})
-    tools = tools_of(body.model_copy(update=chat_tools(body)), state.tool_format)
-    params = sampling_params(
-        body,
-        state.client.inputs.default_sampling,
-        max_tokens=body.max_output_tokens,
-        grammar=tools.grammar,
+    asked = body.model_copy(update={"response_format": _format(body), **chat_tools(body)})
+    prompt, params, tools = await conversation(
+        state, asked, chat_messages(body), max_tokens=body.max_output_tokens
     )
-    params = with_marks(params, tools, state.client.inputs.tokenizer)
-    with state.preparing(params.n):
-        prompt = await render(
-            state,
-            chat_messages(body),
-            variables=body.chat_template_kwargs,
-            tools=tools.given,
-            add_special_tokens=body.add_special_tokens,
-        )
     try:
         job = await state.submit("resp_", body, [prompt], params, request)
     except UserError as error:

@@ -21,7 +21,7 @@ from ...engine.messages.sampling_params import MAX_LOGPROBS, SamplingParams
 from ...engine.process.client import EngineClient
 from ...engine.process.heartbeat import Heartbeat
 from ...engine.process.output_stream import OutputStream
-from .errors import ApiError
+from .errors import ApiError, overloaded
 from .limits import Uploads
 from .metrics import TALLY, Metrics
 from .protocol import Generation
@@ -47,7 +47,7 @@ _MOST_LOGPROBS = 2**20
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``fusewright serve`` was told.
+    """The options of ``fusewright serve``.
 
     Attributes:
         model_names: names under which the model is served; the first is shown.
@@ -56,6 +56,7 @@ class Settings:
         max_waiting: outputs that may wait behind those that run; more are refused.
         stall_s: seconds without a heartbeat of the engine until it counts as stalled.
         max_body_bytes: largest body of a request.
+        max_connections: that an API process keeps open.
         allowed_origins: of browsers that may ask (CORS).
         allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
         tool_format: how the model writes calls of tools; None: as its chat template shows.
@@ -69,6 +70,7 @@ class Settings:
     shutdown_timeout_s: float = 60.0
     stall_s: float = 10.0
     max_body_bytes: int = 8 * 2**20
+    max_connections: int = 16384
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
     tool_format: str | None = None
@@ -126,7 +128,7 @@ class ServerState:
         self.uploads, self.reader = Uploads(settings.max_body_bytes), BodyReader()
         self.tool_format = settings.tool_format
         self._beats: list[Heartbeat] = []
-        """Of all API processes, if there are several; their steps are the numbers of open jobs."""
+        """The pages of all API processes, if there are several; steps are numbers of open jobs."""
         client.on_step = self.metrics.on_step
         self.tracing: Tracing | None = None
         if settings.otlp_endpoint is not None:
@@ -213,12 +215,7 @@ class ServerState:
         waiting = num_open * self.client.seat.count - self.client.max_num_seqs
         if waiting >= self.settings.max_waiting:
             self.metrics.tally.refused += 1
-            raise ApiError(
-                503,
-                f"{waiting} requests wait already; try again later",
-                code="overloaded",
-                headers={"retry-after": _RETRY_AFTER_S},
-            )
+            raise overloaded(f"{waiting} requests wait already; try again later")
 
     async def submit(
         self,
@@ -244,7 +241,7 @@ class ServerState:
             raise ApiError(400, message, param="prompt_logprobs")
         name = prefix + (body.request_id or self.metrics.new_name())
         with self.preparing(len(prompts) * params.n):
-            checked = await self._check(prompts, body, params)
+            checked = await self._check(prompts, body, params, name)
         self.check_serving()  # much may have happened while prompts were encoded
         if name in self.jobs:
             raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
@@ -261,9 +258,9 @@ class ServerState:
         return job
 
     async def _check(
-        self, prompts: Sequence[Prompt], body: Generation, params: SamplingParams
+        self, prompts: Sequence[Prompt], body: Generation, params: SamplingParams, name: str
     ) -> list[CheckedRequest]:
-        """Encode and check the prompts of a call."""
+        """Encode and check the prompts of the call ``name``."""
         checked: list[CheckedRequest] = []
         num_logprobs = 0
         for number, prompt in enumerate(prompts):
@@ -279,7 +276,11 @@ class ServerState:
                     prompt = {**salted, "prompt_token_ids": prompt}
             checked.append(
                 await self.client.check(
-                    prompt, params, final_only=not body.stream, priority=body.priority or 0
+                    prompt,
+                    params,
+                    final_only=not body.stream,
+                    priority=body.priority or 0,
+                    call=name if len(prompts) > 1 else "",
                 )
             )
             _check_length(body, checked[-1], self.client.inputs.max_model_len)

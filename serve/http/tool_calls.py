@@ -18,12 +18,12 @@ from .protocol import ChatRequest, ResponsesRequest
 
 @dataclass(frozen=True)
 class Tools:
-    """What a chat says of tools.
+    """The tools of a chat.
 
     Attributes:
         given: for the template; None if there are none to call.
         form: how the model writes calls; None if it is not known.
-        grammar: of the output, if a call is required.
+        grammar: of the output, if a call is required: a call or a list of them.
         is_parallel: whether an output may have several calls.
     """
 
@@ -33,7 +33,7 @@ class Tools:
     is_parallel: bool = True
 
     def reader(self) -> CallReader | None:
-        """What finds the calls of one output; None where none are looked for."""
+        """A reader that finds the calls of one output; None where none are looked for."""
         if self.given is None:
             return None
         functions = [tool["function"] for tool in self.given]
@@ -104,8 +104,11 @@ def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> T
         for function in functions
     ]
     form = FORMATS.get(format_name or "")
+    schema: dict[str, Any] = {"anyOf": schemas}
+    if choice == "required" and is_parallel:
+        schema = {"type": "array", "items": schema, "minItems": 1}
     try:
-        return Tools(body.tools, form, json_grammar({"anyOf": schemas}), is_parallel)
+        return Tools(body.tools, form, json_grammar(schema), is_parallel)
     except UserError as error:
         raise ApiError(400, str(error), param="tools") from error
 

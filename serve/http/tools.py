@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ... import __version__
 from ...config import UserError
 from .body import read
-from .chat import render
+from .conversation import render
 from .errors import ApiError, api_error, json_response
 from .metrics import PEERS_S
 from .protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
@@ -62,14 +62,7 @@ async def tokenize(request: Request) -> Response:
         raise ApiError(400, "expected either prompt or messages", param="prompt")
     ids: list[int]
     if body.messages is not None:
-        prompt: Any = await render(
-            state,
-            body.messages,
-            variables=body.chat_template_kwargs,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=body.add_special_tokens,
-        )
+        prompt: Any = await render(state, body, body.messages, body.tools)
         ids = prompt["prompt_token_ids"]
     else:
         special = body.add_special_tokens is not False

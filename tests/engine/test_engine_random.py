@@ -154,7 +154,7 @@ def random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
     stop = rng.choice([(), (), ("ab",), ("c a", "é"), ("bb", "abc", "b"), ("ca",)])
     count = rng.randint(1, max_tokens)
     return SamplingParams(
-        n=rng.choice([1, 1, 1, 2]),
+        n=rng.choice([1, 1, 1, 1, 2, 9]),
         max_tokens=count,
         # A stop string reads no text of the first tokens; test_loop has that case.
         min_tokens=0 if stop else rng.choice([0, 0, rng.randint(0, count)]),

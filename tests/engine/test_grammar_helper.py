@@ -15,7 +15,8 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models
 
-from fusewright.config import UserError
+from fusewright.config import BusyError, UserError
+from fusewright.engine.grammar import checks as grammar_checks
 from fusewright.engine.grammar.checks import GrammarChecks, grammar_setup
 from fusewright.engine.grammar.matchers import Grammars, Matcher
 from fusewright.engine.grammar.wire import Setup
@@ -114,10 +115,16 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_with_its_reason(
         checks.check(text)
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_delays_no_other() -> None:
+def test_a_grammar_that_takes_too_long_is_refused_and_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checks = GrammarChecks(setup(limit_s=0.3))
     slow = [checks.soon(schema({**SLOW, "title": str(i)})) for i in range(6)]
     again = checks.soon(schema({**SLOW, "title": "0"}))
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_checks, "_MOST_OPEN", 6)
+        with pytest.raises(BusyError, match="grammar: 6 others are being compiled"):
+            checks.check('start: "refused"')
     for i in range(3):
         checks.check(f'start: "quick {i}"')
     for future in (*slow, again):

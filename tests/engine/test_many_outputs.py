@@ -12,8 +12,6 @@ import zmq
 
 from fusewright.config import UserError
 from fusewright.engine.core.loop import EngineCore
-from fusewright.engine.core.request import Request
-from fusewright.engine.core.waiting import WaitingQueue
 from fusewright.engine.frontend.driver import Inbox, driver_of
 from fusewright.engine.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fusewright.engine.messages.codec import decode
@@ -38,71 +36,6 @@ def asked(name: str, n: int = 1, max_tokens: int = 4, **more: Any) -> AddRequest
     return AddRequest(name, [7] * 6, params, 6 + max_tokens, frozenset({EOS}), **more)
 
 
-def waiting(name: str, n: int = 1, priority: int = 0) -> Request:
-    return Request(name, [7] * 4, SamplingParams(n=n), 10, priority=priority)
-
-
-def taken(queue: WaitingQueue, count: int) -> list[str]:
-    names = []
-    for _ in range(count):
-        request = queue.first()
-        assert request is not None and queue.first() is request
-        queue.take(request)
-        names.append(request.request_id)
-    return names
-
-
-def test_outputs_of_a_request_begin_in_order_and_wait_as_one() -> None:
-    queue = WaitingQueue(heed_priority=False)
-    for request in (waiting("a"), waiting("b", n=3), waiting("c")):
-        queue.add(request)
-    assert (len(queue), queue.num_tokens) == (5, 20)
-    assert "b" in queue and "b#2" in queue and "b#3" not in queue and "d" not in queue
-    assert taken(queue, 5) == ["a", "b#0", "b#1", "b#2", "c"]
-    assert (len(queue), queue.num_tokens, queue.first()) == (0, 0, None)
-
-
-def test_priority_is_heeded_between_the_outputs_of_others() -> None:
-    queue = WaitingQueue(heed_priority=True)
-    queue.add(waiting("low", n=3, priority=1))
-    assert taken(queue, 1) == ["low#0"]
-    queue.add(waiting("high", n=2, priority=-1))
-    assert taken(queue, 4) == ["high#0", "high#1", "low#1", "low#2"]
-
-
-def test_a_preempted_output_comes_back_before_its_siblings() -> None:
-    queue = WaitingQueue(heed_priority=False)
-    queue.add(waiting("a", n=4))
-    request = queue.first()
-    assert request is not None
-    queue.take(request)
-    queue.put(request)
-    assert taken(queue, 2) == ["a#0", "a#1"]
-
-
-def test_seeds_of_outputs_differ_and_the_first_alone_has_its_prompt_scored() -> None:
-    params = SamplingParams(n=3, seed=5, prompt_logprobs=1)
-    queue = WaitingQueue(heed_priority=False)
-    queue.add(Request("a", [1], params, 4))
-    requests = []
-    while (request := queue.first()) is not None:
-        queue.take(request)
-        requests.append(request)
-    assert [each.sampling_params for each in requests] == [params.of_child(i) for i in range(3)]
-
-
-def test_abandoned_requests_leave_nothing_in_the_queue() -> None:
-    """Also while what is before them cannot run, so that no entry comes up."""
-    queue = WaitingQueue(heed_priority=False)
-    queue.add(waiting("first"))
-    for number in range(2000):
-        queue.add(waiting(str(number), n=1 + number % 2))
-        for request in queue.find(str(number)):
-            queue.remove(request)
-    assert len(queue) == 1 and len(queue._heap) < 200 and not queue._several
-    assert taken(queue, 1) == ["first"]
-
-
 def test_many_outputs_cost_what_one_does_until_they_begin() -> None:
     def effort(n: int) -> list[int]:
         core = EngineCore(Setup(max_num_seqs=2).scheduler(), Setup(max_num_seqs=2).runner())
@@ -121,7 +54,7 @@ def test_an_abort_ends_outputs_that_run_wait_and_have_not_begun(async_scheduling
     scheduler = setup.scheduler()
     core = EngineCore(scheduler, setup.runner(), async_scheduling=async_scheduling)
     core.add(asked("many", n=50, max_tokens=40))
-    core.add(asked("other", max_tokens=3))
+    core.add(asked("other", max_tokens=20))
     for _ in range(12):  # long enough that some are preempted
         core.step()
         check_invariants(scheduler)
@@ -130,8 +63,8 @@ def test_an_abort_ends_outputs_that_run_wait_and_have_not_begun(async_scheduling
     assert "many#0" not in scheduler and "many#49" in scheduler
     core.abort(AbortRequests(["many"]))
     assert core.num_unfinished == 1
-    finished = [each for _ in range(8) if core.num_unfinished for each in core.step().finished]
-    assert [(each.request_id, each.num_output_tokens) for each in finished] == [("other", 3)]
+    finished = [each for _ in range(20) if core.num_unfinished for each in core.step().finished]
+    assert [(each.request_id, each.num_output_tokens) for each in finished] == [("other", 20)]
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     core.add(asked("many", n=2))  # the id is free again
 
@@ -294,6 +227,22 @@ def test_an_abort_overtakes_every_request_before_it(tmp_path: Path) -> None:
         served.abort(*served.added)
         served.server._take_in()
         assert served.core.num_unfinished == 0 and served.counters().num_backlog == 0
+    finally:
+        served.close()
+
+
+def test_a_request_is_taken_up_beside_thousands_of_prompts_of_a_call(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    try:
+        for number in range(2000):
+            served.add(asked(f"0-{number}", call="0-large"))
+        for number in range(2):
+            served.add(asked(f"0-lone{number}"))
+        served.server._take_in()
+        assert served.added[:4] == ["0-0", "0-lone0", "0-lone1", "0-1"]
+        served.abort(*(f"0-{number}" for number in range(2000)), "0-lone1")
+        served.server._take_in()
+        assert served.core.num_unfinished == 1 and not served.server._backlog._calls
     finally:
         served.close()
 

@@ -125,6 +125,23 @@ def test_it_answers_as_the_engine_in_one_process(engine: Engine) -> None:
         assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-3)
 
 
+def test_many_prompts_are_queued_behind_what_the_event_loop_has_to_do(engine: Engine) -> None:
+    async def queued() -> list[tuple[int, int]]:
+        client, params = engine.client, SamplingParams(max_tokens=1)
+        stream = client.submit([await client.check("1+1=", params) for _ in range(300)])
+        counts = [(client.core.num_unfinished, client.num_open)]
+        await asyncio.sleep(0)
+        counts.append((client.core.num_unfinished + client._num_unqueued, client._num_unqueued))
+        client.abort(stream)
+        while client._num_unqueued:
+            await asyncio.sleep(0)
+        return [*counts, (client.core.num_unfinished, client.num_open)]
+
+    first, (open_later, unqueued), last = engine.run(queued)
+    assert first == (64, 300) and last == (0, 0)
+    assert open_later <= 300 and 0 < unqueued < 236
+
+
 def test_a_long_text_is_encoded_in_a_thread_and_refused_like_a_short_one(engine: Engine) -> None:
     with pytest.raises(UserError, match="max_model_len=64"):
         engine.run(lambda: engine.client.check("1" * 5000, LONG))

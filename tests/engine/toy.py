@@ -333,7 +333,7 @@ class Setup:
 
 
 def in_order(scheduler: Scheduler) -> list[Request]:
-    """Waiting requests as they will start."""
+    """Waiting requests in the order in which those of one call, or asked for alone, will start."""
     heed = scheduler.heed_priority
     return sorted(scheduler.waiting, key=lambda r: (r.priority if heed else 0, r.arrival))
 
@@ -352,8 +352,12 @@ def check_invariants(scheduler: Scheduler) -> None:
     slots = [request.slot for request in running]
     assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
     if not scheduler.heed_priority:
-        arrivals = [request.arrival for request in running + waiting]
-        assert arrivals == sorted(arrivals), "first come, first served"
+        for call in {request.call for request in running + waiting}:  # "": asked for alone
+            arrivals = [request.arrival for request in running + waiting if request.call == call]
+            assert arrivals == sorted(arrivals), "first come, first served"
+    for call in scheduler.waiting._calls.values():
+        of_call = [request for request in running if request.call == call.name]
+        assert call.num_running == len(of_call) and (call.num_running or call.num_waiting)
     for request in running:
         assert 0 <= request.num_in_flight <= 1
         assert request.num_tokens <= request.max_total_tokens

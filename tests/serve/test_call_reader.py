@@ -263,6 +263,16 @@ def test_ids_are_as_templates_want_them() -> None:
             assert [bool(re.fullmatch(wanted, call.call_id)) for call in calls] == [True]
 
 
+def test_calls_of_a_required_list_come_one_by_one() -> None:
+    for text in (f"[{F1}, {G}]", f" [\n{F1}\n,{G} ] "):
+        for pieces in cuts(text):
+            assert read("hermes", pieces, is_call=True) == ("", [ONE, NONE], "tool_calls")
+    reader = CallReader(None, is_call=True)
+    assert [call.name for call in reader.push(f"[{F1}")[1]] == ["f"]
+    content, calls, reason = read("xlam", [f"[{F1}, {G[:9]}"], is_call=True)
+    assert (content.lstrip(", "), calls, reason) == (G[:9], [ONE], "length")
+
+
 def test_no_more_calls_than_allowed_are_told() -> None:
     for pieces in cuts(hermes(F1, G) + "\nDone."):
         assert read("hermes", pieces, max_calls=1)[:2] == ("Done.", [ONE])

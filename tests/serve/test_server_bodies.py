@@ -14,10 +14,12 @@ import httpx
 import pytest
 
 from fusewright.serve.http.body import is_small
+from fusewright.serve.http.conversation import is_little
 from fusewright.serve.http.errors import ApiError
 from fusewright.serve.http.protocol import ChatRequest, CompletionRequest
 from fusewright.serve.http.reader import BodyReader, too_much_form
 
+from ..effort import calls
 from .server_process import JSON, ServerProcess, send, wait_for
 
 MANY = 70_000
@@ -134,3 +136,21 @@ def test_others_are_served_while_a_large_body_is_parsed(
     send(reader, signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{reader}").exists())
     assert sent().json() == first.json()
+
+
+@pytest.mark.parametrize(
+    ("values", "little"),
+    [
+        ([{"role": "user", "content": "x" * 700}], True),
+        ([{"role": "user", "content": "x" * 1200}], False),
+        ([{"role": "user", "content": [{"type": "text", "text": "1"}] * 5}], True),
+        ([{"role": "user", "content": [{"type": "text", "text": "1"}] * 30_000}], False),
+        ([{"role": "user", "content": None, "tool_calls": [{"arguments": "x" * 1200}]}], False),
+        ({f"property {number}": {"type": "integer"} for number in range(3000)}, False),
+        ((None, None, None), True),
+    ],
+)
+def test_few_values_tell_whether_a_thread_works_on_them(values: Any, little: bool) -> None:
+    """The event loop looks at few: 30,000 parts of a message took it 70 ms to measure."""
+    assert is_little(values) is little
+    assert calls(lambda: is_little(values)) < 1000

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Awaitable, Callable, Iterable
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from fusewright.serve.http import life, limits
+from fusewright.config import BusyError, UserError
+from fusewright.serve.http import connections, life, limits
+from fusewright.serve.http.connections import Connections, limited_by_files
+from fusewright.serve.http.errors import api_error
 from fusewright.serve.http.life import Endpoint, _Http
 from fusewright.serve.http.limits import Uploads
 
@@ -28,7 +32,8 @@ Talk = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the size of the body at /read, and without a look at it elsewhere."""
+    """Answers with the size of the body at /read, and without a look at it elsewhere; the answer at
+    /wait does not end."""
     size, goes_on = 0, scope["path"] == "/read"
     while goes_on:
         message = await receive()
@@ -39,21 +44,25 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     text = b"%d %s" % (size, names)
     head = [(b"content-length", str(len(text)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": head})
+    while scope["path"] == "/wait" and (await receive())["type"] != "http.disconnect":
+        pass
     await send({"type": "http.response.body", "body": text, "more_body": False})
 
 
 def talk(
     work: Callable[[Callable[[], Awaitable[Talk]], Uploads], Awaitable[None]],
     certificate: tuple[str, str] | None = None,
+    most: int = 1000,
 ) -> None:
-    """Run ``work`` with what connects to a server of ``app``, and with the server's counts."""
+    """Run ``work`` with what connects to a server of ``app`` with ``most`` connections, and with
+    the server's counts."""
 
     async def serve() -> None:
         (listening,) = Endpoint("127.0.0.1", 0).bind()
         uploads = Uploads(MAX_BODY)
         files = dict(zip(("ssl_certfile", "ssl_keyfile"), certificate or (), strict=False))
         config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", **files)
-        server = _Http(config, uploads)
+        server = _Http(config, uploads, Connections(most))
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         try:
             async with asyncio.timeout(WAIT_S):
@@ -244,3 +253,87 @@ def test_a_tls_handshake_without_end_is_cut_off(
             assert await answers(await connect(), [first]) == []
 
     talk(work, files)
+
+
+@pytest.mark.parametrize(
+    "first, expected",
+    [
+        (POST + b"content-length: 900000\r\n\r\n", [b"413"]),
+        (POST + CHUNKED + b"dbba0\r\n", [b"413"]),
+        (GET + b"content-length: 900000\r\n\r\n", [b"200"]),
+        (b"\0\r\n\r\n", [b"400"]),
+    ],
+    ids=["a declared body", "chunks", "a body that nobody reads", "no HTTP"],
+)
+def test_a_client_that_is_still_sending_reads_its_refusal(
+    first: bytes, expected: list[bytes]
+) -> None:
+    """One that reads only behind its last byte, as most do: a reset would lose the answer."""
+
+    async def work(connect: Callable[[], Awaitable[Talk]], uploads: Uploads) -> None:
+        reader, writer = await connect()
+        writer.write(first)
+        for _ in range(9):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        assert re.findall(rb"HTTP/1\.1 (\d+)", await reader.read()) == expected
+        writer.close()
+
+    talk(work)
+
+
+def test_a_client_that_never_stops_sending_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bytes, else by time."""
+    monkeypatch.setattr(connections, "LINGER_S", 0.3)
+    monkeypatch.setattr(connections, "QUIET_S", 0.2)
+
+    async def work(connect: Callable[[], Awaitable[Talk]], uploads: Uploads) -> None:
+        for piece, pause_s in ((b"x" * 100_000, 0.0), (b"x", 0.02)):
+            _, writer = await connect()
+            writer.write(POST + b"content-length: 10000000\r\n\r\n" + b"x" * 200_000)
+            with pytest.raises(ConnectionError):
+                while True:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(pause_s)
+
+    talk(work)
+
+
+def test_idle_connections_make_room_and_those_beyond_the_limit_are_told() -> None:
+    async def work(connect: Callable[[], Awaitable[Talk]], uploads: Uploads) -> None:
+        idle, partial = await connect(), await connect()
+        partial[1].write(POST + b"content-length: 9\r\n\r\nx")
+        await asyncio.sleep(0.05)
+        busy = []
+        for _ in range(3):  # answers that go on
+            busy.append(await connect())
+            busy[-1][1].write(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await busy[-1][0].readline()).startswith(b"HTTP/1.1 200 ")
+        assert await idle[0].read() == b""
+        assert await answers(partial, []) == [b"503"]
+        assert await answers(await connect(), [GET + b"\r\n"]) == [b"503"]
+        assert await answers(await connect(), []) == [b"503"]
+        busy[0][1].close()
+        await asyncio.sleep(0.05)
+        assert await answers(await connect(), [GET + b"connection: close\r\n\r\n"]) == [b"200"]
+        for _, writer in busy:
+            writer.close()
+
+    talk(work, most=3)
+
+
+def test_as_many_connections_as_files_may_be_open() -> None:
+    assert limited_by_files(10) == 10
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        assert limited_by_files(2**40) < hard
+
+
+def test_what_may_succeed_later_is_a_503_that_says_when() -> None:
+    """As a grammar while many others are compiled; a grammar that is bad is a 400."""
+    answer = api_error(BusyError("grammar: 64 others are being compiled; send it again later"))
+    assert (answer.status, answer.code) == (503, "overloaded")
+    assert answer.headers == {"retry-after": "1"}
+    assert api_error(UserError("grammar: no text satisfies it")).status == 400

@@ -15,7 +15,8 @@ import pytest
 from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.http.call_reader import FORMATS
-from fusewright.serve.http.tool_calls import Tools, with_marks
+from fusewright.serve.http.protocol import ChatRequest
+from fusewright.serve.http.tool_calls import Tools, tools_of, with_marks
 
 from ..engine.toy import TOKENIZER
 
@@ -49,14 +50,17 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "1+1="}], "tool
 
 def test_a_required_call_keeps_to_its_schema(http: httpx.Client) -> None:
     named = {"type": "function", "function": {"name": "add"}}
-    for choice in ("required", named):
-        answer = http.post("/v1/chat/completions", json={**CHAT, "tool_choice": choice, "seed": 2})
+    alone = {"tool_choice": "required", "parallel_tool_calls": False}
+    for choice in ({"tool_choice": named}, alone, {"tool_choice": "required", "max_tokens": 300}):
+        answer = http.post("/v1/chat/completions", json={**CHAT, "seed": 2, **choice})
         (found,) = answer.json()["choices"]
-        assert found["finish_reason"] == "tool_calls"
-        (call,) = found["message"]["tool_calls"]
-        assert (call["function"]["name"], call["type"]) == ("add", "function")
-        assert isinstance(json.loads(call["function"]["arguments"])["a"], int)
-        assert found["message"]["content"] is None
+        calls = found["message"]["tool_calls"]
+        for call in calls:
+            assert (call["function"]["name"], call["type"]) == ("add", "function")
+            assert isinstance(json.loads(call["function"]["arguments"])["a"], int)
+        if "max_tokens" not in choice:
+            assert found["finish_reason"] == "tool_calls" and len(calls) == 1
+            assert found["message"]["content"] is None
 
 
 def hermes(*calls: str) -> str:
@@ -191,3 +195,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_tools_are_a_400(http: httpx.Client, more: dict[str, Any], param: str) -> None:
     answer = http.post("/v1/chat/completions", json={**CHAT, **more})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_required_call_may_be_several() -> None:
+    """The grammar of ``required`` takes a list, as vLLM's does; of one function, a call."""
+
+    def schema(**more: Any) -> Any:
+        grammar = tools_of(ChatRequest.model_validate({**CHAT, **more}), None).grammar
+        return json.loads(grammar or "")["grammars"][0]["json_schema"]
+
+    several = schema(tool_choice="required")
+    assert (several["type"], several["minItems"], "maxItems" in several) == ("array", 1, False)
+    assert "anyOf" in schema(tool_choice="required", parallel_tool_calls=False)
