@@ -64,6 +64,7 @@ _TARGETS: dict[str, tuple[Any, ...]] = {
     ),
     "item": (operator.getitem,),
     "slice": (_ATEN.slice.Tensor,),
+    "select": (torch.select, "select", _ATEN.select.int),
 }
 _KINDS: dict[Any, str] = {target: kind for kind, many in _TARGETS.items() for target in many}
 _HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
