@@ -100,7 +100,7 @@ def _build(norm: _Norm, swapped: bool, graph: fx.Graph) -> list[fx.Node]:
     x, weight, call = norm.x, norm.weight, graph.call_function
     if weight is None:
         value = tensor(x)
-        like = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        like: dict[str, Any] = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
         weight = call(torch.ops.aten.ones.default, ([value.shape[-1]],), like)
     elif tensor(weight).dtype not in (norm.dtype, torch.float32):
         weight = call(torch.ops.aten._to_copy.default, (weight,), {"dtype": torch.float32})
