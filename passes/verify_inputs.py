@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from .subgraph import fake_value
 
-_DYNAMIC_SIZE, _MOST_TRIED = 5, 12
+_DYNAMIC_SIZE, _MOST_TRIED = 5, 64
 _SEED = 20_240_229
 MOST_AT_ONCE = 1 << 24
 """Numbers of a weight that are drawn at once."""
@@ -120,12 +120,17 @@ def _size(value: torch.SymInt, size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _allowed(size: int, equations: tuple[Any, ...]) -> int:
-    """The number for which most of the equations hold: some need sizes that differ."""
+    for number in range(size, size + _MOST_TRIED):
+        if all(_holds(equation, number) for equation in equations):
+            return number
+    return size  # they need sizes that differ
 
-    def held(number: int) -> int:
-        return sum(e.subs(dict.fromkeys(e.free_symbols, number)) == True for e in equations)  # noqa: E712
 
-    return max(range(size, size + _MOST_TRIED), key=held)
+def _holds(equation: Any, number: int) -> bool:
+    try:
+        return bool(equation.subs(dict.fromkeys(equation.free_symbols, number)) == True)  # noqa: E712
+    except ZeroDivisionError:  # it divides by a part of a size, which is too small
+        return False
 
 
 def _large(shape: list[int], dtype: torch.dtype, gen: torch.Generator) -> Tensor:
