@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .canonicalize import argument, cast_source, kind, tensor, with_number
-from .cuts import joined
+from .canonicalize import argument, cast_source, columns, kind, tensor, with_number
+from .cuts import joined, part_nodes
 from .sites import Miss
 
 _ATEN = torch.ops.aten
@@ -28,7 +28,7 @@ class Half:
     Attributes:
         root: the tensor that they are computed from, or they themselves.
         steps: what is done to each element of ``root``, in order: ("cos",), ("mul", number),
-            ("cast", dtype), ("part", 0 or 1) of a complex number.
+            ("cast", dtype), ("part", 0 or 1) of a complex number, ("half",) of the columns.
         shape: sizes as text, as the product broadcasts them, but half as wide: [batch, heads,
             tokens, half] with 1 for the heads, or tokens before heads.
         dtype: the dtype that the steps give.
@@ -58,6 +58,9 @@ class Half:
                 node = call(_ATEN.select.int, (node, -1, *given))
             elif name == "mul":
                 node = call(_ATEN.mul.Tensor, (node, *given))
+            elif name == "half":
+                half = tensor(self.root).shape[-1] // 2
+                node = call(_ATEN.slice.Tensor, (node, -1, 0, half))
             elif name == "cast":
                 node = call(_ATEN._to_copy.default, (node,), {"dtype": given[0]})
             else:
@@ -74,6 +77,10 @@ def read_spread(node: Any, function: str, layout: str, nodes: list[Any]) -> Half
     dtype = tensor(node).dtype
     while (part := _spread(node, layout, nodes)) is None:
         step = _step(node)
+        if step is None and layout == "halves" and _has_equal_halves(node, nodes):
+            steps.insert(0, ("half",))
+            part = node
+            break
         if step is None:
             each = "twice, side by side" if layout == "halves" else "twice in turn"
             raise Miss(f"{node} is not known to have each frequency {each}")
@@ -123,12 +130,12 @@ def read_complex(node: Any, nodes: list[Any]) -> tuple[Half, Half]:
 
 def _shape(node: Any, *, halved: bool = False) -> tuple[str, ...]:
     value = tensor(node)
-    if value.dim() != 4:
-        raise Miss(f"{node} has {value.dim()} dimensions, expected 4, of which one spans the heads")
+    if not 1 < value.dim() <= 4:
+        raise Miss(f"{node} has {value.dim()} dimensions, expected 2 to 4")
     *rest, width = value.shape
     if not isinstance(width, int):
         raise Miss(f"{node} has a dynamic last dimension")
-    return (*map(str, rest), str(width // 2 if halved else width))
+    return (*"1" * (4 - value.dim()), *map(str, rest), str(width // 2 if halved else width))
 
 
 def _step(node: Any) -> tuple[Any, ...] | None:
@@ -190,6 +197,58 @@ def _spread(node: Any, layout: str, nodes: list[Any]) -> Any:
         return None
     nodes += [*passed, source]
     return part
+
+
+def _has_equal_halves(node: Any, nodes: list[Any]) -> bool:
+    """Whether each column of the first half is computed as that of the second, from the same one,
+    as where each axis of a picture has angles for some columns of both halves.
+
+    Nodes that are passed on the way are added to ``nodes``.
+    """
+    width = tensor(node).shape[-1]
+    if not isinstance(width, int) or width % 2 or kind(node) not in ("cat", "slice", "item"):
+        return False
+    passed, half = set[Any](), width // 2
+    if any(_origin(node, i, passed) != _origin(node, i + half, passed) for i in range(half)):
+        return False
+    nodes += passed
+    return True
+
+
+def _origin(node: Any, column: int, passed: set[Any]) -> tuple[Any, ...]:
+    """(node, its column, steps): what a column of ``node`` is computed from, and how."""
+    steps = list[tuple[Any, ...]]()
+    while True:
+        before = node
+        if (part := columns(node)) is not None:
+            passed |= {*part_nodes(node)}
+            node, column = part[0], part[1] + column
+        elif kind(node) == "cat" and _joins_columns(node):
+            for part in argument(node, 0, "tensors"):
+                node = part
+                if column < tensor(part).shape[-1]:
+                    break
+                column -= tensor(part).shape[-1]
+        elif kind(node) == "select" and _leaves_columns(node):
+            steps.append(("select", *node.args[1:]))
+            node = node.args[0]
+        elif (step := _step(node)) is not None:
+            steps.append((*step, *(node.args[1:] if step[0] == "unsqueeze" else ())))
+            node = with_number(node)[0] if step[0] == "mul" else node.args[0]
+        else:
+            return node, column, steps
+        passed.add(before)
+
+
+def _leaves_columns(select: fx.Node) -> bool:
+    num_dims = tensor(select.args[0]).dim()
+    return bool(argument(select, 1, "dim") % num_dims != num_dims - 1)
+
+
+def _joins_columns(node: fx.Node) -> bool:
+    widths = [tensor(part).shape[-1] for part in argument(node, 0, "tensors")]
+    last = argument(node, 1, "dim", 0) in (-1, tensor(node).dim() - 1)
+    return last and all(isinstance(width, int) for width in widths)
 
 
 def _check_function(node: fx.Node, function: str) -> None:

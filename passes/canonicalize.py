@@ -64,10 +64,11 @@ _TARGETS: dict[str, tuple[Any, ...]] = {
     ),
     "item": (operator.getitem,),
     "slice": (_ATEN.slice.Tensor,),
+    "select": (torch.select, "select", _ATEN.select.int),
 }
 _KINDS: dict[Any, str] = {target: kind for kind, many in _TARGETS.items() for target in many}
-_HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-_COMPUTED = (torch.float32, *_HALF_STEPS)
+HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+_COMPUTED = (torch.float32, *HALF_STEPS)
 """Dtypes of the ops' tensors.  All are computed in float32, which holds their values."""
 
 
@@ -230,12 +231,12 @@ def check_dense(node: fx.Node) -> None:
 
 def roundings(dtype: torch.dtype, count: int) -> Tier:
     """The most that ``count`` roundings to ``dtype`` amount to; in float32, a few last bits."""
-    if dtype not in _HALF_STEPS:
+    if dtype not in HALF_STEPS:
         return Tier(atol=1e-6, rtol=2.0**-18)
     # What is rounded to a subnormal number of float16 is off by 2^-25, and then scaled by factors
     # that verification draws up to 2^13 together.
     atol = 2.0**-11 if dtype == torch.float16 else 1e-6
-    return Tier(atol=atol, rtol=count * _HALF_STEPS[dtype])
+    return Tier(atol=atol, rtol=count * HALF_STEPS[dtype])
 
 
 def in_order(nodes: Iterable[Any]) -> list[fx.Node]:

@@ -2,20 +2,23 @@
 
 Before: ``x.float() * rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)``, cast and multiplied by
 a weight, in any order of operands, with ``x * x`` or ``square``, ``sqrt`` and division or
-``reciprocal``, the weight before or after the cast, or 1 + the weight.
-After: ``rms_norm(x, weight, eps[, weight_offset])``.
+``reciprocal``, the weight before or after the cast, or 1 + the weight; or no weight at all.
+After: ``rms_norm(x, weight, eps[, weight_offset])``.  A norm without a weight is given one of ones,
+which changes no bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .canonicalize import (
+    HALF_STEPS,
     argument,
     check_dense,
     computed_dtype,
@@ -43,7 +46,7 @@ _MOST_STEPS = 3
 @dataclass
 class _Norm:
     """A norm as far as it has been read: ``x`` in its own dtype, the nodes that compute the norm,
-    and whether they round as the op does."""
+    and whether they round as the op does.  ``weight`` None means that it has none."""
 
     x: fx.Node
     eps: float
@@ -58,9 +61,9 @@ class _Norm:
 
 
 class CanonicalizeNorm:
-    """Expected sites: every root of a mean of squares, and every ``torch.rms_norm``, that is
-    multiplied by a weight.  A layer norm is none, as it squares ``x`` minus its mean.  Neither is
-    an L2 norm, which divides by no width, nor a norm without a weight, which the op needs.
+    """Expected sites: every root of a mean of squares, and every ``torch.rms_norm``.  A layer norm
+    is none, as it squares ``x`` minus its mean.  Neither is an L2 norm, which divides by no width,
+    nor a norm of 16 bits without a weight that goes on in float32, which the op rounds.
 
     Exact if root and mean are computed as in the op.  Otherwise, as with a division by the square
     root, statistics differ in the last bit of float32, and both roundings may go another way.
@@ -80,31 +83,32 @@ class CanonicalizeNorm:
                 if not _is_centered(squared):
                     report.miss(site.name, str(miss))
                 continue
-            args: tuple[Any, ...] = (norm.x, norm.weight, norm.eps)
-            if norm.weight_offset is not None:
-                args += (norm.weight_offset,)
-
             swapped = not is_dense(tensor(result))
-
-            def build(graph: fx.Graph, args: Any = args, swapped: bool = swapped) -> list[fx.Node]:
-                if not swapped:
-                    return [graph.call_function(torch.ops.fw.rms_norm.default, args)]
-                transpose, x = torch.ops.aten.transpose.int, args[0]
-                by_token = graph.call_function(transpose, (x, 1, 2))
-                args = (by_token, *args[1:])
-                normed = graph.call_function(torch.ops.fw.rms_norm.default, args)
-                return [graph.call_function(transpose, (normed, 1, 2))]
-
             context.replace(
                 self,
                 result,
                 old=in_order([*norm.nodes, result]),
                 outputs=[result],
-                build=build,
+                build=partial(_build, norm, swapped),
                 tier=EXACT if norm.exact else roundings(norm.dtype, 4),
             )
             report.match(site.name)
         return report
+
+
+def _build(norm: _Norm, swapped: bool, graph: fx.Graph) -> list[fx.Node]:
+    x, weight, call = norm.x, norm.weight, graph.call_function
+    if weight is None:
+        value = tensor(x)
+        like: dict[str, Any] = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        weight = call(torch.ops.aten.ones.default, ([value.shape[-1]],), like)
+    elif tensor(weight).dtype not in (norm.dtype, torch.float32):
+        weight = call(torch.ops.aten._to_copy.default, (weight,), {"dtype": torch.float32})
+    if swapped:
+        x = call(torch.ops.aten.transpose.int, (x, 1, 2))
+    offset = () if norm.weight_offset is None else (norm.weight_offset,)
+    normed = call(torch.ops.fw.rms_norm.default, (x, weight, norm.eps, *offset))
+    return [call(torch.ops.aten.transpose.int, (normed, 1, 2)) if swapped else normed]
 
 
 def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
@@ -161,8 +165,8 @@ def _read(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
         return _read_call(site)
     norm, root = _read_statistics(site, squared)
     normed = _read_scaling(norm, root, squared)
-    _check_weighted(normed)
-    result = _read_weight(norm, normed)
+    read = _read_weight if _is_weighted(normed) else _read_no_weight
+    result = read(norm, normed)
     for node in in_order([*norm.nodes, result]):
         if writes_shared(node):
             raise Miss(f"{node.name} overwrites memory that others may read")
@@ -181,16 +185,17 @@ def _check_layout(result: fx.Node) -> None:
 def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
     x, weight = argument(site, 0, "input"), argument(site, 2, "weight")
     shape, eps = argument(site, 1, "normalized_shape"), argument(site, 3, "eps")
-    if weight is None:
-        raise NotASite(f"{site.name} has no weight")
     if not isinstance(eps, float):
         raise Miss("eps is left to torch")
     if len(shape) != 1:
         raise Miss(f"no weight of one dimension: normalized_shape {list(shape)}")
-    norm = _Norm(x, eps, weight, 0.0, exact=False)
+    norm = _Norm(x, eps, weight, None if weight is None else 0.0, exact=False)
     if tensor(site).dtype != computed_dtype(x):
         raise Miss(f"the result is {tensor(site).dtype}, x is {norm.dtype}")
-    _check_weight(norm, weight, site)
+    if weight is None:
+        _check_width(norm)
+    else:
+        _check_weight(norm, weight, site)
     _check_layout(site)
     return norm, site
 
@@ -238,8 +243,8 @@ def _is_root_taken(site: fx.Node) -> bool:
     return False
 
 
-def _check_weighted(normed: fx.Node) -> None:
-    """Raise ``NotASite`` unless the norm is multiplied by a tensor that all tokens share."""
+def _is_weighted(normed: fx.Node) -> bool:
+    """Whether the norm is multiplied by a tensor that all tokens share."""
     results = [normed]
     for result in results:
         for user in result.users:
@@ -249,8 +254,31 @@ def _check_weighted(normed: fx.Node) -> None:
                 weight = other_operand(user, result)
                 value = fake_value(weight) if isinstance(weight, fx.Node) else None
                 if isinstance(value, Tensor) and all(str(d) == "1" for d in value.shape[:-1]):
-                    return
-    raise NotASite(f"{normed.name} is a norm without a weight")
+                    return True
+    return False
+
+
+def _read_no_weight(norm: _Norm, normed: fx.Node) -> fx.Node:
+    """Read the cast back, if there is one."""
+    _check_width(norm)
+    users = [*normed.users]
+    if norm.dtype != torch.float32:
+        if len(users) != 1 or kind(users[0]) != "cast" or tensor(users[0]).dtype != norm.dtype:
+            raise NotASite(f"{normed.name} is a norm without a weight that goes on in float32")
+        norm.nodes.append(normed)
+        return users[0]
+    while len(users) == 1 and kind(users[0]) == "view":
+        users = [*users[0].users]
+    for user in users:
+        if kind(user) == "cast" and tensor(user).dtype != torch.float32:
+            # As Mamba2 norms groups of a gated product: Inductor computes it all in one kernel.
+            raise Miss(f"{user.name} rounds it to {tensor(user).dtype}, x is float32")
+    return normed
+
+
+def _check_width(norm: _Norm) -> None:
+    if not isinstance(tensor(norm.x).shape[-1], int):
+        raise Miss("the width is dynamic, and the norm has no weight of that size")
 
 
 def _read_scaling(norm: _Norm, shifted: fx.Node, squared: Any) -> fx.Node:
@@ -333,6 +361,8 @@ def _check_weight(norm: _Norm, weight: Any, product: fx.Node) -> None:
     hidden = tensor(norm.x).shape[-1]
     if value.dim() != 1 or value.shape[0] != hidden:
         raise Miss(f"the weight has shape {list(value.shape)}, expected [{hidden}]")
+    if norm.dtype == torch.float32 and value.dtype in HALF_STEPS:
+        return  # a product in float32, which holds the weight's values
     if value.dtype != norm.dtype and norm.weight_offset is None:
         raise Miss(f"the weight is {value.dtype}, x is {norm.dtype}")
     if value.dtype not in (norm.dtype, torch.float32):

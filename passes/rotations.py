@@ -45,7 +45,8 @@ _STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 @dataclass(frozen=True)
 class Rotation:
-    """One rotated tensor [batch, heads, tokens, head_dim], or with the heads in dimension 2.
+    """One rotated tensor [batch, heads, tokens, head_dim], or with the heads in dimension 2, or
+    without the batch.  ``heads_dim`` counts the batch in any case.
 
     ``layout`` is ``rotary_embedding``'s.  ``by_head`` says that the result's rows are dense head by
     head, not token by token.  ``tier`` says how far its roundings may lie from the op's.
@@ -129,9 +130,9 @@ def _check_dtypes(x: fx.Node, computed: torch.dtype, found: _Found) -> None:
 
 def _heads_dim(x: fx.Node, found: _Found) -> int:
     """The dimension of the heads, 1 or 2, over which the angles are spread."""
-    value = tensor(x)
-    if value.dim() != 4:
-        raise Miss(f"the rotated tensor has {value.dim()} dimensions, expected 4")
+    if tensor(x).dim() not in (3, 4):
+        raise Miss(f"the rotated tensor has {tensor(x).dim()} dimensions, expected 3 or 4")
+    value = with_batch(tensor(x))
     if found.cos.shape != found.sin.shape:
         raise Miss(f"cosines are {found.cos.describe()}, sines {found.sin.describe()}")
     batch, *middle, half = found.cos.shape
@@ -142,11 +143,16 @@ def _heads_dim(x: fx.Node, found: _Found) -> int:
             if not isinstance(value.shape[heads_dim], int):
                 raise Miss("the number of heads is dynamic")
             return heads_dim
-    raise Miss(f"angles of {found.cos.describe()} do not match a tensor of {[*value.shape]}")
+    raise Miss(f"angles of {found.cos.describe()} do not match a tensor of {[*tensor(x).shape]}")
+
+
+def with_batch(value: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, tokens, head_dim] of a tensor that may lack the batch."""
+    return value.unsqueeze(0) if value.dim() == 3 else value
 
 
 def _is_by_head(result: fx.Node, heads_dim: int) -> bool:
-    value = tensor(result)
+    value = with_batch(tensor(result))
     if is_dense(value.transpose(1, 2) if heads_dim == 1 else value):
         return False
     if heads_dim == 1 and is_dense(value):
@@ -169,9 +175,13 @@ def _read_sum(site: fx.Node, join: Join, b: Any, a: Any) -> _Found:
         raise Miss(f"the parts are not the two {join.layout} of the last dimension")
     if parts.layout != join.layout:
         raise Miss(f"{parts.layout} of the last dimension are joined as {join.layout}")
-    turned = only_user(site)
+    turned, joins = only_user(site), [site]
+    if kind(turned) == "cast" and widened(turned) is site:
+        # As Ernie 4.5, which joins in 16 bits: to negate a number there rounds nothing.
+        joins.append(turned)
+        turned = only_user(turned)
     if kind(turned) != "mul":
-        raise Miss(f"{site.name} feeds {turned.name}, not a product with the sines")
+        raise Miss(f"{joins[-1].name} feeds {turned.name}, not a product with the sines")
     result = only_user(turned)
     if kind(result) != "add":
         raise Miss(f"{turned.name} feeds {result.name}, not a sum")
@@ -181,8 +191,8 @@ def _read_sum(site: fx.Node, join: Join, b: Any, a: Any) -> _Found:
         x = next((one for one in straight.args if is_same(one, parts.source)), None)
     if x is None:
         raise Miss(f"{result.name} adds {straight}, not the tensor times the cosines")
-    nodes = [*join.nodes, *parts.nodes, join.first, turned, straight]
-    sin = read_spread(other_operand(turned, site), "sin", join.layout, nodes)
+    nodes = [*join.nodes, *joins, *parts.nodes, join.first, turned, straight]
+    sin = read_spread(other_operand(turned, joins[-1]), "sin", join.layout, nodes)
     cos = read_spread(other_operand(straight, x), "cos", join.layout, nodes)
     _check_same_angles(cos, sin)
     xs = (x, parts.source)

@@ -8,6 +8,7 @@ of attention's soft cap hide among standard normals.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, fx
 
 from .subgraph import fake_value
 
-_DYNAMIC_SIZE = 5
+_DYNAMIC_SIZE, _MOST_TRIED = 5, 64
 _SEED = 20_240_229
 MOST_AT_ONCE = 1 << 24
 """Numbers of a weight that are drawn at once."""
@@ -110,9 +111,26 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
 
 
 def _size(value: torch.SymInt, size: int) -> int:
-    """The value of an expression of sizes when each of them is ``size``."""
-    expression = value.node.expr
+    """The value of an expression of sizes when each of them is ``size``, or the next number for
+    which the equations hold that the graph is compiled for, such as that a size is even."""
+    expression, env = value.node.expr, value.node.shape_env
+    size = _allowed(size, tuple(guard.expr for guard in env.guards if guard.expr.is_Equality))
     return int(expression.subs(dict.fromkeys(expression.free_symbols, size)))
+
+
+@lru_cache(maxsize=64)
+def _allowed(size: int, equations: tuple[Any, ...]) -> int:
+    for number in range(size, size + _MOST_TRIED):
+        if all(_holds(equation, number) for equation in equations):
+            return number
+    return size  # they need sizes that differ
+
+
+def _holds(equation: Any, number: int) -> bool:
+    try:
+        return bool(equation.subs(dict.fromkeys(equation.free_symbols, number)) == True)  # noqa: E712
+    except ZeroDivisionError:  # it divides by a part of a size, which is too small
+        return False
 
 
 def _large(shape: list[int], dtype: torch.dtype, gen: torch.Generator) -> Tensor:

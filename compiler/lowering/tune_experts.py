@@ -260,7 +260,8 @@ class ExpertMeasure:
             inputs, self._layers, ("silu", None), strict=True
         ):
             operands = (x, weight, ids, x_scale, scale, torch.bfloat16, activation)
-            launches += plan_gemm(by_expert, *operands, forced=tile)[0]
+            planned, _ = plan_gemm(by_expert, *operands, forced=tile)
+            launches += planned
         return launches
 
     def _weight(self, n: int, k: int) -> tuple[Tensor, Tensor | None]:

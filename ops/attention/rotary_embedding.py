@@ -31,7 +31,7 @@ def rotary_embedding(
     Args:
         positions: [num_tokens] int32.  Out-of-range ones, as padding rows may have, are clamped.
         q: [num_tokens, num_heads, head_dim], any strides; often a slice of packed qkv.
-        k: [num_tokens, num_kv_heads, head_dim], q's dtype.
+        k: [num_tokens, num_kv_heads, head_dim], q's dtype; no heads if q alone is to be rotated.
         cos_sin_cache: [max_position, rotary_dim] float32, contiguous: rotary_dim / 2 cosines, then
             as many sines, whatever the layout.  With rotary_dim < head_dim the columns behind it
             pass unchanged.
@@ -114,6 +114,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("head 256", 3, 2, 1, 256, 256)
     yield call("one position", 4, 2, 2, 16, 16, pos=1)
     yield call("no tokens", 0, 2, 2, 16, 16)
+    yield call("no keys", 9, 4, 0, 64, 32)
     positions, q, k, cache = call("", 6, 4, 2, 64, 64, pos=9).args
     far = torch.tensor([0, 8, 9, 2**31 - 1, -1, -(2**31)], dtype=torch.int32, device=draw.device)
     yield Case("padding rows out of range", (far, q, k, cache))

@@ -121,7 +121,9 @@ def _fake(axes: Norm, *args: Any) -> Any:
     x, *rest = args
     if axes.reduce:
         check_sum(x, rest.pop())
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # A sum's sizes are spelled as those of its first operand, where they are expressions.
+    like = rest[0] if axes.add else x
+    total = torch.empty_like(like, memory_format=torch.contiguous_format)
     made: tuple[Tensor, ...] = (total,)
     if axes.quant:
         check(x, rest[-1])

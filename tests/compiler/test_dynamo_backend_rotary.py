@@ -24,19 +24,31 @@ DEEPSEEK = {
 LLAMA_4 = {"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
 MODERN_BERT = {"cls_token_id": 1, "sep_token_id": 2}
-# Sites of norms and of gated activations; Llama 4's QK-norms have no weight and are missed.
+GEMMA_4 = {
+    "layer_types": ["full_attention"],
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+}
+# Sites of norms, also of those without a weight, and of gated activations.
 MODELS: list[tuple[str, dict[str, Any], int, int]] = [
     ("Glm", {}, 3, 1),
     ("Cohere", {}, 0, 1),
     ("GPTJ", GPTJ, 0, 0),
     ("DeepseekV2", DEEPSEEK, 4, 1),
     ("DeepseekV3", DEEPSEEK, 4, 1),
-    ("Llama4Text", LLAMA_4, 3, 1),
+    ("Llama4Text", LLAMA_4, 5, 1),
     ("GptOss", GPT_OSS, 3, 1),
     ("Olmo2", {}, 5, 1),
+    ("Ernie4_5", {}, 3, 1),
+    ("Gemma4Text", GEMMA_4, 8, 1),
     ("ModernBert", MODERN_BERT, 0, 0),
 ]
-CLASSES = {"Llama4Text": "Llama4ForCausalLM", "ModernBert": "ModernBertModel"}
+CLASSES = {
+    "Llama4Text": "Llama4ForCausalLM",
+    "Gemma4Text": "Gemma4ForCausalLM",
+    "ModernBert": "ModernBertModel",
+}
 
 
 fresh = pytest.fixture(autouse=True)(fresh_dynamo)

@@ -16,97 +16,77 @@ from fusewright.ops import rotary_embedding
 from fusewright.ops.attention.rotary_cache import build_cos_sin_cache, inverse_frequencies
 
 MAX_POSITION = 2048
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+OURS = {
+    "rope_type": "kind",
+    "rope_theta": "theta",
+    "original_max_position_embeddings": "original_max_position",
+}
 
 
-def yarn(**more: Any) -> RopeParameters:
-    return RopeParameters(kind="yarn", factor=4.0, original_max_position=512, **more)
+def ours(theirs: dict[str, Any]) -> RopeParameters:
+    """Our parameters of Hugging Face's ``rope_parameters``."""
+    given = {OURS.get(name, name): value for name, value in theirs.items()}
+    given.pop("long_factor", None)
+    if "short_factor" in given:
+        given["short_factor"] = tuple(given["short_factor"])
+    return RopeParameters(**given)
 
 
-def llama3(
-    theta: float, factor: float, original: int, low: float, high: float
-) -> tuple[RopeParameters, dict[str, Any]]:
-    ours = {"theta": theta, "factor": factor, "original_max_position": original}
-    theirs = {"rope_theta": theta, "factor": factor, "original_max_position_embeddings": original}
+def yarn(**more: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, **more}
+
+
+def llama3(theta: float, factor: float, original: int, low: float, high: float) -> dict[str, Any]:
     bands = {"low_freq_factor": low, "high_freq_factor": high}
-    return RopeParameters(kind="llama3", **ours, **bands), {
-        "rope_type": "llama3",
-        **theirs,
-        **bands,
-    }
+    stretched = {"factor": factor, "original_max_position_embeddings": original}
+    return {"rope_type": "llama3", "rope_theta": theta, **stretched, **bands}
 
 
-# name -> (our parameters, Hugging Face's rope_parameters without theta)
-SCALINGS = {
-    "default": (RopeParameters(), {"rope_type": "default"}),
-    "theta": (RopeParameters(theta=5e5), {"rope_type": "default", "rope_theta": 5e5}),
-    "linear": (
-        RopeParameters(kind="linear", factor=2.5),
-        {"rope_type": "linear", "factor": 2.5},
-    ),
-    "linear partial": (
-        RopeParameters(kind="linear", factor=2.0, partial_rotary_factor=0.5),
-        {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
-    ),
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "theta": {"rope_type": "default", "rope_theta": 5e5},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "linear partial": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
     "llama3": llama3(5e5, 8.0, 8192, 1.0, 4.0),
     "llama3, all bands": llama3(1e4, 32.0, 64, 1.5, 2.5),
-    "yarn": (yarn(), YARN),
-    "yarn, betas": (
-        yarn(beta_fast=16.0, beta_slow=2.0),
-        {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
-    ),
-    "yarn, attention factor": (yarn(attention_factor=0.7), {**YARN, "attention_factor": 0.7}),
-    "yarn, mscale": (
-        yarn(mscale=1.2, mscale_all_dim=0.8),
-        {**YARN, "mscale": 1.2, "mscale_all_dim": 0.8},
-    ),
-    "yarn, mscale alone": (yarn(mscale=1.2), {**YARN, "mscale": 1.2}),
-    "yarn, not truncated": (yarn(truncate=False), {**YARN, "truncate": False}),
-    "yarn partial": (yarn(partial_rotary_factor=0.25), {**YARN, "partial_rotary_factor": 0.25}),
+    "yarn": yarn(),
+    "yarn, betas": yarn(beta_fast=16.0, beta_slow=2.0),
+    "yarn, attention factor": yarn(attention_factor=0.7),
+    "yarn, mscale": yarn(mscale=1.2, mscale_all_dim=0.8),
+    "yarn, mscale alone": yarn(mscale=1.2),
+    "yarn, not truncated": yarn(truncate=False),
+    "yarn partial": yarn(partial_rotary_factor=0.25),
     # Rotations that end the ramp behind the last dimension, before the first, and at one dimension.
-    "yarn, ramp beyond the head": (
-        yarn(theta=10.0, beta_fast=200.0, beta_slow=0.5),
-        {**YARN, "rope_theta": 10.0, "beta_fast": 200.0, "beta_slow": 0.5},
-    ),
-    "yarn, ramp from the first dimension": (
-        yarn(beta_fast=500.0, beta_slow=40.0),
-        {**YARN, "beta_fast": 500.0, "beta_slow": 40.0},
-    ),
-    "yarn, a step": (
-        yarn(beta_fast=900.0, beta_slow=100.0),
-        {**YARN, "beta_fast": 900.0, "beta_slow": 100.0},
-    ),
-    "dynamic": (
-        RopeParameters(kind="dynamic", factor=3.0),
-        {"rope_type": "dynamic", "factor": 3.0},
-    ),
-    "proportional": (
-        RopeParameters(kind="proportional", partial_rotary_factor=0.3, factor=1.5),
-        {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 1.5},
-    ),
-    "proportional, whole": (RopeParameters(kind="proportional"), {"rope_type": "proportional"}),
-}
+    "yarn, ramp beyond the head": yarn(rope_theta=10.0, beta_fast=200.0, beta_slow=0.5),
+    "yarn, ramp from the first dimension": yarn(beta_fast=500.0, beta_slow=40.0),
+    "yarn, a step": yarn(beta_fast=900.0, beta_slow=100.0),
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "proportional": {
+        "rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 1.5,
+    },
+    "proportional, whole": {"rope_type": "proportional"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_table_equals_transformers(name: str, head_dim: int) -> None:
-    parameters, hf_parameters = SCALINGS[name]
+    parameters = ours(SCALINGS[name])
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
         head_dim=head_dim,
         max_position_embeddings=MAX_POSITION,
-        rope_parameters={"rope_theta": 10000.0, **hf_parameters},
+        rope_parameters={"rope_theta": 10000.0, **SCALINGS[name]},
     )
     rotary = LlamaRotaryEmbedding(config)
     positions = torch.arange(MAX_POSITION)[None]
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32), positions)
-    ours = build_cos_sin_cache(parameters, head_dim, MAX_POSITION)
+    table = build_cos_sin_cache(parameters, head_dim, MAX_POSITION)
     half = parameters.rotary_dim(head_dim) // 2
-    assert ours.shape == (MAX_POSITION, 2 * half)
-    torch.testing.assert_close(ours[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)
-    torch.testing.assert_close(ours[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
+    assert table.shape == (MAX_POSITION, 2 * half)
+    torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=1e-6)
+    torch.testing.assert_close(table[:, half:], sin[0, :, :half], rtol=0, atol=1e-6)
     assert parameters.cos_sin_scale() == pytest.approx(rotary.attention_scaling, abs=1e-6)
 
 
@@ -136,9 +116,6 @@ def draw(kind: str, head_dim: int, rng: random.Random) -> dict[str, Any]:
     return drawn
 
 
-OURS = {"rope_theta": "theta", "original_max_position_embeddings": "original_max_position"}
-
-
 @pytest.mark.parametrize("kind", ROPE_KINDS)
 def test_frequencies_of_any_parameters_equal_transformers(kind: str) -> None:
     rng = random.Random(kind)
@@ -152,11 +129,7 @@ def test_frequencies_of_any_parameters_equal_transformers(kind: str) -> None:
             rope_parameters={"rope_type": kind, **drawn},
         )
         theirs = LlamaRotaryEmbedding(config)
-        ours = {OURS.get(name, name): value for name, value in drawn.items()}
-        ours.pop("long_factor", None)
-        if kind == "longrope":
-            ours["short_factor"] = tuple(ours["short_factor"])
-        parameters = RopeParameters(kind=kind, **ours)  # type: ignore[arg-type]
+        parameters = ours({"rope_type": kind, **drawn})
         frequencies = inverse_frequencies(parameters, parameters.rotary_dim(head_dim))
         torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=2e-6, atol=0, msg=str(drawn))
         assert parameters.cos_sin_scale() == pytest.approx(theirs.attention_scaling, rel=1e-9)
@@ -171,8 +144,8 @@ def test_longrope_wants_a_factor_for_each_frequency() -> None:
 
 
 def test_frequencies_do_not_depend_on_the_position() -> None:
-    short = build_cos_sin_cache(SCALINGS["yarn"][0], 64, 10)
-    long = build_cos_sin_cache(SCALINGS["yarn"][0], 64, 1000)
+    short = build_cos_sin_cache(ours(yarn()), 64, 10)
+    long = build_cos_sin_cache(ours(yarn()), 64, 1000)
     assert torch.equal(short, long[:10])
 
 

@@ -170,12 +170,76 @@ def complex_table(q: Tensor, k: Tensor, f: Tensor) -> Any:
     return rotated_as_complex(q, k, torch.complex(f, 1 - f))
 
 
+def joined_narrow(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As Ernie 4.5: the tensor is turned in its dtype, and the products are in float32."""
+    cos, sin = (t.unsqueeze(1) for t in angles(f, torch.float32))
+    cos, sin = (t[..., : DIM // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    made = []
+    for x in (q.transpose(1, 2), k.transpose(1, 2)):
+        made.append(((x.float() * cos) + (turned(x).float() * sin)).to(x.dtype))
+    return made
+
+
+def normed_one_by_one(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As Gemma 3n and 4: q is rotated and transposed before k is computed."""
+    cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))
+    q = (q * cos + half(q) * sin).transpose(1, 2)
+    k = k * 2
+    return q, (k * cos + half(k) * sin).transpose(1, 2)
+
+
+def without_batch(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As the vision tower of Qwen2-VL, whose angles have two dimensions before the heads'."""
+    cos, sin = (t.unsqueeze(-2).float() for t in angles(f[0], q.dtype))
+    return tuple(((x.float() * cos) + (half(x.float()) * sin)).to(x.dtype) for x in (q[0], k[1]))
+
+
+def without_batch_by_head(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    cos, sin = angles(f[0], q.dtype)
+    return tuple(x * cos + half(x) * sin for x in (q[0].transpose(0, 1), k[1].transpose(0, 1)))
+
+
+def flat_angles(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As DINOv3: two dimensions, which broadcast over batch and heads."""
+    cos, sin = angles(f[0], q.dtype)
+    return tuple(x * cos + half(x) * sin for x in (q.transpose(1, 2), k.transpose(1, 2)))
+
+
+def of_two_axes(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As the vision tower of Gemma 4: each half of a head rotates by angles of its own."""
+    rows, columns = f[..., : DIM // 4], f[..., DIM // 4 :]
+    emb = torch.cat((rows, rows, columns, columns), dim=-1)
+    cos, sin = (t.to(q.dtype).split([DIM // 2] * 2, dim=-1) for t in (emb.cos(), emb.sin()))
+    made = []
+    for x in (q, k):
+        parts = zip(x.split([DIM // 2] * 2, dim=-1), cos, sin, strict=True)
+        made.append([x * c.unsqueeze(2) + half(x) * s.unsqueeze(2) for x, c, s in parts])
+    return [torch.cat(parts, dim=-1) for parts in made]
+
+
+def of_three_axes(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As Qwen2-VL first had it: sections of both halves take the angles of an axis each."""
+    many = torch.stack((f, f + 1, f * 2))
+    emb, sections = torch.cat((many, many), dim=-1), [3, 2, 3] * 2
+    cos, sin = (
+        torch.cat([m[i % 3] for i, m in enumerate(t.to(q.dtype).split(sections, -1))], -1)
+        for t in (emb.cos(), emb.sin())
+    )
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return (q * cos) + (half(q) * sin), (k * cos) + (half(k) * sin)
+
+
+AXES = [without_batch, without_batch_by_head, flat_angles, of_two_axes, of_three_axes]
+"""In halves too, by angles that have other dimensions, or several axes."""
 HALVES = [
     llama, other_orders, chunked, heads_last, partial, partial_of_each, wide_angles, wide_tensors,
-    four_products, laid_out_by_head,
+    four_products, laid_out_by_head, normed_one_by_one,
 ]  # fmt: skip
-PAIRS = [pairs, partial_pairs, looked_up, complex_numbers, complex_by_head, complex_table]
-EXACT = [wide_angles, wide_tensors, pairs]
+PAIRS = [
+    pairs, partial_pairs, looked_up, complex_numbers, complex_by_head, complex_table, joined_narrow,
+]  # fmt: skip
+EXACT = [wide_angles, wide_tensors, pairs, joined_narrow]
 
 
 def inputs(dtype: torch.dtype, batch: int = 1, tokens: int = TOKENS) -> dict[str, Tensor]:

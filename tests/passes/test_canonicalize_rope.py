@@ -110,18 +110,6 @@ def test_layers_share_one_table() -> None:
     assert [ops.count(f"{one}.default") for one in ("cos", "sin", "arange", "cat")] == [1, 1, 1, 1]
 
 
-def one_sided(q: Tensor, k: Tensor, f: Tensor) -> Any:
-    cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))
-    return q * cos + half(q) * sin, k
-
-
-def read_early(q: Tensor, k: Tensor, f: Tensor) -> Any:
-    cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))
-    q = q * cos + half(q) * sin
-    k = k + q.sum()
-    return q, k * cos + half(k) * sin
-
-
 def pairs_by_angles_of_halves(q: Tensor, k: Tensor, f: Tensor) -> Any:
     cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))
     return q * cos + turned(q) * sin, k * cos + turned(k) * sin
@@ -186,10 +174,6 @@ def sines_for_cosines(q: Tensor, k: Tensor, f: Tensor) -> Any:
 
 def other_angles_below(q: Tensor, k: Tensor, f: Tensor) -> Any:
     return four(q, k, f, lambda a, b, c, s: (a * c - b * s, b * (c + 1) + a * s))
-
-
-def conjugated(q: Tensor, k: Tensor, f: Tensor) -> Any:
-    return complex_numbers(q, k, f, conj=True)
 
 
 def complex_halves(q: Tensor, k: Tensor, f: Tensor) -> Any:
@@ -275,8 +259,6 @@ def subtracted(q: Tensor, k: Tensor, f: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("fn", "sites", "reason"),
     [
-        (one_sided, 1, "no other rotation by the same angles follows"),
-        (read_early, 2, "sum_1 reads it before k is rotated"),
         (
             pairs_by_angles_of_halves,
             2,
@@ -301,7 +283,6 @@ def subtracted(q: Tensor, k: Tensor, f: Tensor) -> Any:
         (one_part_twice, 2, "add is not the second part times cos plus the first times sin"),
         (sines_for_cosines, 2, "sin is not a cos"),
         (other_angles_below, 2, "add_1 is not the second part times cos plus the first times sin"),
-        (conjugated, 2, "no other rotation by the same angles follows"),
         (complex_halves, 2, "view_as_complex is not of the pairs of neighbours of a tensor"),
         (double, 2, "torch.float64 is rotated in torch.float64, the op computes in float32"),
         (

@@ -211,36 +211,35 @@ def test_attention_cannot_find_a_scale_of_its_own(quantize: Quantize, what: str)
     assert site.reason == f"a scale a {what} follows from values of several blocks of the kernel"
 
 
-def two_attentions(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
-    scale, q = t["scale"].view(1, 1), t["q"]
-    out = torch.empty_like(q)
-    for window in (0, 3):
+def attention_into(
+    t: dict[str, Tensor], quantize: Quantize, out: Tensor, windows: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    for window in windows:
         rest = (t["table"], t["seq_lens"], t["starts"], out, DIM**-0.5, window, 0.0)
-        ops.paged_attention(q, t["kv_cache"], *rest)
-    return quantize(out.view(-1, HEADS * DIM), scale)
+        ops.paged_attention(t["q"], t["kv_cache"], *rest)
+    return quantize(out.view(-1, HEADS * DIM), t["scale"].view(1, 1))
+
+
+def two_attentions(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
+    return attention_into(t, quantize, torch.empty_like(t["q"]), (0, 3))
 
 
 def into_zeros(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
-    scale, q = t["scale"].view(1, 1), t["q"]
-    out = torch.zeros_like(q)
-    rest = (t["table"], t["seq_lens"], t["starts"], out, DIM**-0.5, 0, 0.0)
-    ops.paged_attention(q, t["kv_cache"], *rest)
-    return quantize(out.view(-1, HEADS * DIM), scale)
+    return attention_into(t, quantize, torch.zeros_like(t["q"]), (0,))
 
 
 def first_half(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
-    scale, q = t["scale"].view(1, 1), t["q"]
-    out = torch.empty_like(q)
-    rest = (t["table"], t["seq_lens"], t["starts"], out, DIM**-0.5, 0, 0.0)
-    ops.paged_attention(q, t["kv_cache"], *rest)
-    return quantize(out.view(-1, HEADS * DIM)[:, : HEADS * DIM // 2], scale)
+    def of_half(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        return quantize(x[:, : HEADS * DIM // 2], scale)
+
+    return attention_into(t, of_half, torch.empty_like(t["q"]), (0,))
 
 
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (two_attentions, "is written by paged_attention"),
-        (into_zeros, "the output lies in out, not in a buffer of its own"),
+        (into_zeros, "the output lies in zeros_like, not in a buffer of its own"),
         (first_half, "is another view of the output than a reshape"),
     ],
 )
