@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusewright.ops.norm import RMS_NORM
+from fusewright.ops.norm.norm import RMS_NORM
 from fusewright.passes import CANONICALIZE, build_passes, run_passes
 from tests.passes.graphs import aten, capture, hidden, targets
 from tests.passes.test_canonicalize_norm import BF16, llama, names, raised
