@@ -25,6 +25,7 @@ from ... import ops
 from ...config import CompileConfig
 from ...config.expert_tables import SHARED_BYTES, Experts, ExpertTable, ExpertTile
 from ...ops import KERNELS, Launch, Variant, variants_of
+from ...ops._device_table import gpu_of
 from ...ops._expert_kernels import MOST_UNSORTED, plan_gemm
 from ...ops._float8 import E4M3
 from ...ops.launches import experts as plans
@@ -193,13 +194,17 @@ def tune_for(
 
 
 class ExpertMeasure:
-    """Times tiles on the GPU in use, every expert as likely as any."""
+    """Times tiles on a GPU, every expert as likely as any.
+
+    Args:
+        device: the GPU; None: that in use.
+    """
 
     @torch.inference_mode()
-    def __init__(self, experts: Experts) -> None:
-        self._experts, self._device = experts, torch.device("cuda", torch.cuda.current_device())
-        major, minor = torch.cuda.get_device_capability(self._device)
-        self._sm = 10 * major + minor
+    def __init__(self, experts: Experts, device: torch.device | None = None) -> None:
+        self._experts = experts
+        self._device = device or torch.device("cuda", torch.cuda.current_device())
+        self._sm = gpu_of(self._device)[1]
         e = experts
         self._layers = [
             self._weight(2 * e.intermediate, e.hidden),
