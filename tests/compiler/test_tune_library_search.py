@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fusewright.compiler.lowering import tune_library
+from fusewright.compiler.lowering.tune import NUM_TOKENS
 from fusewright.compiler.lowering.tune_library import (
+    ROWS,
     TuningProblem,
     _copies,
     _nbytes,
@@ -143,6 +146,12 @@ def make(rows: int, operands: str = "bfloat16") -> TuningProblem:
     weight: Weight = (operands, 24, 32)  # type: ignore[assignment]
     pool = (torch.randn(16 * 24 * 32) / 6).to(DTYPES[operands])
     return problem(weight, rows, pool)
+
+
+def test_ranges_of_rows_are_of_eight_and_widen_by_a_half_at_most() -> None:
+    assert all(rows % 8 == 0 for rows in ROWS)
+    assert all(1 < more / rows <= 1.5 for rows, more in pairwise(ROWS))
+    assert {n.bit_count() for n in NUM_TOKENS} == {1} and min(NUM_TOKENS) > 1
 
 
 @pytest.mark.parametrize("operands", OPERANDS)
