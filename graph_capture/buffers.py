@@ -60,7 +60,10 @@ class HostRing:
 
     def __init__(self, device: torch.device, size: int) -> None:
         pinned = device.type == "cuda"
-        host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_TURN)]
+        host = [
+            torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+            for _ in range(_IN_TURN)
+        ]
         self._ring = [(memory, borrowed(memory, device)) for memory in host]
         self._turn = 0
         self._streams: set[int] = set()

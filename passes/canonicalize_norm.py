@@ -126,12 +126,13 @@ def is_eps(number: fx.Node, user: fx.Node) -> bool:
     takes the root of."""
     if kind(user) == "rms_norm":
         return argument(user, 3, "eps") is number
-    if kind(user) != "add" or number not in user.args:
+    operands = [argument(user, 0, "input"), argument(user, 1, "other")]
+    if kind(user) != "add" or number not in operands or argument(user, 2, "alpha", 1) != 1:
         return False
     mean = other_operand(user, number)
     if kind(mean) in ("div", "mul"):
-        mean = mean.args[0]
-    return kind(mean) in ("mean", "sum") and _squared(mean.args[0]) is not None
+        mean = argument(mean, 0, "input")
+    return kind(mean) in ("mean", "sum") and _squared(argument(mean, 0, "input")) is not None
 
 
 def _is_centered(squared: Any) -> bool:
@@ -145,7 +146,7 @@ def _is_centered(squared: Any) -> bool:
 def _squared(node: Any) -> Any:
     """x of ``x ** 2`` or ``x * x``, else None."""
     if kind(node) == "square":
-        return node.args[0]
+        return argument(node, 0, "input")
     if kind(node) == "pow":
         base, power = with_number(node)
         return base if power == 2 else None

@@ -1,6 +1,7 @@
 """Draws one-token edits of the sources and runs the tests that cover them: `make mutants`.
 
-An edit that all tests survive is a line that no test holds, or one that changes nothing.  Sources
+An edit that all tests survive is a line that no test holds, or one that changes nothing.  What
+draws inputs of tests is not edited: functions that return a `Case`, and files of cases.  Sources
 are edited in temporary copies of the checkout, one a job, and never in the checkout itself.  Edits
 and their order follow from the seed.  `tests/mutants.toml` says which tests cover which source.
 """
@@ -101,12 +102,14 @@ class _Finder:
         return self.edit(node.lineno, *self.span(node), after)
 
     def visit(self, node: ast.AST) -> Iterator[Edit]:
-        """The edits of a node and of what is in it.  Annotations, messages of errors and texts
-        decide nothing that a test should hold."""
-        if isinstance(node, (ast.JoinedStr, ast.Raise, ast.Assert)):
-            return
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            return
+        """The edits in a node.  Annotations, messages, texts, cases and guards decide nothing."""
+        match node:
+            case ast.JoinedStr() | ast.Raise() | ast.Assert():
+                return
+            case ast.keyword(arg="strict", value=ast.Constant(value=True)):
+                return
+            case ast.FunctionDef(returns=ast.expr() as made) if "Case" in self.text(made):
+                return
         yield from self.of(node)
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "type_params"):
@@ -122,8 +125,8 @@ class _Finder:
             case ast.BoolOp(values=values):
                 yield from self.between(values)
             case ast.BinOp(left=left, right=right):
-                if not any(isinstance(v, (ast.JoinedStr, ast.List)) or _is_text(v)
-                           for v in (left, right)):  # fmt: skip
+                kinds = {type(getattr(v, "value", v)) for v in (left, right)}
+                if not kinds & {ast.JoinedStr, ast.List, str, bytes}:
                     yield from self.between([left, right])
             case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
                 yield self.whole(node, self.text(operand))
@@ -157,20 +160,17 @@ class _Finder:
     def of_call(self, call: ast.Call) -> Iterator[Edit]:
         """The first two arguments in turn, and each keyword left out."""
         plain = [arg for arg in call.args if not isinstance(arg, ast.Starred)]
-        if len(plain) > 1 and plain == call.args and self.text(plain[0]) != self.text(plain[1]):
-            first, second = plain[:2]
-            start, stop = self.span(first)[0], self.span(second)[1]
-            yield self.edit(first.lineno, start, stop, f"{self.text(second)}, {self.text(first)}")
+        one, other = map(self.text, plain[:2]) if len(plain) > 1 else ("", "")
+        symmetric = self.text(call.func).rpartition(".")[2] in ("max", "min", "transpose")
+        if plain == call.args and one != other and not symmetric:
+            start, stop = self.span(plain[0])[0], self.span(plain[1])[1]
+            yield self.edit(plain[0].lineno, start, stop, f"{other}, {one}")
         for keyword in call.keywords:
             if keyword.arg in (None, "strict") or self.text(call.func) in ("dataclass", "field"):
-                continue  # strict=True of zip only guards
+                continue
             start, stop = self.span(keyword)
             comma = re.match(rb"\s*,\s*", self.source[stop:])
             yield self.edit(keyword.lineno, start, stop + (comma.end() if comma else 0), "")
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
 
 
 def edits_of(file: str, source: bytes) -> list[Edit]:
@@ -191,7 +191,8 @@ def draw(root: Path, paths: Sequence[str], count: int, seed: int) -> list[Edit]:
     shares: list[Iterator[Edit]] = []
     for path in paths:
         files = [root / path] if path.endswith(".py") else sorted((root / path).rglob("*.py"))
-        sources = {str(file.relative_to(root)): file.read_bytes() for file in files}
+        edited = (file for file in files if not file.stem.endswith("_cases"))
+        sources = {str(file.relative_to(root)): file.read_bytes() for file in edited}
         found = [edit for file, source in sources.items() for edit in edits_of(file, source)]
         random.Random(f"{seed} {path}").shuffle(found)
         shares.append(_parsing(found, sources))
@@ -351,8 +352,8 @@ def run(
 def table(outcomes: Sequence[Outcome]) -> str:
     """The counts, and a line for each survivor."""
     survivors = [outcome for outcome in outcomes if outcome.result == "survived"]
-    lines = [f"{len(outcomes)} edits: {len(outcomes) - len(survivors)} killed"]
-    lines[0] += f", {len(survivors)} survived"
+    killed = len(outcomes) - len(survivors)
+    lines = [f"{len(outcomes)} edits: {killed} killed, {len(survivors)} survived"]
     return "\n".join([*lines, *(f"  {outcome.edit}" for outcome in survivors)])
 
 
@@ -377,14 +378,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     covers = Covers.read(options.root / "tests" / "mutants.toml")
     outcomes: list[Outcome] = []
     with Progress() as progress:
-        outcomes_of = run(options.root, edits, covers, options.jobs, options.limit)
-        for outcome in progress.track(outcomes_of, len(edits), description="edits"):
+        tested = run(options.root, edits, covers, options.jobs, options.limit)
+        for outcome in progress.track(tested, len(edits), description="edits"):
             outcomes.append(outcome)
             if outcome.result == "survived":
                 progress.console.print(f"survived: {outcome.edit}", highlight=False)
             _save(options, outcomes)
-    print(table(outcomes))
-    print(f"details: {options.output}")
+    print(table(outcomes), f"details: {options.output}", sep="\n")
     return int(any(outcome.result == "survived" for outcome in outcomes))
 
 

@@ -138,14 +138,15 @@ def _name_inputs(
 
 
 def _check_dynamic(size: Any, what: str) -> None:
-    """Refuse a size that is fixed, or on which the captured code depends in more than whether it is
-    0 or 1: the program has no guards and runs the same code for every size."""
+    """Refuse a size that is fixed, or on which the captured code depends: the program has no guards
+    and runs the same code for every size.  What torch asks of sequences, one less than their
+    boundaries, is whether they are just one; that code serves one too."""
     if not isinstance(size, torch.SymInt):
         raise TraceError(f"the model made {what} static: {size}")
     env, symbol = size.node.shape_env, size.node.expr
     if env.replace(symbol).is_number:
         raise TraceError(f"the model made {what} static: {env.replace(symbol)}")
     for guard in env.guards:
-        zero_or_one = isinstance(guard.expr, sympy.Ne) and guard.expr.rhs in (0, 1)
-        if symbol in guard.expr.free_symbols and not zero_or_one:
+        just_one = guard.expr == sympy.Ne(symbol - 1, 1)
+        if symbol in guard.expr.free_symbols and not just_one:
             raise TraceError(f"the model takes another path unless {what} satisfies {guard.expr}")

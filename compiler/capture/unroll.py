@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from torch import fx
 
@@ -59,9 +60,8 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
             own[layer][node] = graph.placeholder(re.sub(r"\W", "_", name))
             own[layer][node].meta = dict(node.meta)
             inputs.append(replace(source, name=name))
-    rest = [n for n in traced.gm.graph.nodes if n.op != "placeholder" and n not in inside]
-    position = {node: index for index, node in enumerate(traced.gm.graph.nodes)}
-    before = [n for n in rest if position[n] < position[first.nodes[0]]]
+    computed = [n for n in traced.gm.graph.nodes if n.op != "placeholder"]
+    before = list(takewhile(lambda n: n not in inside, computed))
     _copy(before, graph, mapping)
     carried = mapping[first.carried_in]
     for layer, number in enumerate(repeat.layers):
@@ -72,7 +72,7 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
             repeat.relocate(local[node], layer)
         carried = local[template.carried_out]
     mapping[last.carried_out] = carried
-    _copy([n for n in rest if n not in set(before)], graph, mapping)
+    _copy([n for n in computed[len(before) :] if n not in inside], graph, mapping)
     graph.lint()
     return replace(traced, gm=fx.GraphModule(traced.gm, graph), inputs=tuple(inputs))
 

@@ -195,11 +195,16 @@ def tune_for(
 
 
 class ExpertMeasure:
-    """Times tiles on the GPU in use, every expert as likely as any."""
+    """Times tiles on a GPU, every expert as likely as any.
+
+    Args:
+        device: the GPU; None: that in use.
+    """
 
     @torch.inference_mode()
-    def __init__(self, experts: Experts) -> None:
-        self._experts, self._device = experts, torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, experts: Experts, device: torch.device | None = None) -> None:
+        self._experts = experts
+        self._device = device or torch.device("cuda", torch.cuda.current_device())
         self._sm = gpu_of(self._device)[1]
         e = experts
         self._layers = [

@@ -285,14 +285,14 @@ def problem(weight: Weight, rows: int, pool: Tensor) -> TuningProblem:
     operands, n, k = weight
     copies = _copies(weight)
     weights = list(pool[: copies * n * k].view(copies, n, k).unbind())
-    x = torch.randn(rows, k, device="cuda").to(pool.dtype)
+    x = torch.randn(rows, k, device=pool.device).to(pool.dtype)
     scales: tuple[Tensor, ...] = ()
     if operands != "bfloat16":
         many = operands == "fp8 token"
         sizes = (rows, n) if many else (1, 1)
-        scales = tuple(0.5 + torch.rand(size, 1, device="cuda") for size in sizes)
-    y = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-    plan = GemmPlan(operands, torch.cuda.current_device(), rows, n, k)
+        scales = tuple(0.5 + torch.rand(size, 1, device=pool.device) for size in sizes)
+    y = torch.empty(rows, n, dtype=torch.bfloat16, device=pool.device)
+    plan = GemmPlan(operands, pool.get_device(), rows, n, k)
     return TuningProblem(operands, rows, plan, x, weights, scales, y)
 
 

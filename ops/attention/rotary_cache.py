@@ -66,7 +66,7 @@ def _longrope(parameters: RopeParameters, rotary_dim: int) -> Tensor:
 
 def _proportional(parameters: RopeParameters, frequencies: Tensor) -> Tensor:
     """The higher frequencies of a whole head; its other dimensions do not rotate."""
-    num_rotating = int(parameters.partial_rotary_factor * 2 * len(frequencies) // 2)
+    num_rotating = int(parameters.partial_rotary_factor * len(frequencies))
     rotates = torch.arange(len(frequencies)) < num_rotating
     return torch.where(rotates, frequencies, 0.0) / parameters.factor
 

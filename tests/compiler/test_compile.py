@@ -279,13 +279,23 @@ def test_a_size_made_static_is_an_error() -> None:
         compile_model(Specializes(1).requires_grad_(False), 1, config())
 
 
-def test_code_that_depends_on_a_size_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("branch", "guard"),
+    [
+        (lambda size: size > 16, ".* > 16"),
+        (lambda size: size - 3 != 0, r"Ne\(.* - 3, 0\)"),
+        (lambda size: size - 4 != 1, r"Ne\(.* - 4, 1\)"),
+        (lambda size: size % 2 != 0, r"Ne\(Mod\(.*, 2\), 0\)"),
+    ],
+    ids=["many", "three", "five", "odd"],
+)
+def test_code_that_depends_on_a_size_is_an_error(branch: Any, guard: str) -> None:
     class Branches(Model):
         def forward(self, ids: Tensor, slots: Tensor, table: Any, caches: Any) -> Tensor:
             x = super().forward(ids, slots, table, caches)
-            return x * 2 if ids.shape[0] > 16 else x
+            return x * 2 if branch(ids.shape[0]) else x
 
-    with pytest.raises(TraceError, match=r"takes another path unless num_tokens .* > 16"):
+    with pytest.raises(TraceError, match=f"takes another path unless num_tokens .* {guard}"):
         compile_model(Branches(1).requires_grad_(False), 1, config())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fusewright import ops
-from fusewright.compiler.lowering.tune import NUM_TOKENS, Timer, Tuner
+from fusewright.compiler.lowering.tune import NUM_TOKENS, Timer, Tuner, _rotated
 
 
 def fake_timer(log: list[str], us: dict[str, Sequence[float]]) -> Timer:
@@ -51,6 +51,9 @@ def describe(op: ops.SemanticOp, args: tuple[Any, ...]) -> ops.OpDesc:
         ((1.0, 4.0, 6.0, 17.0), "triton"),  # faster for few, slower for many
         ((3.0, 4.0, 6.0, 4.0), "triton"),  # a smaller sum, but slower for few
         ((1.95, 3.9, 5.9, 15.9), "triton"),  # noise
+        ((1.94, 4.0, 6.0, 16.48), "triton"),  # three percent either way, noise too
+        ((1.93, 4.0, 6.0, 16.48), "native"),
+        ((1.93, 4.0, 6.0, 16.49), "triton"),
     ],
 )
 def test_what_is_faster_somewhere_and_slower_nowhere_is_chosen(
@@ -73,6 +76,16 @@ def test_what_is_faster_somewhere_and_slower_nowhere_is_chosen(
     assert Tuner(known={}).order(op, desc, args) == op.implementations
     (times,) = tuner.measured.values()
     assert times == {n: dict(zip(NUM_TOKENS, figures, strict=True)) for n, figures in us.items()}
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 6 << 20, 50 << 20, (100 << 20) - 1, 100 << 20, 1 << 30])
+def test_copies_of_the_inputs_are_just_more_than_the_cache_holds(nbytes: int) -> None:
+    values = [torch.empty(nbytes, dtype=torch.int8, device="meta"), 1e-5, None]
+    copies = _rotated(values)
+    assert copies[0] is values and all(copy[1:] == [1e-5, None] for copy in copies)
+    assert len({id(copy[0]) for copy in copies}) == len(copies) <= 20
+    assert len(copies) == 20 or len(copies) * nbytes > 100 << 20
+    assert (len(copies) - 1) * nbytes <= 100 << 20
 
 
 def test_ops_that_mutate_keep_their_order() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusewright.compiler.capture.source import Repeat
@@ -23,6 +25,7 @@ from fusewright.model_executor.loader import fake_model
 from fusewright.model_executor.models.decoder import distinct_layers
 from fusewright.model_executor.spec import ModelSpec
 from fusewright.passes import build_passes, run_passes
+from fusewright.passes.module_paths import STACK
 
 SPEC = ModelSpec(
     architecture="MistralForCausalLM",
@@ -87,6 +90,27 @@ def test_unrolled_equals_traced_whole(name: str, device: str) -> None:
     assert ours.inputs == whole.inputs and ours.ranges == whole.ranges
     assert ours.sizes == whole.sizes and our_pieces == whole_pieces
     assert len(ours.steps) > 2 * spec.num_layers
+
+
+def test_a_nodes_outer_layer_is_renumbered_and_no_list_within_it() -> None:
+    repeat = Repeat("layers", (0, 0, 0), ())
+    path = "L['self'].layers[0].mlp.layers[0]"
+    node = fx.Graph().placeholder("x")
+    repeat.relocate(node, 2)
+    assert not node.meta, "a node of no module"
+    node.meta = {STACK: {"a": (path, int), "b": ("L['self'].head", str)}}
+    assert repeat.traced_layer(node) == 0
+    repeat.relocate(node, 2)
+    assert repeat.traced_layer(node) == 2
+    renumbered = ("L['self'].layers[2].mlp.layers[0]", int)
+    assert node.meta[STACK] == {"a": renumbered, "b": ("L['self'].head", str)}
+
+
+def test_tracing_does_not_collect_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[object] = []
+    monkeypatch.setattr(gc, "collect", lambda *generation: collected.append(generation))
+    traced(replace(SPEC, num_layers=1, sliding_windows=(0,)), "cpu")
+    assert not collected
 
 
 def test_a_deep_model_has_three_pieces() -> None:

@@ -28,6 +28,7 @@ from fusewright.graph_capture import (
     GraphKind,
     Graphs,
     HostRing,
+    MemoryReport,
     RecordingGraphs,
     StepBuffers,
 )
@@ -240,6 +241,12 @@ def test_nothing_is_captured_without_a_backend() -> None:
     graphs.capture_largest()
     graphs.ensure(Dispatch(GraphKind.NONE, 2, 2))
     assert not graphs.capture_next() and graphs.num_captured == 0
+
+
+def test_the_account_of_memory_has_each_purpose_once_and_begins_at_nothing() -> None:
+    assert not any(MemoryReport().to_json().values())
+    report = MemoryReport(1, 2, 4, 8, 16, graphs_predicted=32, driver=64)
+    assert report.to_json() == {**vars(report), "accounted": 1 + 2 + 4 + 8 + 16}
 
 
 @pytest.mark.parametrize(("num_tokens", "num_seqs"), [(8, 4), (5, 3), (1, 1)])

@@ -62,6 +62,36 @@ def test_dense_ops_count_every_argument_and_result_once(name: str, dtype: torch.
         assert op.cost(op.describe(case.args)).bytes == nbytes(*inputs, *outputs), case.label
 
 
+NORM, SUM, GATE, STATIC, DYNAMIC = 4, 1, 5, 1, 2
+"""Operations an element: a square, its sum and two products; a residual's sum; an activation and
+its product; and a scaling to FP8, for which the largest element may have to be found."""
+OF_AN_ELEMENT = {
+    "rms_norm": NORM,
+    "add_rms_norm": NORM + SUM,
+    "rms_norm_quant_static": NORM + STATIC,
+    "rms_norm_quant_dynamic": NORM + DYNAMIC,
+    "add_rms_norm_quant_static": NORM + SUM + STATIC,
+    "add_rms_norm_quant_dynamic": NORM + SUM + DYNAMIC,
+    "silu_mul": GATE,
+    "gelu_tanh_mul": GATE,
+    "silu_mul_quant_static": GATE + STATIC,
+    "silu_mul_quant_dynamic": GATE + DYNAMIC,
+    "quant_fp8_static": STATIC,
+    "quant_fp8_dynamic": DYNAMIC,
+}
+
+
+@pytest.mark.parametrize("name", OF_AN_ELEMENT)
+def test_fused_ops_do_the_work_of_their_parts_for_every_element(name: str) -> None:
+    op = BY_NAME[name]
+    for case in cases(op):
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in case.args]
+            result: Any = op.overload()(*fakes)
+        made = result if isinstance(result, Tensor) else result[0]
+        assert op.cost(op.describe(case.args)).flops == OF_AN_ELEMENT[name] * made.numel()
+
+
 def test_indexed_ops_count_the_rows_they_touch() -> None:
     for case in cases(BY_NAME["embedding"]):
         picked = BY_NAME["embedding"].reference(*case.args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,3 +57,21 @@ def test_norms_refuse_what_would_broadcast(name: str, device: torch.device) -> N
         for implementation in ("", "native", "triton"):
             with pytest.raises(ValueError, match=message):
                 BY_NAME[name].overload(implementation)(*tensors, scales, *rest)
+
+
+@pytest.mark.parametrize(
+    ("shape", "refused"),
+    [
+        ((2, 16384), ""),
+        ((2, 16385), "hidden 16385"),
+        ((2, 16385, 64), ""),
+        ((2, 8, 16385), "hidden"),
+    ],
+)
+def test_a_norms_width_is_that_of_its_last_dimension(shape: tuple[int, ...], refused: str) -> None:
+    """Also of heads, of which there may be many."""
+    op, x = BY_NAME["rms_norm"], torch.empty(shape, device="meta")
+    desc = replace(op.describe((x, torch.empty(shape[-1:], device="meta"), 1e-5)), device="cuda")
+    (triton,) = (impl for impl in op.implementations if impl.name == "triton")
+    assert triton.supports(desc).startswith(refused)
+    assert bool(triton.supports(desc)) is bool(refused)

@@ -60,6 +60,21 @@ def test_a_miss_has_its_reason(model: experts.Model, reason: str) -> None:
     assert "fused_moe.default" in targets(gm)
 
 
+def test_a_norm_that_is_taken_twice_is_a_miss() -> None:
+    """By two nodes, of which the experts read one."""
+    x, flat = experts.inputs()
+    gm = capture(experts.between_linears, x=x, flat=flat)
+    run_passes(gm, build_passes(PASSES[:-1]))
+    (moe,) = (n for n in gm.graph.nodes if n.target == torch.ops.fw.fused_moe.default)
+    (output,) = gm.graph.find_nodes(op="output")
+    with gm.graph.inserting_after(moe):
+        again = gm.graph.node_copy(moe.args[0])
+    output.args = ((*output.args[0], again),)
+    (report,) = run_passes(gm, build_passes(PASSES[-1:]))
+    (site,) = report.missed
+    assert site.reason.endswith("is also read elsewhere")
+
+
 @pytest.mark.parametrize("model", [experts.moe, experts.experts_read_the_sum])
 def test_experts_that_read_no_norm_of_a_sum_are_no_site(model: experts.Model) -> None:
     """Those behind a model's first norm, and those that read the sum itself."""

@@ -21,6 +21,14 @@ def count(values: list[int] | None, most: int = 3, *, strict: bool = False) -> i
 
 def unused(a: int, b: int) -> tuple[int, int]:
     return divmod(a, b)
+
+
+def _cases(seed: int) -> Iterator[Case]:
+    yield Case(seed + 1)
+
+
+def guarded(a: list[int], b: list[int]) -> list[int]:
+    return [max(one, other) for one, other in zip(sorted(a), b, strict=True)]
 '''
 TESTS = """
 from fusewright.sums import count
@@ -33,7 +41,7 @@ EXPECTED = {
     "5: 3 -> 4", "5: 3 -> 2", "5: False -> True", "6: or -> and", "6: not values -> values",
     "6: < -> <=", "6: 1 -> 2", "6: 1 -> 0", "8: reverse=True -> (nothing)", "8: True -> False",
     "9: - -> +", "9: 1 -> 2", "9: 1 -> 0", "9: and -> or", "9: 0 -> 1", "9: 0 -> -1",
-    "9: is not -> is", "13: a, b -> b, a",
+    "9: is not -> is", "13: a, b -> b, a", "21: sorted(a), b -> b, sorted(a)",
     f"9: total - 1 if {TEST} else total -> total if {TEST} else total - 1",
 }  # fmt: skip
 
@@ -43,6 +51,8 @@ def checkout(folder: Path) -> Path:
     (root / "tests").mkdir(parents=True)
     (root / "__init__.py").touch()
     (root / "sums.py").write_text(SOURCE)
+    (root / "folder").mkdir()
+    (root / "folder" / "sum_cases.py").write_text("SIZES = (1, 2)\n")
     (root / "tests" / "test_sums.py").write_text(TESTS)
     table = 'preload = []\noptions = []\n[covers]\n"*.py" = ["tests/test_{stem}.py"]\n'
     (root / "tests" / "mutants.toml").write_text(table)
@@ -52,7 +62,7 @@ def checkout(folder: Path) -> Path:
 
 def run(root: Path, *options: str) -> tuple[int, str, list[dict[str, str]]]:
     output = root.parent / "mutants.json"
-    command = [sys.executable, str(TOOL), "--root", str(root), "--paths", "sums.py"]
+    command = [sys.executable, str(TOOL), "--root", str(root), "--paths", "sums.py", "folder"]
     done = subprocess.run(
         [*command, "--output", str(output), *options], capture_output=True, text=True, check=False
     )
