@@ -15,68 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.import_tables import CHECKOUT_ONLY, MAY_IMPORT, ROOMS
 from tests.line_budget import Budget, count_lines, misfits, read_budgets, renewed
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fusewright"
-
-# Folder -> the folders it may import. The root __init__ loads its names lazily and may be imported
-# by all.
-MAY_IMPORT: dict[str, set[str]] = {
-    "config": set(),
-    "ops": {"config"},
-    "passes": {"config", "ops"},
-    "compiler": {"config", "ops", "passes"},
-    "graph_capture": {"config"},
-    "model_executor": {"config", "ops"},
-    "engine": {"config", "ops", "passes", "compiler", "graph_capture", "model_executor"},
-}
-MAY_IMPORT["bench"] = {*MAY_IMPORT}
-MAY_IMPORT["serve"] = {*MAY_IMPORT}
-CHECKOUT_ONLY = ("benchmarks",)
-"""Folders that may import the whole package and are in no wheel: nothing in it imports them."""
-
-# Folder -> room in it -> the rooms of that folder it may import. "" are the modules beside the
-# rooms, which call them in turn: `compile()` and `build()`.
-ROOMS: dict[str, dict[str, set[str]]] = {
-    "compiler": {  # in the order of its line
-        "capture": set(),
-        "lowering": {"capture"},
-        "emit": {"capture", "lowering", "artifacts", "run"},
-        "artifacts": set(),
-        "run": {"artifacts"},
-        "": {"capture", "lowering", "emit", "artifacts", "run"},
-        # Imported by nothing above: its sources are in no artifact's key.
-        "inspect": {"capture", "lowering", "emit", "artifacts", "run", ""},
-    },
-    "ops": {
-        "core": set(),
-        # Found by the names that launches give, so that no other room imports Triton.
-        "triton_kernels": {"sampling"},
-        "launches": {"core"},
-        "collective": {"core"},
-        "norm": {"core", "launches", "collective"},
-        "linear": {"core", "launches", "collective", "norm"},
-        "experts": {"core", "launches", "norm", "linear"},
-        "attention": {"core", "launches", "norm"},
-        "sampling": {"core", "launches"},
-        # The list of all ops, and what runs the cases of one.
-        "": {"core", "collective", "norm", "linear", "experts", "attention", "sampling"},
-        "oracles": {"core", "norm", ""},
-    },
-    "engine": {
-        "messages": set(),
-        "grammar": {"messages"},
-        "core": {"messages", "grammar"},
-        "frontend": {"messages", "grammar"},
-        "worker": {"messages"},
-        # Rank 0 beside the other ranks of a model.
-        "ranks": {"messages", "worker"},
-        "": {"messages", "grammar", "core", "frontend", "worker", "ranks"},
-        # Imported by nothing above: it puts an engine into a process of its own.
-        "process": {"messages", "grammar", "frontend", "ranks", ""},
-    },
-}
 
 MAX_FILES = 20  # in a room of ops
 MAX_FILE_LINES = 400
@@ -142,8 +85,8 @@ def targets_of(node: ast.AST, module: str, path: Path) -> Iterator[str]:
                 yield f"{resolve_base(module, path, dots)}.{name[dots:]}" if dots else name
 
 
-def imports_of(module: str, *, run_at_import: bool = False) -> list[tuple[int, str]]:
-    """(line, target) of every import of the package; optionally not those inside functions."""
+def imports_of(module: str) -> list[tuple[int, str]]:
+    """(line, target) of every import of the package, those inside functions included."""
     path = MODULES[module]
     found: list[tuple[int, str]] = []
     pending: list[ast.AST] = [parsed(path)]
@@ -152,8 +95,6 @@ def imports_of(module: str, *, run_at_import: bool = False) -> list[tuple[int, s
         for target in targets_of(node, module, path):
             if target == PACKAGE or target.startswith(f"{PACKAGE}."):
                 found.append((getattr(node, "lineno", 0), target))
-        if run_at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
         pending.extend(ast.iter_child_nodes(node))
     return found
 
@@ -231,7 +172,7 @@ def test_modules_import_each_other_in_one_direction() -> None:
     graph = {
         module: {
             found
-            for _, target in imports_of(module, run_at_import=True)
+            for _, target in imports_of(module)
             if (found := existing_module(target)) in MODULES and found not in (module, PACKAGE)
         }
         for module in MODULES

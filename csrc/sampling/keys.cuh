@@ -1,8 +1,8 @@
 // Logits as unsigned keys of the same order, and the noise that is added to them.
 //
 // A key is as wide as the element. NaN has the keys above kHighest and, with its sign set, those
-// below kLowest. What ops/sampling/noise.py takes as equal may have two keys: 0 and -0, and of float
-// +inf and the largest finite one; a threshold is the lower of both.
+// below kLowest. What ops/sampling/noise.py takes as equal may have two keys: 0 and -0, and of
+// float +inf and the largest finite one; a threshold is the lower of both.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -12,7 +12,8 @@ import torch
 from fusewright import ops
 from fusewright.compiler.lowering import tune_experts
 from fusewright.compiler.lowering.tune_experts import TOKENS, ExpertMeasure, candidates, rule_tile
-from fusewright.config.expert_tables import SHARED_BYTES, Experts, ExpertTile
+from fusewright.config.arch import HOPPER
+from fusewright.config.expert_tables import Experts, ExpertTile
 from fusewright.ops import Variant
 from fusewright.ops.experts.kernels import MOST_UNSORTED
 
@@ -35,7 +36,7 @@ def test_candidates_are_few_and_fit_a_block(kind: str, tokens: int, num_tiles: i
     of_expert = tokens * QWEN.top_k / QWEN.experts
     for tile in found:
         sums = tile.rows * tile.columns
-        assert tile.shared_bytes(experts.itemsize) <= SHARED_BYTES
+        assert tile.shared_bytes(experts.itemsize) <= HOPPER.shared_bytes
         assert sums // (32 * tile.warps) <= 128 and (tile.warps == 4 or sums >= 8192)
         assert tile.rows == 16 or tile.rows <= 2 * of_expert
         assert tile.rows == 128 or 4 * tile.rows >= of_expert

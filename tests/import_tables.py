@@ -1,0 +1,61 @@
+"""Which folder and which room may import which: what `test_layout.py` enforces."""
+
+from __future__ import annotations
+
+# Folder -> the folders it may import. The root __init__ loads its names lazily and may be imported
+# by all.
+MAY_IMPORT: dict[str, set[str]] = {
+    "config": set(),
+    "ops": {"config"},
+    "passes": {"config", "ops"},
+    "compiler": {"config", "ops", "passes"},
+    "graph_capture": {"config"},
+    "model_executor": {"config", "ops"},
+    "engine": {"config", "ops", "passes", "compiler", "graph_capture", "model_executor"},
+}
+MAY_IMPORT["bench"] = {*MAY_IMPORT}
+MAY_IMPORT["serve"] = {*MAY_IMPORT}
+CHECKOUT_ONLY = ("benchmarks",)
+"""Folders that may import the whole package and are in no wheel: nothing in it imports them."""
+
+# Folder -> room in it -> the rooms of that folder it may import. "" are the modules beside the
+# rooms, which call them in turn: `compile()` and `build()`.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "compiler": {  # in the order of its line
+        "capture": set(),
+        "lowering": {"capture"},
+        "emit": {"capture", "lowering", "artifacts", "run"},
+        "artifacts": set(),
+        "run": {"artifacts"},
+        "": {"capture", "lowering", "emit", "artifacts", "run"},
+        # Imported by nothing above: its sources are in no artifact's key.
+        "inspect": {"capture", "lowering", "emit", "artifacts", "run", ""},
+    },
+    "ops": {
+        "core": set(),
+        # Found by the names that launches give, so that no other room imports Triton.
+        "triton_kernels": {"sampling"},
+        "launches": {"core"},
+        "collective": {"core"},
+        "norm": {"core", "launches", "collective"},
+        "linear": {"core", "launches", "collective", "norm"},
+        "experts": {"core", "launches", "norm", "linear"},
+        "attention": {"core", "launches", "norm"},
+        "sampling": {"core", "launches"},
+        # The list of all ops, and what runs the cases of one.
+        "": {"core", "collective", "norm", "linear", "experts", "attention", "sampling"},
+        "oracles": {"core", "norm", ""},
+    },
+    "engine": {
+        "messages": set(),
+        "grammar": {"messages"},
+        "core": {"messages", "grammar"},
+        "frontend": {"messages", "grammar"},
+        "worker": {"messages"},
+        # Rank 0 beside the other ranks of a model.
+        "ranks": {"messages", "worker"},
+        "": {"messages", "grammar", "core", "frontend", "worker", "ranks"},
+        # Imported by nothing above: it puts an engine into a process of its own.
+        "process": {"messages", "grammar", "frontend", "ranks", ""},
+    },
+}
