@@ -26,6 +26,7 @@ from .limits import Uploads
 from .metrics import TALLY, Metrics
 from .protocol import Generation
 from .reader import BodyReader
+from .room import Room
 
 ABORT, ALL, ADMIN = "abort", "all", "admin"
 """What an API process asks the others, the name that means every job, and the owner who may end
@@ -125,6 +126,7 @@ class ServerState:
         self.started_at = int(time.time())
         self.metrics = Metrics(settings.model_names[0], client)
         self.jobs: dict[str, Job] = {}
+        self.room = Room(settings.max_waiting)
         self.uploads, self.reader = Uploads(settings.max_body_bytes), BodyReader()
         self.tool_format = settings.tool_format
         self._beats: list[Heartbeat] = []
@@ -211,9 +213,9 @@ class ServerState:
             raise ApiError(
                 400, f"{num_outputs} outputs in one call: expected {_MOST_OUTPUTS} at most"
             )
-        num_open = self.client.num_open + self.metrics.num_preparing
+        num_open = self.room.num_counted(self.client.num_open)
         waiting = num_open * self.client.seat.count - self.client.max_num_seqs
-        if waiting >= self.settings.max_waiting:
+        if waiting >= self.room.max_waiting:
             self.metrics.tally.refused += 1
             raise overloaded(f"{waiting} requests wait already; try again later")
 
@@ -254,6 +256,7 @@ class ServerState:
         owner = request.scope["owner"]
         job = Job(name, owner, model, int(time.time()), checked, stream, params.n)
         self.jobs[name] = job
+        self.room.open(job)
         self._note_jobs()
         return job
 
@@ -298,7 +301,8 @@ class ServerState:
         self.check_room(num_outputs)
         self.metrics.num_preparing += num_outputs
         try:
-            yield
+            with self.room.preparing(num_outputs):
+                yield
         finally:
             self.metrics.num_preparing -= num_outputs
 
@@ -330,6 +334,7 @@ class ServerState:
     def close(self, job: Job) -> None:
         """Forget a job; what still runs of it is aborted."""
         self.jobs.pop(job.name, None)
+        self.room.close(job)
         self._note_jobs()
         self.metrics.on_close(job.requests, aborted=bool(job.stream.open))
         if self.tracing is not None:

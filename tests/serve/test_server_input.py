@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -226,11 +227,22 @@ def test_other_refusals_are_in_the_same_form(http: httpx.Client) -> None:
 
 
 def test_too_many_waiting_requests_are_sent_away(server: ServerProcess, http: httpx.Client) -> None:
-    many = {**LONG, "n": 16 + 64, "temperature": 1.0, "stream": True}
-    with http.stream("POST", "/v1/completions", json=many), server.engine_stopped():
+    many = {**LONG, "n": 16, "temperature": 1.0, "stream": True}
+    with ExitStack() as calls, server.engine_stopped():
+        for _ in range((16 + 64) // 8):  # of each an eighth of 64 counts
+            calls.enter_context(http.stream("POST", "/v1/completions", json=many))
         answer = http.post("/v1/completions", json={"prompt": "1"})
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
+    wait_for(lambda: is_idle(http))
+
+
+def test_a_call_of_many_outputs_keeps_nobody_out(http: httpx.Client) -> None:
+    many = {**LONG, "n": 1000, "temperature": 1.0, "stream": True}
+    with http.stream("POST", "/v1/completions", json=many) as call:
+        next(call.iter_lines())
+        answer = http.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
     wait_for(lambda: is_idle(http))
 
 
