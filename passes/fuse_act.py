@@ -53,8 +53,7 @@ class _Act:
 
 class FuseAct:
     """Expected sites: every SiLU or tanh-GELU that is multiplied by a tensor, and every gate that
-    ``spellings_act`` reads.  An activation that feeds a linear layer or a convolution is none, nor
-    one whose product is wider than the gate and stays so.
+    ``spellings_act`` reads.  An activation that feeds a linear layer or a convolution is none.
 
     Tolerant: unfused, the activation is rounded to the tensors' dtype before the product, and once
     more in ``x * sigmoid(x)``; fused, only the product is rounded.
@@ -137,14 +136,6 @@ def _is_gated(activation: fx.Node) -> bool:
     return False
 
 
-def _goes_on_wide(product: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a product of 16 bits is in float32 and stays so, as what Mamba's norms and scans read
-    next: Inductor computes it with them."""
-    if dtype == torch.float32 or tensor(product).dtype != torch.float32:
-        return False
-    return not any(kind(user) == "cast" for user in product.users)
-
-
 def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:
     """Read a site as (arguments of the op, matched nodes, the node that has the result)."""
     if not _is_gated(act.node):
@@ -170,8 +161,6 @@ def _read(act: _Act) -> tuple[tuple[Any, ...], list[fx.Node], fx.Node]:
         raise Miss(f"{mul.name} overwrites memory that others may read")
     result = mul
     if tensor(mul).dtype != dtype:
-        if _goes_on_wide(mul, dtype):
-            raise NotASite(f"{mul.name} goes on in float32, the op rounds to {dtype}")
         result = only_user(mul)
         if kind(result) != "cast" or tensor(result).dtype != dtype:
             raise Miss(f"the product is {tensor(mul).dtype}, the gate {dtype}")

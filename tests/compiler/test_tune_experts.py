@@ -260,7 +260,7 @@ def test_an_o3_build_compiles_and_keeps_measured_tiles(
     monkeypatch.setattr(build, "ExpertMeasure", Prefers)
     monkeypatch.setattr(build, "Tuner", lambda: None)
     monkeypatch.setattr(build, "tune_weights", lambda weights, **how: (None, Filled()))
-    monkeypatch.setattr(build, "_sm_here", lambda: 90)
+    monkeypatch.setattr(build, "gpu_of", lambda device: ("a GPU", 90))
     compiled: dict[Variant, Binary] = {}
 
     def precompile(variants: set[Variant], sm: int, **how: object) -> None:
