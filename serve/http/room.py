@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .state import Job
 
 _CALLS_THAT_FILL = 8
 
@@ -26,7 +22,8 @@ class Room:
         self.max_waiting = max_waiting
         self._share = max(max_waiting // _CALLS_THAT_FILL, 1)
         self._num_preparing = 0
-        self._large: dict[str, Job] = {}
+        self._large: dict[str, tuple[Collection[str], int]] = {}
+        """The calls of more outputs than a share: their open requests, and the outputs of each."""
 
     def num_counted(self, num_open: int) -> int:
         """How many outputs count.
@@ -34,7 +31,7 @@ class Room:
         Args:
             num_open: outputs of open jobs that have not ended.
         """
-        opened = (len(job.stream.open) * job.num_outputs for job in self._large.values())
+        opened = (len(requests) * num_outputs for requests, num_outputs in self._large.values())
         beyond = sum(max(count - self._share, 0) for count in opened)
         return max(num_open - beyond, 0) + self._num_preparing
 
@@ -48,11 +45,16 @@ class Room:
         finally:
             self._num_preparing -= counted
 
-    def open(self, job: Job) -> None:
-        """Note a job whose requests are queued."""
-        if len(job.requests) * job.num_outputs > self._share:
-            self._large[job.name] = job
+    def open(self, name: str, requests: Collection[str], num_outputs: int) -> None:
+        """Note a call whose requests are queued.
 
-    def close(self, job: Job) -> None:
-        """Forget a job that has ended."""
-        self._large.pop(job.name, None)
+        Args:
+            requests: those that are open, now and later.
+            num_outputs: of each request.
+        """
+        if len(requests) * num_outputs > self._share:
+            self._large[name] = requests, num_outputs
+
+    def close(self, name: str) -> None:
+        """Forget a call that has ended."""
+        self._large.pop(name, None)

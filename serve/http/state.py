@@ -256,7 +256,7 @@ class ServerState:
         owner = request.scope["owner"]
         job = Job(name, owner, model, int(time.time()), checked, stream, params.n)
         self.jobs[name] = job
-        self.room.open(job)
+        self.room.open(name, stream.open, params.n)
         self._note_jobs()
         return job
 
@@ -334,7 +334,7 @@ class ServerState:
     def close(self, job: Job) -> None:
         """Forget a job; what still runs of it is aborted."""
         self.jobs.pop(job.name, None)
-        self.room.close(job)
+        self.room.close(job.name)
         self._note_jobs()
         self.metrics.on_close(job.requests, aborted=bool(job.stream.open))
         if self.tracing is not None:
