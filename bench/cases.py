@@ -1,5 +1,5 @@
-"""What a whole engine takes beside latency and throughput, as cases that differ in one thing: the
-frontend, what the prefix cache holds, the context, and the number of requests.
+"""Measures a whole engine beside latency and throughput, in cases that differ in one thing: the
+frontend, what the prefix cache holds, the context, or the number of requests.
 """
 
 from __future__ import annotations

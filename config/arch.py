@@ -1,4 +1,4 @@
-"""What is known of GPU architectures, as data: kernels and checks read it here alone.
+"""``ARCHS`` holds the facts about GPU architectures.  Kernels and checks read them here alone.
 
 The figures are those of NVIDIA's CUDA programming guide (its table of compute capabilities).
 """

@@ -59,7 +59,7 @@ class CanonicalizeRope:
             first = next((one for one in waiting if _belong(one, found)), None)
             site = None if first is None else _site_of_both(first, found)
             if first is None or site is None:
-                # Of those by the same angles, the last is the one whose results are read last.
+                # The last rotation by the same angles waits on: its results are read last.
                 waiting = [*(one for one in waiting if one is not first), found]
                 continue
             _replace(self, context, site, [first, found])

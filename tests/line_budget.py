@@ -25,7 +25,7 @@ PACKAGE = (
     "engine",
     "serve",
 )
-"""What issue 46 counts as the package."""
+"""The folders that issue 46 counts as the package."""
 BESIDE = ("bench", "benchmarks", "csrc", "tools")
 _SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h"}
 _SLACK = 0.02
@@ -64,7 +64,7 @@ def read_budgets(path: Path = FILE) -> dict[str, Budget]:
 
 
 def misfits(counts: Mapping[str, int], budgets: Mapping[str, Budget]) -> list[str]:
-    """What is wrong with the budgets, a line each."""
+    """Returns a line for each budget that does not fit."""
     wrong = [f"{name}: has no budget" for name in counts.keys() - budgets.keys()]
     wrong += [f"{name}: has a budget, and no sources" for name in budgets.keys() - counts.keys()]
     for name in counts.keys() & budgets.keys():

@@ -1,4 +1,4 @@
-"""Who of the running requests is preempted: for want of memory, or so that another call begins."""
+"""Chooses which running request is preempted, for want of memory or so that another call begins."""
 
 from __future__ import annotations
 

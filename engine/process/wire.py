@@ -85,7 +85,7 @@ class Queued(Struct, frozen=True, array_like=True):
     request_id: str
     num_outputs: int
     call: str
-    """As of ``AddRequest``, or its own id."""
+    """It is ``AddRequest.call``, or the id of the request if it was asked for alone."""
     request: bytes
 
     @classmethod

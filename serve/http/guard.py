@@ -25,7 +25,7 @@ _MOST_KNOWN = 256
 
 
 class Visitor(NamedTuple):
-    """Who asks, by the headers of a request."""
+    """The headers of a request that say who asks."""
 
     hosts: list[bytes]
     origins: list[bytes]

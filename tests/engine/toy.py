@@ -169,7 +169,7 @@ class ToyRunner:
         )
 
     def seen(self, entry: _Entry) -> list[tuple[int, int] | None]:
-        """What the last query of a request finds in its KV blocks."""
+        """Returns the entries of the KV blocks that the last query of a request reads."""
         end = entry.start + len(entry.token_ids)
         found: list[tuple[int, int] | None] = []
         for window, table in zip(self.windows, entry.tables, strict=True):

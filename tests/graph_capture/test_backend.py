@@ -1,4 +1,4 @@
-"""What ``CudaGraphs`` asks of torch, on a machine without a GPU."""
+"""Claims about what ``CudaGraphs`` asks of torch, held on a machine without a GPU."""
 
 from __future__ import annotations
 

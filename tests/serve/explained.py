@@ -13,8 +13,8 @@ from fusewright.engine import explain
 
 @pytest.fixture(scope="module")
 def explained_once() -> Iterator[dict[str, Any]]:
-    """What has been explained so far, by its options: they and the sources decide it alone.  Clear
-    it where a test changes a source."""
+    """Keeps each explanation by its options, which decide it together with the sources.  Clear it
+    where a test changes a source."""
     real, known = explain.explain_model, dict[str, Any]()
 
     def once(options: EngineOptions, **how: Any) -> Any:
