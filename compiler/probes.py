@@ -150,11 +150,11 @@ def _without(names: dict[str, Any], *left_out: str) -> dict[str, Any]:
 PROBES = {
     "dense": Probe(
         _dense, _ROWS | _WEIGHTS, ("x", "r"),
-        ("fuse_add_norm", "fuse_act", "fuse_gated_linear", "fuse_norm_linear"),
+        ("fuse_add_norm", "fuse_act", "fuse_gated_linear", "fuse_chain"),
     ),
     "FP8, scales of tokens": Probe(
         _fp8_dynamic, _ROWS | _quantized(_without(_WEIGHTS, "gate_up_bias", "down_bias")),
-        ("x", "r"), ("fuse_add_norm", "fuse_norm_quant", "fuse_act_quant", "fuse_norm_mlp"),
+        ("x", "r"), ("fuse_add_norm", "fuse_norm_quant", "fuse_act_quant", "fuse_chain"),
     ),
     "FP8, static scales": Probe(
         _fp8_static,
@@ -189,7 +189,7 @@ PROBES = {
         _norm_moe,
         {**_ROWS, **{name: _WEIGHTS[name] for name in ("w", "b", "norm")}, **_OF_EXPERTS,
          **{name: _WEIGHTS[name] for name in ("norm2", "qkv", "qkv_bias")}},
-        ("x", "r"), ("fuse_add_norm", "fuse_gated_linear", "fuse_moe", "fuse_norm_moe"),
+        ("x", "r"), ("fuse_add_norm", "fuse_gated_linear", "fuse_moe", "fuse_chain"),
     ),
 }  # fmt: skip
 

@@ -37,13 +37,10 @@ PASSES: tuple[str, ...] = (
     "fuse_act",
     "fuse_gated_linear",
     "fuse_moe",
-    "fuse_norm_moe",
-    "fuse_norm_linear",
     "fuse_norm_quant",
     "fuse_all_reduce_norm",
-    "fuse_async_tp",
     "fuse_act_quant",
-    "fuse_norm_mlp",
+    "fuse_chain",
     "fuse_attn_quant",
     "fuse_rope_store",
 )
@@ -62,10 +59,7 @@ for those of ``LINEAR_FUSIONS``."""
 LINEAR_FUSIONS = (
     "fuse_gated_linear",
     "fuse_moe",
-    "fuse_norm_moe",
-    "fuse_norm_linear",
-    "fuse_norm_mlp",
-    "fuse_async_tp",
+    "fuse_chain",
 )
 """Passes that attach more to a linear layer, whose kernels then follow the number of rows:
 ``batch_invariant`` leaves them out."""

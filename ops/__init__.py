@@ -9,6 +9,7 @@ from .attention.kv_store import OP as KV_STORE, kv_store
 from .attention.paged_attention import OP as PAGED_ATTENTION, paged_attention
 from .attention.rope_kv_store import OP as ROPE_KV_STORE, rope_kv_store
 from .attention.rotary_embedding import OP as ROTARY_EMBEDDING, rotary_embedding
+from .chain.chain import CHAIN, CHAIN_OVER_RANKS
 from .collective.all_gather import OP as ALL_GATHER, all_gather
 from .collective.all_reduce import OP as ALL_REDUCE, all_reduce
 from .core.cublaslt import installed as installed_cublaslt
@@ -22,7 +23,6 @@ from .core.variant import Binary, Variant
 from .experts.combine_experts import OP as COMBINE_EXPERTS, combine_experts
 from .experts.expert_linear import OP as EXPERT_LINEAR, expert_linear
 from .experts.fused_moe import OP as FUSED_MOE
-from .experts.linear_add_norm_moe import OP as LINEAR_ADD_NORM_MOE
 from .experts.route import OP as ROUTE, route
 from .experts.tables import (
     add_measured as add_expert_table,
@@ -32,9 +32,6 @@ from .experts.tables import (
 )
 from .linear.embedding import OP as EMBEDDING, embedding
 from .linear.linear import OP as LINEAR, linear
-from .linear.linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
-from .linear.linear_add_norm_mlp import OP as LINEAR_ADD_NORM_MLP
-from .linear.linear_all_reduce_add_norm_linear import OP as LINEAR_ALL_REDUCE_ADD_NORM_LINEAR
 from .norm.gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
 from .norm.norm import NORMS, rms_norm
 from .norm.quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static
@@ -60,14 +57,12 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     ROPE_KV_STORE,
     PAGED_ATTENTION,
     LINEAR,
-    LINEAR_ADD_NORM_LINEAR,
-    LINEAR_ADD_NORM_MLP,
     ROUTE,
     EXPERT_LINEAR,
     COMBINE_EXPERTS,
     FUSED_MOE,
-    LINEAR_ADD_NORM_MOE,
-    LINEAR_ALL_REDUCE_ADD_NORM_LINEAR,
+    CHAIN,
+    CHAIN_OVER_RANKS,
     EMBEDDING,
     GATHER_LAST_TOKEN,
     ALL_REDUCE,

@@ -7,13 +7,14 @@ autotuner before it trusts.  Nothing but the op's own declaration is consulted.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .core.desc import Case, Tolerance
 from .core.float8 import E4M3
@@ -57,15 +58,22 @@ def check_case(op: SemanticOp, run: Callable[..., Any], case: Case, tolerance: T
     for i, (got, want) in enumerate(zip(actual_outputs, expected_outputs, strict=True)):
         compare(got, want, _bound(got, op, case, tolerance), f"{where}: output {i}")
     rows = zip(names, actual_args, expected_args, case.args, strict=False)
-    for name, got, want, original in rows:
-        if not isinstance(got, Tensor):
-            continue
+    for name, got, want, original in _each_tensor(rows):
         _check_guards(got, f"{where}: argument {name}")
         if name in op.mutates:
             bound = _bound(got, op, case, tolerance)
             compare(got, want, bound, f"{where}: mutated argument {name}")
         elif not torch.equal(_storage_bytes(got), _storage_bytes(_replica(original))):
             raise ConformanceError(f"{where}: argument {name} was changed; mutates={op.mutates}")
+
+
+def _each_tensor(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """The rows (name, tensor, ...), in which lists of tensors are a row for each of them."""
+    for name, *values in rows:
+        if isinstance(values[0], list):
+            yield from ((name, *each) for each in zip(*values, strict=True))
+        elif isinstance(values[0], Tensor):
+            yield name, *values
 
 
 def _bound(tensor: Tensor, op: SemanticOp, case: Case, tolerance: Tolerance) -> Tolerance:
@@ -98,6 +106,8 @@ def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, where: str) 
 
 def _replica(value: Any) -> Any:
     """The tensor with its storage, strides and offset copied, between guard bands."""
+    if isinstance(value, list):
+        return [_replica(each) for each in value]
     if not isinstance(value, Tensor):
         return value
     source = _bytes_of(value.untyped_storage())
@@ -150,7 +160,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def _check_fake(op: SemanticOp, case: Case, outputs: list[Tensor], where: str) -> None:
     with FakeTensorMode() as mode:
-        args = [mode.from_tensor(v) if isinstance(v, Tensor) else v for v in case.args]
+        args = tree_map_only(Tensor, mode.from_tensor, list(case.args))
         fakes = _tensors(op.fake(*args))
     if len(fakes) != len(outputs):
         raise ConformanceError(f"{where}: {len(outputs)} outputs, the fake has {len(fakes)}")
@@ -173,7 +183,8 @@ def _check_aliases(outputs: list[Tensor], args: list[Any], where: str) -> None:
     def storage(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
-    taken = {storage(arg): "an argument" for arg in args if isinstance(arg, Tensor)}
+    tensors = [arg for arg in tree_leaves(args) if isinstance(arg, Tensor)]
+    taken = {storage(arg): "an argument" for arg in tensors}
     for i, output in enumerate(outputs):
         if output.numel() == 0:
             continue

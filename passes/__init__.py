@@ -11,10 +11,12 @@ from .pipeline import CANONICALIZE, build_passes, run_passes
 from .report import (
     PassReport,
     RequiredFusionError,
+    Site,
     check_any_expected,
     check_required,
 )
 from .rule import Context, Rule
+from .sites import op_name
 from .subgraph import Subgraph, digest, external_inputs, extract, fake_value
 from .verify_inputs import random_value
 
@@ -24,6 +26,7 @@ __all__ = [
     "PassReport",
     "RequiredFusionError",
     "Rule",
+    "Site",
     "Subgraph",
     "VerificationError",
     "build_passes",
@@ -34,6 +37,7 @@ __all__ = [
     "external_inputs",
     "extract",
     "fake_value",
+    "op_name",
     "random_value",
     "run_passes",
 ]

@@ -19,17 +19,15 @@ from .cleanup import Cleanup
 from .fuse_act import FuseAct
 from .fuse_add_norm import FUSE_ADD_NORM
 from .fuse_all_reduce_norm import FuseAllReduceNorm
-from .fuse_async_tp import FUSE_ASYNC_TP
+from .fuse_chain import FUSE_CHAIN
 from .fuse_gated_linear import FUSE_GATED_LINEAR
 from .fuse_moe import FUSE_MOE
-from .fuse_norm_linear import FUSE_NORM_LINEAR
-from .fuse_norm_mlp import FUSE_NORM_MLP
-from .fuse_norm_moe import FUSE_NORM_MOE
 from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FUSE_ROPE_STORE
 from .module_paths import module_path
 from .report import PassReport
 from .rule import Context, Rule
+from .sites import op_name, without_nodes
 from .verify import State, check_graph, check_nothing_else, check_rewrite
 
 PIPELINE: tuple[Rule, ...] = (
@@ -38,13 +36,10 @@ PIPELINE: tuple[Rule, ...] = (
     FuseAct(),
     FUSE_GATED_LINEAR,
     FUSE_MOE,
-    FUSE_NORM_MOE,
-    FUSE_NORM_LINEAR,
     NORM,
     FuseAllReduceNorm(),
-    FUSE_ASYNC_TP,
     ACTIVATION,
-    FUSE_NORM_MLP,
+    FUSE_CHAIN,
     ATTENTION,
     FUSE_ROPE_STORE,
 )
@@ -103,8 +98,16 @@ def run_passes(
             snapshot = Snapshot(gm)
         start, before = time.perf_counter(), _num_ops(gm)
         places = {node.name: module_path(node) for node in gm.graph.nodes}
+        calls = {node.name: op_name(node) for node in gm.graph.nodes}
         report = rule(gm, context)
-        report.sites = [replace(site, module=places.get(site.name, "")) for site in report.sites]
+        report.sites = [
+            replace(
+                site,
+                module=places.get(site.name, ""),
+                reason=without_nodes(site.reason, calls),
+            )
+            for site in report.sites
+        ]
         report.ops_before, report.ops_after = before, _num_ops(gm)
         report.seconds = time.perf_counter() - start
         if snapshot and not _unchanged(gm, states):

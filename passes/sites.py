@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,28 @@ def call(target: Any, args: Any, count: int = 1) -> Build:
         return [graph.call_function(operator.getitem, (made, i)) for i in range(count)]
 
     return build
+
+
+def op_name(node: Any) -> str:
+    """What a node calls, which is the same in every layer; of an item, what made it."""
+    if getattr(node, "op", "") == "placeholder":
+        return "an input"
+    target = getattr(node, "target", node)
+    if target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return op_name(node.args[0])
+    schema = getattr(target, "_schema", None)
+    if schema:
+        return str(schema.name.partition("::")[2])
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+_NUMBERED = re.compile(r"\b\w+(?:_default|_\d+)\b")
+
+
+def without_nodes(reason: str, calls: Mapping[str, str]) -> str:
+    """A reason in which nodes are called by what they call: ``calls`` is by name.  Layers that are
+    alike then have the same reasons, and a report tells them once."""
+    return _NUMBERED.sub(lambda name: calls.get(name[0], name[0]), reason)
 
 
 def read_elsewhere(node: fx.Node, readers: Collection[fx.Node]) -> str:

@@ -87,6 +87,8 @@ def random_value(value: Any, *, seed: int, size: int = _DYNAMIC_SIZE) -> Any:
     standard normals with a few outliers, in all bits of their dtype, and tokens also have small and
     large rows; complex numbers have two such parts; integers are 0 or 1.  Anything but tensors and
     sizes is kept."""
+    if isinstance(value, (list, tuple)):
+        return [random_value(v, seed=seed + i, size=size) for i, v in enumerate(value)]
     if not isinstance(value, Tensor):
         return _size(value, size) if isinstance(value, torch.SymInt) else value
     shape = [d if isinstance(d, int) else _size(d, size) for d in value.shape]

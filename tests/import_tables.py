@@ -40,11 +40,12 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "norm": {"core", "launches", "collective"},
         "linear": {"core", "launches", "collective", "norm"},
         "experts": {"core", "launches", "norm", "linear"},
+        "chain": {"core", "launches", "collective", "norm", "linear", "experts"},
         "attention": {"core", "launches", "norm"},
         "sampling": {"core", "launches"},
         # The list of all ops, and what runs the cases of one.
-        "": {"core", "collective", "norm", "linear", "experts", "attention", "sampling"},
-        "oracles": {"core", "norm", ""},
+        "": {"core", "collective", "norm", "linear", "experts", "chain", "attention", "sampling"},
+        "oracles": {"core", "norm", "chain", ""},
     },
     "engine": {
         "messages": set(),

@@ -16,7 +16,6 @@ from .fusion import InductorFusion
 from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
 
 ROWS = [rows for rows in TOKENS if rows <= 256]
-EPS = 1e-5
 DENSE = [model for model in MODELS if model.intermediate > model.hidden]
 
 
@@ -31,39 +30,26 @@ def make_gated(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]
     return x, gate_up, None, None, None, None, "silu", None
 
 
-def make_o_to_mlp(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
-    width = model.heads * model.head_dim
-    return (
-        randn(rows, width, device=device),
-        weight(model.hidden, width, device),
-        None,
-        randn(rows, model.hidden, device=device),
-        randn(model.hidden, device=device),
-        EPS,
-        weight(2 * model.intermediate, model.hidden, device),
-        None,
-        "silu",
-    )
+def make_pair(
+    model: Model, rows: int, device: torch.device, *, first: str, then: str, activation: str = ""
+) -> tuple[Any, ...]:
+    """Two layers with the add and the norm between them, by the names of their sizes."""
+    sizes = {"o": model.heads * model.head_dim, "down": model.intermediate}
+    width, behind = sizes[first], {"gate_up": 2 * model.intermediate, "qkv": model.qkv}[then]
+    weights = [weight(model.hidden, width, device), randn(model.hidden, device=device)]
+    weights.append(weight(behind, model.hidden, device))
+    gate = f", activation={activation!r}" if activation else ""
+    text = f"linear(weight) > add_norm(weight, eps=1e-05) > linear(weight{gate})"
+    x, residual = (randn(rows, size, device=device) for size in (width, model.hidden))
+    return x, residual, weights, text
 
 
-def make_down_to_qkv(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
-    return (
-        randn(rows, model.intermediate, device=device),
-        weight(model.hidden, model.intermediate, device),
-        None,
-        randn(rows, model.hidden, device=device),
-        randn(model.hidden, device=device),
-        EPS,
-        weight(model.qkv, model.hidden, device),
-        None,
-        None,
-    )
-
-
+O_TO_MLP = partial(make_pair, first="o", then="gate_up", activation="silu")
+DOWN_TO_QKV = partial(make_pair, first="down", then="qkv")
 KINDS = (
     ("linear", "gate_up with SiLU-mul", make_gated, DENSE, (0,)),
-    ("linear_add_norm_linear", "o to gate_up", make_o_to_mlp, DENSE, (0, 3)),
-    ("linear_add_norm_linear", "down to qkv", make_down_to_qkv, DENSE, (0, 3)),
+    ("chain", "o to gate_up", O_TO_MLP, DENSE, (0, 1)),
+    ("chain", "down to qkv", DOWN_TO_QKV, DENSE, (0, 1)),
 )
 
 

@@ -85,7 +85,11 @@ _COMPILED: set[Key] = set()
 
 @functools.cache
 def _function(op: str, backend: str) -> Callable[..., Any]:
-    return torch.compile(BY_NAME[op].reference, backend=backend, fullgraph=True)
+    """The reference, compiled; where the op has one that Inductor sees through, that stands for it,
+    since Dynamo traces no parser of chains."""
+    inline = [i.name for i in BY_NAME[op].implementations if i.inline and op == "chain"]
+    reference = BY_NAME[op].overload(inline[0]) if inline else BY_NAME[op].reference
+    return torch.compile(reference, backend=backend, fullgraph=True)
 
 
 def find_fusions() -> dict[Key, InductorFusion]:

@@ -15,8 +15,8 @@ import torch
 
 from ... import ops
 from ...model_executor.parallel import GROUP
-from ...ops.linear.linear_add_norm_linear import Chain, in_turn
-from ...ops.linear.overlap import linear_sum_norm_linear
+from ...ops.chain.kernels import OVERLAP, part_at
+from ...ops.chain.stages import Call, State
 from .on_ranks import main
 
 TOKENS = (2048, 3072, 4096, 8192)
@@ -24,18 +24,20 @@ _HEADS, _MLP, _QKV = 4096, 14336, 6144
 _LAYERS, _CALLS, _ROUNDS = 4, 8, 7
 
 
-def _chain(tokens: int, hidden: int, inner: int, then: int, activation: str | None) -> Chain:
+def _chain(tokens: int, hidden: int, inner: int, then: int, activation: str | None) -> Call:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
     weight, next_weight = randn(hidden, inner) * inner**-0.5, randn(then, hidden) * hidden**-0.5
     same = torch.Generator("cuda").manual_seed(tokens)  # the residual is the same on every rank
     residual = torch.randn((tokens, hidden), generator=same, dtype=torch.bfloat16, device="cuda")
-    between = (residual, torch.ones_like(weight[:, 0]), 1e-5)
-    return Chain.of((randn(tokens, inner), weight, None, *between, next_weight, None, activation))
+    gate = f", activation={activation!r}" if activation else ""
+    text = f"linear(weight) > add_norm(weight, eps=1e-05, reduce=True) > linear(weight{gate})"
+    operands = [weight, torch.ones_like(weight[:, 0]), next_weight]
+    return Call.of((randn(tokens, inner), residual, operands, text, GROUP))
 
 
-def _median_us(call: Callable[[Chain], Any], chains: list[Chain]) -> float:
+def _median_us(call: Callable[[Call], Any], chains: list[Call]) -> float:
     times = list[float]()
     for _ in range(_ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -51,17 +53,24 @@ def _median_us(call: Callable[[Chain], Any], chains: list[Chain]) -> float:
 
 def measure(world: int, hidden: int) -> list[dict[str, Any]]:
     """Time both pairs of layers for every number of tokens on this rank."""
-    layer = ops.BY_NAME["linear"].implementation("skinny").fn
-    norm = ops.BY_NAME["all_reduce_add_rms_norm"].implementation("cuda").fn
+    names = {"linear": "skinny", "all_reduce_add_rms_norm": "cuda"}
 
-    def whole(call: Chain) -> Any:
-        return in_turn(call, layer, lambda *args: norm(*args, None, GROUP))
+    def visit(op: ops.SemanticOp, *args: Any) -> Any:
+        return op.implementation(names[op.name]).fn(*args)
 
-    def layers(call: Chain) -> Any:
-        return layer(*call.second(layer(*call.head.layer)))
+    def whole(call: Call) -> Any:
+        return call.fold(visit)
 
-    def overlapped(call: Chain) -> Any:
-        return linear_sum_norm_linear(call, GROUP)
+    def layers(call: Call) -> Any:
+        state = State(call.x, call.residual)
+        for at in (0, 2):
+            state = call.chain.stages[at].run(state, call.operands[at], visit)
+        return state.x
+
+    def overlapped(call: Call) -> Any:
+        made = OVERLAP.run(part_at(call, 0, 3, call.state))
+        assert made is not None
+        return made.x, made.total
 
     rows = []
     for tokens in TOKENS:

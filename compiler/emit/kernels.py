@@ -93,6 +93,8 @@ def on_meta(value: Any, dims: Mapping[str, str], sizes: Sizes) -> Any:
         return storage.as_strided(shape, stride, offset)
     if isinstance(value, torch.SymInt):
         return _size(value, dims, sizes)
+    if isinstance(value, (list, tuple)):
+        return [on_meta(each, dims, sizes) for each in value]
     return value
 
 
@@ -109,4 +111,4 @@ def _size(value: Any, dims: Mapping[str, str], sizes: Sizes) -> int:
 def _facts(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dtype, tuple(arg.shape), arg.stride(), arg.storage_offset()
-    return arg
+    return tuple(map(_facts, arg)) if isinstance(arg, list) else arg

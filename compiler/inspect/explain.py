@@ -24,9 +24,9 @@ from ..emit.kernels import launches_of, on_meta, step_sizes
 from ..emit.piece_code import op_name
 from ..emit.pieces import choose_emitter
 from ..run.plan import PieceStep
-from .fusions import Fusion, fusions, linear_parts
+from .fusions import Fusion, chain_fusions, fusions, has_pattern, linear_parts
 from .graph import draw
-from .sites import SiteFacts, Where
+from .sites import SiteFacts, Where, left_alone
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _MOST_SEQS = 512
@@ -109,7 +109,8 @@ class Explanation:
 
     Attributes:
         passes: reports of the passes, as plain data.
-        sites: every expected site, also those of passes that are off.
+        sites: every expected site, also those of passes that are off, and the norms, activations,
+            quantizations and sums that are none.
         fusions: which neighbouring ops one kernel can do, and how many calls here are such.
         choices: the printed choice of a kernel -> the number of calls for which it was made.
         pieces: the distinct pieces.
@@ -192,7 +193,7 @@ def explain(
         num_seqs=num_seqs,
         context=context,
         passes=[report.to_json() for report in lowered.reports],
-        sites=sites,
+        sites=[*sites, *left_alone(nodes, lowered.reports, where)],
         fusions=_fusions(nodes),
         choices=dict(lowered.choices),
         pieces=pieces,
@@ -233,6 +234,9 @@ def _is_fusion(fusion: Fusion, node: fx.Node) -> bool:
     if fusion.op == "linear":
         given = (args.get(name) is not None for name in ("x_scale", "activation", "out_scale"))
         return linear_parts(*given) == fusion.parts
+    if fusion.op in ("chain", "chain_over_ranks"):
+        patterns = {parts: pattern for parts, op, pattern in chain_fusions() if op == fusion.op}
+        return has_pattern(args["stages"], patterns[fusion.parts])
     if fusion.op == "expert_linear":
         return args.get("activation") is not None
     return fusion.op != "paged_attention" or args.get("out_scale") is not None

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from typing import TypeAlias
 
+from ...ops.chain.chain import CUDA, OVER_RANKS
+from ...ops.chain.stages import Act, AddNorm, Experts, Linear, Stage, parse
 from ...ops.norm.gated_act import ACTIVATIONS, GATED_ACTS
 from ...ops.norm.norm import NORMS
 
 QUANTS = ("static", "token", "group")
 """The ways to quantize activations to FP8: one scale, a scale a token, a scale a group of 128."""
 
+Pattern: TypeAlias = tuple[type[Stage], ...]
 _KINDS = {"": ((),), "static": (("FP8 static",),), "dynamic": (("FP8 token",), ("FP8 group",))}
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
 _HIDDEN = "the norm that follows adds for nothing, hidden behind the next linear's weights"
@@ -46,6 +51,35 @@ def linear_parts(scaled: bool, activation: bool, quant: bool) -> tuple[str, ...]
     return "FP8 linear" if scaled else "linear", *(part for part, done in steps if done)
 
 
+_PARTS: dict[type[Stage], tuple[str, ...]] = {
+    Linear: ("linear",),
+    AddNorm: ("add", "RMSNorm"),
+    Act: ("SiLU-mul or GELU-mul",),
+    Experts: ("router", "top-k", "experts", "sum"),
+}
+
+
+@cache
+def chain_fusions() -> tuple[tuple[tuple[str, ...], str, Pattern], ...]:
+    """For each pattern of the table of chain kernels: its parts, the op, and the pattern."""
+    found = {}
+    for op, kernels in (("chain", CUDA.kernels), ("chain_over_ranks", OVER_RANKS)):
+        for pattern in (p for kernel in kernels for p in kernel.patterns if len(p) > 1):
+            parts = tuple(part for stage in pattern for part in _PARTS[stage])
+            if op == "chain_over_ranks":
+                at = parts.index("add")
+                parts = (*parts[:at], "all-reduce", *parts[at:])
+            found[parts, op] = (parts, op, pattern)
+    return tuple(found.values())
+
+
+def has_pattern(text: str, pattern: Pattern) -> bool:
+    """Whether a chain has stages of these kinds one behind the other."""
+    stages, length = parse(text).stages, len(pattern)
+    heads = (stages[at : at + length] for at in range(len(stages) - length + 1))
+    return any(all(map(isinstance, head, pattern)) for head in heads)
+
+
 def _named() -> Iterator[Fusion]:
     for axes, op in NORMS.items():
         steps = (("all-reduce", axes.reduce), ("add", axes.add), ("RMSNorm", True))
@@ -62,15 +96,9 @@ def _named() -> Iterator[Fusion]:
     for scaled, gated, quantized in product((False, True), repeat=3):
         if gated or quantized:
             yield Fusion(linear_parts(scaled, gated, quantized), "linear")
-    yield Fusion(("linear", "add", "RMSNorm", "linear"), "linear_add_norm_linear")
-    summed = ("linear", "all-reduce", "add", "RMSNorm", "linear")
-    yield Fusion(summed, "linear_all_reduce_add_norm_linear")
-    parts = ("FP8 linear", "add", "RMSNorm", "FP8 linear", "SiLU-mul or GELU-mul", "FP8 linear")
-    yield Fusion((*parts, "add", "RMSNorm", "FP8 linear"), "linear_add_norm_mlp")
     yield Fusion(("experts' linear", "SiLU-mul or GELU-mul"), "expert_linear")
     yield Fusion(("router", "top-k", "experts", "sum"), "fused_moe")
-    parts = ("linear", "add", "RMSNorm", "router", "top-k", "experts", "sum")
-    yield Fusion((*parts, "add", "RMSNorm", "linear"), "linear_add_norm_moe")
+    yield from (Fusion(parts, op) for parts, op, _ in chain_fusions())
     yield Fusion(("linear", "add"), reason=_HIDDEN)
     for kind in QUANTS[1:]:
         reason = _ROWS.format("token" if kind == "token" else "group")

@@ -3,14 +3,19 @@ off."""
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import fx
 
-from ...passes import PassReport, build_passes, run_passes
+from ...ops.collective.all_reduce import OP as ALL_REDUCE
+from ...ops.norm.gated_act import GATED_ACTS
+from ...ops.norm.norm import NORMS
+from ...ops.norm.quantize import QUANTIZE
+from ...passes import PassReport, Site, build_passes, op_name, run_passes
 from ...passes.module_paths import module_path
 from ..capture.source import Repeat
 from ..capture.trace import Traced
@@ -24,7 +29,7 @@ class SiteFacts:
         name: of the pass.
         layers: title of their kind of layer.
         module: where in a layer, or in the model.
-        outcome: "matched", "missed" or "off".
+        outcome: "matched", "missed", "off", or "alone": no pass has a site there.
         reason: why they did not match, or matched in part.
         count: how many.
         example: the first one's graph node.
@@ -106,6 +111,36 @@ def expected_sites(
         report = next(r for r in run_passes(copied(before).gm, rules) if r.name == name)
         sites += _grouped(report, where, reason)
     return sites
+
+
+_JOINTS = {
+    op.name for op in (*NORMS.values(), *GATED_ACTS.values(), *QUANTIZE.values(), ALL_REDUCE)
+}
+
+
+def left_alone(
+    nodes: Iterable[fx.Node], reports: Iterable[PassReport], where: Where
+) -> list[SiteFacts]:
+    """The norms, activations, quantizations and sums over ranks of a lowered graph which no pass
+    reports, with what is on both sides of them.  With the sites of the passes these are all."""
+    missed = {site.name for report in reports for site in report.missed}
+    alone = PassReport("no pass")
+    for node in nodes:
+        is_call = node.op == "call_function" and node.target is not operator.getitem
+        if is_call and op_name(node) in _JOINTS and node.name not in missed:
+            sides = f"between {op_name(node.args[0])} and {_reader(node)}"
+            alone.sites.append(Site(node.name, False, sides, module_path(node)))
+    return [replace(site, outcome="alone") for site in _grouped(alone, where)]
+
+
+def _reader(node: fx.Node) -> str:
+    """What reads the result of a call, or its first item."""
+    for user in node.users:
+        if user.target is not operator.getitem:
+            return op_name(user)
+        if user.args[1] == 0:
+            return _reader(user)
+    return "nothing"
 
 
 def copied(traced: Traced) -> Traced:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ... import ops
 from ...passes import random_value
@@ -108,6 +109,8 @@ class Tuner:
 
 
 def _text(arg: Any) -> str:
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(map(_text, arg))}]"
     if not isinstance(arg, Tensor):
         return repr(arg)
     return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}"
@@ -121,11 +124,9 @@ def _is_better(new: Mapping[int, float], old: Mapping[int, float]) -> bool:
 
 def _rotated(values: list[Any]) -> list[list[Any]]:
     """At most ``_CALLS`` copies of a call's arguments, enough to exceed the L2 cache together."""
-    nbytes = sum(v.nbytes for v in values if isinstance(v, Tensor))
+    nbytes = sum(v.nbytes for v in tree_leaves(values) if isinstance(v, Tensor))
     copies = min(_CALLS, 1 + _L2_BYTES // max(nbytes, 1))
-    clones = [
-        [v.clone() if isinstance(v, Tensor) else v for v in values] for _ in range(copies - 1)
-    ]
+    clones = [tree_map_only(Tensor, Tensor.clone, values) for _ in range(copies - 1)]
     return [values, *clones]
 
 

@@ -21,12 +21,13 @@ from torch import Tensor, fx
 
 from ... import ops
 from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight, file_name
+from ...ops.chain.stages import Call, Linear
 from ...ops.core import cublaslt as _cublaslt
 from ...ops.core.cublaslt import GemmPlan
 from ...ops.core.cuda import load_cuda_library
 from ...ops.core.device_table import gpu_of, num_sms, serving
 from ...ops.linear.csrc import cluster_rows
-from ...ops.linear.desc import WEIGHT_FORMATS, LinearDesc
+from ...ops.linear.desc import WEIGHT_FORMATS, LinearArgs, LinearDesc
 from ...ops.linear.kernels import UNMEASURED, runner
 from ...passes import fake_value
 from .tune import graph_us
@@ -125,18 +126,26 @@ def weights_of(graph: fx.Graph) -> list[Weight]:
     found: dict[Weight, None] = {}
     for node in graph.nodes:
         namespace, _, name = getattr(node.target, "_name", "").partition("::")
-        if namespace != ops.NAMESPACE or "linear" not in name:
+        if namespace != ops.NAMESPACE:
             continue
         args: Any = fx.node.map_arg(node.args, fake_value)
-        named = dict(ops.BY_NAME[name].describe(args).args)
-        for weight in ("weight", "next_weight"):
-            if named.get(weight) is None or len(named[weight].shape) != 2:
-                continue  # absent, or those of experts
+        for weight, scale in _layers_of(name, args):
             # x's scales have the shape that goes with the weight's, whatever it is.
-            held = named[weight].dtype, named.get(f"{weight}_scale")
-            if (operands := _operands(*held, named[weight].shape)) in OPERANDS:
-                found[operands, *map(int, named[weight].shape)] = None  # type: ignore[index]
+            if (operands := _operands(weight.dtype, scale, weight.shape)) in OPERANDS:
+                found[operands, *map(int, weight.shape)] = None  # type: ignore[index]
     return list(found)
+
+
+def _layers_of(name: str, args: Any) -> list[tuple[Any, Any]]:
+    """The weights of a call's dense layers, each with its scale or None."""
+    if name == "linear":
+        layer = LinearArgs(*args)
+        return [(layer.weight, layer.weight_scale)]
+    if not name.startswith("chain"):
+        return []
+    call = Call.of(args)
+    pairs = zip(call.chain.stages, call.operands, strict=True)
+    return [(o["weight"], o.get("weight_scale")) for s, o in pairs if isinstance(s, Linear)]
 
 
 def _operands(dtype: torch.dtype, scale: Any, shape: Sequence[int]) -> str:

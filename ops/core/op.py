@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 from torch.library import Library
+from torch.utils._pytree import tree_leaves
 
 from .desc import TOLERANCES, Case, Cases, Cost, OpDesc, TensorDesc, Tolerance
 from .launch import Launches, run_launches
@@ -132,7 +133,7 @@ def triton(
     return on_gpu(name, run_launches(launches), supports, launches=launches, opt_in=opt_in)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SemanticOp:
     """One op of the IR; construct it at module level and list it in ``ops.ALL_OPS``.
 
@@ -197,16 +198,24 @@ class SemanticOp:
         arguments, given = self.overload()._schema.arguments, list(args)
         # The dispatcher drops trailing arguments that equal their defaults from a call's node.
         given += [a.default_value for a in arguments[len(given) :] if a.has_default_value()]
-        described: list[tuple[str, Any]] = []
-        device = "cpu"
-        for name, value in zip([a.name for a in arguments], given, strict=False):
-            if isinstance(value, Tensor):
-                device = value.device.type if value.device.type != "cpu" else device
-                shape = tuple(getattr(getattr(d, "node", None), "expr", d) for d in value.shape)
-                described.append((name, TensorDesc(value.dtype, shape)))
-            else:
-                described.append((name, value))
-        return OpDesc(self.name, tuple(described), device, sm, csrc)
+        named = zip([a.name for a in arguments], given, strict=False)
+        described = tuple((name, _described(value)) for name, value in named)
+        return OpDesc(self.name, described, _device_of(given), sm, csrc)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if not isinstance(value, Tensor):
+        return value
+    shape = tuple(getattr(getattr(d, "node", None), "expr", d) for d in value.shape)
+    return TensorDesc(value.dtype, shape)
+
+
+def _device_of(args: Iterable[Any]) -> str:
+    """The type of the last device of tensors that is not the CPU."""
+    tensors = [t for t in tree_leaves(list(args)) if isinstance(t, Tensor)]
+    return next((t.device.type for t in reversed(tensors) if t.device.type != "cpu"), "cpu")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..core.target import Target
 from ..launches import experts as plans, route as route_plans
 from ..linear.linear import GATED, OP as LINEAR
 from ..norm.quantize import finish, refuses_device
-from . import _moe_cuda as csrc
+from . import csrc
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
 from .moe import Call, Planned, check, cost_of_call, kernel_names, plan_layers, plan_sum

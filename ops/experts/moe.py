@@ -1,7 +1,7 @@
 """Describes a mixture of experts as data, and plans the launches that follow the router's layer.
 
 ``Call`` holds the arguments of ``fused_moe`` and derives those of the ops that it consists of.
-``fused_moe`` and ``linear_add_norm_moe`` run the launches that are planned here.
+``fused_moe`` and chains with experts run the launches that are planned here.
 """
 
 from __future__ import annotations

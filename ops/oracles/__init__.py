@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..conformance import ConformanceError
 from ..core.desc import Case, Tolerance
@@ -23,7 +24,7 @@ from ..core.op import Implementation, SemanticOp
 from ..norm.gated_act import GATED_ACTS
 from ..norm.norm import NORMS
 from ..norm.quantize import QUANTIZE
-from . import attention, experts, linear, norms, tokens
+from . import attention, chain, experts, linear, norms, tokens
 from ._call import Array, Call, Expected, Oracle, decode
 
 ORACLES: dict[str, Oracle] = {
@@ -35,13 +36,11 @@ ORACLES: dict[str, Oracle] = {
     "rope_kv_store": attention.rope_kv_store,
     "paged_attention": attention.paged_attention,
     "linear": linear.linear,
-    "linear_add_norm_linear": linear.linear_add_norm_linear,
-    "linear_add_norm_mlp": linear.linear_add_norm_mlp,
+    "chain": chain.chain,
     "route": experts.route,
     "expert_linear": experts.expert_linear,
     "combine_experts": experts.combine_experts,
     "fused_moe": experts.fused_moe,
-    "linear_add_norm_moe": experts.linear_add_norm_moe,
     "embedding": tokens.embedding,
     "gather_last_token": tokens.gather_last_token,
     "argmax": tokens.argmax,
@@ -75,7 +74,7 @@ def _compare_run(
     op: SemanticOp, case: Case, dtype: torch.dtype, run: Callable[..., Any], expected: Expected
 ) -> None:
     tolerance = op.tolerance(case, dtype)
-    args = tuple(a.clone() if isinstance(a, Tensor) else a for a in case.args)
+    args = tree_map_only(Tensor, Tensor.clone, case.args)
     results = run(*args)
     outputs = [results] if isinstance(results, Tensor) else [*(results or ())]
     names = [argument.name for argument in op.overload()._schema.arguments]
@@ -117,7 +116,7 @@ def _compare(got: Array, want: Array, bound: Tolerance, where: str, *, fp8: bool
 def few_cases(op: SemanticOp, dtype: torch.dtype, seed: int) -> Iterator[Case]:
     """The small ones of the op's cases, on a CPU."""
     for case in op.cases(dtype, torch.device("cpu"), torch.Generator().manual_seed(seed)):
-        tensors = [arg for arg in case.args if isinstance(arg, Tensor)]
+        tensors = [arg for arg in tree_leaves(case.args) if isinstance(arg, Tensor)]
         if sum(tensor.numel() for tensor in tensors) <= _FEW:
             yield case
 

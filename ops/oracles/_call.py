@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..core.op import SemanticOp
 
@@ -37,7 +38,7 @@ class Call:
         for argument in arguments[len(args) :]:
             given[argument.name] = argument.default_value
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        values = {**given, **{name: decode(value) for name, value in tensors.items()}}
+        values = tree_map_only(Tensor, decode, given)
         return Call(values, {name: value.dtype for name, value in tensors.items()})
 
 

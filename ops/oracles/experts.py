@@ -8,7 +8,7 @@ import numpy as np
 
 from ._call import Call, Expected, Floats, rounded
 from .linear import dequantized, matmul
-from .norms import gated, normed, quantized
+from .norms import gated, quantized
 
 
 def _chosen(choice: Floats, count: int) -> list[int]:
@@ -130,27 +130,4 @@ def fused_moe(call: Call) -> Expected:
     return {0: total}
 
 
-def linear_add_norm_moe(call: Call) -> Expected:
-    dtype = call.dtypes["x"]
-
-    def layer(x: Floats, weight: str, scale: str, bias: str) -> Floats:
-        if call[scale] is None:
-            return matmul(x, call[weight], call[bias])
-        found = quantized(x, call["group_size"])
-        x, dense = dequantized(found[0], found[1]), dequantized(call[weight], call[scale])
-        return matmul(x, dense, call[bias])
-
-    y = rounded(layer(call["x"], "weight", "weight_scale", "bias"), dtype)
-    total = rounded(y + call["residual"], dtype)
-    norm = rounded(normed(total, call["norm_weight"], call["eps"], None, dtype), dtype)
-    absent = dict.fromkeys(_ABSENT)
-    made = fused_moe(Call({**call.values, **absent, "x": norm}, call.dtypes))[0]
-    if call["next_weight"] is None:
-        return {0: made, 1: total}
-    total = rounded(rounded(made, dtype) + total, dtype)
-    norm = rounded(normed(total, call["next_norm_weight"], call["next_eps"], None, dtype), dtype)
-    return {0: layer(norm, "next_weight", "next_scale", "next_bias"), 1: total}
-
-
 _SCALES = ("gate_up_scale", "down_scale")
-_ABSENT = ("shared", "gate_up_input_scale", "down_input_scale", "first_expert")

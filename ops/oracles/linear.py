@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._call import Call, Expected, Floats, rounded
-from .norms import gated, normed, quantized
+from .norms import gated, quantized
 
 _GROUP = 128
 
@@ -38,36 +38,3 @@ def linear(call: Call) -> Expected:
     if call["activation"] is not None:
         y = gated(rounded(y, dtype), None, call["activation"])
     return {0: y} if call["out_scale"] is None else quantized(rounded(y, dtype), call["out_scale"])
-
-
-def linear_add_norm_linear(call: Call) -> Expected:
-    dtype: Any = call.dtypes["x"]
-    first = rounded(matmul(call["x"], call["weight"], call["bias"]), dtype)
-    total = rounded(first + call["residual"], dtype)
-    norm = rounded(normed(total, call["norm_weight"], call["eps"], None, dtype), dtype)
-    y = matmul(norm, call["next_weight"], call["next_bias"])
-    if call["activation"] is not None:
-        y = gated(rounded(y, dtype), None, call["activation"])
-    return {0: y, 1: total}
-
-
-def linear_add_norm_mlp(call: Call) -> Expected:
-    dtype: Any = call.dtypes["x"]
-
-    def layer(x: Floats, weight: str, scale: str, bias: Floats | None = None) -> Floats:
-        found = quantized(x, 0)
-        return matmul(dequantized(found[0], found[1]), dequantized(call[weight], call[scale]), bias)
-
-    def norm(x: Floats, weight: str, eps: str) -> Floats:
-        return rounded(normed(x, call[weight], call[eps], None, dtype), dtype)
-
-    y = layer(call["x"], "weight", "weight_scale", call["bias"])
-    total = rounded(rounded(y, dtype) + call["residual"], dtype)
-    y = layer(norm(total, "norm_weight", "eps"), "gate_up", "gate_up_scale")
-    y = rounded(gated(rounded(y, dtype), None, call["activation"]), dtype)
-    y = layer(y, "down", "down_scale")
-    if call["next_weight"] is None:
-        return {0: y, 1: total}
-    total = rounded(rounded(y, dtype) + total, dtype)
-    normed_total = norm(total, "next_norm_weight", "next_eps")
-    return {0: layer(normed_total, "next_weight", "next_scale", call["next_bias"]), 1: total}

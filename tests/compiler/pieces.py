@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 HAND_KERNELS = {
     **dict.fromkeys(("rms_norm", "add_rms_norm", "silu_mul"), "triton"),
     **dict.fromkeys(("rotary_embedding", "kv_store", "rope_kv_store", "embedding"), "triton"),
-    "linear_add_norm_linear": "library",
+    "chain": "library",
 }
 """Op -> the implementation that is a kernel of ours, or runs around one."""
 

@@ -66,7 +66,7 @@ def test_printed_code_is_readable(hand: Pieces) -> None:
     code = emit(hand.by_digest, tune=False, dims=hand.dims)
     source = [piece.source for piece in code.values()][1]
     assert source.startswith('"""One piece of a model. Every op is one call')
-    assert "Ops: view x 4, fw_library::linear_add_norm_linear x 2," in source
+    assert "Ops: view x 4, fw_library::chain," in source
     assert "Size inputs: num_tokens, num_blocks." in source
     assert "    arg4,  # bfloat16[1408, 256]\n" in source
     lines = source.splitlines()

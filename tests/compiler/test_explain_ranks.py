@@ -21,7 +21,7 @@ from tests.compiler.test_compile import config
 GROUP = "nobody makes it: nothing runs"
 HIDDEN, ROWS = 256, 7
 FUSE = "fuse_all_reduce_norm"
-FUSED = tuple(name for name in LEVELS[2].passes if name != "fuse_async_tp")
+FUSED = tuple(name for name in LEVELS[2].passes if name != "fuse_chain")
 UNFUSED = tuple(name for name in FUSED if name != FUSE)
 
 

@@ -104,7 +104,7 @@ GPU = Hardware("cuda", "a GPU", sm=90, num_sms=132, graphs="cuda")
         ({"optimization_level": 3}, "kernels of -O3 .*; use -O2"),
         ({"attention_backend": "cuda"}, "which attention_backend=cuda contradicts: drop one"),
         ({"kernels": ("linear=native",)}, "kernels=linear=native contradicts"),
-        ({"passes": ("cleanup", "fuse_norm_linear")}, "passes=fuse_norm_linear contradicts"),
+        ({"passes": ("cleanup", "fuse_chain")}, "passes=fuse_chain contradicts"),
     ],
 )
 def test_what_cannot_be_invariant_is_refused(options: dict[str, Any], message: str) -> None:
@@ -121,8 +121,5 @@ def test_the_kernels_it_forces_are_in_the_key() -> None:
     assert set(plain.compile.passes) - set(invariant.compile.passes) == {
         "fuse_gated_linear",
         "fuse_moe",
-        "fuse_norm_moe",
-        "fuse_norm_linear",
-        "fuse_norm_mlp",
-        "fuse_async_tp",
+        "fuse_chain",
     }

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusewright.ops import ALL_OPS, Case, Implementation, SemanticOp
 from fusewright.ops.conformance import ConformanceError, check_case
@@ -114,7 +115,8 @@ def test_dispatcher_op_is_registered_soundly(
     if reason := runnable(op, impl, case, device):
         pytest.skip(reason)
     # PyTorch's check of the schema multiplies what it is given, which FP8 cannot.
-    fp8 = any(isinstance(arg, Tensor) and arg.dtype == E4M3 for arg in case.args)
+    tensors = [arg for arg in tree_leaves(case.args) if isinstance(arg, Tensor)]
+    fp8 = any(tensor.dtype == E4M3 for tensor in tensors)
     checks = ("test_faketensor",) if fp8 else ("test_schema", "test_faketensor")
     torch.library.opcheck(op.overload(impl.name), case.args, test_utils=checks)
 
@@ -128,11 +130,11 @@ def test_inline_implementation_dissolves_into_aten(
 ) -> None:
     """What Inductor gets to fuse: no op of ours is left, with every dimension dynamic."""
     case = next(seeded_cases(op, op.dtypes[0], device, fw_seed))
-    tensors = [arg for arg in case.args if isinstance(arg, Tensor)]
+    tensors = [arg for arg in tree_leaves(case.args) if isinstance(arg, Tensor)]
 
     def call(*given: Tensor) -> Any:
         rest = iter(given)
-        args = [next(rest) if isinstance(arg, Tensor) else arg for arg in case.args]
+        args = tree_map_only(Tensor, lambda _: next(rest), case.args)
         return op.overload(impl.name)(*args)
 
     traced = make_fx(call, tracing_mode="symbolic")(*tensors)
@@ -158,7 +160,7 @@ def _bytes(cases: list[Case]) -> list[bytes]:
     return [
         arg.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         for case in cases
-        for arg in case.args
+        for arg in tree_leaves(case.args)
         if isinstance(arg, Tensor)
     ]
 

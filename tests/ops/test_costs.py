@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusewright.ops import ALL_OPS, BY_NAME, Case, SemanticOp
 
@@ -27,7 +28,7 @@ def test_symbolic_cost_evaluates_to_the_concrete_one(op: SemanticOp) -> None:
     for case in cases(op):
         env = ShapeEnv()
         with FakeTensorMode(shape_env=env) as mode:
-            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in case.args]
+            fakes = tree_map_only(Tensor, mode.from_tensor, list(case.args))
         # Only the first dimension of each tensor is dynamic in a model; here every one is.
         symbolic = op.cost(op.describe(fakes))
         concrete = op.cost(op.describe(case.args))
@@ -41,7 +42,7 @@ def test_symbolic_cost_evaluates_to_the_concrete_one(op: SemanticOp) -> None:
 
 
 def dynamic_dims(args: list[Any]) -> list[torch.SymInt]:
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    tensors = [arg for arg in tree_leaves(args) if isinstance(arg, Tensor)]
     return [dim for t in tensors for dim in t.shape if isinstance(dim, torch.SymInt)]
 
 
@@ -86,7 +87,7 @@ def test_fused_ops_do_the_work_of_their_parts_for_every_element(name: str) -> No
     op = BY_NAME[name]
     for case in cases(op):
         with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in case.args]
+            fakes = tree_map_only(Tensor, mode.from_tensor, list(case.args))
             result: Any = op.overload()(*fakes)
         made = result if isinstance(result, Tensor) else result[0]
         assert op.cost(op.describe(case.args)).flops == OF_AN_ELEMENT[name] * made.numel()

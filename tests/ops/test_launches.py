@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 import fusewright.ops.launches as host
 from fusewright import ops
@@ -95,14 +96,16 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
     elif op in LAYERS:
         yield from LAYERS[op](m, tokens)
-    elif op.endswith("add_norm_linear"):
-        inner = empty(tokens, m.intermediate, dtype=m.dtype)
-        gate_up = empty(2 * m.intermediate, m.hidden, dtype=m.dtype)
-        down, square = (empty(m.hidden, n, dtype=m.dtype) for n in (m.intermediate, m.hidden))
-        group = ("tp",) * ("all_reduce" in op)
-        layers = (x, square, gate_up, "silu"), (inner, down, square, None)
-        for made, first, then, act in layers:
-            yield made, first, None, x, weight, 1e-5, then, None, act, *group
+    elif op == "chain_over_ranks":
+        for x, residual, operands, text in chain_calls(m, tokens):
+            if "experts" not in text:
+                yield (
+                    x,
+                    residual,
+                    operands,
+                    text.replace("eps=1e-05", "eps=1e-05, reduce=True"),
+                    "tp",
+                )
     elif op in EXPERT_OPS:
         yield from expert_calls(op, m, tokens)
     elif op.startswith("all_reduce_"):
@@ -139,14 +142,45 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         raise AssertionError(f"{op} has Triton kernels: add its calls here")
 
 
-def mlp_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
-    """That of a layer which is not a model's last."""
+def chain_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """The chains of a dense layer in each format, and of experts, that is not a model's last."""
     x, norm = empty(tokens, m.hidden, dtype=m.dtype), empty(m.hidden, dtype=m.dtype)
     sizes = (m.hidden, m.hidden), (2 * m.intermediate, m.hidden), (m.hidden, m.intermediate)
-    square, gate_up, down = (empty(*size, dtype=torch.float8_e4m3fn) for size in sizes)
-    scales = [empty(n, 1, dtype=torch.float32) for n, _ in (*sizes, sizes[0])]
-    head = (x, square, None, x, norm, 1e-5, gate_up, down, "silu")
-    yield *head, norm, 1e-5, square, None, *scales
+    dense = [empty(*size, dtype=m.dtype) for size in sizes]
+    pair = "linear(weight) > add_norm(weight, eps=1e-05) > linear(weight{})"
+    text = pair.format(", activation='silu'") + " > " + pair.format("")
+    yield x, x, [dense[0], norm, *dense[1:], norm, dense[0]], text
+    experts = [
+        empty(*shape, dtype=m.dtype) for shape in ((128, 512, m.hidden), (128, m.hidden, 256))
+    ]
+    router = empty(128, m.hidden, dtype=m.dtype)
+    how = "top_k=8, scoring='softmax', renormalize=True, num_groups=1, topk_groups=1, scaling=1.0"
+    for group in (None, 0, 128):
+        if group and any(size % group for shape in sizes for size in shape):
+            continue
+        size = "" if group is None else f", group_size={group}"
+        scale = "" if group is None else ", weight_scale"
+        layer, add = f"linear(weight{scale}{size})", f"add_norm(weight, eps=1e-05{size})"
+
+        def held(*weights: Tensor, group: int | None = group) -> list[Tensor]:
+            if group is None:
+                return [*weights]
+            fp8 = [w.to(torch.float8_e4m3fn) for w in weights]
+            return [t for w in fp8 for t in (w, scales_of(w, group))]
+
+        o, gate_up, down = (held(weight) for weight in dense)
+        if group is not None:
+            text = f"{layer} > {add} > {layer} > act(activation='silu'{size}) > {layer}"
+            yield x, x, [*o, norm, *gate_up, *down, norm, *o], f"{text} > {add} > {layer}"
+        names = "router_weight, gate_up, down"
+        moe = f"experts({names}{', gate_up_scale, down_scale' if scale else ''}, {how}, "
+        moe += f"activation='silu'{size})"
+        weights = [router, *held(*experts)[:: 1 if group is None else 2]]
+        weights += [] if group is None else held(*experts)[1::2]
+        text = (
+            f"linear(weight{scale}{size}) > add_norm(weight, eps=1e-05) > {moe} > {add} > {layer}"
+        )
+        yield x, x, [*o, norm, *weights, norm, *o], text
 
 
 def norm_calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]]:
@@ -169,13 +203,12 @@ def quant_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
         yield *inputs, scheme
 
 
-EXPERT_OPS = ("route", "expert_linear", "combine_experts", "fused_moe", "linear_add_norm_moe")
+EXPERT_OPS = ("route", "expert_linear", "combine_experts", "fused_moe")
 
 
 def expert_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
     """Those of 8 of 128 experts, and of 2 of 8."""
-    x, inner, square = empty(tokens, m.hidden, dtype=m.dtype), 256, m.hidden
-    norm = empty(m.hidden, dtype=m.dtype)
+    x, inner = empty(tokens, m.hidden, dtype=m.dtype), 256
     for top_k, experts in ((8, 128), (2, 8)):
         router = empty(experts, m.hidden, dtype=m.dtype)
         layers = [empty(experts, 2 * inner, m.hidden, dtype=m.dtype)]
@@ -192,15 +225,6 @@ def expert_calls(op: str, m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
             yield y, empty(tokens, top_k, dtype=torch.float32)
         elif op == "fused_moe":
             yield x, router, None, *layers, *[None] * 4, 0, None, None, *how, "silu"
-        else:
-            weight = empty(square, square, dtype=m.dtype)
-            head = (x, weight, None, x, norm, 1e-5, router, None, *layers, *how, "silu")
-            yield *head, norm, 1e-5, weight, None, *[None] * 4, 0
-            fp8 = [t.to(torch.float8_e4m3fn) for t in (weight, *layers)]
-            head = (x, fp8[0], None, x, norm, 1e-5, router, None, *fp8[1:], *how, "silu")
-            for group in (0, 128):
-                scales = [scales_of(t, group) for t in (*fp8, fp8[0])]
-                yield *head, norm, 1e-5, fp8[0], None, *scales, group
 
 
 def scales_of(weight: Tensor, group: int) -> Tensor:
@@ -231,7 +255,7 @@ def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
             yield x, weight, None, x_scale, weight_scale, m.dtype, *after
 
 
-LAYERS = {"linear": linear_calls, "linear_add_norm_mlp": mlp_calls}
+LAYERS = {"linear": linear_calls, "chain": chain_calls}
 
 
 def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[Launch]:
@@ -241,7 +265,8 @@ def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[La
     for tokens, seqs in sizes:
         for args in calls(op, m, tokens, seqs):
             key = tuple(
-                (a.dtype, a.shape, a.stride()) if isinstance(a, Tensor) else a for a in args
+                (a.dtype, a.shape, a.stride()) if isinstance(a, Tensor) else a
+                for a in tree_leaves(args)
             )
             if key in seen:  # most ops look at tokens or sequences, not at both
                 continue

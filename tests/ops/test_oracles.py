@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fusewright.ops import ALL_OPS, BY_NAME, SemanticOp
 from fusewright.ops.conformance import ConformanceError
@@ -56,7 +57,7 @@ def caught(op: SemanticOp, run: Run) -> bool:
 
 def places(op: SemanticOp) -> list[int | str]:
     case = next(case for case in few_cases(op, op.dtypes[0], 11))
-    results = op.overload()(*(a.clone() if isinstance(a, Tensor) else a for a in case.args))
+    results = op.overload()(*tree_map_only(Tensor, Tensor.clone, case.args))
     count = 0 if results is None else 1 if isinstance(results, Tensor) else len(results)
     return [*range(count), *op.mutates]
 
@@ -103,6 +104,15 @@ def given(name: str, change: Callable[[Any], Any]) -> Callable[[SemanticOp], Run
         return run
 
     return mutant
+
+
+def operand(at: int, change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Change one of the operands of a chain that has so many."""
+
+    def changed(operands: list[Tensor]) -> list[Tensor]:
+        return [change(t.float()).to(t.dtype) if i == at else t for i, t in enumerate(operands)]
+
+    return changed
 
 
 def swap_halves(x: Tensor) -> Tensor:
@@ -176,13 +186,6 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("activation", lambda name: "gelu_tanh"),
         ("out_scale", lambda s: s * 1.3),
     ],
-    "linear_add_norm_linear": [
-        ("residual", torch.neg),
-        ("eps", lambda eps: eps + 1e-3),
-        ("bias", torch.neg),
-        ("next_bias", torch.neg),
-        ("norm_weight", percent),
-    ],
     "route": [
         ("router_logits", percent),
         ("correction_bias", torch.neg),
@@ -216,27 +219,15 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("renormalize", lambda done: not done),
         ("activation", lambda name: "silu" if name == "gelu_tanh" else "gelu_tanh"),
     ],
-    "linear_add_norm_mlp": [
+    "chain": [
         ("residual", torch.neg),
-        ("bias", torch.neg),
-        ("eps", lambda eps: eps + 1.0),
-        ("gate_up", lambda w: w.roll(w.shape[0] // 2, 0)),
-        ("activation", lambda name: "silu" if name == "gelu_tanh" else "gelu_tanh"),
-        ("weight_scale", lambda s: s.flip(0)),
-        ("down_scale", lambda s: s.flip(0)),
-        ("next_norm_weight", torch.neg),
-        ("next_bias", torch.neg),
-    ],
-    "linear_add_norm_moe": [
-        ("residual", torch.neg),
-        ("bias", lambda b: b * 1e4),
-        ("eps", lambda eps: eps + 1e-1),
-        ("gate_up", lambda w: w.flip(0)),
-        ("down", lambda w: w.flip(0)),
-        ("next_norm_weight", percent),
-        ("next_bias", torch.neg),
-        ("gate_up_scale", lambda s: s.flip(0)),
-        ("next_scale", lambda s: s * 1.5),
+        *(("operands", operand(at, torch.neg)) for at in range(8)),
+        ("operands", operand(0, lambda w: w.flip(0))),
+        ("stages", lambda text: text.replace("eps=1e-05", "eps=0.5")),
+        ("stages", lambda text: text.replace("'silu'", "'gelu_tanh'")),
+        ("stages", lambda text: text.replace("offset=1.0", "offset=0.0")),
+        ("stages", lambda text: text.replace("'sigmoid'", "'softmax'")),
+        ("stages", lambda text: text.replace("top_k=2", "top_k=1")),
     ],
     "embedding": [("ids", off_by_one)],
     "gather_last_token": [("query_start_loc", lambda starts: (starts - 1).clamp(min=0))],

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fusewright import ops
+from fusewright.ops.chain import kernels as chain_kernels, overlap as _overlap
+from fusewright.ops.chain.kernels import OVERLAP, part_at
+from fusewright.ops.chain.stages import Call
 from fusewright.ops.collective import peer_memory as _peer_memory
-from fusewright.ops.linear import overlap as _overlap
-from fusewright.ops.linear.linear_add_norm_linear import Chain, in_turn
 
 _WAIT_S = 20.0
 Op = Callable[..., Any]
@@ -79,18 +80,22 @@ class Stream:
     def record_event(self) -> None: ...
 
 
-def calls(world: int, rows: int, activation: str | None, bias: bool) -> list[Chain]:
-    """A call of each rank; the residual and the norm's weight are the same on all."""
+def calls(world: int, rows: int, activation: str | None, bias: bool) -> list[Call]:
+    """A call of each rank, whose group has its number for a name; the residual and the norm's
+    weight are the same on all."""
     k, hidden, n = 24, 40, 32
     residual, norm_weight = torch.randn(rows, hidden), 1 + torch.randn(hidden) / 4
-    made = []
-    for _ in range(world):
-        biases = (torch.randn(hidden), torch.randn(n)) if bias else (None, None)
+    weights = "weight, bias" if bias else "weight"
+    gate = f", activation={activation!r}" if activation else ""
+    norm = "add_norm(weight, eps=1e-05, reduce=True)"
+    text = f"linear({weights}) > {norm} > linear({weights}{gate})"
+    of_ranks = []
+    for rank in range(world):
+        biases = [[torch.randn(size)] if bias else [] for size in (hidden, n)]
         weight, then = torch.randn(hidden, k) / k**0.5, torch.randn(n, hidden) / hidden**0.5
-        between = (residual, norm_weight, 1e-5)
-        x = torch.randn(rows, k)
-        made.append(Chain.of((x, weight, biases[0], *between, then, biases[1], activation)))
-    return made
+        operands = [weight, *biases[0], norm_weight, then, *biases[1]]
+        of_ranks.append(Call.of((torch.randn(rows, k), residual, operands, text, str(rank))))
+    return of_ranks
 
 
 @pytest.mark.parametrize(
@@ -120,29 +125,33 @@ def test_every_rank_has_what_the_ops_in_turn_give(
     )
     monkeypatch.setattr(_overlap, "torch", fake)
     monkeypatch.setattr(_overlap, "_copies", lambda device: Stream())
-    activate, lock = _overlap._activate, Lock()
+    activate, lock = chain_kernels._activate, Lock()
 
     def one_at_a_time(*args: Any) -> Any:
         with lock:  # Triton's interpreter serves one thread
             return activate(*args)
 
-    monkeypatch.setattr(_overlap, "_activate", one_at_a_time)
-    layer, add_norm = ops.BY_NAME["linear"].reference, ops.BY_NAME["add_rms_norm"].reference
+    monkeypatch.setattr(chain_kernels, "_activate", one_at_a_time)
     turns = [calls(world, rows, activation, bias) for _ in range(3)]
 
     def run(rank: int) -> list[Any]:
-        return [_overlap.linear_sum_norm_linear(turn[rank], str(rank)) for turn in turns]
+        parts = [part_at(turn[rank], 0, 3, turn[rank].state) for turn in turns]
+        return [OVERLAP.run(part) for part in parts]
 
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(run, range(world)))
     for number, turn in enumerate(turns):
-        summed = torch.stack([layer(*call.head.layer) for call in turn]).sum(0)
+        linear = ops.BY_NAME["linear"].reference
+        parts = [linear(c.x, c.operands[0]["weight"], c.operands[0].get("bias")) for c in turn]
+        summed = torch.stack(parts).sum(0)
         for rank, call in enumerate(turn):
 
-            def sum_and_norm(y: Tensor, *rest: Any, summed: Tensor = summed) -> Any:
-                return add_norm(summed, *rest)
+            def visit(op: ops.SemanticOp, *args: Any, summed: Tensor = summed) -> Any:
+                if op.collective:
+                    return ops.BY_NAME["add_rms_norm"].reference(summed, *args[1:5])
+                return op.reference(*args)
 
-            expected = in_turn(call, layer, sum_and_norm)
-            for got, want in zip(found[rank][number], expected, strict=True):
+            state = found[rank][number]
+            for got, want in zip((state.x, state.total), call.fold(visit), strict=True):
                 torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert all(not post.acquire(blocking=False) for post in peers.posts.values())

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from fusewright import ops
+from fusewright.ops.chain import overlap as _overlap
+from fusewright.ops.chain.kernels import OVERLAPPED
 from fusewright.ops.collective import peer_memory as _peer_memory
-from fusewright.ops.linear import overlap as _overlap
-from fusewright.ops.linear.linear_all_reduce_add_norm_linear import OVERLAPPED
 
 META = torch.device("meta")
+PAIR = "linear(weight) > add_norm(weight, eps=1e-05, reduce=True) > linear(weight)"
 ADD_NORM = ops.BY_NAME["all_reduce_add_rms_norm"]
 
 
@@ -113,11 +114,11 @@ def test_transfers_are_hidden_where_that_was_measured_to_gain(
     num_rows: int, next_features: int, hidden: int, world: int, overlapped: bool
 ) -> None:
     assert _overlap.overlaps(num_rows, next_features, hidden, world) is overlapped
-    runs = ops.BY_NAME["linear_all_reduce_add_norm_linear"].implementation("cuda").runs
+    runs = ops.BY_NAME["chain_over_ranks"].implementation("cuda").runs
     assert runs is not None
     if world == 2:
-        call = (rows(num_rows, 512), rows(hidden, 512), None, rows(num_rows, hidden), rows(hidden))
-        named = runs(*call, 1e-5, rows(next_features, hidden), None, None, "any")
+        weights = [rows(hidden, 512), rows(hidden), rows(next_features, hidden)]
+        named = runs(rows(num_rows, 512), rows(num_rows, hidden), weights, PAIR, "any")
         assert (named == (OVERLAPPED,)) is overlapped
 
 
@@ -129,10 +130,10 @@ def test_few_rows_are_summed_in_the_layer_that_makes_them(
     num_rows: int, inner: int, in_layer: bool
 ) -> None:
     """Not if its weight is too small for the streaming kernel."""
-    runs = ops.BY_NAME["linear_all_reduce_add_norm_linear"].implementation("cuda").runs
+    runs = ops.BY_NAME["chain_over_ranks"].implementation("cuda").runs
     assert runs is not None
-    call = (rows(num_rows, inner), rows(4096, inner), None, rows(num_rows, 4096), rows(4096), 1e-5)
-    named = runs(*call, rows(3072, 4096), None, None, "any")
+    weights = [rows(4096, inner), rows(4096), rows(3072, 4096)]
+    named = runs(rows(num_rows, inner), rows(num_rows, 4096), weights, PAIR, "any")
     chain = ("skinny_linear, push, add", "norm, skinny_linear")
     assert (named == chain) is in_layer
     assert ("push + add_rms_norm" in named) is not in_layer

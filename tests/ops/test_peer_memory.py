@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusewright import ops
+from fusewright.ops.chain.kernels import OVERLAP, part_at
+from fusewright.ops.chain.stages import Call
 from fusewright.ops.collective import peer_memory as _peer_memory
 from fusewright.ops.collective.all_reduce import CASES_GROUP
 from fusewright.ops.conformance import check_case
 from fusewright.ops.core.cuda import load_cuda_library
-from fusewright.ops.linear.linear_add_norm_linear import Chain, in_turn
-from fusewright.ops.linear.overlap import linear_sum_norm_linear
 from tests.ranks import in_ranks, name_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
@@ -168,35 +168,41 @@ def overlapped(rank: int, world: int) -> list[str]:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).bfloat16().to(device)
 
-        def check(name: str, call: Chain, found: tuple[Tensor, Tensor]) -> None:
-            layer = ops.BY_NAME["linear"].reference
-            partial_sums = layer(*call.head.layer).contiguous()
-            summed = torch.ops.fw_cuda.peer_all_reduce.default(partial_sums, CASES_GROUP)
-            identity = torch.eye(512, dtype=summed.dtype, device=device)
-            head = call.head._replace(x=summed, weight=identity, bias=None)
-            expected = in_turn(
-                call._replace(head=head),
-                layer,
-                ops.BY_NAME["add_rms_norm"].reference,
-            )
-            for which, got, want in zip(("y", "sum"), found, expected, strict=True):
+        def visit(op: ops.SemanticOp, *args: Any) -> Any:
+            if op.collective:
+                summed = torch.ops.fw_cuda.peer_all_reduce.default(args[0], CASES_GROUP)
+                return ops.BY_NAME["add_rms_norm"].reference(summed, *args[1:5])
+            return op.reference(*args)
+
+        def run(call: Call) -> tuple[Tensor, Tensor]:
+            state = OVERLAP.run(part_at(call, 0, 3, call.state))
+            assert state is not None
+            return state.x, state.total
+
+        def check(name: str, call: Call, found: tuple[Tensor, Tensor]) -> None:
+            for which, got, want in zip(("y", "sum"), found, call.fold(visit), strict=True):
                 if not torch.allclose(got.float(), want.float(), atol=6e-2, rtol=5e-2):
                     wrong.append(f"{name}: {which} by {(got - want).abs().max().item()}")
 
         for turn, (rows, activation, biased) in enumerate(
             [(2688, None, True), (3001, "silu", False), (2690, "silu", True), (4096, None, False)]
         ):
-            of_all = (randn(rows, 512), 1 + randn(512) / 4, 1e-5)
-            bias, next_bias = (randn(512), randn(256)) if biased else (None, None)
+            residual, norm = randn(rows, 512), 1 + randn(512) / 4
+            biases = [[randn(512)], [randn(256)]] if biased else [[], []]
             weight, then = randn(512, 384) / 20, randn(256, 512) / 20
+            weights = "weight, bias" if biased else "weight"
+            gate = f", activation={activation!r}" if activation else ""
+            text = f"linear({weights}) > add_norm(weight, eps=1e-05, reduce=True) > "
+            text += f"linear({weights}{gate})"
             x = of_rank(rank, (rows, 384), turn, torch.bfloat16).to(device)
-            call = Chain.of((x, weight, bias, *of_all, then, next_bias, activation))
+            operands = [weight, *biases[0], norm, then, *biases[1]]
+            call = Call.of((x, residual, operands, text, CASES_GROUP))
             for again in range(5):
-                found = linear_sum_norm_linear(call, CASES_GROUP)
+                found = run(call)
                 check(f"{rows} rows, call {again}", call, found)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                found = linear_sum_norm_linear(call, CASES_GROUP)
+                found = run(call)
             for _ in range(3):
                 graph.replay()
             check(f"{rows} rows, replayed", call, found)

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 FW = torch.ops.fw
+Index = int | tuple[int, int]
+"""A position among arguments, or in one that is a list."""
 Change = Callable[[fx.Node], None]
 GraphChange = Callable[[fx.Graph], None]
 
@@ -20,32 +22,71 @@ def fused(graph: fx.Graph, *names: str) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in found]
 
 
-def put(index: int, value: Any) -> Change:
-    return lambda node: node.update_arg(index, value)
+def argument(node: fx.Node, index: Index) -> Any:
+    if isinstance(index, int):
+        return node.args[index]
+    outer, inner = index
+    return node.args[outer][inner]  # type: ignore[index]
 
 
-def swap(i: int, j: int) -> Change:
+def set_argument(node: fx.Node, index: Index, value: Any) -> None:
+    if isinstance(index, int):
+        node.update_arg(index, value)
+        return
+    outer, inner = index
+    items = list(node.args[outer])  # type: ignore[arg-type]
+    items[inner] = value
+    node.update_arg(outer, items)
+
+
+def put(index: Index, value: Any) -> Change:
+    return lambda node: set_argument(node, index, value)
+
+
+def reword(old: str, new: str) -> Change:
+    """The text of a chain has ``new`` for the first ``old``, if there is one."""
+
     def change(node: fx.Node) -> None:
-        args = list(node.args)
-        args[i], args[j] = args[j], args[i]
-        node.args = tuple(args)
+        node.update_arg(3, str(node.args[3]).replace(old, new, 1))
 
     return change
 
 
-def same(i: int, j: int) -> Change:
-    return lambda node: node.update_arg(i, node.args[j])
+def without_bias(at: int) -> Change:
+    """The last layer of a chain that has a bias, operand ``at``, has none."""
+
+    def change(node: fx.Node) -> None:
+        operands = list(node.args[2])  # type: ignore[arg-type]
+        del operands[at]
+        node.update_arg(2, operands)
+        before, _, after = str(node.args[3]).rpartition(", bias")
+        node.update_arg(3, before + after)
+
+    return change
 
 
-def apply(index: int, function: Any, *rest: Any) -> Change:
+def swap(i: Index, j: Index) -> Change:
+    def change(node: fx.Node) -> None:
+        old = argument(node, i), argument(node, j)
+        set_argument(node, i, old[1])
+        set_argument(node, j, old[0])
+
+    return change
+
+
+def same(i: Index, j: Index) -> Change:
+    return lambda node: set_argument(node, i, argument(node, j))
+
+
+def apply(index: Index, function: Any, *rest: Any) -> Change:
     """Argument ``index`` becomes ``function(argument, *rest)``, a method when given by name."""
 
     def change(node: fx.Node) -> None:
         with node.graph.inserting_before(node):
-            args = (node.args[index], *rest)
+            args = (argument(node, index), *rest)
             method = isinstance(function, str)
             make = node.graph.call_method if method else node.graph.call_function
-            node.update_arg(index, make(function, args))
+            set_argument(node, index, make(function, args))
 
     return change
 
@@ -88,14 +129,14 @@ def out_in_place_of(dtype: torch.dtype) -> Change:
     return change
 
 
-def swap_between(op: str, index: int) -> GraphChange:
+def swap_between(op: str, index: Index) -> GraphChange:
     """Two calls of ``op`` exchange an argument."""
 
     def change(graph: fx.Graph) -> None:
         first, second, *_ = fused(graph, op)
-        old = first.args[index], second.args[index]
-        first.update_arg(index, old[1])
-        second.update_arg(index, old[0])
+        old = argument(first, index), argument(second, index)
+        set_argument(first, index, old[1])
+        set_argument(second, index, old[0])
 
     return change
 
@@ -104,10 +145,10 @@ def at(op: str, change: Change) -> GraphChange:
     return lambda graph: change(fused(graph, op)[0])
 
 
-def like_the_first(op: str, index: int) -> GraphChange:
+def like_the_first(op: str, index: Index) -> GraphChange:
     def change(graph: fx.Graph) -> None:
         first, second, *_ = fused(graph, op)
-        second.update_arg(index, first.args[index])
+        set_argument(second, index, argument(first, index))
 
     return change
 
@@ -147,7 +188,7 @@ def stale_residual(graph: fx.Graph) -> None:
 
 
 def dropped_next_bias(graph: fx.Graph) -> None:
-    fused(graph, "linear_add_norm_linear")[-1].update_arg(7, None)
+    without_bias(3)(fused(graph, "chain")[-1])
 
 
 def other_item(graph: fx.Graph) -> None:

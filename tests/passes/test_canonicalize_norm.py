@@ -202,7 +202,7 @@ NEAR_MISSES = [
     (other_tensor, "mul scales another tensor than the one that is squared"),
     (scale_read_twice, "rsqrt has 2 users, expected one"),
     (normed_read_twice, "mul has 2 users, expected one"),
-    (of_columns, "mul_1 has strides [1, 32], the op's result is dense"),
+    (of_columns, "mul has strides [1, 32], the op's result is dense"),
 ]
 
 

@@ -268,7 +268,7 @@ def subtracted(q: Tensor, k: Tensor, f: Tensor) -> Any:
         (angles_of_all_columns, 2, "cat is not the frequencies twice, side by side"),
         (cosines_twice, 2, "cos is not a sin"),
         (scales_differ, 2, "cosines and sines are not of the same angles"),
-        (subtracted, 2, "mul_3 feeds sub, not a sum"),
+        (subtracted, 2, "mul feeds sub, not a sum"),
         (of_one_token, 2, "angles of [1, 1, 8] do not match a tensor of [2, 5, 4, 16]"),
         (
             halves_by_angles_of_pairs,
@@ -282,7 +282,7 @@ def subtracted(q: Tensor, k: Tensor, f: Tensor) -> Any:
         (swapped_parts, 2, "sub is not the first part times cos less the second times sin"),
         (one_part_twice, 2, "add is not the second part times cos plus the first times sin"),
         (sines_for_cosines, 2, "sin is not a cos"),
-        (other_angles_below, 2, "add_1 is not the second part times cos plus the first times sin"),
+        (other_angles_below, 2, "add is not the second part times cos plus the first times sin"),
         (complex_halves, 2, "view_as_complex is not of the pairs of neighbours of a tensor"),
         (double, 2, "torch.float64 is rotated in torch.float64, the op computes in float32"),
         (

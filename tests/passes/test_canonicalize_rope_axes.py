@@ -138,10 +138,10 @@ TWICE = "is not known to have each frequency twice, side by side"
     ("fn", "reason"),
     [
         (axes_of_other_halves, f"getitem_2 {TWICE}"),
-        (sections_of_other_axes, f"cat_3 {TWICE}"),
-        (one_section_scaled, f"cat_1 {TWICE}"),
+        (sections_of_other_axes, f"cat {TWICE}"),
+        (one_section_scaled, f"cat {TWICE}"),
         (angles_of_each_head, "angles of [4, 5, 8] do not match a tensor of [2, 4, 5, 16]"),
-        (joined_in_other_bits, "view_2 feeds _to_copy_3, not a product with the sines"),
+        (joined_in_other_bits, "view feeds _to_copy, not a product with the sines"),
         (one_token, "angles of [1, 8] do not match a tensor of [5, 4, 16]"),
     ],
     ids=names,

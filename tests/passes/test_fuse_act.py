@@ -291,7 +291,7 @@ def clamped_then_added(x: Tensor) -> Tensor:
             "the gate is clamped to (-7.0, 7.0), up to (-7.0, 7.0): no limit of both",
         ),
         (cast_on_the_way, "the activation feeds _to_copy, not a product"),
-        (double_gate, "slice_1 is torch.float64, the op computes in float32"),
+        (double_gate, "slice is torch.float64, the op computes in float32"),
         (clamped_then_added, "the activation feeds add, not a product"),
     ],
     ids=names,

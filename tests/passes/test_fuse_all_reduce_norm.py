@@ -86,7 +86,7 @@ def test_the_second_of_two_summands_stays() -> None:
     *_, report = run_passes(gm, build_passes(RULES), verify=True)
     assert report.matched == 1
     assert [site.reason for site in report.missed] == [
-        "its sum is read by all_reduce_add_rms_norm_default, not by a norm"
+        "its sum is read by all_reduce_add_rms_norm, not by a norm"
     ]
 
 
@@ -151,12 +151,12 @@ def _to_itself(x: Tensor, r: Tensor, w: Tensor) -> Any:
         (_to_a_product, "its sum is read by mul, not by a norm"),
         (_unread, "nobody reads its sum"),
         (_sum_read_too, "the sum is also read without the residual, by output"),
-        (_early, "the sum is used before the norm, by sum_1"),
-        (_written_between, "mul_ writes to memory between total and rms_norm_default"),
+        (_early, "the sum is used before the norm, by sum"),
+        (_written_between, "mul_ writes to memory between total and rms_norm"),
         (_to_an_add_that_stays, "its sum is read by add, not by a norm"),
         (_through_a_view, "its sum is read by heads, not by a norm"),
-        (_as_weight, "rms_norm_default does not normalize the sum, or adds it to itself"),
-        (_to_itself, "add_rms_norm_default does not normalize the sum, or adds it to itself"),
+        (_as_weight, "rms_norm does not normalize the sum, or adds it to itself"),
+        (_to_itself, "add_rms_norm does not normalize the sum, or adds it to itself"),
     ],
 )
 def test_a_miss_says_why(model: Callable[..., Any], reason: str) -> None:

@@ -156,18 +156,16 @@ def verify_many(names: tuple[str, ...], steps: Any, heads: Any, examples: int) -
     proven()
 
 
-OF_RANKS = ("fuse_all_reduce_norm", "fuse_async_tp")
+OF_RANKS = ("fuse_all_reduce_norm",)
 ONE_RANK = tuple(name for name in PASSES if name not in OF_RANKS)
-REDUCING = ("cleanup", "fuse_add_norm", "fuse_norm_quant", *OF_RANKS)
+REDUCING = ("cleanup", "fuse_add_norm", "fuse_norm_quant", *OF_RANKS, "fuse_chain")
 LISTS = {"-O1": LEVELS[1].passes, "-O2, -O3": ONE_RANK}
 FUSED = {
     *("rms_norm", "add_rms_norm", "silu_mul", "gelu_tanh_mul", "rotary_embedding", "kv_store"),
     *("rope_kv_store", "paged_attention", "linear"),
     *("route", "expert_linear", "combine_experts", "fused_moe"),
-    "linear_add_norm_moe",
     *("argmax", "embedding", "gather_last_token", "quant_fp8_static", "quant_fp8_dynamic"),
-    "linear_add_norm_linear",
-    "linear_add_norm_mlp",
+    "chain",
     *(f"{op}_quant_{kind}" for op in ("rms_norm", "add_rms_norm") for kind in KINDS),
     *(f"{op}_quant_{kind}" for op in ("silu_mul", "gelu_tanh_mul") for kind in KINDS),
 }

@@ -32,11 +32,10 @@ def test_every_sum_over_ranks_is_a_site_that_matches_or_says_why(capsys: Capture
     sites = [site for site in told["sites"] if site["name"] == "fuse_all_reduce_norm"]
     assert {site["outcome"] for site in sites} == {"matched"}
     assert sum(site["count"] for site in sites) == 11
-    overlapped = [site for site in told["sites"] if site["name"] == "fuse_async_tp"]
+    joined = [site for site in told["sites"] if site["name"] == "fuse_chain"]
     # All sums but the embedding's and the last are between two linear layers.
-    assert {site["outcome"] for site in overlapped} == {"matched"}
-    assert sum(site["count"] for site in overlapped) == 9
-    assert "fuse_norm_linear" not in {site["name"] for site in told["sites"]}
+    assert {site["outcome"] for site in joined} == {"matched"}
+    assert sum(site["count"] for site in joined) == 9
     fused = facts(capsys, *ranks, "--passes", "cleanup,fuse_add_norm,fuse_all_reduce_norm")
     matched = {p["name"]: (p["sites"], p["matched"]) for p in fused["passes"]}
     assert matched["fuse_all_reduce_norm"] == (11, 11)
@@ -71,13 +70,10 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
         "fuse_act": (5, 5),
         "fuse_gated_linear": (5, 5),
         "fuse_moe": (0, 0),
-        "fuse_norm_moe": (0, 0),
-        "fuse_norm_linear": (9, 9),
         "fuse_norm_quant": (0, 0),
         "fuse_all_reduce_norm": (0, 0),
-        "fuse_async_tp": (0, 0),
         "fuse_act_quant": (0, 0),
-        "fuse_norm_mlp": (0, 0),
+        "fuse_chain": (9, 9),
         "fuse_attn_quant": (0, 0),
         "fuse_rope_store": (5, 5),
     }
@@ -90,10 +86,9 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
     assert (layers["title"], outside["title"]) == ("layers 0 to 4", "outside of layers")
     # Weights this small are not streamed: the joined ops run one linear after the other.
     assert [(c["op"].partition("::")[2], c["launches"]) for c in layers["calls"]] == [
-        ("linear_add_norm_linear", 3),
+        ("chain", 7),
         ("rope_kv_store", 1),
         ("paged_attention", 1),
-        ("linear_add_norm_linear", 4),
     ]
     assert (layers["launches"], outside["launches"]) == (9, 4)
     # Five layers; embedding, first norm, gather and lm_head; each layer has two norms of its own.
@@ -186,7 +181,7 @@ def test_requiring_all_fusions_where_none_is_expected_fails(capsys: Capture) -> 
     assert "no fusion is expected in" in line and "drop require_all_fusions" in line
 
 
-LEFT_OUT = ("fuse_rope_store", "fuse_norm_mlp")
+LEFT_OUT = ("fuse_rope_store", "fuse_chain")
 
 
 def test_every_site_has_a_place_and_a_reason_unless_it_matched(capsys: Capture) -> None:
@@ -266,7 +261,7 @@ def test_the_page_stands_alone_and_has_graphs(capsys: Capture, tmp_path: Path) -
     graphs = re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)
     assert len(graphs) == 4 and all(graphs)
     before, after = graphs[:2]
-    assert "fw_library::linear_add_norm_linear" in after and "fw_library" not in before
+    assert "fw_library::chain" in after and "fw_library" not in before
     assert "Against -O1" in text and "fuse_add_norm" in text
 
 
@@ -277,7 +272,7 @@ def test_graphs_are_printed_before_and_after(capsys: Capture) -> None:
     before, _, rest = rest.partition("layers 0 to 4, after the passes:\n")
     after = rest.partition("\n\n")[0]
     assert "silu" in before and "silu_mul" not in before
-    assert "fw_library::linear_add_norm_linear" in after and "fw_triton::rope_kv_store" in after
+    assert "fw_library::chain" in after and "fw_triton::rope_kv_store" in after
 
 
 def test_what_was_verified_is_told(capsys: Capture) -> None:

@@ -48,11 +48,11 @@ def facts(folder: Path, capsys: Capture, *flags: str) -> Any:
 def test_every_layer_is_one_op_between_attention_and_rotary(folder: Path, capsys: Capture) -> None:
     told = facts(folder, capsys, "--require-all-fusions")
     passes = {p["name"]: (p["sites"], p["matched"]) for p in told["passes"]}
-    assert passes["fuse_moe"] == passes["fuse_norm_moe"] == (4, 4)
+    assert passes["fuse_moe"] == (4, 4)
     assert not any(site["outcome"] == "missed" for site in told["sites"])
     layers, _ = told["layers"]
     assert layers["launches"] == 7  # of csrc's kernels
-    assert sum("linear_add_norm_moe" in call["op"] for call in layers["calls"]) == 1
+    assert sum("fw_cuda::chain" in call["op"] for call in layers["calls"]) == 1
     few, more = (
         next(r for r in layers["ranges"] if r["decode"] and r["first"] == first)["kernels"]
         for first in (1, 9)
@@ -89,7 +89,7 @@ def test_fp8_experts_run_the_grouped_gemm_from_fewer_tokens_on(
 
 def test_a_layer_of_few_tokens_is_ten_launches_of_triton(folder: Path, capsys: Capture) -> None:
     """Nothing is sorted for them."""
-    told = facts(folder, capsys, "--kernels", "linear_add_norm_moe=triton")
+    told = facts(folder, capsys, "--kernels", "chain=library")
     layers = told["layers"][0]
     assert layers["launches"] == 10
     few = next(r for r in layers["ranges"] if r["decode"] and r["first"] == 1)["kernels"]
@@ -103,7 +103,7 @@ def test_few_tokens_of_fp8_are_not_quantized(
     """They take the seven launches of bfloat16; more take ten, or more when sorted."""
     told = facts(folder, capsys, "--quantization", scheme, "--require-all-fusions")
     passes = {p["name"]: (p["sites"], p["matched"]) for p in told["passes"]}
-    assert passes["fuse_moe"] == passes["fuse_norm_moe"] == (4, 4)
+    assert passes["fuse_moe"] == (4, 4)
     layers = told["layers"][0]
     assert layers["launches"] == 7
     few, *_, many = (r["kernels"] for r in layers["ranges"] if r["decode"])
@@ -119,9 +119,7 @@ def test_rows_that_the_library_refuses_are_tritons_for_any_tokens(capsys: Captur
     """Blocks of 256 columns.  What runs in PyTorch reads ids on the host, which no graph holds."""
     told = facts(Path("abacus-moe"), capsys, "--quantization", "fp8_block")
     layers = told["layers"][0]
-    assert [c["op"] for c in layers["calls"] if "moe" in c["op"]] == [
-        "fw_cuda::linear_add_norm_moe"
-    ]
+    assert [c["op"] for c in layers["calls"] if "chain" in c["op"]] == ["fw_cuda::chain"]
     for kernels in (r["kernels"] for r in layers["ranges"]):
         assert kernels.count("_linear_fp8_kernel") == 2
 
@@ -130,7 +128,9 @@ def test_fp8_experts_with_static_scales_are_joined_without_their_norms(
     folder: Path, capsys: Capture
 ) -> None:
     told = facts(folder, capsys, "--quantization", "fp8_static")
-    found = {(s["outcome"], s["reason"]) for s in told["sites"] if s["name"] == "fuse_norm_moe"}
-    assert found == {
-        ("missed", "the experts' inputs have static scales: they are quantized for any tokens")
-    }
+    missed = {s["reason"] for s in told["sites"] if s["name"] == "fuse_chain"}
+    assert not any(s["outcome"] == "matched" for s in told["sites"] if s["name"] == "fuse_chain")
+    assert (
+        "the layer before it is FP8 and its x has a static scale, for which there is no kernel"
+        in missed
+    )

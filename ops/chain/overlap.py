@@ -15,20 +15,18 @@ al., 2022, ASPLOS).  Every rank ends with all rows of both results, as without i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collective import peer_memory as _peer_memory
+from ..collective import peer_memory
 from ..core.device_table import most_rows
-from ..core.launch import run_launches
-from ..launches.activation import gated_activation
-from .linear_add_norm_linear import Chain, Results
 
 _TILE = 128
 """Parts of the rows begin at multiples of a GEMM's tile."""
-_activate = run_launches(gated_activation)
 
 
 def part_rows(rows: int, world: int) -> int:
@@ -43,8 +41,8 @@ def overlaps(rows: int, next_features: int, hidden: int, world: int) -> bool:
     if not 0 < in_turn < rows:
         return False
     part = part_rows(rows, world)
-    fits = (world + 1) * part * hidden * 2 <= _peer_memory.WINDOW_BYTES
-    return fits and (world - 1) * part < rows and not hidden % _peer_memory.PACKET
+    fits = (world + 1) * part * hidden * 2 <= peer_memory.WINDOW_BYTES
+    return fits and (world - 1) * part < rows and not hidden % peer_memory.PACKET
 
 
 @lru_cache
@@ -61,12 +59,26 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear_sum_norm_linear(call: Chain, group_name: str) -> Results:
-    """Compute ``linear_all_reduce_add_norm_linear`` where ``overlaps`` says so; x and the residual
-    are matrices."""
-    ops, (x, weight, bias, residual, norm_weight, eps) = torch.ops.fw_cuda, call.head
-    rank, world = _peer_memory.rank_in(group_name), _peer_memory.world_of(group_name)
+def linear_sum_norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    first: Mapping[str, Any],
+    norm_weight: Tensor,
+    eps: float,
+    second: Mapping[str, Any],
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    """Compute the layers ``first`` and ``second``, each a weight and perhaps a bias by name, with
+    the sum over ranks, the add and the norm between them, where ``overlaps`` says so.  x and the
+    residual are matrices.
+
+    Returns:
+        (y, the sum of the residual stream).
+    """
+    ops, (weight, bias) = torch.ops.fw_cuda, (first["weight"], first.get("bias"))
+    rank, world = peer_memory.rank_in(group_name), peer_memory.world_of(group_name)
     rows, hidden = residual.shape
+    then, then_bias = second["weight"], second.get("bias")
     part = part_rows(rows, world)
     spans = [slice(each * part, min(rows, each * part + part)) for each in range(world)]
     others = [(rank + step) % world for step in range(1, world)]
@@ -81,7 +93,7 @@ def linear_sum_norm_linear(call: Chain, group_name: str) -> Results:
     parts = x.new_empty((world, num_own, hidden))
     total = torch.empty_like(residual)
     normed = torch.empty_like(residual)
-    sums = x.new_empty((rows, call.next_weight.shape[0]))
+    sums = x.new_empty((rows, then.shape[0]))
     stream, copies = torch.cuda.current_stream(x.device), _copies(x.device)
     copies.wait_stream(stream)  # their memory may still be in use there
 
@@ -111,10 +123,9 @@ def linear_sum_norm_linear(call: Chain, group_name: str) -> Results:
             arrived.append(copies.record_event())
         for other in others:
             ops.peer_fetch(total[spans[other]], other, other * slot_bytes, group_name)
-    _multiply(norms, call.next_weight, call.next_bias, sums[own])
+    _multiply(norms, then, then_bias, sums[own])
     for other, event in zip(others, arrived, strict=True):
         stream.wait_event(event)
-        _multiply(normed[spans[other]], call.next_weight, call.next_bias, sums[spans[other]])
+        _multiply(normed[spans[other]], then, then_bias, sums[spans[other]])
     stream.wait_stream(copies)
-    y = sums if call.activation is None else _activate(sums, None, call.activation)
-    return y, total
+    return sums, total

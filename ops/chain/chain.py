@@ -1,0 +1,345 @@
+"""``chain`` computes linear layers and what stands between them; ``chain_over_ranks`` sums inside.
+
+It is one op because where sums, norms and scales are best computed depends on the number of rows,
+which is known only when a program runs.  For few rows streaming kernels add where they sum, and
+apply a norm's scale, an activation or none of the quantization where they read; for more, the
+stages run in turn, each by the implementation that its op would be given alone.
+
+The stages are data (``stages.py``), and so are the kernels that compute several of them at once
+(``kernels.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.desc import Cost, OpDesc, TensorDesc, Tolerance
+from ..core.launch import Launch, Launches
+from ..core.op import Implementation, SemanticOp, on_gpu
+from ..core.target import Target, here
+from ..experts.moe import kernel_names
+from ..linear.kernels import LIBRARY as LIBRARY_LINEAR
+from ..linear.linear import OP as LINEAR, describe_op
+from .cases import cases
+from .experts import STREAM_EXPERTS, SUM_OF_CSRC, SUM_OF_TRITON
+from .kernels import LONE, OVERLAP, STREAM, ChainKernel, Step, cover, lay, part_at
+from .stages import Call, Experts, Visit, by_fake, by_reference
+
+Results = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How one implementation of the op computes: by which chain kernels, and for stages that run by
+    their own ops, by which of the implementations, in order of preference."""
+
+    kernels: tuple[ChainKernel, ...]
+    parts: tuple[str, ...]
+
+
+CUDA = Way((STREAM_EXPERTS, STREAM, OVERLAP, SUM_OF_CSRC, LONE), ("cuda", "skinny", "triton"))
+LIBRARY = Way((SUM_OF_TRITON,), ("library", "triton"))
+KERNELS, OVER_RANKS = CUDA.kernels, (STREAM, OVERLAP)
+"""The table of chain kernels, and those that sum over ranks.  What none of them takes runs by the
+ops of its stages."""
+
+
+def chain(x: Tensor, residual: Tensor, operands: list[Tensor], stages: str) -> Results:
+    """Linear layers and what stands between them, stage by stage.
+
+    Args:
+        x: [..., in_features], floating point, which the first stage reads.
+        residual: [..., hidden] of the dtype in which layers are summed; the first norm adds to it.
+        operands: the tensors that the stages name, in order.
+        stages: the text of the chain, as ``stages.py`` says.
+
+    Returns:
+        (y, residual_out), contiguous.  ``residual_out`` is the sum that the last norm of the chain
+        reads, and y the result of the last stage.  Each stage rounds as its op; kernels that
+        compute several round less often, and those for few rows do not quantize activations.
+
+    Raises:
+        ValueError: the text is no chain, or shapes and dtypes do not fit its stages.
+    """
+    return _contiguous(checked((x, residual, operands, stages)).fold(by_reference))
+
+
+def chain_over_ranks(
+    x: Tensor, residual: Tensor, operands: list[Tensor], stages: str, group_name: str
+) -> Results:
+    """``chain`` with stages that sum over the ranks of a process group.
+
+    Weights are this rank's; the residual and the norms' weights are the same on every rank, and so
+    is ``residual_out``.
+
+    Raises:
+        ValueError: as of ``chain``; no such group, or a group of one rank.
+    """
+    return _contiguous(checked((x, residual, operands, stages, group_name)).fold(by_reference))
+
+
+def _contiguous(results: Any) -> Results:
+    y, total = results
+    return y.contiguous(), total
+
+
+def checked(args: tuple[Any, ...]) -> Call:
+    """The call with these arguments.
+
+    Raises:
+        ValueError: it sums over ranks and has no group, or the reverse; the residual has not the
+            rows of x, or the text is no chain.
+    """
+    call = Call.of(args)
+    if call.chain.sums_over_ranks is not (call.group_name is not None):
+        needs = "a" if call.chain.sums_over_ranks else "no"
+        raise ValueError(f"chain {call.text!r} takes {needs} group_name")
+    if tuple(call.x.shape[:-1]) != tuple(call.residual.shape[:-1]):
+        raise ValueError(
+            f"chain {call.text!r}: x is {[*call.x.shape]} and the residual "
+            f"{[*call.residual.shape]}, expected as many rows"
+        )
+    return call
+
+
+def _fake(*args: Any) -> Results:
+    y, total = checked(args).fold(by_fake)
+    return y, total
+
+
+def _choice(op: SemanticOp, way: Way, desc: OpDesc) -> tuple[str, str]:
+    """(implementation of an op in a chain, ""), or ("", the reason why there is none)."""
+    names = [i.name for name in way.parts for i in op.implementations if i.name == name]
+    if op is LINEAR:
+        # The library's GEMM serves what the table of linear layers leaves, but not every FP8 shape.
+        layer = describe_op(desc)
+        refused = layer.format.scaled and LIBRARY_LINEAR.refuses(layer, 1, Target.of(desc))
+        return ("triton" if refused else names[0]), ""
+    reasons = []
+    for name in names:
+        reason = op.implementation(name).supports(desc)
+        if not reason:
+            return name, ""
+        reasons.append(f"{op.name}: {reason}")
+    if op.collective and not reasons:
+        return "native", ""
+    return "", "; ".join(reasons) or f"{op.name} has no kernel"
+
+
+@lru_cache(4096)
+def _chosen(
+    op: SemanticOp, way: Way, args: tuple[Any, ...], device: torch.device
+) -> Implementation:
+    target = here(device)
+    described = op.describe([TensorDesc(*a) if isinstance(a, tuple) else a for a in args])
+    kind = "cuda" if device.type == "meta" else device.type
+    desc = replace(described, device=kind, sm=target.sm, csrc=target.csrc)
+    name, reason = _choice(op, way, desc)
+    if not name:
+        raise ValueError(f"no implementation of {op.name} in a chain: {reason}")
+    return op.implementation(name)
+
+
+def _implementation(op: SemanticOp, args: tuple[Any, ...], way: Way) -> Implementation:
+    """The implementation that computes an op of a stage, remembered by dtypes and shapes."""
+    facts = tuple([(a.dtype, a.shape) if isinstance(a, Tensor) else a for a in args])
+    return _chosen(op, way, facts, args[0].device)
+
+
+def _run(*args: Any, way: Way) -> Results:
+    call = Call.of(args)
+    steps, chosen = cover(call, way.kernels)
+    state, at = call.state, 0
+
+    def visit(op: SemanticOp, *args: Any) -> Any:
+        implementation = chosen.get((at, op))
+        if implementation is None:
+            implementation = chosen[at, op] = _implementation(op, args, way)
+        return implementation.fn(*args)
+
+    for step in steps:
+        made = None
+        if step.kernel is not None:
+            made = step.kernel.run(part_at(call, step.start, step.stop, state))
+        at = step.start
+        state = _in_turn(call, step, state, visit) if made is None else made
+    return state.x, state.total
+
+
+def _in_turn(call: Call, step: Step, state: Any, visit: Visit) -> Any:
+    """Compute the stages of a step by their own ops."""
+    stages = call.chain.stages
+    for at in range(step.start, step.stop):
+        stage = stages[at].plain if step.plain else stages[at]
+        state = stage.run(state, call.operands[at], visit)
+    return state
+
+
+def _launches(*args: Any, way: Way) -> Launches[Results]:
+    """The Triton launches that any number of rows like this one may need: those of the stages in
+    turn, and those beside chain kernels."""
+    call = checked(args)
+    in_turn = tuple(k for k in way.kernels if k is SUM_OF_CSRC or k is SUM_OF_TRITON)
+    planned: list[Launch] = []
+    for kernels in dict.fromkeys((in_turn, way.kernels)):
+        results = _plan(call, cover(call, kernels).steps, way, planned)
+    return planned, results
+
+
+def _plan(call: Call, steps: tuple[Step, ...], way: Way, planned: list[Launch]) -> Results:
+    def visit(op: SemanticOp, *args: Any) -> Any:
+        launches = _implementation(op, args, way).launches
+        if launches is None:
+            return op.fake(*args)
+        more, results = launches(*args)
+        planned.extend(more)
+        return results
+
+    state = call.state
+    for step in steps:
+        part = part_at(call, step.start, step.stop, state)
+        made = step.kernel.launches(part) if step.kernel else None
+        if made is not None:
+            planned.extend(made[0])
+        state = _in_turn(call, step, state, visit) if made is None else made[1]
+    return state.x, state.total
+
+
+def _names(*args: Any, way: Way) -> tuple[str, ...]:
+    """Names of the kernels that a call launches."""
+    call = checked(args)
+    names: list[str] = []
+
+    def visit(op: SemanticOp, *args: Any) -> Any:
+        chosen = _implementation(op, args, way)
+        if chosen.runs is not None:
+            names.extend(chosen.runs(*args))
+        else:
+            assert chosen.launches is not None
+            names.extend(kernel_names(chosen.launches(*args)[0]))
+        return op.fake(*args)
+
+    state = call.state
+    for step in cover(call, way.kernels).steps:
+        if step.kernel is None:
+            state = _in_turn(call, step, state, visit)
+        else:
+            names += step.kernel.names(part_at(call, step.start, step.stop, state))
+            state = _in_turn(call, step._replace(plain=True), state, by_fake)
+    return tuple(names)
+
+
+class _Refused(Exception):
+    """Ends the walk over stages of which one has no implementation."""
+
+
+def _supports(desc: OpDesc, way: Way) -> str:
+    """Why some stage of a call cannot run in this way, or nothing."""
+    chosen: list[str] = []
+    try:
+        _visit_choices(desc, way, chosen)
+    except (_Refused, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _visit_choices(desc: OpDesc, way: Way, chosen: list[str]) -> None:
+    def visit(op: SemanticOp, *args: Any) -> Any:
+        described = op.describe(args)
+        part = replace(described, device=desc.device, sm=desc.sm, csrc=desc.csrc)
+        name, reason = _choice(op, way, part)
+        if not name:
+            raise _Refused(reason)
+        chosen.append(name)
+        return op.fake(*args)
+
+    _call_of(desc, rows=2, make=_on_meta).fold(visit)
+
+
+def _on_meta(fact: TensorDesc) -> Tensor:
+    return torch.empty(fact.shape, dtype=fact.dtype, device="meta")
+
+
+def _call_of(desc: OpDesc, rows: int, make: Callable[[TensorDesc], Any]) -> Call:
+    """The call that is described, with so many rows where their number is a symbol."""
+    held = [value for _, value in desc.args]
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [fixed(each) for each in value]
+        if not isinstance(value, TensorDesc):
+            return value
+        shape = tuple(d if isinstance(d, int) else rows for d in value.shape)
+        return make(TensorDesc(value.dtype, tuple(map(int, shape))))
+
+    return Call.of([fixed(value) for value in held])
+
+
+def _cuda_supports(desc: OpDesc) -> str:
+    """Why csrc serves neither some of a call's stages nor several of them at once."""
+    chosen: list[str] = []
+    try:
+        _visit_choices(desc, CUDA, chosen)
+    except (_Refused, ValueError) as error:
+        return str(error)
+    reasons: list[str] = []
+    target = Target.of(desc)
+    one_row = _call_of(desc, 1, lambda fact: fact)
+    one_row = one_row._replace(x=_one_row(one_row.x), residual=_one_row(one_row.residual))
+    steps = lay(one_row, target, CUDA.kernels, reasons.append)
+    joined = any(step.kernel not in (None, SUM_OF_CSRC, LONE) for step in steps)
+    if joined or "cuda" in chosen:
+        return ""
+    return reasons[0] if reasons else "no chain kernel has this pattern"
+
+
+def _one_row(x: TensorDesc) -> TensorDesc:
+    return TensorDesc(x.dtype, (*(1 for _ in x.shape[:-1]), x.shape[-1]))
+
+
+def _inline_supports(desc: OpDesc) -> str:
+    has_experts = any(isinstance(s, Experts) for s in _call_of(desc, 2, _on_meta).chain.stages)
+    return "experts are chosen by values that Inductor does not see" if has_experts else ""
+
+
+def _cost(desc: OpDesc) -> Cost:
+    call = Call.of([value for _, value in desc.args])
+    x, moved, flops = call.x, call.x.nbytes + 2 * call.residual.nbytes, 0
+    for stage, operands in zip(call.chain.stages, call.operands, strict=True):
+        x, cost = stage.measure(TensorDesc(call.residual.dtype, x.shape), operands)
+        moved, flops = moved + cost.bytes, flops + cost.flops
+    return Cost(moved + x.nbytes, flops)
+
+
+def _op(reference: Callable[..., Results], over_ranks: bool) -> SemanticOp:
+    def implementation(name: str, way: Way, supports: Callable[[OpDesc], str]) -> Implementation:
+        launches, names = partial(_launches, way=way), partial(_names, way=way)
+        return on_gpu(name, partial(_run, way=way), supports, launches=launches, runs=names)
+
+    return SemanticOp(
+        reference=reference,
+        fake=_fake,
+        cases=partial(cases, over_ranks=over_ranks),
+        cost=_cost,
+        implementations=(
+            implementation("cuda", CUDA, _cuda_supports),
+            implementation("library", LIBRARY, partial(_supports, way=LIBRARY)),
+            Implementation("native", reference, _inline_supports, inline=not over_ranks),
+            Implementation("eager", reference, on_host=True),
+        ),
+        # The streaming kernels round once less, and each layer behind another moves results more.
+        tolerances={
+            torch.float32: Tolerance(1e-4, 1e-4),
+            torch.bfloat16: Tolerance(6e-2, 6e-2),
+            torch.float16: Tolerance(1e-2, 1e-2),
+        },
+    )
+
+
+CHAIN, CHAIN_OVER_RANKS = _op(chain, False), _op(chain_over_ranks, True)

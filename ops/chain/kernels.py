@@ -1,0 +1,365 @@
+"""The table of chain kernels: which stages each computes at once, what it refuses, and its rows.
+
+``cover`` lays the kernels over a chain: at each stage the first of the table whose pattern begins
+there and that does not refuse; a stage that none takes runs by its own ops.  It depends on shapes
+alone, so ``explain`` and a run agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..collective import peer_memory
+from ..core import device_table
+from ..core.desc import TensorDesc
+from ..core.launch import Launches, run_launches
+from ..core.target import Target, here
+from ..launches.activation import gated_activation
+from ..linear.csrc import streamable
+from ..linear.desc import LinearDesc
+from ..linear.kernels import STREAM as STREAMED_LINEAR, why_not_streamed
+from . import overlap
+from .stages import Act, AddNorm, Call, Linear, Operands, Stage, State
+
+
+class Part(NamedTuple):
+    """Neighbouring stages of a chain, and what the first of them is given.  ``is_plain``: behind a
+    kernel of the table, an x of FP8 layers is not quantized."""
+
+    stages: tuple[Any, ...]
+    operands: tuple[Operands, ...]
+    state: State
+    is_plain: bool = False
+
+    @property
+    def rows(self) -> int:
+        total = self.state.total
+        return (
+            int(total.numel() // max(total.shape[-1], 1))
+            if isinstance(total, Tensor)
+            else int(total.numel // max(total.shape[-1], 1))
+        )
+
+
+def no_launches(part: Part) -> Launches[State] | None:
+    """Kernels of csrc have no Triton launches; what they replace is compiled for other rows."""
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class ChainKernel:
+    """One row of the table.
+
+    Attributes:
+        patterns: stages that it computes, the longest first.
+        why_never: why it takes stages of these kinds for no number of rows, by their constants.
+        refuses: why it does not serve a part on a target; reads shapes and dtypes alone.
+        run: computes a part; None if it cannot read the tensors.
+        names: the kernels that it launches.
+        launches: of Triton, with the state that they lead to.
+    """
+
+    name: str
+    patterns: tuple[tuple[type[Stage], ...], ...]
+    why_never: Callable[[tuple[Any, ...]], str]
+    refuses: Callable[[Part, Target], str]
+    run: Callable[[Part], State | None]
+    names: Callable[[Part], tuple[str, ...]]
+    launches: Callable[[Part], Launches[State] | None] = no_launches
+
+
+class Step(NamedTuple):
+    """Stages ``start`` to ``stop - 1``: by a kernel of the table, or one stage by its ops.
+    ``plain``: the step behind takes an x that is not quantized."""
+
+    kernel: ChainKernel | None
+    start: int
+    stop: int
+    plain: bool = False
+
+
+def weight_format(layer: Linear, dtype: torch.dtype) -> str:
+    """The format in which the streaming kernels read a layer's weight: activations stay as they
+    are."""
+    if layer.group_size is None:
+        return str(dtype).removeprefix("torch.")
+    return "fp8 block weight" if layer.group_size else "fp8 weight"
+
+
+def streamed_layer(layer: Linear, operands: Operands, dtype: torch.dtype, **how: Any) -> LinearDesc:
+    """Describe a layer as the streaming kernels run it."""
+    rows, columns = operands["weight"].shape
+    bias = operands.get("bias") is not None
+    return LinearDesc(weight_format(layer, dtype), dtype, rows, columns, bias=bias, **how)
+
+
+def why_no_plain_norm(norm: AddNorm) -> str:
+    """Why a norm's scale cannot be applied to the sums of the layer behind it."""
+    return "" if norm.offset is None else "the norm's weight has an offset"
+
+
+def _never_streams(stages: tuple[Any, ...]) -> str:
+    first, norm, second, *act = stages
+    if first.activation is not None:
+        return "the layer before the norm has an activation"
+    if act and (second.activation is not None or second.group_size):
+        return "activates no layer with scales of blocks"
+    return why_no_plain_norm(norm)
+
+
+def _stream_layers(part: Part) -> list[LinearDesc]:
+    """Both layers of a part, the first with a residual, the second with a norm before it."""
+    (first, _, second, *act), dtype = part.stages, part.state.total.dtype
+    activation = act[0].activation if act else second.activation or ""
+    return [
+        streamed_layer(first, part.operands[0], dtype, add=True),
+        streamed_layer(second, part.operands[2], dtype, prologue="norm", activation=activation),
+    ]
+
+
+def _stream_refuses(part: Part, target: Target) -> str:
+    if reason := why_not_streamed(_stream_layers(part), part.rows, target):
+        return reason
+    if not part.stages[1].reduce:
+        return ""
+    world = peer_memory.world_of(part.state.group or "", target.device)
+    hidden = part.state.total.shape[-1]
+    most = device_table.most_rows(f"stream sum {world} ranks", hidden) if world else 0
+    return "" if part.rows <= most else f"{part.rows} rows summed over ranks: fastest up to {most}"
+
+
+def _stream(part: Part) -> State | None:
+    (_, norm, second, *act), (first_of, norm_of, second_of, *_) = part.stages, part.operands
+    state = part.state
+    rows = streamable(state.x, first_of["weight"], second_of["weight"])
+    if rows is None or state.scale is not None:
+        return None
+    shape = state.total.shape
+    run = torch.ops.fw_cuda.skinny_linear_add_norm_linear.default
+    y, total = run(
+        *(rows, first_of["weight"], first_of.get("bias")),
+        state.total.reshape(rows.shape[0], -1).contiguous(),
+        *(norm_of["weight"].contiguous(), norm.eps, second_of["weight"], second_of.get("bias")),
+        act[0].activation if act else second.activation,
+        *(first_of.get("weight_scale"), second_of.get("weight_scale")),
+        state.group if norm.reduce else None,
+    )
+    y = y.view(*shape[:-1], y.shape[1])
+    return state._replace(x=y, total=total.view(shape))
+
+
+def _stream_names(part: Part) -> tuple[str, ...]:
+    pushed = ", push" if part.stages[1].reduce else ""
+    return f"{STREAMED_LINEAR.name}{pushed}, add", f"norm, {STREAMED_LINEAR.name}"
+
+
+STREAM = ChainKernel(
+    "two streaming kernels",
+    ((Linear, AddNorm, Linear, Act), (Linear, AddNorm, Linear)),
+    _never_streams,
+    _stream_refuses,
+    _stream,
+    _stream_names,
+)
+
+
+def _never_alone(stages: tuple[Any, ...]) -> str:
+    (layer,) = stages
+    if layer.group_size is None:
+        return "the layer is not FP8: nothing is saved"
+    return "" if layer.activation is None else "the layer has an activation"
+
+
+def _lone_refuses(part: Part, target: Target) -> str:
+    (layer,), (operands,) = part.stages, part.operands
+    if not part.is_plain:
+        return "its x is quantized"
+    desc = streamed_layer(layer, operands, part.state.total.dtype)
+    return why_not_streamed([desc], part.rows, target)
+
+
+def _lone(part: Part) -> State | None:
+    """An FP8 layer of an x that no kernel before it has quantized."""
+    (operands,), state = part.operands, part.state
+    rows = streamable(state.x, operands["weight"])
+    if rows is None or state.scale is not None:
+        return None
+    weights = (operands["weight"], operands.get("bias"), None, operands["weight_scale"])
+    y = torch.ops.fw_cuda.skinny_linear.default(rows, *weights, state.x.dtype)
+    return state._replace(x=y.view(*state.total.shape[:-1], y.shape[1]))
+
+
+LONE = ChainKernel(
+    "a streaming kernel",
+    ((Linear,),),
+    _never_alone,
+    _lone_refuses,
+    _lone,
+    lambda part: (STREAMED_LINEAR.name,),
+)
+
+
+_activate = run_launches(gated_activation)
+OVERLAPPED = "GEMMs with hidden transfers"
+"""``explain`` says that this runs where rows are many."""
+
+
+def _never_overlaps(stages: tuple[Any, ...]) -> str:
+    first, norm, second = stages
+    if not norm.reduce:
+        return "nothing is summed over ranks"
+    if first.group_size is not None or second.group_size is not None:
+        return "hides no transfers behind FP8 layers"
+    if first.activation is not None:
+        return "the layer before the norm has an activation"
+    return why_no_plain_norm(norm)
+
+
+def _overlap_refuses(part: Part, target: Target) -> str:
+    world = peer_memory.world_of(part.state.group or "", target.device)
+    next_features, hidden = part.operands[2]["weight"].shape
+    gains = overlap.overlaps(part.rows, next_features, hidden, world)
+    return "" if gains else f"{part.rows} rows: no gain is known from hiding their transfers"
+
+
+def _overlap(part: Part) -> State | None:
+    (_, norm, second), (first_of, norm_of, second_of) = part.stages, part.operands
+    state, shape = part.state, part.state.total.shape
+    y, total = overlap.linear_sum_norm_linear(
+        state.x.reshape(-1, state.x.shape[-1]),
+        state.total.reshape(-1, shape[-1]).contiguous(),
+        first_of,
+        norm_of["weight"],
+        norm.eps,
+        second_of,
+        str(state.group),
+    )
+    y = y.view(*shape[:-1], y.shape[1])
+    y = y if second.activation is None else _activate(y, None, second.activation)
+    return state._replace(x=y, total=total.view(shape))
+
+
+OVERLAP = ChainKernel(
+    OVERLAPPED,
+    ((Linear, AddNorm, Linear),),
+    _never_overlaps,
+    _overlap_refuses,
+    _overlap,
+    lambda part: (OVERLAPPED,),
+)
+
+
+def part_at(call: Call, start: int, stop: int, state: State, is_plain: bool = False) -> Part:
+    stages, operands = call.chain.stages[start:stop], call.operands[start:stop]
+    return Part(stages, tuple(operands), state, is_plain)
+
+
+Facts = tuple[tuple[torch.dtype, torch.Size], ...]
+"""Dtype and shape of x, the residual, and the operands."""
+
+
+def facts_of(call: Call) -> Facts:
+    tensors = [call.x, call.residual, *(t for each in call.operands for t in each.values())]
+    return tuple([(t.dtype, t.shape) for t in tensors])
+
+
+class Cover(NamedTuple):
+    """How a chain is computed: its steps, and what has been chosen for the ops of stages in turn,
+    by the number of the stage and the op."""
+
+    steps: tuple[Step, ...]
+    chosen: dict[Any, Any]
+
+
+def cover(call: Call, kernels: tuple[ChainKernel, ...]) -> Cover:
+    """How a chain is computed by these kernels on its own device."""
+    group, device = call.group_name, call.x.device
+    world = 0 if group is None else peer_memory.world_of(group, device)
+    return _cover(call.text, group, world, facts_of(call), device, kernels)
+
+
+@lru_cache(4096)
+def _cover(
+    text: str,
+    group: str | None,
+    world: int,  # a key: what ranks are connected may change
+    facts: Facts,
+    device: torch.device,
+    kernels: tuple[ChainKernel, ...],
+) -> Cover:
+    return Cover(tuple(lay(described(text, group, facts), here(device), kernels)), {})
+
+
+device_table.on_take(_cover.cache_clear)
+
+
+def described(text: str, group: str | None, facts: Facts) -> Call:
+    """A call of tensors that have shapes and dtypes alone."""
+    x, residual, *rest = [TensorDesc(*fact) for fact in facts]
+    return Call.of((x, residual, rest, text, group))
+
+
+def lay(
+    call: Call,
+    target: Target,
+    kernels: tuple[ChainKernel, ...],
+    refused: Callable[[str], None] = lambda reason: None,
+) -> list[Step]:
+    """Lay kernels over a chain that is described; ``refused`` is told the reasons of those that
+    have the pattern and do not serve."""
+    steps: list[Step] = []
+    stages, is_plain = call.chain.stages, False
+    while (start := steps[-1].stop if steps else 0) < len(stages):
+        chosen = Step(None, start, start + 1)
+        for kernel, length in candidates(stages[start:], kernels):
+            part = part_at(call, start, start + length, call.state, is_plain)
+            reason = kernel.why_never(part.stages) or kernel.refuses(part, target)
+            if not reason:
+                chosen = Step(kernel, start, start + length)
+                break
+            if length > 1:
+                refused(f"{kernel.name}: {reason}")
+        if chosen.kernel and steps and steps[-1].kernel is None:
+            steps[-1] = steps[-1]._replace(plain=True)
+        is_plain = chosen.kernel is not None or (is_plain and isinstance(stages[start], Act))
+        steps.append(chosen)
+    return steps
+
+
+def candidates(
+    stages: tuple[Stage, ...], kernels: tuple[ChainKernel, ...]
+) -> Iterator[tuple[ChainKernel, int]]:
+    """The kernels with a pattern that the first of these stages have, and the pattern's length."""
+    for kernel in kernels:
+        for pattern in kernel.patterns:
+            head = stages[: len(pattern)]
+            if len(head) == len(pattern) and all(map(isinstance, head, pattern)):
+                yield kernel, len(pattern)
+
+
+def covered(
+    stages: tuple[Stage, ...], kernels: tuple[ChainKernel, ...]
+) -> tuple[list[tuple[int, int]], str]:
+    """The spans (first stage, last exclusive) that some kernel may compute, by kinds and constants;
+    and why the kernels that have the pattern of others do not."""
+    spans: list[tuple[int, int]] = []
+    at, why, is_plain = 0, "", False
+    while at < len(stages):
+        lengths = []
+        for kernel, length in candidates(stages[at:], kernels):
+            reason = kernel.why_never(stages[at : at + length])
+            why = why or (reason if length > 1 else "")
+            # One stage alone is joined to nothing, unless a kernel is ahead of it.
+            if not reason and (length > 1 or is_plain):
+                lengths.append(length)
+        is_plain = bool(lengths) or (is_plain and isinstance(stages[at], Act))
+        if lengths:
+            spans.append((at, at + max(lengths)))
+        at += max(lengths, default=1)
+    return spans, why or ("" if spans else "no kernel has the pattern of its stages")

@@ -1,0 +1,44 @@
+"""Computes the oracle of chains: stage by stage, quantized where a layer reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..chain.stages import Act, AddNorm, Experts, Linear, Norm, Stage, parse
+from ._call import Call, Expected, Floats, rounded
+from .experts import fused_moe
+from .linear import dequantized, matmul
+from .norms import gated, normed, quantized
+
+_ABSENT = ("correction_bias", "gate_up_scale", "down_scale", "shared", "gate_up_input_scale",
+           "down_input_scale", "first_expert")  # fmt: skip
+
+
+def chain(call: Call) -> Expected:
+    dtype: Any = call.dtypes["residual"]
+    x, total = call["x"], call["residual"]
+    stages = parse(call["stages"])
+    for stage, operands in zip(stages.stages, stages.deal(call["operands"]), strict=True):
+        if isinstance(stage, AddNorm):
+            total = x = rounded(x + total, dtype)
+        x = rounded(_made(stage, operands, x, call), dtype)
+    return {0: x, 1: total}
+
+
+def _made(stage: Stage, operands: Any, x: Floats, call: Call) -> Floats:
+    dtype: Any = call.dtypes["residual"]
+    if isinstance(stage, (AddNorm, Norm)):
+        return normed(x, operands["weight"], stage.eps, stage.offset, dtype)
+    if isinstance(stage, Act):
+        return gated(x, None, stage.activation)
+    if isinstance(stage, Experts):
+        constants = {name: getattr(stage, name) for name in stage.constants()}
+        given = {**dict.fromkeys(_ABSENT), **constants, **operands, "x": x}
+        return fused_moe(Call(given, {"x": dtype}))[0]
+    assert isinstance(stage, Linear)
+    weight = operands["weight"]
+    if stage.group_size is not None:
+        q = quantized(x, stage.group_size)
+        x, weight = dequantized(q[0], q[1]), dequantized(weight, operands["weight_scale"])
+    y = matmul(x, weight, operands.get("bias"))
+    return y if stage.activation is None else gated(rounded(y, dtype), None, stage.activation)
