@@ -31,6 +31,7 @@ from .experts.tables import (
     take as take_expert_tables,
 )
 from .linear.embedding import OP as EMBEDDING, embedding
+from .linear.kernels import LinearKernel, admit_weight_format, format_factors
 from .linear.linear import OP as LINEAR, linear
 from .linear.linear_add_norm_linear import OP as LINEAR_ADD_NORM_LINEAR
 from .linear.linear_add_norm_mlp import OP as LINEAR_ADD_NORM_MLP
@@ -89,12 +90,14 @@ __all__ = [
     "KernelMissingError",
     "KernelTable",
     "Launch",
+    "LinearKernel",
     "NoImplementationError",
     "OpDesc",
     "SemanticOp",
     "TensorDesc",
     "Variant",
     "add_expert_table",
+    "admit_weight_format",
     "all_gather",
     "all_reduce",
     "apply_penalties",
@@ -106,6 +109,7 @@ __all__ = [
     "expert_linear",
     "expert_table",
     "find_cuda_library",
+    "format_factors",
     "gather_last_token",
     "gelu_tanh_mul",
     "installed_cublaslt",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops.linear.desc import LinearArgs
 from ..ops.norm.gated_act import PLAIN, Gate, activation_of
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call
@@ -22,18 +23,31 @@ from .subgraph import fake_value
 
 LINEAR = torch.ops.fw.linear.default
 EXPERT_LINEAR = torch.ops.fw.expert_linear.default
-_ARGS = ("x", "weight", "bias", "x_scale", "weight_scale", "out_dtype", "activation", "out_scale")
+_ARGS = LinearArgs._fields
 _EXPERT_ARGS = (
     *("x", "weight", "topk_ids", "x_scale", "weight_scale", "out_dtype", "activation"),
     "first_expert",
 )
 
 
+class _StoredArgs(dict[str, Any]):
+    """The arguments of a layer whose weight is stored in an admitted format.  A rule that is about
+    to join it asks for ``x_scale``, to tell FP8 from other layers, and learns that it cannot."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "x_scale":
+            stored = self["weight_format"]
+            raise Miss(f"a weight is stored as {stored!r}, for which there is no fused kernel")
+        return super().__getitem__(name)
+
+
 def linear_args(node: Any) -> dict[str, Any] | None:
     """The arguments of a call of ``linear`` by name, with defaults; None for anything else."""
     if not is_call(node, LINEAR):
         return None
-    return {**dict.fromkeys(_ARGS), **dict(zip(_ARGS, node.args, strict=False)), **node.kwargs}
+    given = dict(zip(_ARGS, node.args, strict=False))
+    args = {**dict.fromkeys(_ARGS), **given, **node.kwargs}
+    return _StoredArgs(args) if args["weight_format"] else args
 
 
 def expert_linear_args(node: Any) -> dict[str, Any] | None:
@@ -61,13 +75,16 @@ def _read(act: fx.Node) -> Match | None:
     if (of_experts := expert_linear_args(act.args[0])) is not None:
         return _read_experts(act, of_experts, activation)
     args = linear_args(act.args[0])
-    quant = _static_quantization(act) if args and args["x_scale"] is not None else None
+    scaled = args and args.get("x_scale") is not None
+    quant = _static_quantization(act) if scaled else None
     if reason := _why_not(args, act, quant):
         raise Miss(reason)
     assert args is not None
     args["activation"] = activation
     args["out_scale"] = None if quant is None else quant.args[1]
     last = quant or act
+    if args["weight_format"] is None:  # defaults at the end, which a call leaves out
+        del args["weight_format"], args["weight_zero"]
     return Match(last, [act.args[0], act, last], [last], call(LINEAR, tuple(args.values())))
 
 
@@ -109,7 +126,7 @@ def _why_not(args: dict[str, Any] | None, act: fx.Node, quant: fx.Node | None) -
         return f"its input comes from {layer.name}, not from a linear layer"
     if len(layer.users) > 1:
         return f"{layer.name} has {len(layer.users)} users, not the activation alone"
-    if args["x_scale"] is not None:
+    if args.get("x_scale") is not None:
         if quant is None:
             return "the result is not quantized by a static scale alone: no launch would be saved"
         if fake_value(args["weight_scale"]).shape[1] > 1:
