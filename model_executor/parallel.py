@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config.errors import UserError
+from ..config.weight_format import StoredFormat
 from .quant.scheme import BLOCK, FORMATS
 
 if TYPE_CHECKING:
@@ -120,18 +121,20 @@ def _inner(spec: ModelSpec) -> dict[str, int]:
 
 
 def _blocks_cut(spec: ModelSpec, world: int) -> str:
-    """Why the blocks of a checkpoint's scales do not spread; weights that are quantized while they
-    are loaded have blocks of their own on each rank."""
+    """Why what shares a scale in a checkpoint does not spread; weights that are quantized while
+    they are loaded have blocks of their own on each rank."""
     quant = spec.quant
-    if world == 1 or quant is None or quant.online or not FORMATS[quant.kind].blocks:
+    if world == 1 or quant is None or quant.online:
         return ""
-    local = replace(spec, tensor_parallel_size=world)
-    for linear in spec.linears:
-        if all(linear in left for left in quant.unquantized):
-            continue
+    local, form = replace(spec, tensor_parallel_size=world), FORMATS[quant.kind]
+    if isinstance(form, StoredFormat):
+        return why_units_cut(local, form)
+    if not form.blocks:
+        return ""
+    for linear in quantized_linears(spec):
         sizes = [local.in_features(linear.replace("gate_up", "down"))]
         if linear == "attention.qkv":
-            sizes = [heads * spec.head_dim for heads in (local.local_heads, local.local_kv_heads)]
+            sizes = _head_rows(local)
         for size in sizes:
             if size % BLOCK:
                 return (
@@ -139,3 +142,30 @@ def _blocks_cut(spec: ModelSpec, world: int) -> str:
                     f"{BLOCK}"
                 )
     return ""
+
+
+def why_units_cut(spec: ModelSpec, form: StoredFormat) -> str:
+    """Why the layers that a rank of ``spec`` holds, and the parts that are merged in them, are not
+    made of whole elements and groups of a format; "" if they are."""
+    for linear in quantized_linears(spec):
+        rows = [spec.in_features(linear.replace("gate_up", "down"))]
+        if linear == "attention.qkv":
+            rows = _head_rows(spec)
+        elif not linear.endswith("gate_up"):
+            rows = [spec.hidden_size]
+        columns = spec.in_features(linear)
+        for name, tensor in form.tensors.items():
+            if why := next(filter(None, (tensor.why_not((n, columns)) for n in rows)), ""):
+                return f"{name} of {linear} would have {why} in the format {form.name!r}"
+    return ""
+
+
+def quantized_linears(spec: ModelSpec) -> list[str]:
+    """The linear layers that are quantized in some layer of the model."""
+    left = spec.quant.unquantized if spec.quant else ()
+    return [linear for linear in spec.linears if not all(linear in names for names in left)]
+
+
+def _head_rows(spec: ModelSpec) -> list[int]:
+    """Rows of q, and of k or v, that a rank holds."""
+    return [heads * spec.head_dim for heads in (spec.local_heads, spec.local_kv_heads)]

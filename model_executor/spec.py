@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..config import UserError, outside_key
 from ..config.rope import RopeParameters
 from ..config.routing import Routing
+from ..config.weight_format import StoredFormat
 from .cache_spec import (
     KV_PAIRS,
     KVCacheSpec,
@@ -254,5 +255,6 @@ def check_online_kind(spec: ModelSpec, kind: str) -> None:
 
 def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
     """The layers of ``spec.linears`` whose inputs are not made of whole blocks."""
-    columns = FORMATS[kind].columns
+    form = FORMATS[kind]
+    columns = form.step(1) if isinstance(form, StoredFormat) else form.columns
     return tuple(n for n in spec.linears if columns and spec.in_features(n) % columns)

@@ -226,9 +226,9 @@ def describe_shapes(
 ) -> tuple[LinearDesc, int]:
     """Describe a call whose tensors have these dtypes and shapes, and count its rows."""
     held = [None if s is None else TensorDesc(*s) for s in shapes]
-    *operands, out_scale, weight_zero = held
+    x, weight, bias, x_scale, weight_scale, out_scale, weight_zero = held
     how = (out_dtype, activation, out_scale, weight_zero, weight_format)
-    desc = describe(*operands, *how)  # type: ignore[arg-type]
+    desc = describe(x, weight, bias, x_scale, weight_scale, *how)
     return desc, held[0].numel // max(desc.in_features, 1)  # type: ignore[union-attr]
 
 

@@ -242,7 +242,8 @@ def _fields(tensor: StoredTensor) -> list[int]:
 def _units(integers: Tensor, scales: Tensor) -> Tensor:
     """[units, rows of one, units, columns of one]: the integers by the scale that they share."""
     rows, columns = (n // units for n, units in zip(integers.shape, scales.shape, strict=True))
-    return integers.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    units: Tensor = integers.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return units
 
 
 def _look_up(codes: Tensor, values: Sequence[float]) -> Tensor:
