@@ -120,7 +120,7 @@ def describe_stored(
         try:
             shape = tensor.shape(rows, in_features)
         except ValueError as error:
-            raise ValueError(f"linear of {name}: {error}") from error
+            raise ValueError(f"linear of {name} by x {[*x.shape]}: {error}") from error
         if held is None:
             raise ValueError(
                 f"linear of {name}: {argument} is missing, expected {dtype} {[*shape]}"
