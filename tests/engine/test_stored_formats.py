@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +58,57 @@ def test_logits_are_those_of_the_stored_numbers(
         assert "a weight is stored as 'int8 of 64'" in missed[0]["reason"]
     elif level == 1:
         assert {c for c in chosen if c.startswith("linear")} == {"linear -> native"}
+
+
+def test_explain_names_the_format_and_its_kernel(tmp_path: Path) -> None:
+    save(INT8.name, tmp_path)
+    label, explanation = explain_model(EngineOptions(model=str(tmp_path), device="cpu"))
+    assert "int8 of 64 weights" in label
+    (layer, *_) = explanation.layers
+    calls = [line for line in layer.after if "fw_admitted::linear" in line]
+    assert len(calls) == 4 and all("int8 of 64" in call for call in calls)
+    assert {"multiply_int8"} < {kernel for at in layer.ranges for kernel in at.kernels}
+
+
+def test_an_artifact_is_of_one_definition_of_a_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another format under the same name, or another kernel, does not run the old code."""
+    save(INT4.name, tmp_path)
+    spec = read_spec(tmp_path)
+    options = EngineOptions(model=str(tmp_path), **OPTIONS)
+    config = resolve(options, Hardware(device="cpu", name="any"), model_limits(spec))
+    key = artifact_key(spec, config)
+    assert artifact_key(spec, config) == key
+    monkeypatch.setitem(STORED_FORMATS, INT4.name, replace(INT4, zero_offset=1))
+    changed = artifact_key(spec, config)
+    assert {f for f in key.factors if key.factors[f] != changed.factors[f]} == {"weight_format"}
+
+
+RANKS = """
+import sys
+sys.path.append({root!r})
+from tests.model_executor import stored_formats
+from fusewright import LLM, SamplingParams
+params = SamplingParams(temperature=0.0, max_tokens={tokens}, ignore_eos=True)
+with LLM({folder!r}, tensor_parallel_size=2, optimization_level={level}, **{options}) as llm:
+    outputs = llm.generate({prompts}, params, use_tqdm=False)
+    print([list(output.outputs[0].token_ids) for output in outputs])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [(INT4.name, 0), pytest.param(INT8.name, 2, marks=pytest.mark.slow)]
+)
+def test_two_ranks_answer_as_the_stored_numbers_do(name: str, level: int, tmp_path: Path) -> None:
+    """The ranks of torchrun run a script, which admits the formats in each of them."""
+    folder, script = tmp_path / "model", tmp_path / "script.py"
+    reference = save(name, folder)
+    asked = [list(prompt) for prompt in prompts()]
+    values = {"folder": str(folder), "level": level, "options": OPTIONS, "prompts": asked}
+    script.write_text(RANKS.format(root=str(ROOT), tokens=NUM_TOKENS, **values))
+    done = launch(str(script))
+    assert done.returncode == 0, done.stderr
+    for prompt, ids in zip(asked, ast.literal_eval(done.stdout), strict=True):
+        expected = logits_of(reference, [*prompt, *ids][:-1])[-NUM_TOKENS:]
+        assert expected.argmax(-1).tolist() == ids
