@@ -28,6 +28,11 @@ class OneExpert:
     weight_scale: Tensor
     rules: dict[str, ShardRule]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return tuple(self.weight.shape)
+
     def share(self, expert: int | None) -> tuple[OneExpert, bool]:
         """The share itself."""
         return self, False
@@ -65,7 +70,7 @@ class ExpertLinear(nn.Module):
         self.rules = {k: replace(rule, split=False) if whole else rule for k, rule in rules}
         shape = (num_experts, *one.weight.shape)
         weight = torch.empty(shape, dtype=one.weight.dtype, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight, self.shape = nn.Parameter(weight, requires_grad=False), shape
         if one.quant is not None:
             self.register_buffer("weight_scale", torch.zeros(num_experts, *one.weight_scale.shape))
             if one.quant.static:

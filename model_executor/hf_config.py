@@ -14,7 +14,6 @@ from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES, REFUSED
 from .models.rope import why_no_longer
 from .models.weight_names import checkpoint_names
-from .parallel import quantized_linears, why_units_cut
 from .quant.hf_quant import read_quantization
 from .quant.scheme import BLOCK, FORMATS, QuantScheme
 from .spec import ModelSpec
@@ -51,8 +50,9 @@ def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> Non
     form = FORMATS[quant.kind] if quant else None
     if isinstance(form, StoredFormat):
         spec = replace(spec, quant=quant)
-        experts = [n for n in quantized_linears(spec) if "experts" in n]
-        reason = why_units_cut(spec, form)
+        experts = [n for n in spec.quantized_linears if "experts" in n]
+        reasons = (spec.why_not_stored(linear, form) for linear in spec.quantized_linears)
+        reason = next(filter(None, reasons), "")
         if experts:
             reason = f"{experts[0]} would be {form.name!r}, but weights of experts are FP8 alone"
         if reason:

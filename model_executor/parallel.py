@@ -128,13 +128,14 @@ def _blocks_cut(spec: ModelSpec, world: int) -> str:
         return ""
     local, form = replace(spec, tensor_parallel_size=world), FORMATS[quant.kind]
     if isinstance(form, StoredFormat):
-        return why_units_cut(local, form)
+        reasons = (local.why_not_stored(linear, form) for linear in spec.quantized_linears)
+        return next(filter(None, reasons), "")
     if not form.blocks:
         return ""
-    for linear in quantized_linears(spec):
+    for linear in spec.quantized_linears:
         sizes = [local.in_features(linear.replace("gate_up", "down"))]
         if linear == "attention.qkv":
-            sizes = _head_rows(local)
+            sizes = [*local.part_rows(linear)]
         for size in sizes:
             if size % BLOCK:
                 return (
@@ -142,30 +143,3 @@ def _blocks_cut(spec: ModelSpec, world: int) -> str:
                     f"{BLOCK}"
                 )
     return ""
-
-
-def why_units_cut(spec: ModelSpec, form: StoredFormat) -> str:
-    """Why the layers that a rank of ``spec`` holds, and the parts that are merged in them, are not
-    made of whole elements and groups of a format; "" if they are."""
-    for linear in quantized_linears(spec):
-        rows = [spec.in_features(linear.replace("gate_up", "down"))]
-        if linear == "attention.qkv":
-            rows = _head_rows(spec)
-        elif not linear.endswith("gate_up"):
-            rows = [spec.hidden_size]
-        columns = spec.in_features(linear)
-        for name, tensor in form.tensors.items():
-            if why := next(filter(None, (tensor.why_not((n, columns)) for n in rows)), ""):
-                return f"{name} of {linear} would have {why} in the format {form.name!r}"
-    return ""
-
-
-def quantized_linears(spec: ModelSpec) -> list[str]:
-    """The linear layers that are quantized in some layer of the model."""
-    left = spec.quant.unquantized if spec.quant else ()
-    return [linear for linear in spec.linears if not all(linear in names for names in left)]
-
-
-def _head_rows(spec: ModelSpec) -> list[int]:
-    """Rows of q, and of k or v, that a rank holds."""
-    return [heads * spec.head_dim for heads in (spec.local_heads, spec.local_kv_heads)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,12 +17,13 @@ from ..config.weight_format import STORED_FORMATS, StoredFormat
 from ..ops.core.float8 import E4M3
 from .checkpoint import F8_E4M3, FLOATS, TensorInfo, dtype_names
 from .experts import ExpertLinear, expert_shares
-from .layers import rules_of
+from .layers import Linear, rules_of
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
 from .models.weight_names import FUSED_EXPERTS, checkpoint_names
 from .parallel import TensorParallelRank
 from .quant.scales import ScaleSlot, scale_slots
+from .quant.scheme import QuantScheme
 from .sharding import ModulePart, Placement, ShardRule
 from .spec import ModelSpec
 
@@ -111,7 +113,6 @@ def slots(
     params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     params |= dict(expert_shares(model, "weight"))
     params |= dict(stored_buffers(model))
-    quantized = spec.quant is not None and not spec.quant.online
     found: dict[str, Slot] = {}
     for name, target in names_in({}, spec) if names is None else names:
         # A name the spec has no module for, such as q_norm, is not needed.
@@ -122,18 +123,13 @@ def slots(
         share, is_elsewhere = target.share, False
         if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
             share, is_elsewhere = f"[{module.first}]", True
-        for kind, rule in rules_of(module).items():
-            parameter = f"{target.module}.{kind}{share}"
-            param = params.get(parameter)
-            if param is not None:
-                tensor = f"{name}.{_suffix(module, kind, name, there)}"
-                fp8 = quantized and param.dtype == E4M3
-                dtypes = (F8_E4M3,) if fp8 else dtype_names(param.dtype)
-                try:
-                    slot = _slot(parameter, param, rule, dtypes, target, tp)
-                except ValueError as error:
-                    raise UserError(f"tensor {tensor} for rank {tp.rank}: {error}") from error
-                found[tensor] = elsewhere(slot) if is_elsewhere else slot
+        for held in _held(module, params, spec.quant, f"{target.module}.{{}}{share}"):
+            tensor = f"{name}.{_suffix(held.suffixes, name, there)}"
+            try:
+                slot = _slot(held, target, tp)
+            except ValueError as error:
+                raise UserError(f"tensor {tensor} for rank {tp.rank}: {error}") from error
+            found[tensor] = elsewhere(slot) if is_elsewhere else slot
     return found
 
 
@@ -144,26 +140,51 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{name}.{kind}", b) for kind, b in module.named_buffers(recurse=False))
 
 
-def _suffix(module: nn.Module | None, kind: str, name: str, there: Collection[str]) -> str:
-    """What a checkpoint calls a module's tensor, behind the module's name."""
+class _Held(NamedTuple):
+    """A tensor of a module that checkpoints have: its name in the model, its names there behind the
+    module's, shape and types there but for the part, and the rule of its parts."""
+
+    parameter: str
+    suffixes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    rule: ShardRule
+
+
+def _held(
+    module: nn.Module | None,
+    params: Mapping[str, Tensor],
+    quant: QuantScheme | None,
+    name: str,
+) -> Iterator[_Held]:
+    """The tensors of a module.  ``name`` has ``{}`` for their kind."""
     form = getattr(module, "quant", None)
-    if not isinstance(form, StoredFormat) or kind not in form.tensors:
-        return kind
-    suffixes = form.tensors[kind].suffixes
+    stored = form.tensors if isinstance(form, StoredFormat) else {}
+    for kind, rule in rules_of(module).items():
+        param = params.get(parameter := name.format(kind))
+        if param is None:
+            continue
+        shape, online = tuple(param.shape), quant is not None and quant.online
+        if kind in stored and online:
+            if kind == "weight" and isinstance(module, Linear):
+                yield _Held(parameter, (kind,), module.shape, FLOATS, module.weight_rule)
+            continue
+        fp8 = param.dtype == E4M3 and not online
+        dtypes = (F8_E4M3,) if fp8 else dtype_names(param.dtype)
+        suffixes = stored[kind].suffixes if kind in stored else (kind,)
+        yield _Held(parameter, suffixes, shape, dtypes, rule)
+
+
+def _suffix(suffixes: tuple[str, ...], name: str, there: Collection[str]) -> str:
+    """What a checkpoint calls a tensor, behind the module's name."""
     return next((suffix for suffix in suffixes if f"{name}.{suffix}" in there), suffixes[0])
 
 
-def _slot(
-    name: str,
-    param: Tensor,
-    rule: ShardRule,
-    dtypes: tuple[str, ...],
-    target: ModulePart,
-    tp: TensorParallelRank,
-) -> Slot:
-    shape = list(param.shape)
+def _slot(held: _Held, target: ModulePart, tp: TensorParallelRank) -> Slot:
+    shape, rule = list(held.shape), held.rule
     shape[rule.dim] = rule.size_of(target.part)
-    return Slot(name, tuple(shape), dtypes, rule.place(target.part, tp.rank, tp.world))
+    place = rule.place(target.part, tp.rank, tp.world)
+    return Slot(held.parameter, tuple(shape), held.dtypes, place)
 
 
 def _fused_slot(name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParallelRank) -> Slot:

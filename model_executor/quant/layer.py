@@ -41,6 +41,10 @@ class Quantizable(Protocol):
     def weight(self) -> Tensor:
         """Of all shares."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the numbers which the weight stands for, however it is stored."""
+
     def share(self, expert: int | None) -> tuple[LayerShare | None, bool]:
         """The share of an expert, or the layer itself for None, and whether another rank has it:
         then the share of any expert here stands for it.  None if the layer has experts alone."""

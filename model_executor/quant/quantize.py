@@ -70,11 +70,11 @@ def rescale(weight: Tensor, old: float, new: float) -> None:
 
 
 class Staging(dict[str, Tensor]):
-    """Parameters by name, of which FP8 weights are filled in the dtype ``dtype`` first, and
-    quantized as soon as all parts are there.
+    """Parameters by name, of which weights to be quantized are filled in the dtype ``dtype`` first,
+    and quantized as soon as all parts are there.
 
     Args:
-        linears: the layers of FP8 weights, by the weight's name.
+        linears: the layers of these weights, by the weight's name.
         params: all other parameters.
         parts: the name of the parameter that each part to come belongs to.
     """
@@ -91,8 +91,8 @@ class Staging(dict[str, Tensor]):
         self._missing = Counter(parts)
 
     def __missing__(self, name: str) -> Tensor:
-        weight = self._linears[name].weight
-        self[name] = torch.empty(weight.shape, dtype=self._dtype, device=weight.device)
+        linear = self._linears[name]
+        self[name] = torch.empty(linear.shape, dtype=self._dtype, device=linear.weight.device)
         return self[name]
 
     def filled(self, name: str) -> None:

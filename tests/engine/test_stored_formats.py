@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fusewright import LLM, SamplingParams
-from fusewright.config import EngineOptions, Hardware, resolve
+from fusewright.config import EngineOptions, Hardware, UserError, resolve
 from fusewright.config.weight_format import STORED_FORMATS
 from fusewright.engine.explain import explain_model
 from fusewright.engine.worker.source import artifact_key
@@ -21,6 +21,7 @@ from tests.engine.test_torchrun import launch
 from tests.model_executor.stored_formats import INT4, INT8, TINY, logits_of, save
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("warm", "frozen_heap")
 NUM_TOKENS = 8
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -32,7 +33,13 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "level"), [(INT8.name, 0), (INT8.name, 2), (INT4.name, 0), (INT4.name, 1)]
+    ("name", "level"),
+    [
+        (INT8.name, 0),
+        pytest.param(INT8.name, 2, marks=pytest.mark.slow),
+        (INT4.name, 0),
+        pytest.param(INT4.name, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_logits_are_those_of_the_stored_numbers(
     name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +65,20 @@ def test_logits_are_those_of_the_stored_numbers(
         assert "a weight is stored as 'int8 of 64'" in missed[0]["reason"]
     elif level == 1:
         assert {c for c in chosen if c.startswith("linear")} == {"linear -> native"}
+
+
+def test_an_admitted_format_is_an_option(tmp_path: Path) -> None:
+    """A checkpoint that is not quantized answers as one that is."""
+    reference = save(INT8.name, tmp_path / "stored")
+    TINY.save(tmp_path / "plain")
+    options = {"optimization_level": 0, **OPTIONS}
+    llm = LLM(str(tmp_path / "plain"), quantization=INT8.name, **options)
+    prompt = list(prompts()[2])
+    ids = llm.generate([prompt], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+    expected = logits_of(reference, [*prompt, *ids][:-1])[-NUM_TOKENS:]
+    assert expected.argmax(-1).tolist() == list(ids)
+    with pytest.raises(UserError, match=r"'int3': expected fp8 or .* or int8 of 64 or "):
+        LLM(str(tmp_path / "plain"), quantization="int3", **options)
 
 
 def test_explain_names_the_format_and_its_kernel(tmp_path: Path) -> None:
@@ -97,9 +118,8 @@ with LLM({folder!r}, tensor_parallel_size=2, optimization_level={level}, **{opti
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "level"), [(INT4.name, 0), pytest.param(INT8.name, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "level"), [(INT4.name, 0), (INT8.name, 2)])
 def test_two_ranks_answer_as_the_stored_numbers_do(name: str, level: int, tmp_path: Path) -> None:
     """The ranks of torchrun run a script, which admits the formats in each of them."""
     folder, script = tmp_path / "model", tmp_path / "script.py"

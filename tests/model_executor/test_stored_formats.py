@@ -21,12 +21,13 @@ from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.parallel import check_parallel
 from fusewright.model_executor.quant.scheme import LINEARS
+from fusewright.model_executor.spec import quantize_online
 from fusewright.ops.core.target import Target
 from fusewright.ops.linear import formats
 from fusewright.ops.linear.desc import LinearDesc
 from fusewright.ops.linear.kernels import DEQUANTIZING, admit_weight_format, select
 from tests.model_executor.quant_checkpoints import FUSED
-from tests.model_executor.stored_formats import INT4, INT8, STORE, save
+from tests.model_executor.stored_formats import INT4, INT8, STORE, TINY, save
 from tests.model_executor.test_parallel import check_together, ranks_of
 from tests.model_executor.tiny_models import BY_NAME
 
@@ -169,6 +170,24 @@ def test_ranks_hold_the_model_together(name: str, load_format: str, tmp_path: Pa
         operands = (linear.weight, linear.weight_scale, zero)
         numbers = formats.dequantize(STORED_FORMATS[name], *operands)
         assert numbers.shape == (128, 256) and 0.018 < numbers.std() < 0.022
+
+
+@both
+def test_weights_are_quantized_while_they_are_loaded(name: str, tmp_path: Path) -> None:
+    """To the bits that a checkpoint in the format would hold; each rank what it holds itself."""
+    saved = TINY.save(tmp_path).state_dict()
+    spec = quantize_online(read_spec(tmp_path), name)
+    whole = load_model(spec, tmp_path, "cpu")
+    for linear in LINEARS:
+        held = whole.get_submodule(f"layers.1.{linear}")
+        numbers = torch.cat([saved[f"model.layers.1.{part}.weight"] for part in FUSED[linear]])
+        for kind, tensor in STORE[name](numbers)[0].items():
+            stored = STORED_FORMATS[name].tensors.items()
+            for argument in (a for a, t in stored if kind in t.suffixes):
+                assert torch.equal(getattr(held, argument), tensor), f"{linear}.{argument}"
+    check_together(whole, ranks_of(spec, tmp_path, 2, "auto"))
+    odd = replace(spec, quant=None, intermediate_size=240)
+    assert "mlp.down" in quantize_online(odd, name).quant.unquantized[0]  # type: ignore[union-attr]
 
 
 def test_an_admitted_kernel_is_chosen_and_where_it_refuses_the_weight_is_dequantized() -> None:
