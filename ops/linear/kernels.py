@@ -224,7 +224,8 @@ KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, LIBRARY, DEQUANTIZING)
 WITHOUT_CSRC = KERNELS[2:]
 UNMEASURED = KERNELS[3:]
 """The kernels that are left where no table names a library algorithm."""
-_ADMITTED: dict[str, tuple[LinearKernel, ...]] = {}
+ADMITTED: dict[str, tuple[LinearKernel, ...]] = {}
+"""The kernels of each format that is admitted."""
 
 
 def admit_weight_format(stored: StoredFormat, *kernels: LinearKernel) -> None:
@@ -246,12 +247,12 @@ def admit_weight_format(stored: StoredFormat, *kernels: LinearKernel) -> None:
         raise ValueError(f"weight format {stored.name!r} is there already: give another name")
     WEIGHT_FORMATS[stored.name] = WeightFormat.of(stored)
     STORED_FORMATS[stored.name] = stored
-    _ADMITTED[stored.name] = kernels
+    ADMITTED[stored.name] = kernels
 
 
 def kernels_of(weight_format: str) -> tuple[LinearKernel, ...]:
     """The kernels for weights of a format, in order of preference."""
-    return (*_ADMITTED.get(weight_format, ()), *KERNELS)
+    return (*ADMITTED.get(weight_format, ()), *KERNELS)
 
 
 def format_factors(weight_format: str) -> dict[str, str]:
@@ -260,7 +261,7 @@ def format_factors(weight_format: str) -> dict[str, str]:
     stored = STORED_FORMATS.get(weight_format)
     if stored is None:
         return {}
-    names = ", ".join(kernel.name for kernel in _ADMITTED[weight_format])
+    names = ", ".join(kernel.name for kernel in ADMITTED[weight_format])
     return {"weight_format": str(stored), "weight_format.kernels": names or "none"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fusewright.engine.worker.source import artifact_key
 from fusewright.model_executor.hf_config import model_limits, read_spec
 from tests.engine.test_parity import LogitsRecorder, prompts
 from tests.engine.test_torchrun import launch
-from tests.model_executor.stored_formats import INT4, INT8, TINY, logits_of, save
+from tests.model_executor.stored_formats import INT4, INT8, TINY, admitted, logits_of, save
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("warm", "frozen_heap")
@@ -30,6 +31,12 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 64,
 }
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def both_are_admitted() -> Iterator[None]:
+    with admitted():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -109,8 +116,9 @@ def test_an_artifact_is_of_one_definition_of_a_format(
 RANKS = """
 import sys
 sys.path.append({root!r})
-from tests.model_executor import stored_formats
+from tests.model_executor.stored_formats import admit
 from fusewright import LLM, SamplingParams
+admit()
 params = SamplingParams(temperature=0.0, max_tokens={tokens}, ignore_eos=True)
 with LLM({folder!r}, tensor_parallel_size=2, optimization_level={level}, **{options}) as llm:
     outputs = llm.generate({prompts}, params, use_tqdm=False)

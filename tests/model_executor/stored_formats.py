@@ -1,12 +1,13 @@
 """Two weight formats from outside of the package, and checkpoints of them written by plain torch.
 
-The formats are admitted when this module is imported.
+``admit()`` is what a script does; tests take them back with ``admitted()``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch import Tensor
 
 from fusewright.config.weight_format import STORED_FORMATS, Packing, StoredFormat, StoredTensor
 from fusewright.ops import LinearKernel, admit_weight_format
+from fusewright.ops.core.target import Target
+from fusewright.ops.linear.desc import LinearDesc
+from fusewright.ops.linear.formats import WEIGHT_FORMATS
+from fusewright.ops.linear.kernels import ADMITTED
 from tests.model_executor.tiny_models import TinyModel
 
 GROUP, SMALL_GROUP = 64, 32
@@ -30,15 +35,11 @@ def multiply_int8(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) ->
     return y if bias is None else y + bias
 
 
-# The format, in ten lines.
 INT8 = StoredFormat(
     name="int8 of 64",
     weight=StoredTensor(("weight",), "int8"),
     scale=StoredTensor(("weight_scale",), "float32", unit=(1, GROUP)),
 )
-if INT8.name not in STORED_FORMATS:
-    few_rows = lambda desc, rows, target: "" if rows <= 16 else f"{rows} rows > 16"  # noqa: E731
-    admit_weight_format(INT8, LinearKernel("multiply_int8", few_rows, multiply_int8))
 
 # For reference alone: as compressed-tensors packs asymmetric int4, eight columns an int32, and zero
 # points of eight rows.
@@ -51,8 +52,27 @@ INT4 = StoredFormat(
     ),
     ignored=("weight_shape",),
 )
-if INT4.name not in STORED_FORMATS:
+
+
+def few_rows(desc: LinearDesc, rows: int, target: Target) -> str:
+    return "" if rows <= 16 else f"{rows} rows > 16"
+
+
+def admit() -> None:
+    admit_weight_format(INT8, LinearKernel("multiply_int8", few_rows, multiply_int8))
     admit_weight_format(INT4)
+
+
+@contextmanager
+def admitted() -> Iterator[None]:
+    """Both formats are known within."""
+    admit()
+    try:
+        yield
+    finally:
+        for table in (STORED_FORMATS, WEIGHT_FORMATS, ADMITTED):
+            for name in STORE:
+                del table[name]  # type: ignore[attr-defined]
 
 
 def store_int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fusewright.ops.core.target import Target
 from fusewright.ops.linear import formats
 from fusewright.ops.linear.desc import LinearDesc
 from fusewright.ops.linear.kernels import DEQUANTIZING, admit_weight_format, select
+from tests.model_executor import stored_formats
 from tests.model_executor.quant_checkpoints import FUSED
 from tests.model_executor.stored_formats import INT4, INT8, STORE, TINY, save
 from tests.model_executor.test_parallel import check_together, ranks_of
@@ -83,6 +84,12 @@ KNOWN = [
         x_dtype="float8_e4m3fn",
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def both_are_admitted() -> Iterator[None]:
+    with stored_formats.admitted():
+        yield
 
 
 @pytest.fixture
