@@ -142,6 +142,20 @@ def test_layouts_are_those_of_their_libraries() -> None:
     assert formats.dequantize(mxfp4, blocks, scale)[0, :2].tolist() == [4.0, -24.0]
 
 
+@every
+def test_ranks_hold_every_layout_together(admitted: StoredFormat, tmp_path: Path) -> None:
+    """Transposed and packed along either axis.  Of whole columns a rank that has a part of them
+    finds a scale of its own, as in FP8."""
+    TINY.save(tmp_path)
+    spec = quantize_online(read_spec(tmp_path), admitted.name)
+    whole, ranks = load_model(spec, tmp_path, "cpu"), ranks_of(spec, tmp_path, 2, "auto")
+    if admitted.scale.unit[1]:
+        check_together(whole, ranks)
+    for name in ("attention.qkv", "mlp.gate_up"):
+        rows = whole.get_submodule(f"layers.0.{name}").shape[0]
+        assert [r.get_submodule(f"layers.0.{name}").shape for r in ranks] == [(rows // 2, 128)] * 2
+
+
 @both
 def test_every_tensor_of_a_checkpoint_lands_in_its_place(name: str, tmp_path: Path) -> None:
     """Parts of merged layers one below the other, packed and with their scales and zero points."""
