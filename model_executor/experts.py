@@ -65,7 +65,6 @@ class ExpertLinear(nn.Module):
             raise ValueError(f"weights of experts are FP8 or not quantized, not {one.quant.name!r}")
         self.quant: QuantFormat | None = one.quant
         self.num_experts, self.whole, self.first = num_experts, whole, 0
-        self.weight_rule = one.weight_rule
         rules = one.rules.items()
         self.rules = {k: replace(rule, split=False) if whole else rule for k, rule in rules}
         shape = (num_experts, *one.weight.shape)
