@@ -9,6 +9,7 @@ from .errors import UserError
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
+from .weight_format import STORED_FORMATS
 
 _MAX_INT = 2**63 - 1
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -128,8 +129,11 @@ def _check_ranges(options: EngineOptions) -> None:
         largest = _LARGEST.get(spec.name, _MAX_INT)
         if isinstance(value, int | float) and not abs(value) <= largest:  # NaN is not either
             raise UserError(f"{spec.name}={value}: expected a number up to {largest}")
-        if spec.choices and value not in (spec.default, *spec.choices):
-            raise UserError(f"{spec.name}={value!r}: expected {' or '.join(spec.choices)}")
+        choices = spec.choices
+        if spec.name == "quantization":
+            choices = (*choices, *STORED_FORMATS)
+        if choices and value not in (spec.default, *choices):
+            raise UserError(f"{spec.name}={value!r}: expected {' or '.join(choices)}")
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
         raise UserError(
             "num_gpu_blocks_override and kv_cache_memory_bytes both size the KV cache: give one"

@@ -31,7 +31,16 @@ UNNEEDED = re.compile(
 are computed here, and may be of any type."""
 _MOST_HEADER_BYTES = 10**8
 """Longest header that safetensors itself reads, in bytes."""
-_ITEMSIZE = dict(zip((*FLOATS, F8_E4M3), (8, 4, 2, 2, 1), strict=True))
+_FLOAT_SIZES = dict(zip((*FLOATS, F8_E4M3, "F8_E8M0"), (8, 4, 2, 2, 1, 1), strict=True))
+_INT_SIZES = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
+_ITEMSIZE = _FLOAT_SIZES | _INT_SIZES
+
+
+def dtype_names(dtype: Any) -> tuple[str, ...]:
+    """What safetensors calls the types that a tensor of a torch dtype is read from."""
+    if dtype.is_floating_point:
+        return FLOATS
+    return (str(dtype).removeprefix("torch.").replace("uint", "U").replace("int", "I"),)
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
                 if info.dtype not in _ITEMSIZE:
                     raise UserError(
                         f"tensor {name} in {file} is of type {info.dtype}, expected one of "
-                        f"{', '.join(_ITEMSIZE)}; use unquantized or FP8 weights"
+                        f"{', '.join(_ITEMSIZE)}; use unquantized weights, or another format"
                     )
                 found[name] = info
     return found

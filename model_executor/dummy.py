@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .experts import ExpertLinear
-from .layers import Linear, RMSNorm, ShardRule, rules_of
+from .layers import Linear, RMSNorm, rules_of
 from .models.decoder import DecoderModel
 from .parallel import TensorParallelRank
 from .quant.quantize import DUMMY_INPUT_SCALE, quantize_into
+from .sharding import ShardRule
 
 
 def fill_dummy(
@@ -36,7 +37,7 @@ def fill_dummy(
     if spec.tie_word_embeddings and not spec.has_embedding and head is not None:
         # The embedding, which is drawn first, is in another stage.
         weight = torch.empty(
-            _whole_shape(head.weight, head.rules["weight"]), dtype=dtype, device=device
+            _whole_shape(head.weight.shape, head.rules["weight"]), dtype=dtype, device=device
         )
         weight.normal_(0.0, 0.02, generator=generator.manual_seed(seed))
         with torch.no_grad():
@@ -62,10 +63,13 @@ def _fill(
                 param.fill_(1.0)
                 continue
             linear, rule = quantized.get(id(param)), rules[id(param)]
+            shape = list(param.shape)
+            if isinstance(linear, Linear):  # as a matrix, whatever it is stored as
+                rule, shape = linear.weight_rule, list(linear.shape)
             if linear is None and tp.world == 1 and not param.is_meta:
                 param.normal_(0.0, 0.02, generator=generator)
                 continue
-            shape, layer = _whole_shape(param, rule), spread.get(id(param))
+            shape, layer = _whole_shape(shape, rule), spread.get(id(param))
             if layer is not None:
                 shape[0] *= tp.world
             whole = torch.empty(shape, dtype=dtype, device=generator.device)
@@ -84,22 +88,22 @@ def _fill(
                 linear.input_scale.fill_(DUMMY_INPUT_SCALE)
 
 
-def _dim(param: Tensor, rule: ShardRule) -> int:
+def _dim(shape: Sequence[int], rule: ShardRule) -> int:
     """The dimension along which a parameter is split; weights of experts have one more in front."""
-    return rule.dim + (param.dim() == 3)
+    return rule.dim + (len(shape) == 3)
 
 
-def _whole_shape(param: Tensor, rule: ShardRule) -> list[int]:
-    shape = list(param.shape)
-    shape[_dim(param, rule)] = rule.local_size(1)
-    return shape
+def _whole_shape(shape: Sequence[int], rule: ShardRule) -> list[int]:
+    whole = list(shape)
+    whole[_dim(shape, rule)] = rule.local_size(1)
+    return whole
 
 
 def _slice(whole: Tensor, rule: ShardRule, tp: TensorParallelRank) -> Tensor:
     """A rank's slices of a parameter that one rank would hold whole."""
     if tp.world == 1:
         return whole
-    dim = _dim(whole, rule)
+    dim = _dim(whole.shape, rule)
     starts = [rule.place(part.name, 0, 1).dest_start for part in rule.parts]
     places = [rule.place(part.name, tp.rank, tp.world) for part in rule.parts]
     parts = [

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .layers import Linear, ShardRule
+from ..config.weight_format import StoredFormat
+from .layers import Linear
 from .quant.scheme import QuantFormat
+from .sharding import ShardRule
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,19 @@ class OneExpert:
     weight: Tensor
     weight_scale: Tensor
     rules: dict[str, ShardRule]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return tuple(self.weight.shape)
+
+    def share(self, expert: int | None) -> tuple[OneExpert, bool]:
+        """The share itself."""
+        return self, False
+
+    def shares(self) -> tuple[OneExpert, ...]:
+        """The share itself."""
+        return (self,)
 
 
 class ExpertLinear(nn.Module):
@@ -40,14 +55,21 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, num_experts: int, one: Linear, *, whole: bool = False) -> None:
         """Make ``num_experts`` experts, each like ``one``.  With ``whole`` a rank holds its experts
-        uncut, and other ranks hold other experts."""
+        uncut, and other ranks hold other experts.
+
+        Raises:
+            ValueError: the weight of ``one`` is stored in an admitted format.
+        """
         super().__init__()
-        self.num_experts, self.quant, self.whole, self.first = num_experts, one.quant, whole, 0
+        if isinstance(one.quant, StoredFormat):
+            raise ValueError(f"weights of experts are FP8 or not quantized, not {one.quant.name!r}")
+        self.quant: QuantFormat | None = one.quant
+        self.num_experts, self.whole, self.first = num_experts, whole, 0
         rules = one.rules.items()
         self.rules = {k: replace(rule, split=False) if whole else rule for k, rule in rules}
         shape = (num_experts, *one.weight.shape)
         weight = torch.empty(shape, dtype=one.weight.dtype, device="meta")
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight, self.shape = nn.Parameter(weight, requires_grad=False), shape
         if one.quant is not None:
             self.register_buffer("weight_scale", torch.zeros(num_experts, *one.weight_scale.shape))
             if one.quant.static:
@@ -75,6 +97,18 @@ class ExpertLinear(nn.Module):
     def numbers(self) -> range:
         """The model's numbers of the experts that are here."""
         return range(self.first, self.first + self.num_experts)
+
+    def share(self, expert: int | None) -> tuple[OneExpert | None, bool]:
+        """The share of an expert, and whether it is another rank's: then that of any expert here
+        stands for it.  None for None: there is no share of all."""
+        if expert is None:
+            return None, False
+        elsewhere = expert not in self.numbers
+        return self.expert(self.first if elsewhere else expert), elsewhere
+
+    def shares(self) -> tuple[OneExpert, ...]:
+        """Those of all experts that are here."""
+        return tuple(map(self.expert, self.numbers))
 
     def expert(self, number: int) -> OneExpert:
         """The share of one of ``numbers``; writing to its tensors writes to the layer's."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import ModelLimits, UserError
+from ..config.weight_format import StoredFormat
 from .abacus import BUNDLED
 from .checkpoint_facts import fit_to_checkpoint
 from .hf_json import HfConfig, read_json
@@ -46,7 +47,18 @@ def read_spec(folder: Path | str) -> ModelSpec:
 
 
 def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
-    if quant is None or not FORMATS[quant.kind].blocks:
+    form = FORMATS[quant.kind] if quant else None
+    if isinstance(form, StoredFormat):
+        spec = replace(spec, quant=quant)
+        experts = [n for n in spec.quantized_linears if "experts" in n]
+        reasons = (spec.why_not_stored(linear, form) for linear in spec.quantized_linears)
+        reason = next(filter(None, reasons), "")
+        if experts:
+            reason = f"{experts[0]} would be {form.name!r}, but weights of experts are FP8 alone"
+        if reason:
+            raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
+        return
+    if quant is None or form is None or not form.blocks:
         return
     for linear in spec.linears:
         size = spec.in_features(linear)

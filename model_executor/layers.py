@@ -1,90 +1,25 @@
 """Layers with their sharding rule: which slice of a checkpoint tensor a rank holds, and where.
 
 Parameters are made on the meta device; ``loader`` gives them memory and fills them by the rules.
-Their dtype is the model's, but for FP8 weights; scales are float32 buffers.
+Their dtype is the model's, but for quantized weights; scales and zero points are buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..config.weight_format import StoredFormat
 from ..ops.core.float8 import E4M3
+from ..ops.linear.formats import dtype_of
 from .parallel import GROUP
 from .quant.scheme import BLOCK, FORMATS, QuantKind
-
-
-@dataclass(frozen=True)
-class Part:
-    """One checkpoint tensor inside a fused parameter.
-
-    ``size`` is its length along the sharded dimension over all ranks, made of ``units`` that stay
-    whole (heads).  With ``replicate``, more ranks than units share a unit (KV heads).
-    """
-
-    name: str
-    size: int
-    units: int
-    replicate: bool = False
-
-
-@dataclass(frozen=True)
-class Placement:
-    """``length`` rows (columns for ``dim`` 1) of a checkpoint tensor from ``source_start`` on go to
-    the parameter from ``dest_start`` on."""
-
-    dim: int
-    source_start: int
-    dest_start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class ShardRule:
-    """A parameter is its parts joined along ``dim``; each part is split over the ranks, or, when
-    ``split`` is false, held whole by every rank.  What is added ``once`` to a sum over the ranks is
-    zeros on all but the first."""
-
-    dim: int
-    parts: tuple[Part, ...]
-    split: bool = True
-    once: bool = False
-
-    def place(self, part_name: str, rank: int, world: int) -> Placement:
-        """The slice of one part that ``rank`` of ``world`` holds.
-
-        Raises:
-            ValueError: the part's units cannot be spread evenly over the ranks.
-        """
-        dest_start = 0
-        for part in self.parts:
-            source_start, length = self._slice(part, rank, world)
-            if part.name == part_name:
-                return Placement(self.dim, source_start, dest_start, length)
-            dest_start += length
-        raise KeyError(f"no part {part_name!r}; parts: {[p.name for p in self.parts]}")
-
-    def local_size(self, world: int) -> int:
-        """Length along ``dim`` of one rank's parameter."""
-        return sum(self._slice(part, 0, world)[1] for part in self.parts)
-
-    def _slice(self, part: Part, rank: int, world: int) -> tuple[int, int]:
-        if not self.split:
-            return 0, part.size
-        unit_size = part.size // part.units
-        if part.units % world == 0:
-            length = part.size // world
-            return rank * length, length
-        if part.replicate and world % part.units == 0:
-            return rank // (world // part.units) * unit_size, unit_size
-        raise ValueError(
-            f"{part.units} units of {part.name or 'a weight'} do not spread over {world} ranks"
-        )
+from .sharding import Part as Part, Placement as Placement, ShardRule as ShardRule, stored_rule
 
 
 def rules_of(module: nn.Module | None) -> Mapping[str, ShardRule]:
@@ -100,13 +35,17 @@ def _parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 class Linear(nn.Module):
     """``x @ weight.T + bias``; made by the functions below, which differ in the rule only.
 
-    With ``quant`` the weight is FP8 and x is quantized before the matmul.  Scales are zero until
-    they are loaded; ``input_scale`` is there for a static format alone.  With ``reduce`` the
-    results are summed over the ranks.
+    With ``quant`` the weight is FP8 and x is quantized before the matmul, or the weight is stored
+    in an admitted format.  FP8 scales are zero until they are loaded; ``input_scale`` is there for
+    a static format alone.  With ``reduce`` the results are summed over the ranks.
+
+    ``shape`` and ``weight_rule`` are those of this rank's weight as a matrix of numbers, whatever
+    it is stored as.
     """
 
     weight_scale: Tensor
     input_scale: Tensor
+    weight_zero: Tensor
 
     def __init__(
         self,
@@ -126,11 +65,18 @@ class Linear(nn.Module):
         each_row = rule if rule.dim == 0 else whole
         # One rank adds the bias of a split sum, so that the sum over ranks goes straight to a norm.
         bias_rule = each_row if rule.dim == 0 else replace(whole, once=True)
-        sizes = [out_features, in_features]
+        sizes, rows = [out_features, in_features], out_features
         sizes[rule.dim] = rule.local_size(world)
-        out_features, in_features = sizes
-        self.weight = _parameter(out_features, in_features, dtype=E4M3 if quant else None)
+        out_features, in_features = self.shape = (sizes[0], sizes[1])
+        self.weight_rule = rule
         self.bias = _parameter(out_features) if bias else None
+        if isinstance(self.quant, StoredFormat):
+            stored = self.quant.tensors.items()
+            self.rules = {name: stored_rule(rule, tensor, rows) for name, tensor in stored}
+            self.rules["bias"] = bias_rule
+            self._store(self.quant)
+            return
+        self.weight = _parameter(out_features, in_features, dtype=E4M3 if quant else None)
         self.rules = {"weight": rule, "bias": bias_rule}
         if self.quant is None:
             return
@@ -141,6 +87,23 @@ class Linear(nn.Module):
         if self.quant.rows:
             self.rules["weight_scale"] = _by_block(rule) if self.quant.blocks else each_row
 
+    def _store(self, form: StoredFormat) -> None:
+        """Make the tensors of a stored weight."""
+        for name, tensor in form.tensors.items():
+            shape, dtype = tensor.shape(*self.shape), dtype_of(tensor)
+            if name == "weight":
+                self.weight = _parameter(*shape, dtype=dtype)
+            else:
+                self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def share(self, expert: int | None) -> tuple[Linear, bool]:
+        """The layer, and that no other rank has it; a layer of experts has a share for each."""
+        return self, False
+
+    def shares(self) -> tuple[Linear, ...]:
+        """The layer alone; a layer of experts has a share for each."""
+        return (self,)
+
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
         y = self._matmul(x)
@@ -149,11 +112,22 @@ class Linear(nn.Module):
     def _matmul(self, x: Tensor) -> Tensor:
         if self.quant is None:
             return ops.linear(x, self.weight, self.bias)
+        if isinstance(self.quant, StoredFormat):
+            return self._matmul_stored(x, self.quant)
         if self.quant.static:
             quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
         else:
             quantized, scale = ops.quant_fp8_dynamic(x, self.quant.columns)
         return ops.linear(quantized, self.weight, self.bias, scale, self.weight_scale, x.dtype)
+
+    def _matmul_stored(self, x: Tensor, form: StoredFormat) -> Tensor:
+        operand, scale, dtype = x, None, None
+        if form.x_dtype:
+            operand, scale = ops.quant_fp8_dynamic(x, form.x_columns)
+            dtype = x.dtype
+        zero = None if form.zero is None else self.weight_zero
+        weight = (self.weight, self.bias, scale, self.weight_scale, dtype)
+        return ops.linear(operand, *weight, None, None, zero, form.name)
 
 
 def _by_block(rule: ShardRule) -> ShardRule:

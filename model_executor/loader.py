@@ -25,9 +25,10 @@ from .layers import Embedding, Linear, rules_of
 from .models.decoder import DecoderModel
 from .models.moe import Experts
 from .parallel import TensorParallelRank
-from .quant.quantize import Quantized, Staging, rescale
+from .quant.layer import Quantizable
+from .quant.quantize import Staging, rescale
 from .quant.scales import find_scales, read_scales
-from .slots import Read, all_slots, elsewhere, plan_reads
+from .slots import Read, all_slots, elsewhere, plan_reads, stored_buffers
 from .spec import ModelSpec, stage_of
 
 ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
@@ -155,6 +156,7 @@ def load_weights(
         {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(expert_shares(model, "weight")),
+            **dict(stored_buffers(model)),
         },
         (read.slot.parameter for read in reads),
         spec.dtype,
@@ -169,7 +171,7 @@ def load_weights(
         stream(staging, reads, advance, filled)
 
 
-def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantized]]:
+def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantizable]]:
     """FP8 layers by the names of their weights: a layer of experts as a whole, then each expert."""
     for name, module in modules.items():
         if isinstance(module, Linear | ExpertLinear) and module.quant:
@@ -201,7 +203,9 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str
         _replace_tensors(
             model,
             lambda param: _empty_like(param, dtype, device),
-            lambda buffer: buffer.to(device),
+            lambda buffer: (
+                torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            ),
         )
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -221,8 +225,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _dtype(param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """FP8 weights stay FP8, others are of the model's dtype."""
-    return E4M3 if param.dtype == E4M3 else dtype
+    """Quantized weights keep their dtype, others are of the model's."""
+    return dtype if param.is_floating_point() and param.dtype != E4M3 else param.dtype
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config.errors import UserError
+from ..config.weight_format import StoredFormat
 from .quant.scheme import BLOCK, FORMATS
 
 if TYPE_CHECKING:
@@ -120,18 +121,21 @@ def _inner(spec: ModelSpec) -> dict[str, int]:
 
 
 def _blocks_cut(spec: ModelSpec, world: int) -> str:
-    """Why the blocks of a checkpoint's scales do not spread; weights that are quantized while they
-    are loaded have blocks of their own on each rank."""
+    """Why what shares a scale in a checkpoint does not spread; weights that are quantized while
+    they are loaded have blocks of their own on each rank."""
     quant = spec.quant
-    if world == 1 or quant is None or quant.online or not FORMATS[quant.kind].blocks:
+    if world == 1 or quant is None or quant.online:
         return ""
-    local = replace(spec, tensor_parallel_size=world)
-    for linear in spec.linears:
-        if all(linear in left for left in quant.unquantized):
-            continue
+    local, form = replace(spec, tensor_parallel_size=world), FORMATS[quant.kind]
+    if isinstance(form, StoredFormat):
+        reasons = (local.why_not_stored(linear, form) for linear in spec.quantized_linears)
+        return next(filter(None, reasons), "")
+    if not form.blocks:
+        return ""
+    for linear in spec.quantized_linears:
         sizes = [local.in_features(linear.replace("gate_up", "down"))]
         if linear == "attention.qkv":
-            sizes = [heads * spec.head_dim for heads in (local.local_heads, local.local_kv_heads)]
+            sizes = [*local.part_rows(linear)]
         for size in sizes:
             if size % BLOCK:
                 return (

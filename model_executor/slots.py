@@ -6,21 +6,25 @@ Every name, type and shape is checked before anything is read, also of what othe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config.errors import UserError
+from ..config.weight_format import STORED_FORMATS, StoredFormat
 from ..ops.core.float8 import E4M3
-from .checkpoint import F8_E4M3, FLOATS, TensorInfo
+from .checkpoint import F8_E4M3, FLOATS, TensorInfo, dtype_names
 from .experts import ExpertLinear, expert_shares
-from .layers import Placement, ShardRule, rules_of
+from .layers import Linear, rules_of
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
-from .models.weight_names import FUSED_EXPERTS, ModulePart, checkpoint_names
+from .models.weight_names import FUSED_EXPERTS, checkpoint_names
 from .parallel import TensorParallelRank
 from .quant.scales import ScaleSlot, scale_slots
+from .quant.scheme import QuantScheme
+from .sharding import ModulePart, Placement, ShardRule
 from .spec import ModelSpec
 
 # Scales of an FP8 KV cache are of no use to another one.
@@ -59,7 +63,7 @@ def all_slots(
     spec, modules, names = model.spec, dict(model.named_modules()), names_in(found, model.spec)
     online = spec.quant is not None and spec.quant.online
     scales = scale_slots(modules, names, tp.rank, tp.world, online=online)
-    return slots(model, tp, names), list(scales)
+    return slots(model, tp, names, found), list(scales)
 
 
 def elsewhere(slot: Slot) -> Slot:
@@ -93,17 +97,22 @@ def slots(
     model: DecoderModel,
     tp: TensorParallelRank,
     names: Iterable[tuple[str, ModulePart]] | None = None,
+    there: Collection[str] = (),
 ) -> dict[str, Slot]:
-    """Checkpoint tensor name -> slot, for every tensor that the model needs except scales.
+    """Checkpoint tensor name -> slot, for every tensor that the model needs except FP8 scales.
 
     Args:
         names: from ``names_in``; by default, those of a checkpoint with a tensor for each expert.
+        there: names of the checkpoint's tensors, which decide where a format has several.
+
+    Raises:
+        UserError: a rank's part of a tensor begins or ends within one of its elements.
     """
     spec = model.spec
     modules = dict(model.named_modules())
     params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     params |= dict(expert_shares(model, "weight"))
-    quantized = spec.quant is not None and not spec.quant.online
+    params |= dict(stored_buffers(model))
     found: dict[str, Slot] = {}
     for name, target in names_in({}, spec) if names is None else names:
         # A name the spec has no module for, such as q_norm, is not needed.
@@ -114,27 +123,68 @@ def slots(
         share, is_elsewhere = target.share, False
         if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
             share, is_elsewhere = f"[{module.first}]", True
-        for kind, rule in rules_of(module).items():
-            parameter = f"{target.module}.{kind}{share}"
-            param = params.get(parameter)
-            if param is not None:
-                dtypes = (F8_E4M3,) if quantized and param.dtype == E4M3 else FLOATS
-                slot = _slot(parameter, param, rule, dtypes, target, tp)
-                found[f"{name}.{kind}"] = elsewhere(slot) if is_elsewhere else slot
+        for held in _held(module, params, spec.quant, f"{target.module}.{{}}{share}"):
+            tensor = f"{name}.{_suffix(held.suffixes, name, there)}"
+            try:
+                slot = _slot(held, target, tp)
+            except ValueError as error:
+                raise UserError(f"tensor {tensor} for rank {tp.rank}: {error}") from error
+            found[tensor] = elsewhere(slot) if is_elsewhere else slot
     return found
 
 
-def _slot(
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Scales and zero points of stored weights, which are read as weights are."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "quant", None), StoredFormat):
+            yield from ((f"{name}.{kind}", b) for kind, b in module.named_buffers(recurse=False))
+
+
+class _Held(NamedTuple):
+    """A tensor of a module that checkpoints have: its name in the model, its names there behind the
+    module's, shape and types there but for the part, and the rule of its parts."""
+
+    parameter: str
+    suffixes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    rule: ShardRule
+
+
+def _held(
+    module: nn.Module | None,
+    params: Mapping[str, Tensor],
+    quant: QuantScheme | None,
     name: str,
-    param: Tensor,
-    rule: ShardRule,
-    dtypes: tuple[str, ...],
-    target: ModulePart,
-    tp: TensorParallelRank,
-) -> Slot:
-    shape = list(param.shape)
-    shape[rule.dim] = next(part.size for part in rule.parts if part.name == target.part)
-    return Slot(name, tuple(shape), dtypes, rule.place(target.part, tp.rank, tp.world))
+) -> Iterator[_Held]:
+    """The tensors of a module.  ``name`` has ``{}`` for their kind."""
+    form = getattr(module, "quant", None)
+    stored = form.tensors if isinstance(form, StoredFormat) else {}
+    for kind, rule in rules_of(module).items():
+        param = params.get(parameter := name.format(kind))
+        if param is None:
+            continue
+        shape, online = tuple(param.shape), quant is not None and quant.online
+        if kind in stored and online:
+            if kind == "weight" and isinstance(module, Linear):
+                yield _Held(parameter, (kind,), module.shape, FLOATS, module.weight_rule)
+            continue
+        fp8 = param.dtype == E4M3 and not online
+        dtypes = (F8_E4M3,) if fp8 else dtype_names(param.dtype)
+        suffixes = stored[kind].suffixes if kind in stored else (kind,)
+        yield _Held(parameter, suffixes, shape, dtypes, rule)
+
+
+def _suffix(suffixes: tuple[str, ...], name: str, there: Collection[str]) -> str:
+    """What a checkpoint calls a tensor, behind the module's name."""
+    return next((suffix for suffix in suffixes if f"{name}.{suffix}" in there), suffixes[0])
+
+
+def _slot(held: _Held, target: ModulePart, tp: TensorParallelRank) -> Slot:
+    shape, rule = list(held.shape), held.rule
+    shape[rule.dim] = rule.size_of(target.part)
+    place = rule.place(target.part, tp.rank, tp.world)
+    return Slot(held.parameter, tuple(shape), held.dtypes, place)
 
 
 def _fused_slot(name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParallelRank) -> Slot:
@@ -177,7 +227,13 @@ def plan_reads(
     tied: set[str] = set()
     if spec.tie_word_embeddings:
         tied = {f"{n}.weight" for n in _tied_names(ARCHITECTURES[spec.architecture].weights)}
-    extra = [n for n in found if n not in needed and n not in tied and not _IGNORED.search(n)]
+    form = STORED_FORMATS.get(spec.quant.kind) if spec.quant else None
+    unread = tuple(f".{suffix}" for suffix in form.ignored) if form else ()
+    extra = [
+        n
+        for n in found
+        if n not in needed and n not in tied and not _IGNORED.search(n) and not n.endswith(unread)
+    ]
     if extra:
         raise UserError(
             f"the checkpoint has {_some(extra)}, unknown to {spec.architecture} with this "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..config import UserError, outside_key
 from ..config.rope import RopeParameters
 from ..config.routing import Routing
+from ..config.weight_format import StoredFormat
 from .cache_spec import (
     KV_PAIRS,
     KVCacheSpec,
@@ -184,6 +185,29 @@ class ModelSpec:
         """How one of ``linears`` is quantized; None: not at all."""
         return self.quant.kind_of(layer, linear) if self.quant else None
 
+    def part_rows(self, linear: str) -> tuple[int, ...]:
+        """Rows of the checkpoint tensors of which a rank's weight of one of ``linears`` is made."""
+        if linear == "attention.qkv":
+            return self.local_heads * self.head_dim, self.local_kv_heads * self.head_dim
+        if linear.endswith("gate_up"):
+            return (self.in_features(linear.replace("gate_up", "down")),)
+        return (self.hidden_size,)
+
+    @property
+    def quantized_linears(self) -> list[str]:
+        """Those of ``linears`` that are quantized in some layer."""
+        left = self.quant.unquantized if self.quant else ()
+        return [linear for linear in self.linears if not all(linear in names for names in left)]
+
+    def why_not_stored(self, linear: str, form: StoredFormat) -> str:
+        """Why a rank's weight of one of ``linears``, and the parts that are merged in it, are not
+        made of whole elements and units of a format; "" if they are."""
+        for name, tensor in form.tensors.items():
+            for rows in self.part_rows(linear):
+                if why := tensor.why_not((rows, self.in_features(linear))):
+                    return f"{name} of {linear} would have {why} in the format {form.name!r}"
+        return ""
+
     def in_features(self, linear: str) -> int:
         """Columns of a rank's weight of one of ``linears``."""
         if linear == "attention.o":
@@ -229,7 +253,7 @@ def stage_of(spec: ModelSpec, number: int) -> ModelSpec:
 
 def quantize_online(spec: ModelSpec, kind: QuantKind) -> ModelSpec:
     """``spec`` with weights that are quantized while they are loaded: all of ``spec.linears``, but
-    by blocks only those that whole blocks read.
+    by blocks only those that whole blocks read, and in admitted formats only whole units.
 
     Raises:
         UserError: there are none.
@@ -246,13 +270,18 @@ def check_online_kind(spec: ModelSpec, kind: str) -> None:
         UserError: names another kind.
     """
     if _left_by_blocks(spec, kind) == spec.linears:
+        form = FORMATS[kind]
+        columns = form.step(1) if isinstance(form, StoredFormat) else BLOCK
         raise UserError(
-            f"quantization={kind}: no linear layer of the model reads a multiple of {BLOCK} "
+            f"quantization={kind}: no linear layer of the model reads a multiple of {columns} "
             "features; use fp8"
         )
 
 
 def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
-    """The layers of ``spec.linears`` whose inputs are not made of whole blocks."""
-    columns = FORMATS[kind].columns
-    return tuple(n for n in spec.linears if columns and spec.in_features(n) % columns)
+    """The layers of ``spec.linears`` whose inputs are not made of whole blocks, or which an
+    admitted format cannot store."""
+    form = FORMATS[kind]
+    if isinstance(form, StoredFormat):
+        return tuple(n for n in spec.linears if "experts" in n or spec.why_not_stored(n, form))
+    return tuple(n for n in spec.linears if form.columns and spec.in_features(n) % form.columns)

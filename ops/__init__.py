@@ -31,6 +31,7 @@ from .experts.tables import (
     take as take_expert_tables,
 )
 from .linear.embedding import OP as EMBEDDING, embedding
+from .linear.kernels import LinearKernel, admit_weight_format, format_factors
 from .linear.linear import OP as LINEAR, linear
 from .norm.gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
 from .norm.norm import NORMS, rms_norm
@@ -84,12 +85,14 @@ __all__ = [
     "KernelMissingError",
     "KernelTable",
     "Launch",
+    "LinearKernel",
     "NoImplementationError",
     "OpDesc",
     "SemanticOp",
     "TensorDesc",
     "Variant",
     "add_expert_table",
+    "admit_weight_format",
     "all_gather",
     "all_reduce",
     "apply_penalties",
@@ -101,6 +104,7 @@ __all__ = [
     "expert_linear",
     "expert_table",
     "find_cuda_library",
+    "format_factors",
     "gather_last_token",
     "gelu_tanh_mul",
     "installed_cublaslt",

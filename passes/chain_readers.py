@@ -140,6 +140,8 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
     if layer is None or layer["x"] is not values:
         return None
     nodes.append(node)
+    if (stored := layer["weight_format"]) is not None:
+        raise Miss(f"a weight is stored as {stored!r}, for which there is no fused kernel")
     if layer["out_scale"] is not None:
         raise Miss("the layer behind it quantizes by a static scale")
     if layer["x_scale"] is not scale:

@@ -212,7 +212,10 @@ def _why_unread(node: fx.Node) -> str:
     layer = next((x for x in sources if is_call(x, LINEAR)), None)
     if layer is None:
         return f"what it reads comes from {op_name(sources[0])}, not from a linear layer"
-    x = (linear_args(layer) or {})["x"]
+    given = linear_args(layer) or {}
+    if (stored := given["weight_format"]) is not None:
+        return f"a weight is stored as {stored!r}, for which there is no fused kernel"
+    x = given["x"]
     if is_call(x, operator.getitem):
         return f"the layer before it reads what {op_name(x.args[0])} quantizes"
     return "the layer before it is FP8 and its x has a static scale, for which there is no kernel"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops.linear.desc import LinearArgs
 from ..ops.norm.gated_act import PLAIN, Gate, activation_of
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call
@@ -22,7 +23,7 @@ from .subgraph import fake_value
 
 LINEAR = torch.ops.fw.linear.default
 EXPERT_LINEAR = torch.ops.fw.expert_linear.default
-_ARGS = ("x", "weight", "bias", "x_scale", "weight_scale", "out_dtype", "activation", "out_scale")
+_ARGS = LinearArgs._fields
 _EXPERT_ARGS = (
     *("x", "weight", "topk_ids", "x_scale", "weight_scale", "out_dtype", "activation"),
     "first_expert",
@@ -33,7 +34,8 @@ def linear_args(node: Any) -> dict[str, Any] | None:
     """The arguments of a call of ``linear`` by name, with defaults; None for anything else."""
     if not is_call(node, LINEAR):
         return None
-    return {**dict.fromkeys(_ARGS), **dict(zip(_ARGS, node.args, strict=False)), **node.kwargs}
+    given = dict(zip(_ARGS, node.args, strict=False))
+    return {**dict.fromkeys(_ARGS), **given, **node.kwargs}
 
 
 def expert_linear_args(node: Any) -> dict[str, Any] | None:
@@ -68,6 +70,8 @@ def _read(act: fx.Node) -> Match | None:
     args["activation"] = activation
     args["out_scale"] = None if quant is None else quant.args[1]
     last = quant or act
+    if args["weight_format"] is None:  # defaults at the end, which a call leaves out
+        del args["weight_format"], args["weight_zero"]
     return Match(last, [act.args[0], act, last], [last], call(LINEAR, tuple(args.values())))
 
 

@@ -61,6 +61,7 @@ def _read(combine: fx.Node) -> Match | None:
         made is None
         or made["bias"] is not None
         or made["x_scale"] is not None
+        or made["weight_format"] is not None
         or has_epilogue(made)
     ):
         raise Miss(f"the router's logits come from {_name(logits)}, not from a plain linear layer")

@@ -138,6 +138,19 @@ def test_rooms_import_only_what_their_table_permits(folder: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_quantizing_knows_neither_layers_nor_models() -> None:
+    """What it needs of a layer is a protocol (``quant/layer.py``)."""
+    room = f"{PACKAGE}.model_executor"
+    allowed = {f"{room}.{name}" for name in ("checkpoint", "hf_json", "sharding")}
+    wrong = []
+    for module in (name for name in MODULES if name.startswith(f"{room}.quant")):
+        for line, target in imports_of(module):
+            found = existing_module(target)
+            if found.startswith(f"{room}.") and found not in allowed and ".quant" not in found:
+                wrong.append(f"{MODULES[module].relative_to(ROOT)}:{line}: may not import {target}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_private_modules_are_imported_in_their_own_folder() -> None:
     wrong = []
     for module in MODULES:

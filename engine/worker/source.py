@@ -47,6 +47,8 @@ _MODEL_SOURCES = (
     "model_executor/layers.py",
     "model_executor/experts.py",
     "model_executor/quant/scheme.py",
+    "model_executor/sharding.py",
+    "config/weight_format.py",
     "model_executor/cache_spec.py",
     "engine/worker/source.py",
     "engine/worker/sampler.py",
@@ -78,6 +80,7 @@ def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
     """The key of a model's artifact: its fields, the configuration, sources and toolchain."""
     hardware = config.hardware
     factors = key_factors(spec, "model") | key_factors(config, "config")
+    factors |= ops.format_factors(config.precision.quantization)
     factors |= source_factors(_MODEL_SOURCES) | toolchain_factors(hardware.device)
     if config.compile.tune:
         factors["config.hardware.name"] = hardware.name

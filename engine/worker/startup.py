@@ -44,7 +44,7 @@ from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_bl
 from ...model_executor.loader import load_model, out_of_memory
 from ...model_executor.models.decoder import DecoderModel
 from ...model_executor.parallel import check_parallel
-from ...model_executor.quant.scheme import KINDS
+from ...model_executor.quant.scheme import FORMATS
 from ...model_executor.spec import ModelSpec, quantize_online, stage_of
 from ..messages.cache_group import CacheGroup
 from .memory import outside_bytes
@@ -104,9 +104,8 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
         if spec.moe is None:
             raise UserError("record_expert_load: the model has no experts; leave it out")
         spec = replace(spec, moe=replace(spec.moe, record_load=True))
-    for kind in KINDS:
-        if spec.quant is None and kind == precision.quantization:
-            return quantize_online(spec, kind)
+    if spec.quant is None and precision.quantization in FORMATS:
+        return quantize_online(spec, precision.quantization)
     return spec
 
 

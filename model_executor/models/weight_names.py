@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
-
-class ModulePart(NamedTuple):
-    """The module that holds a checkpoint tensor, its part when the parameter is fused, and its
-    expert when the parameter holds those of all experts."""
-
-    module: str
-    part: str = ""
-    expert: int | None = None
-
-    @property
-    def share(self) -> str:
-        """Names one expert's share of a parameter, behind the parameter's name."""
-        return "" if self.expert is None else f"[{self.expert}]"
-
+from ..sharding import ModulePart as ModulePart
 
 DENSE_DECODER: Mapping[str, ModulePart] = {
     "model.embed_tokens": ModulePart("embed"),

@@ -1,7 +1,8 @@
 """A checkpoint's own word on how it is quantized -> ``QuantScheme``.
 
 Three dialects: ``fp8`` of transformers, ``compressed-tensors`` of llm-compressor, and ``modelopt``
-of NVIDIA, whose word may also lie in a file beside ``config.json``.
+of NVIDIA, whose word may also lie in a file beside ``config.json``.  ``stored`` names a format that
+is admitted, whoever wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ...config.errors import UserError
+from ...config.weight_format import STORED_FORMATS
 from ..hf_json import HfConfig, read_json
-from ..models.weight_names import ModulePart
+from ..sharding import ModulePart
 from .scheme import BLOCK, LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -133,10 +135,21 @@ def _modelopt_section(file: Path) -> HfConfig:
     return section
 
 
+def _stored(section: HfConfig) -> tuple[QuantKind, Callable[[str], bool]]:
+    name = section.text("format")
+    if name not in STORED_FORMATS:
+        admitted = ", ".join(map(repr, STORED_FORMATS)) or "none"
+        expected = f"a format that is admitted: {admitted}; admit_weight_format admits another"
+        raise section.error("format", name, expected)
+    skipped = _matcher(section, "modules_to_not_convert", "ignore")
+    return name, lambda module: not skipped(module)
+
+
 _METHODS: Mapping[str, Callable[[HfConfig], tuple[QuantKind, Callable[[str], bool]]]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
+    "stored": _stored,
 }
 
 

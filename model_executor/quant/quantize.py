@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from math import lcm
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config.weight_format import StoredFormat
 from ...ops.core.float8 import E4M3_MAX, to_e4m3
-from ..experts import ExpertLinear, OneExpert
-from ..layers import Linear
-from .scheme import BLOCK
+from ...ops.linear.formats import quantize
+from .layer import LayerShare, Quantizable
+from .scheme import BLOCK, QuantFormat
 
 _CHUNK = 1 << 20
 _SMALLEST = 1e-12
@@ -26,17 +27,26 @@ DUMMY_INPUT_SCALE = 16 / E4M3_MAX
 activations, and gated products with weights of a standard deviation of 0.02, stay below."""
 
 
-Quantized: TypeAlias = Linear | ExpertLinear | OneExpert
+def quantize_into(linear: Quantizable, weight: Tensor) -> None:
+    """Fill a quantized layer's weight and scales from ``weight``, of the same device and the shape
+    that the weight stands for; of experts, one after the other."""
+    weights = weight.unbind() if weight.dim() == 3 else (weight,)
+    for share, numbers in zip(linear.shares(), weights, strict=True):
+        if isinstance(share.quant, StoredFormat):
+            _store_into(share, share.quant, numbers)
+        elif share.quant is not None:
+            _quantize_into(share, share.quant, numbers)
 
 
-def quantize_into(linear: Quantized, weight: Tensor) -> None:
-    """Fill an FP8 layer's weight and scale from ``weight``, of the same shape and device."""
-    if isinstance(linear, ExpertLinear):
-        for number, of_expert in zip(linear.numbers, weight, strict=True):
-            quantize_into(linear.expert(number), of_expert)
-        return
-    quant = linear.quant
-    assert quant is not None
+def _store_into(linear: LayerShare, form: StoredFormat, weight: Tensor) -> None:
+    for rows in _chunks(weight, form.step(0)):
+        for name, part in quantize(form, weight[rows]).items():
+            tensor, held = form.tensors[name], getattr(linear, name)
+            dim, step = tensor.dim(0), tensor.steps[0]
+            held.narrow(dim, rows.start // step, part.shape[dim]).copy_(part)
+
+
+def _quantize_into(linear: LayerShare, quant: QuantFormat, weight: Tensor) -> None:
     if not quant.rows:
         least, most = weight.aminmax()
         linear.weight_scale.copy_(_scale(torch.maximum(-least, most).float()))
@@ -60,18 +70,18 @@ def rescale(weight: Tensor, old: float, new: float) -> None:
 
 
 class Staging(dict[str, Tensor]):
-    """Parameters by name, of which FP8 weights are filled in the dtype ``dtype`` first, and
-    quantized as soon as all parts are there.
+    """Parameters by name, of which weights to be quantized are filled in the dtype ``dtype`` first,
+    and quantized as soon as all parts are there.
 
     Args:
-        linears: the layers of FP8 weights, by the weight's name.
+        linears: the layers of these weights, by the weight's name.
         params: all other parameters.
         parts: the name of the parameter that each part to come belongs to.
     """
 
     def __init__(
         self,
-        linears: Mapping[str, Quantized],
+        linears: Mapping[str, Quantizable],
         params: Mapping[str, Tensor],
         parts: Iterable[str],
         dtype: torch.dtype,
@@ -81,8 +91,8 @@ class Staging(dict[str, Tensor]):
         self._missing = Counter(parts)
 
     def __missing__(self, name: str) -> Tensor:
-        weight = self._linears[name].weight
-        self[name] = torch.empty(weight.shape, dtype=self._dtype, device=weight.device)
+        linear = self._linears[name]
+        self[name] = torch.empty(linear.shape, dtype=self._dtype, device=linear.weight.device)
         return self[name]
 
     def filled(self, name: str) -> None:
@@ -92,10 +102,11 @@ class Staging(dict[str, Tensor]):
             quantize_into(self._linears[name], self.pop(name))
 
 
-def _chunks(weight: Tensor) -> Iterator[slice]:
-    """Rows of about ``_CHUNK`` numbers; whole blocks."""
+def _chunks(weight: Tensor, unit: int = 1) -> Iterator[slice]:
+    """Rows of about ``_CHUNK`` numbers; whole blocks, and whole units of rows."""
     num_rows, columns = weight.shape
-    step = max(1, _CHUNK // (columns * BLOCK)) * BLOCK
+    block = lcm(BLOCK, unit)
+    step = max(1, _CHUNK // (columns * block)) * block
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 

@@ -12,14 +12,13 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...config.errors import UserError
 from ..checkpoint import FLOATS, TensorInfo, open_checkpoint_file
-from ..experts import ExpertLinear, OneExpert
-from ..layers import Linear, Part, ShardRule
-from ..models.weight_names import ModulePart
-from .scheme import BLOCK
+from ..sharding import ModulePart, Part, ShardRule
+from .layer import LayerShare, Quantizable
+from .scheme import BLOCK, QuantFormat
 
 Index: TypeAlias = tuple[slice, ...]
 _ALL: Index = (slice(None), slice(None))
@@ -62,7 +61,7 @@ class ScaleRead:
 
 
 def scale_slots(
-    modules: Mapping[str, nn.Module],
+    modules: Mapping[str, object],
     names: Iterable[tuple[str, ModulePart]],
     rank: int = 0,
     world: int = 1,
@@ -81,20 +80,19 @@ def scale_slots(
     """
     for name, target in names:
         module: Any = modules.get(target.module)
-        elsewhere = False
-        if isinstance(module, ExpertLinear) and target.expert is not None:
-            elsewhere = target.expert not in module.numbers
-            module = module.expert(module.first if elsewhere else target.expert)
-        if not isinstance(module, Linear | OneExpert):
+        if not isinstance(module, Quantizable):
             continue
-        if target.part in ("k", "v") and isinstance(module, Linear):
+        layer, elsewhere = module.share(target.expert)
+        if layer is None:
+            continue
+        if target.part in ("k", "v"):
             attention = target.module.rpartition(".")[0]
             kv_scale = getattr(modules.get(attention), "kv_scale", None)
             if kv_scale is not None:
-                yield _kv_slot(name, target, module, f"{attention}.kv_scale", rank, world)
-        if module.quant is None or online:
-            continue
-        if module.quant.static:
+                yield _kv_slot(name, target, layer, f"{attention}.kv_scale", rank, world)
+        if not isinstance(layer.quant, QuantFormat) or online:
+            continue  # the scales of stored formats are read like weights
+        if layer.quant.static:
             own = f"weight_scale{target.share}"
             for buffer, kinds in ((own, _WEIGHT_SCALES), ("input_scale", _INPUT_SCALES)):
                 yield ScaleSlot(
@@ -107,15 +105,14 @@ def scale_slots(
                     elsewhere=elsewhere and buffer == own,
                 )
         else:
-            slot = _weight_slot(name, target, module, rank, world)
+            slot = _weight_slot(name, target, layer, layer.quant, rank, world)
             yield replace(slot, elsewhere=elsewhere)
 
 
 def _weight_slot(
-    name: str, target: ModulePart, linear: Linear | OneExpert, rank: int, world: int
+    name: str, target: ModulePart, linear: LayerShare, quant: QuantFormat, rank: int, world: int
 ) -> ScaleSlot:
-    per_block = linear.quant is not None and linear.quant.blocks
-    if per_block:
+    if quant.blocks:
         _check_blocks(name, target, linear.rules["weight"], rank, world)
     rule = linear.rules["weight_scale"]
     shape = list(linear.weight_scale.shape)
@@ -128,7 +125,7 @@ def _weight_slot(
         (shape[0], shape[1]),
         _index(place.dim, place.source_start, place.length),
         _index(place.dim, place.dest_start, place.length),
-        per_block=per_block,
+        per_block=quant.blocks,
     )
 
 
@@ -144,7 +141,7 @@ def _check_blocks(name: str, target: ModulePart, rule: ShardRule, rank: int, wor
 
 
 def _kv_slot(
-    name: str, target: ModulePart, linear: Linear, buffer: str, rank: int, world: int
+    name: str, target: ModulePart, linear: LayerShare, buffer: str, rank: int, world: int
 ) -> ScaleSlot:
     (part,) = (p for p in linear.rules["weight"].parts if p.name == target.part)
     heads = ShardRule(0, (Part("", part.units, part.units, part.replicate),))

@@ -1,27 +1,31 @@
 """How a model's linear layers are quantized, as data: part of ``ModelSpec`` and so of the key.
 
-The format is always float8_e4m3fn, with magnitudes up to 448.  A value is its FP8 number times a
-float32 scale.
+The package's own formats are FP8: float8_e4m3fn, with magnitudes up to 448.  A value is its FP8
+number times a float32 scale.  Others are admitted by name, see ``config/weight_format.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias, cast
 
 from ...config import outside_key
+from ...config.weight_format import STORED_FORMATS, StoredFormat
 
 BLOCK = 128
 
-QuantKind: TypeAlias = Literal["fp8", "fp8_block", "fp8_static"]
-KINDS: tuple[QuantKind, ...] = get_args(QuantKind)
+QuantKind: TypeAlias = str
+"""One of ``FORMATS``."""
+KINDS: tuple[QuantKind, ...] = ("fp8", "fp8_block", "fp8_static")
+"""The package's own, in which weights can also be quantized while they are loaded."""
 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """Says what a scale covers, of weights [N, K] and of activations [M, K].  Loading, sharding and
-    quantizing follow from it.
+    """An FP8 format: what a scale covers, of weights [N, K] and of activations [M, K].  Loading,
+    sharding and quantizing follow from it.
 
     Attributes:
         rows, columns: the size of the part of a weight that shares a scale; 0: all of them.
@@ -47,11 +51,16 @@ def _count(size: int, unit: int) -> int:
     return -(-size // unit) if unit else 1
 
 
-FORMATS: Mapping[str, QuantFormat] = {
+_FP8 = {
     "fp8": QuantFormat(1, 0),
     "fp8_block": QuantFormat(BLOCK, BLOCK),
     "fp8_static": QuantFormat(0, 0, static=True),
 }
+FORMATS: MutableMapping[str, QuantFormat | StoredFormat] = ChainMap(
+    cast(dict[str, QuantFormat | StoredFormat], _FP8),
+    cast(dict[str, QuantFormat | StoredFormat], STORED_FORMATS),
+)
+"""Every format by its name, those that are admitted later included."""
 
 LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down")
 """The linear layers that are quantized unless they are left out.  Norms, embedding and ``lm_head``

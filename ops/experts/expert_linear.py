@@ -21,7 +21,7 @@ from ..core.float8 import E4M3
 from ..core.op import Implementation, SemanticOp, dispatched, on_cpu, triton, with_defaults
 from ..core.target import Target
 from ..core.tiles import cdiv
-from ..linear.desc import LinearDesc
+from ..linear.desc import LinearArgs, LinearDesc
 from ..linear.kernels import multiply
 from ..linear.linear import FP8, GATED, PLAIN
 from ..norm.gated_act import GATED_ACTS
@@ -86,7 +86,8 @@ def _by_expert(gemm: Gemm, *args: Any) -> Tensor:
         if desc.format.scaled:
             of_rows = x_scale if desc.weight_format == "fp8 tensor" else x_scale[rows]
             of_expert = weight_scale[expert]
-        y[slots] = multiply(gemm, x[rows], weight[expert], None, of_rows, of_expert, desc.dtype)
+        operands = (x[rows], weight[expert], None, of_rows, of_expert, desc.dtype)
+        y[slots] = multiply(gemm, LinearArgs(*operands))
     if activation is None:
         return y
     activated: Tensor = GATED_ACTS[activation, ""].reference(y)

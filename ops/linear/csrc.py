@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.device_table import most_rows
 from ..core.target import Target
-from .desc import BLOCK, LinearDesc
+from .desc import BLOCK, LinearArgs, LinearDesc
 
 _LINE_BYTES = 128
 # Smaller weights are not measured; their time is that of launches rather than of bytes.
@@ -122,12 +122,15 @@ def _of_shape(y: Tensor, x: Tensor) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
-def stream(x: Tensor, weight: Tensor, *rest: Any) -> Tensor | None:
+def stream(*args: Any) -> Tensor | None:
     """A call of ``linear``, with its epilogue; None if the copies cannot read the operands."""
-    rows = streamable(x, weight)
+    call = LinearArgs(*args)
+    rows = streamable(call.x, call.weight)
     if rows is None:
         return None
-    return _of_shape(torch.ops.fw_cuda.skinny_linear.default(rows, weight, *rest), x)
+    operands = (call.weight, call.bias, call.x_scale, call.weight_scale)
+    how = (call.out_dtype, *call.epilogue)
+    return _of_shape(torch.ops.fw_cuda.skinny_linear.default(rows, *operands, *how), call.x)
 
 
 def cluster(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor | None:

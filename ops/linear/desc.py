@@ -6,7 +6,6 @@ that and a number of rows, ``select`` (``kernels.py``) chooses the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -15,61 +14,16 @@ import torch
 
 from ..core.desc import TensorDesc
 from ..core.float8 import E4M3
-from ..core.tiles import cdiv
 from ..norm.gated_act import ACTIVATIONS
+from .formats import (
+    BLOCK as BLOCK,
+    OUT_DTYPES,
+    WEIGHT_FORMATS as WEIGHT_FORMATS,
+    WeightFormat as WeightFormat,
+    describe_stored,
+)
 
-BLOCK = 128
-"""Columns of x, and rows and columns of a weight, that share a scale of the format "fp8 block"."""
-OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CALLS = 4096
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """How the numbers of a weight [N, K], and of the x [M, K] beside it, are held.
-
-    Attributes:
-        name: of the format, also in device tables.
-        dtype: of both operands; of the weight alone where only that is scaled, beside an x of the
-            result's dtype.
-        x_scale, weight_scale: the rows and columns that share a float32 scale, 0 for all of them;
-            None for an operand without scales.
-    """
-
-    name: str
-    dtype: torch.dtype
-    x_scale: tuple[int, int] | None = None
-    weight_scale: tuple[int, int] | None = None
-
-    @property
-    def scaled(self) -> bool:
-        return self.weight_scale is not None
-
-    def scale_shapes(self, m: Any, n: int, k: int) -> tuple[tuple[Any, int], tuple[int, int]]:
-        """Shapes of the scales of x [m, k] and weight [n, k], both of which are scaled."""
-        assert self.x_scale and self.weight_scale
-        return _shape(self.x_scale, m, k), _shape(self.weight_scale, n, k)
-
-
-def _shape(unit: tuple[int, int], rows: Any, columns: int) -> tuple[Any, int]:
-    rows_a_scale, columns_a_scale = unit
-    return (
-        1 if not rows_a_scale else rows if rows_a_scale == 1 else cdiv(rows, rows_a_scale),
-        1 if not columns_a_scale else cdiv(columns, columns_a_scale),
-    )
-
-
-WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    found.name: found
-    for found in (
-        *(WeightFormat(str(d).removeprefix("torch."), d) for d in (*OUT_DTYPES, torch.float64)),
-        WeightFormat("fp8 tensor", E4M3, (0, 0), (0, 0)),
-        WeightFormat("fp8 token", E4M3, (1, 0), (1, 0)),
-        WeightFormat("fp8 block", E4M3, (1, BLOCK), (BLOCK, BLOCK)),
-        WeightFormat("fp8 weight", E4M3, None, (1, 0)),
-        WeightFormat("fp8 block weight", E4M3, None, (BLOCK, BLOCK)),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -136,7 +90,7 @@ def format_of(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> WeightFor
     if len(shapes[0]) == len(shapes[2]) == 2 and shapes[0][1] == shapes[2][1]:
         m, (n, k) = shapes[0][0], shapes[2]
         for found in WEIGHT_FORMATS.values():
-            if found.x_scale:
+            if found.x_scale and not found.stored:
                 of_x, of_weight = found.scale_shapes(m, n, k)
                 # The weight's shape first: it is known where the number of tokens is a symbol.
                 if shapes[3] == of_weight and shapes[1] == of_x:
@@ -150,7 +104,7 @@ def format_of(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> WeightFor
 
 def _unscaled_format(x: Any, weight: Any) -> WeightFormat:
     found = WEIGHT_FORMATS.get(str(x.dtype).removeprefix("torch."))
-    if x.dtype != weight.dtype or found is None:
+    if x.dtype != weight.dtype or found is None or found.stored:
         raise ValueError(
             f"linear of {x.dtype} by {weight.dtype}, expected one floating-point dtype for both, "
             "or FP8 with scales"
@@ -172,19 +126,27 @@ def describe(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     out_scale: Any = None,
+    weight_zero: Any = None,
+    weight_format: str | None = None,
 ) -> LinearDesc:
     """Describe a call of ``linear`` from its arguments, of which shapes and dtypes are read.
 
     Raises:
         ValueError: they do not fit each other; names the argument and what was expected.
     """
-    found = format_of(x, weight, x_scale, weight_scale)
-    dtypes: tuple[Any, ...] = OUT_DTYPES if found.scaled else (x.dtype,)
-    dtype: Any = out_dtype if found.scaled else out_dtype or x.dtype
+    if weight_format is None:
+        if weight_zero is not None:
+            raise ValueError("linear: weight_zero is given, expected weight_format beside it")
+        found = format_of(x, weight, x_scale, weight_scale)
+        out_features, in_features = weight.shape
+    else:
+        tensors = {"weight": weight, "weight_scale": weight_scale, "weight_zero": weight_zero}
+        found, (out_features, in_features) = describe_stored(weight_format, x, x_scale, tensors)
+    dtypes: tuple[Any, ...] = OUT_DTYPES if found.quantizes_x else (x.dtype,)
+    dtype: Any = out_dtype if found.quantizes_x else out_dtype or x.dtype
     if dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise ValueError(f"linear of {found.name} to {dtype}, expected {expected}")
-    out_features, in_features = weight.shape
     if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != (out_features,)):
         raise ValueError(
             f"linear: bias is {bias.dtype} {[*bias.shape]}, expected {dtype} [{out_features}]"
@@ -233,6 +195,8 @@ class LinearArgs(NamedTuple):
     out_dtype: Any = None
     activation: str | None = None
     out_scale: Any = None
+    weight_zero: Any = None
+    weight_format: str | None = None
 
     @property
     def epilogue(self) -> tuple[str | None, Any]:
@@ -242,26 +206,33 @@ class LinearArgs(NamedTuple):
 
 
 Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]
-"""Dtype and shape of a call's tensors: x, weight, bias, x_scale, weight_scale, out_scale."""
+"""Dtype and shape of a call's tensors: x, weight, bias, x_scale, weight_scale, out_scale and
+weight_zero."""
 
 
-def shapes_of(args: tuple[Any, ...]) -> Shapes:
+def shapes_of(call: LinearArgs) -> Shapes:
     """Dtypes and shapes of the tensors of a call of ``linear``, as a key."""
-    *tensors, _, _, out_scale = args
-    return tuple([None if t is None else (t.dtype, t.shape) for t in (*tensors, out_scale)])
+    operands = (call.x, call.weight, call.bias, call.x_scale, call.weight_scale)
+    tensors = (*operands, call.out_scale, call.weight_zero)
+    return tuple([None if t is None else (t.dtype, t.shape) for t in tensors])
 
 
 @lru_cache(_CALLS)
 def describe_shapes(
-    shapes: Shapes, out_dtype: torch.dtype | None, activation: str | None
+    shapes: Shapes,
+    out_dtype: torch.dtype | None,
+    activation: str | None,
+    weight_format: str | None = None,
 ) -> tuple[LinearDesc, int]:
     """Describe a call whose tensors have these dtypes and shapes, and count its rows."""
     held = [None if s is None else TensorDesc(*s) for s in shapes]
-    x, weight, bias, x_scale, weight_scale, out_scale = held
-    desc = describe(x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale)
+    x, weight, bias, x_scale, weight_scale, out_scale, weight_zero = held
+    how = (out_dtype, activation, out_scale, weight_zero, weight_format)
+    desc = describe(x, weight, bias, x_scale, weight_scale, *how)
     return desc, held[0].numel // max(desc.in_features, 1)  # type: ignore[union-attr]
 
 
 def describe_call(args: tuple[Any, ...]) -> tuple[LinearDesc, int]:
     """``describe`` of real tensors, remembered by their shapes, and the number of rows."""
-    return describe_shapes(shapes_of(args), args[5], args[6])
+    call = LinearArgs(*args)
+    return describe_shapes(shapes_of(call), call.out_dtype, call.activation, call.weight_format)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config.weight_format import STORED_FORMATS, StoredFormat
 from ..core import device_table as _device_table
 from ..core.counters import counters
 from ..core.device_table import most_rows
@@ -31,8 +32,12 @@ from ..launches.activation import gated_activation
 from ..launches.quant import quantize
 from . import _cublaslt as _cublaslt_linear, csrc as csrc
 from .desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
+from .formats import WEIGHT_FORMATS, WeightFormat, dequantize
+
+Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _CALLS = 4096
+_STORED = "no kernel of the package reads weights of an admitted format"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +77,13 @@ def select(
     """Choose the kernel for a linear layer with so many rows: a pure function, printable.
 
     Args:
-        kernels: the candidates in order; ``KERNELS`` unless given.
+        kernels: the candidates in order; ``kernels_of`` the format unless given.
 
     Raises:
         NoKernelError: all of them refuse; has their reasons.
     """
     refused: list[tuple[str, str]] = []
-    for kernel in kernels or KERNELS:
+    for kernel in kernels or kernels_of(desc.weight_format):
         reason = kernel.refuses(desc, rows, target)
         if not reason:
             return Selection(kernel, tuple(refused))
@@ -88,6 +93,8 @@ def select(
 
 
 def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if desc.format.stored:
+        return _STORED
     if target.device.type != "cuda":
         return "algorithms are measured on a GPU"
     if desc.bias or desc.groups > 1 or desc.prologue or desc.add or desc.dtype != torch.bfloat16:
@@ -99,6 +106,8 @@ def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
 
 
 def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if desc.format.stored:
+        return _STORED
     if not desc.format.scaled:
         return "cuBLAS is faster at every shape"
     if desc.groups > 1 or desc.prologue or desc.add:
@@ -121,6 +130,8 @@ def plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
 
 
 def _library_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if desc.format.stored:
+        return _STORED
     if desc.groups > 1 or desc.prologue or desc.add:
         return "multiplies and adds a bias, nothing else"
     if not desc.format.scaled or target.device.type == "cpu":
@@ -144,7 +155,7 @@ def library(*args: Any) -> Tensor:
     if x_scale is None or weight_scale is None:
         return F.linear(x, weight, bias)
     if x.device.type == "cpu":
-        return multiply(F.linear, x, weight, bias, x_scale, weight_scale, out_dtype)
+        return multiply(F.linear, LinearArgs(*args))
     rows = x.shape[0]
     if not rows:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)  # type: ignore[no-any-return]
@@ -159,21 +170,23 @@ def library(*args: Any) -> Tensor:
     return y[:rows]
 
 
-def multiply(
-    gemm: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """``gemm`` of the operands, which it gets in float32 if they are scaled."""
-    if x_scale is None or weight_scale is None:
-        return gemm(x, weight, bias)
-    wide = None if bias is None else bias.float()
-    y = gemm(_dequantize(x, x_scale), _dequantize(weight, weight_scale), wide)
-    return y.to(out_dtype)
+def multiply(gemm: Gemm, call: LinearArgs) -> Tensor:
+    """``gemm`` of a call's operands, which it gets in float32 if they are quantized."""
+    if call.weight_scale is None:
+        return gemm(call.x, call.weight, call.bias)
+    x, weight = dequantized(call)
+    wide = None if call.bias is None else call.bias.float()
+    return gemm(x, weight, wide).to(call.out_dtype or call.x.dtype)
+
+
+def dequantized(call: LinearArgs) -> tuple[Tensor, Tensor]:
+    """x and the weight of a call in float32."""
+    x, weight, scale = call.x.float(), call.weight, call.weight_scale
+    if call.x_scale is not None:
+        x = _dequantize(call.x, call.x_scale)
+    if call.weight_format is None:
+        return x, _dequantize(weight, scale)
+    return x, dequantize(STORED_FORMATS[call.weight_format], weight, scale, call.weight_zero)
 
 
 def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
@@ -184,17 +197,72 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale
 
 
+def _dequantizing_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if not desc.format.stored:
+        return "its weight is not stored in a format of its own"
+    if desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies and adds a bias, nothing else"
+    return ""
+
+
+def _run_dequantizing(*args: Any) -> Tensor:
+    call = LinearArgs(*args)
+    dtype = call.out_dtype or call.x.dtype
+    x, weight = dequantized(call)
+    return F.linear(x.to(dtype), weight.to(dtype), call.bias)
+
+
 STREAM = LinearKernel("skinny_linear", csrc.stream_refuses, csrc.stream, fuses=True)
 CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
 ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run)
 TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
+DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_dequantizing)
 
-KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, LIBRARY)
+KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, LIBRARY, DEQUANTIZING)
 """Every kernel in order of preference: the first that does not refuse is chosen."""
 WITHOUT_CSRC = KERNELS[2:]
 UNMEASURED = KERNELS[3:]
 """The kernels that are left where no table names a library algorithm."""
+ADMITTED: dict[str, tuple[LinearKernel, ...]] = {}
+"""The kernels of each format that is admitted."""
+
+
+def admit_weight_format(stored: StoredFormat, *kernels: LinearKernel) -> None:
+    """Admit a weight format and its kernels: layers, loaders and ``linear`` then know its name.
+
+    Every process that loads or runs such a model must admit it before it makes an engine.
+
+    Args:
+        stored: the format.  Checkpoints ask for it by ``quantization_config`` in their config:
+            ``{"quant_method": "stored", "format": <name>}``.
+        kernels: in order of preference, in front of all others.  ``run`` gets the arguments of
+            ``linear``, ``weight_zero`` and ``weight_format`` included.  Without one, or where all
+            of them refuse, the weight is dequantized.
+
+    Raises:
+        ValueError: another format has this name.
+    """
+    if stored.name in WEIGHT_FORMATS:
+        raise ValueError(f"weight format {stored.name!r} is there already: give another name")
+    WEIGHT_FORMATS[stored.name] = WeightFormat.of(stored)
+    STORED_FORMATS[stored.name] = stored
+    ADMITTED[stored.name] = kernels
+
+
+def kernels_of(weight_format: str) -> tuple[LinearKernel, ...]:
+    """The kernels for weights of a format, in order of preference."""
+    return (*ADMITTED.get(weight_format, ()), *KERNELS)
+
+
+def format_factors(weight_format: str) -> dict[str, str]:
+    """What an artifact depends on of a format that is admitted: its definition, and whether kernels
+    replace it."""
+    stored = STORED_FORMATS.get(weight_format)
+    if stored is None:
+        return {}
+    names = ", ".join(kernel.name for kernel in ADMITTED[weight_format])
+    return {"weight_format": str(stored), "weight_format.kernels": names or "none"}
 
 
 def why_not_streamed(layers: Iterable[LinearDesc], rows: int, target: Target) -> str:
@@ -220,11 +288,12 @@ def _candidates(
     shapes: Shapes,
     out_dtype: torch.dtype | None,
     activation: str | None,
+    weight_format: str | None,
     device: torch.device,
     kernels: tuple[LinearKernel, ...],
 ) -> tuple[LinearKernel, ...]:
     """The selected kernel of a call, then those behind it that do not refuse either."""
-    desc, rows = describe_shapes(shapes, out_dtype, activation)
+    desc, rows = describe_shapes(shapes, out_dtype, activation, weight_format)
     target = here(device)
     if desc.format.scaled and device.type == "cuda":
         counters(device)  # a capture may come next, and cannot allocate them
@@ -240,12 +309,13 @@ def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
     """A function that computes ``linear`` by the kernel that these select."""
 
     def run(*args: Any) -> Tensor:
-        *_, out_dtype, activation, out_scale = args
-        for kernel in _candidates(shapes_of(args), out_dtype, activation, args[0].device, kernels):
+        call = LinearArgs(*args)
+        how = (call.out_dtype, call.activation, call.weight_format, call.x.device)
+        for kernel in _candidates(shapes_of(call), *how, kernels):
             y = kernel.run(*args)
             if y is not None:
-                return y if kernel.fuses else _run_epilogue(y, activation, out_scale)
-        desc, rows = describe_call(args)
+                return y if kernel.fuses else _run_epilogue(y, *call.epilogue)
+        desc, rows = describe_call(call)
         raise NoKernelError(f"no kernel takes strides and addresses of {rows} rows of {desc}")
 
     return run
@@ -257,12 +327,12 @@ def _sums(call: LinearArgs, desc: LinearDesc) -> Tensor:
     return call.x.new_empty(shape, dtype=desc.dtype)  # type: ignore[no-any-return]
 
 
-def plan(*args: Any) -> Launches[Tensor]:
+def plan(*args: Any, kernels: tuple[LinearKernel, ...] = UNMEASURED) -> Launches[Tensor]:
     """The Triton launches of a call, and its result, where neither csrc nor a measured algorithm
     serves it: all that must be compiled for it."""
     call = LinearArgs(*args)
     desc, rows = describe_call(call)
-    kernel = select(desc, rows, here(call.x.device), UNMEASURED).kernel
+    kernel = select(desc, rows, here(call.x.device), kernels).kernel
     launches, y = kernel.launches(*args) if kernel.launches else ([], _sums(call, desc))
     more, y = plan_epilogue(y, *call.epilogue)
     return [*launches, *more], y

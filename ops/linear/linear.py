@@ -31,6 +31,8 @@ from .kernels import (
     LIBRARY,
     STREAM,
     WITHOUT_CSRC,
+    Gemm,
+    kernels_of,
     library,
     multiply,
     namer,
@@ -39,8 +41,6 @@ from .kernels import (
     plan_tiled,
     runner,
 )
-
-Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dispatched
@@ -53,6 +53,8 @@ def linear(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     out_scale: Tensor | None = None,
+    weight_zero: Tensor | None = None,
+    weight_format: str | None = None,
 ) -> Tensor:
     """A linear layer with float32 accumulation; then its activation and quantization, if given.
 
@@ -70,6 +72,10 @@ def linear(
         activation: None, or "silu" or "gelu_tanh" (Shazeer, 2020, GLU Variants, eq. 6): the
             weight's rows are I of gate, then I of up, and the result is ``act(gate) * up``.
         out_scale: [1, 1] float32: the result is quantized by it, as ``quant_fp8_static`` does.
+        weight_zero: zero points, of a ``weight_format`` that has them.
+        weight_format: None, or the name of an admitted format (``admit_weight_format``).  It says
+            dtypes and shapes of weight, scales and zero points, and whether x is quantized; the
+            weight stands for what ``dequantize`` makes of it.
 
     Returns:
         [..., out_features], or [..., I], contiguous.  It is rounded after the bias, once more after
@@ -79,16 +85,15 @@ def linear(
     Raises:
         ValueError: shapes, dtypes or the activation are none of these.
     """
-    return _define(
-        F.linear, x, weight, bias, x_scale, weight_scale, out_dtype, activation, out_scale
-    )
+    how = (out_dtype, activation, out_scale, weight_zero, weight_format)
+    return _define(F.linear, x, weight, bias, x_scale, weight_scale, *how)
 
 
 def _define(gemm: Gemm, *args: Any) -> Tensor:
     """The definition of ``linear``, over the GEMM that it is given."""
     describe(*args)
-    *operands, activation, out_scale = args
-    return _finish(multiply(gemm, *operands), activation, out_scale)
+    call = LinearArgs(*args)
+    return _finish(multiply(gemm, call), *call.epilogue)
 
 
 def _finish(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Tensor:
@@ -106,14 +111,31 @@ def _fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 def _torch(*args: Any) -> Tensor:
     """torch's own GEMM, then the epilogue in plain ATen."""
     describe(*args)
-    *operands, activation, out_scale = args
-    return _finish(library(*operands), activation, out_scale)
+    return _finish(library(*args), *LinearArgs(*args).epilogue)
+
+
+def _admitted(*args: Any) -> Tensor:
+    """The kernel that is admitted for the weight's format; on a CPU, the epilogue in plain ATen."""
+    call = LinearArgs(*args)
+    run = runner(kernels_of(call.weight_format or ""))
+    if call.x.device.type == "cuda":
+        return run(*call)
+    return _finish(run(*call._replace(activation=None, out_scale=None)), *call.epilogue)
+
+
+def _plan_admitted(*args: Any) -> Launches[Tensor]:
+    """The launches of an epilogue behind an admitted kernel, which compiles itself."""
+    return plan(*args, kernels=kernels_of(LinearArgs(*args).weight_format or ""))
+
+
+def _names_of_admitted(*args: Any) -> tuple[str, ...]:
+    return namer(kernels_of(LinearArgs(*args).weight_format or ""))(*args)
 
 
 def _plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     describe(*args)
     launches, y = plan_tiled(*args, invariant=invariant)
-    more, y = plan_epilogue(y, *args[6:])
+    more, y = plan_epilogue(y, *LinearArgs(*args).epilogue)
     return [*launches, *more], y
 
 
@@ -129,16 +151,22 @@ def describe_op(call: OpDesc) -> LinearDesc:
 
 
 def _supports(
-    why_not: Callable[[LinearDesc, OpDesc], str],
+    why_not: Callable[[LinearDesc, OpDesc], str], *, stored: bool = False
 ) -> Callable[[OpDesc], str]:
-    """``supports`` of an implementation: "" or why it does not serve a call."""
+    """``supports`` of an implementation: "" or why it does not serve a call.
+
+    Args:
+        stored: it reads weights of admitted formats too.
+    """
 
     def supports(call: OpDesc) -> str:
         try:
             desc = describe_op(call)
         except ValueError as error:
             return str(error)
-        if desc.format.scaled and (reason := refuses_device(call)):
+        if desc.format.stored and not stored:
+            return f"the weight is stored as {desc.weight_format!r}, an admitted format"
+        if desc.format.quantizes_x and (reason := refuses_device(call)):
             return reason
         return why_not(desc, call)
 
@@ -157,7 +185,14 @@ def _library_refuses(desc: LinearDesc, call: OpDesc) -> str:
 
 
 def _native_refuses(desc: LinearDesc, call: OpDesc) -> str:
+    if desc.format.stored:
+        kernels = [k for k in kernels_of(desc.weight_format) if k not in KERNELS]
+        return f"{kernels[0].name} is admitted for {desc.weight_format!r}" if kernels else ""
     return "FP8 operands: scaled_mm multiplies them" if desc.format.scaled else ""
+
+
+def _admitted_refuses(desc: LinearDesc, call: OpDesc) -> str:
+    return "" if desc.format.stored else "the weight is not stored in an admitted format"
 
 
 def _torch_refuses(desc: LinearDesc, call: OpDesc) -> str:
@@ -302,6 +337,9 @@ def _tolerances(activation: str | None, quantize: bool) -> dict[torch.dtype, Tol
 
 def _cost(call: OpDesc) -> Cost:
     x, (out_features, in_features) = call["x"], call["weight"].shape
+    if call["weight_format"] is not None:
+        desc = describe_op(call)
+        out_features, in_features = desc.out_features, desc.in_features
     gated, quantized = (call[name] is not None for name in ("activation", "out_scale"))
     rows = x.numel // in_features
     read = sum(value.nbytes for _, value in call.args if isinstance(value, TensorDesc))
@@ -330,7 +368,7 @@ OP = SemanticOp(
     implementations=(
         _by_table("skinny", KERNELS, _skinny_refuses),
         _by_table("library", WITHOUT_CSRC, _library_refuses),
-        Implementation("native", linear, _supports(_native_refuses), inline=True),
+        Implementation("native", linear, _supports(_native_refuses, stored=True), inline=True),
         Implementation("scaled_mm", _with_defaults(_torch), _supports(_torch_refuses)),
         triton(_with_defaults(_plan_tiled), _supports(lambda desc, call: "")),
         triton(
@@ -342,8 +380,15 @@ OP = SemanticOp(
         on_cpu(
             "rowwise",
             _with_defaults(partial(_define, _rowwise.linear)),
-            _supports(_invariant_refuses),
+            _supports(_invariant_refuses, stored=True),
             opt_in=True,
+        ),
+        Implementation(
+            "admitted",
+            _with_defaults(_admitted),
+            _supports(_admitted_refuses, stored=True),
+            launches=_with_defaults(_plan_admitted),
+            runs=_with_defaults(_names_of_admitted),
         ),
     ),
     tolerances=PLAIN,

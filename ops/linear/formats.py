@@ -1,0 +1,271 @@
+"""Weight formats of linear layers: how the numbers of a weight and of x are held, and read again.
+
+Plain formats and FP8 are known by dtypes and shapes alone.  A stored format (``StoredFormat`` in
+``config/weight_format.py``) has a name, which is an argument of ``linear``; ``dequantize`` defines
+what it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config.weight_format import AXES, StoredFormat, StoredTensor
+from ..core.float8 import E4M3
+from ..core.tiles import cdiv
+
+BLOCK = 128
+"""Columns of x, and rows and columns of a weight, that share a scale of the format "fp8 block"."""
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALLEST = 1e-12
+"""Taken as the largest value where all are zero, so that no scale is zero."""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the numbers of a weight [N, K], and of the x [M, K] beside it, are held.
+
+    Attributes:
+        name: of the format, also in device tables.
+        dtype: of both operands; of the weight alone where only that is scaled, beside an x of the
+            result's dtype.
+        x_scale, weight_scale: the rows and columns that share a float32 scale, 0 for all of them;
+            None for an operand without scales.
+        stored: how the weight is stored, if the format is admitted by name.
+    """
+
+    name: str
+    dtype: torch.dtype
+    x_scale: tuple[int, int] | None = None
+    weight_scale: tuple[int, int] | None = None
+    stored: StoredFormat | None = None
+
+    @classmethod
+    def of(cls, stored: StoredFormat) -> WeightFormat:
+        """The format of weights that are stored so."""
+        x_scale = (1, stored.x_columns) if stored.x_dtype else None
+        return cls(stored.name, dtype_of(stored.weight), x_scale, stored.scale.unit, stored)
+
+    @property
+    def scaled(self) -> bool:
+        return self.weight_scale is not None
+
+    @property
+    def quantizes_x(self) -> bool:
+        """Whether x has scales too."""
+        return self.x_scale is not None
+
+    def scale_shapes(self, m: Any, n: int, k: int) -> tuple[tuple[Any, int], tuple[int, int]]:
+        """Shapes of the scales of x [m, k] and weight [n, k], both of which are scaled."""
+        assert self.x_scale and self.weight_scale
+        return _shape(self.x_scale, m, k), _shape(self.weight_scale, n, k)
+
+
+def _shape(unit: tuple[int, int], rows: Any, columns: int) -> tuple[Any, int]:
+    rows_a_scale, columns_a_scale = unit
+    return (
+        1 if not rows_a_scale else rows if rows_a_scale == 1 else cdiv(rows, rows_a_scale),
+        1 if not columns_a_scale else cdiv(columns, columns_a_scale),
+    )
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    found.name: found
+    for found in (
+        *(WeightFormat(str(d).removeprefix("torch."), d) for d in (*OUT_DTYPES, torch.float64)),
+        WeightFormat("fp8 tensor", E4M3, (0, 0), (0, 0)),
+        WeightFormat("fp8 token", E4M3, (1, 0), (1, 0)),
+        WeightFormat("fp8 block", E4M3, (1, BLOCK), (BLOCK, BLOCK)),
+        WeightFormat("fp8 weight", E4M3, None, (1, 0)),
+        WeightFormat("fp8 block weight", E4M3, None, (BLOCK, BLOCK)),
+    )
+}
+
+
+def dtype_of(tensor: StoredTensor) -> torch.dtype:
+    """The dtype of a stored tensor's elements."""
+    found: torch.dtype = getattr(torch, tensor.dtype)
+    return found
+
+
+def describe_stored(
+    name: str, x: Any, x_scale: Any, tensors: dict[str, Any]
+) -> tuple[WeightFormat, tuple[int, int]]:
+    """The format of this name, and the shape of the weight, which its tensors must fit.
+
+    Args:
+        tensors: by name, as of ``StoredFormat.tensors``; None for those that are not given.
+
+    Raises:
+        ValueError: no such format is admitted, a tensor is missing or has another dtype or shape.
+    """
+    found = WEIGHT_FORMATS.get(name)
+    if found is None or found.stored is None:
+        known = ", ".join(repr(f.name) for f in WEIGHT_FORMATS.values() if f.stored) or "none"
+        raise ValueError(
+            f"linear: weight_format is {name!r}, expected one that is admitted: {known}; "
+            "admit_weight_format admits another"
+        )
+    stored = found.stored
+    if given := [n for n, t in tensors.items() if t is not None and n not in stored.tensors]:
+        raise ValueError(f"linear of {name}: {given[0]} is given, but the format has none")
+    weight, in_features = tensors["weight"], int(x.shape[-1])
+    rows = weight.shape[stored.weight.dim(0)] * (stored.weight.steps[0] or 1)
+    for argument, tensor in stored.tensors.items():
+        held, dtype = tensors[argument], dtype_of(tensor)
+        try:
+            shape = tensor.shape(rows, in_features)
+        except ValueError as error:
+            raise ValueError(f"linear of {name} by x {[*x.shape]}: {error}") from error
+        if held is None:
+            raise ValueError(
+                f"linear of {name}: {argument} is missing, expected {dtype} {[*shape]}"
+            )
+        if held.dtype != dtype or tuple(held.shape) != shape:
+            raise ValueError(
+                f"linear of {name}: {argument} is {held.dtype} {[*held.shape]}, expected {dtype} "
+                f"{[*shape]} for a weight {[rows, in_features]}"
+            )
+    _check_x(stored, x, x_scale)
+    return found, (rows, in_features)
+
+
+def _check_x(stored: StoredFormat, x: Any, x_scale: Any) -> None:
+    if not stored.x_dtype:
+        if x.dtype not in OUT_DTYPES or x_scale is not None:
+            scaled = "without" if x_scale is None else "with"
+            raise ValueError(
+                f"linear of {stored.name}: x is {x.dtype} {scaled} x_scale, expected a "
+                "floating-point dtype without: the weight alone is quantized"
+            )
+        return
+    shape = (x.shape[0], cdiv(x.shape[-1], stored.x_columns) if stored.x_columns else 1)
+    if (
+        x.dtype != getattr(torch, stored.x_dtype)
+        or x_scale is None
+        or x_scale.dtype != torch.float32
+        or tuple(x_scale.shape) != shape
+    ):
+        scale = "no x_scale" if x_scale is None else f"x_scale {x_scale.dtype} {[*x_scale.shape]}"
+        raise ValueError(
+            f"linear of {stored.name}: x is {x.dtype} with {scale}, expected torch."
+            f"{stored.x_dtype} with torch.float32 {[*shape]}"
+        )
+
+
+def dequantize(
+    stored: StoredFormat, weight: Tensor, scale: Tensor, zero: Tensor | None = None
+) -> Tensor:
+    """The numbers of a stored weight, [out_features, in_features] in float32: the definition of the
+    format."""
+    units = _units(unpack(stored.weight, weight), scales := unpack(stored.scale, scale))
+    if stored.values:
+        numbers = _look_up(units, stored.values)
+    elif stored.zero is not None and zero is not None:
+        zeros = unpack(stored.zero, zero) + stored.zero_offset
+        numbers = (units - zeros[:, None, :, None]).float()
+    else:
+        numbers = (units - stored.offset).float()
+    return (numbers * scales[:, None, :, None]).flatten(2).flatten(0, 1)
+
+
+def unpack(tensor: StoredTensor, elements: Tensor) -> Tensor:
+    """The numbers of a stored tensor, each by itself, [rows, columns]: integers in int32 or wider,
+    others in float32."""
+    elements = elements.t() if tensor.transposed else elements
+    if elements.is_floating_point():
+        return elements.float()
+    integers = elements if elements.dtype == torch.int64 else elements.to(torch.int32)
+    packing = tensor.packing
+    if packing is None:
+        return integers
+    axis, mask = AXES.index(packing.along), 2**packing.bits - 1
+    shifts = (packing.bits * field for field in _fields(tensor))
+    integers = torch.stack([(integers >> shift) & mask for shift in shifts], axis + 1)
+    if packing.signed:
+        half = 2 ** (packing.bits - 1)
+        integers = (integers ^ half) - half
+    return integers.flatten(axis, axis + 1)
+
+
+def pack(tensor: StoredTensor, numbers: Tensor) -> Tensor:
+    """The stored tensor of numbers [rows, columns]: the inverse of ``unpack``."""
+    if (packing := tensor.packing) is not None:
+        axis, mask = AXES.index(packing.along), 2**packing.bits - 1
+        fields = numbers.long().unflatten(axis, (-1, tensor.packed)).unbind(axis + 1)
+        numbers = torch.zeros_like(fields[0])
+        for field, values in zip(_fields(tensor), fields, strict=True):
+            numbers |= (values & mask) << (packing.bits * field)
+    elements = numbers.to(dtype_of(tensor))
+    return elements.t().contiguous() if tensor.transposed else elements
+
+
+def quantize(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
+    """The tensors of a weight [rows, columns] in a format, rounded to nearest.  Scales reach the
+    largest number of their unit; with zero points, the smallest and the largest."""
+    sizes = stored.scale.unit[0], stored.scale.unit[1] or weight.shape[1]
+    units = weight.float().unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0]))
+    low = -(2 ** (stored.weight.bits - 1)) if stored.weight.signed else 0
+    high = low + 2**stored.weight.bits - 1
+    largest = units.abs().amax((1, 3), keepdim=True).clamp(min=_SMALLEST)
+    tensors: dict[str, Tensor] = {}
+    if stored.zero is not None:
+        least, most = (f((1, 3), keepdim=True) for f in (units.amin, units.amax))
+        least, most = least.clamp(max=0), most.clamp(min=0)
+        scale = _stored_scale(stored, (most - least).clamp(min=_SMALLEST) / (high - low))
+        zero = (low - least / scale).round().clamp(low, high).int()
+        tensors["weight_zero"] = pack(stored.zero, (zero - stored.zero_offset)[:, 0, :, 0])
+    elif stored.values:
+        scale = _stored_scale(stored, largest / max(map(abs, stored.values)))
+        integers = _nearest(units / scale, stored.values)
+    else:
+        scale = _stored_scale(stored, largest / (high - stored.offset))
+    if not stored.values:
+        shift = zero if stored.zero is not None else stored.offset
+        integers = ((units / scale).round() + shift).clamp(low, high).int()
+    tensors["weight"] = pack(stored.weight, integers.flatten(2).flatten(0, 1))
+    tensors["weight_scale"] = pack(stored.scale, scale[:, 0, :, 0])
+    return tensors
+
+
+def _fields(tensor: StoredTensor) -> list[int]:
+    """The field of an element that holds each of the neighbours in it."""
+    assert tensor.packing is not None
+    order = tensor.packing.order or range(tensor.packed)
+    return [order.index(neighbour) for neighbour in range(tensor.packed)]
+
+
+def _units(integers: Tensor, scales: Tensor) -> Tensor:
+    """[units, rows of one, units, columns of one]: the integers by the scale that they share."""
+    rows, columns = (n // units for n, units in zip(integers.shape, scales.shape, strict=True))
+    units: Tensor = integers.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    return units
+
+
+def _look_up(codes: Tensor, values: Sequence[float]) -> Tensor:
+    """The value of each code, without a table, of which a traced graph could hold no copy."""
+    found = torch.zeros_like(codes, dtype=torch.float32)
+    for code, value in enumerate(values):
+        found = torch.where(codes == code, value, found)
+    return found
+
+
+def _nearest(numbers: Tensor, values: Sequence[float]) -> Tensor:
+    """The code of the value nearest to each number."""
+    codes = torch.zeros_like(numbers, dtype=torch.int32)
+    best = (numbers - values[0]).abs()
+    for code, value in enumerate(values[1:], 1):
+        error = (numbers - value).abs()
+        codes, best = torch.where(error < best, code, codes), torch.minimum(error, best)
+    return codes
+
+
+def _stored_scale(stored: StoredFormat, scale: Tensor) -> Tensor:
+    """Scales as the format can hold them; powers of two are rounded up, so that nothing is cut."""
+    if stored.scale.dtype == "float8_e8m0fnu":
+        scale = torch.exp2(scale.log2().ceil())
+    return scale.to(dtype_of(stored.scale)).float()
