@@ -8,13 +8,23 @@ from typing import Annotated, Any
 import typer
 
 from ..config import UserError, make_output_folder
-from ..config.expert_tables import Experts, file_name, installed_triton, parse_table
+from ..config.device_table import DeviceTable, file_name, find_experts, read_table
+from ..config.expert_tables import (
+    Experts,
+    ExpertTable,
+    ExpertTile,
+    installed_triton,
+    parse_vllm,
+    vllm_name,
+    vllm_text,
+)
 from .help import GroupedHelp
 from .table import table
 from .tune_serve import serve
 
 app = typer.Typer(rich_markup_mode=None, help="Measure choices of kernels and of a server.")
 KINDS = ("bfloat16", "fp8", "fp8_block")
+FORMATS = ("device", "vllm")
 
 app.command("serve", cls=GroupedHelp)(serve)
 
@@ -29,6 +39,9 @@ def moe(
     output: Annotated[
         Path, typer.Option(help="folder of the file; for --tuned-config-dir", show_default=".")
     ] = Path(),
+    file_format: Annotated[
+        str, typer.Option("--format", help="this GPU's device table, or a file of vLLM's format")
+    ] = "device",
     batch_sizes: Annotated[
         str | None, typer.Option(help="numbers of tokens, separated by commas", show_default=False)
     ] = None,
@@ -36,11 +49,14 @@ def moe(
 ) -> None:
     """Find the fastest tiles of a model's experts on this machine's GPUs, all of them at once.
 
-    The file is in the format of vLLM and SGLang. What it has already is kept, so that a run that
-    was interrupted goes on where it was. CUDA_VISIBLE_DEVICES leaves GPUs out.
+    The file is the device table of this GPU, or with --format vllm one that vLLM and SGLang read
+    too. What it has already is kept, so that a run that was interrupted goes on where it was.
+    CUDA_VISIBLE_DEVICES leaves GPUs out.
     """
     if dtype not in KINDS:
         raise UserError(f"dtype={dtype}: expected one of {', '.join(KINDS)}")
+    if file_format not in FORMATS:
+        raise UserError(f"format={file_format}: expected one of {', '.join(FORMATS)}")
     counts = _counts(batch_sizes)
     from ..model_executor.hf_config import model_folder, read_spec
 
@@ -57,38 +73,65 @@ def moe(
         raise UserError("tune moe: torch sees no CUDA GPU; run it on the machine that will serve")
     make_output_folder("output", output)
     from ..compiler.artifacts.disk import replace_file
-    from ..compiler.lowering.tune_experts import TOKENS, Tuned, tune
+    from ..compiler.lowering.search import Found, winner
+    from ..compiler.lowering.tune_experts import TOKENS, table_of, tune
     from .tune_gpus import gpus_like_the_first, measures
 
     kind = dtype.replace("_", " ")
     inner = spec.moe.intermediate_size // tp
     experts = Experts(spec.moe.num_experts, inner, spec.hidden_size, spec.moe.routing.top_k, kind)
     gpu, triton = torch.cuda.get_device_name(), installed_triton()
-    path = output / file_name(experts.shape, gpu)
-    known = (
-        dict(parse_table(path.name, path.read_text(), gpu, triton).tiles) if path.exists() else {}
-    )
+    of_vllm = file_format == "vllm"
+    path = output / (vllm_name(experts.shape, gpu) if of_vllm else file_name(gpu))
+    old, there = None, None
+    if path.exists() and of_vllm:
+        there = parse_vllm(path.name, path.read_text(), gpu, triton)
+    elif path.exists():
+        old = read_table(path)
+        if reason := old.why_not("experts", gpu, triton):
+            raise UserError(f"{reason}; give another --output, or delete the file")
+        there = find_experts([old], experts.shape)
+    known = dict(there.tiles) if there else {}
 
-    def keep(count: int, tuned: Tuned) -> None:
-        text = tuned.table(experts).text(triton)
+    def keep(count: int, found: Found[int, ExpertTile]) -> None:
+        entry = table_of(experts, known | found.winners())
+        text = vllm_text(entry, triton) if of_vllm else _updated(old, entry).text()
         replace_file(path, text.encode(), path.with_name(f"{path.name}.partial"))
-        gain = tuned.rule_us[count] / tuned.us[count]
-        typer.echo(f"{count} tokens: {tuned.us[count]:.1f} us, {gain:.2f}x the rule", err=True)
+        us, rule_us = _times(found, count)
+        typer.echo(f"{count} tokens: {us:.1f} us, {rule_us / us:.2f}x the rule", err=True)
 
     gpus = gpus_like_the_first()
     if len(gpus) > 1:
         typer.echo(f"{len(gpus)} GPUs measure at once", err=True)
+    counts = tuple(count for count in counts or TOKENS if count not in known)
     with measures(experts, gpus) as each:
-        found = tune(
-            experts, each, tokens=counts or TOKENS, seconds=seconds, known=known, on_done=keep
-        )
+        found = tune(experts, each, tokens=counts, seconds=seconds, on_done=keep)
     rows = [["tokens", "us", "by the rule", "tile"]]
-    for count, us in sorted(found.us.items()):
-        rows.append([str(count), f"{us:.1f}", f"{found.rule_us[count]:.1f}", _shown(found, count)])
+    for count, times in sorted(found.times.items()):
+        tile = ", ".join(f"{key} {value}" for key, value in winner(times).to_json().items())
+        rows.append([str(count), *(f"{us:.1f}" for us in _times(found, count)), tile])
     typer.echo(table(rows))
     if found.skipped:
         typer.echo(f"no time left for {', '.join(map(str, found.skipped))} tokens; run it again")
-    typer.echo(f"{len(found.tiles)} tiles in {path}; use --tuned-config-dir {output}")
+    num_tiles = len(known | found.winners())
+    typer.echo(f"{num_tiles} tiles in {path}; use --tuned-config-dir {output}")
+
+
+def _times(found: Any, count: int) -> tuple[float, float]:
+    """Microseconds with the tile that was chosen for so many tokens, and with that of the rule."""
+    chosen, rule = found.to_json()["us"][str(count)]
+    return chosen, rule
+
+
+def _updated(old: DeviceTable | None, entry: ExpertTable) -> DeviceTable:
+    """The table of this GPU with these tiles in place of those that it has for such experts."""
+    from ..bench.environment import environment
+    from ..compiler.lowering.search import table_here
+
+    others = [each for each in old.experts if each.shape != entry.shape] if old else []
+    env = environment()
+    new = table_here(env["commit"], env["command"], experts=(*others, entry))
+    return old.updated(new) if old else new
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
@@ -98,7 +141,3 @@ def _counts(text: str | None) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"batch_sizes={text}: expected numbers of tokens such as 16,64,256")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _shown(found: Any, count: int) -> str:
-    return ", ".join(f"{key} {value}" for key, value in found.tiles[count].to_json().items())

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from ...bench.environment import environment
-from ...compiler.lowering.tune import graph_us
+from ...compiler.lowering.search import graph_us
 from ...compiler.lowering.tune_experts import (
     TOKENS,
     ExpertMeasure,
     Measure,
-    Tuned,
+    Tiles,
     rule_tile,
     tune,
 )
@@ -77,13 +77,13 @@ class GroupedMeasure:
         return statistics.median(graph_us([run]) for _ in range(_REPEATS))
 
 
-def compare(experts: Experts, tuned: Tuned, measure: Measure) -> list[dict[str, Any]]:
+def compare(experts: Experts, tiles: Tiles, measure: Measure) -> list[dict[str, Any]]:
     """One row a number of tokens: medians of both tiles in turn, and the tuned one."""
     grouped = None
     if experts.kind == "bfloat16" and load_cuda_library():
         grouped = GroupedMeasure(experts)
     rows = []
-    for tokens, tile in tuned.tiles.items():
+    for tokens, tile in tiles.items():
         rule = rule_tile(experts, tokens)
         times = measure(tokens, [rule, tile] * _REPEATS)
         by_rule, by_tile = statistics.median(times[::2]), statistics.median(times[1::2])
@@ -101,7 +101,7 @@ def tune_shape(shape: str, measure: Measure, tokens: tuple[int, ...], end: float
     start = time.monotonic()
     tuned = tune(experts, [measure], tokens=tokens, seconds=end - start)
     seconds = time.monotonic() - start
-    rows = compare(experts, tuned, measure)
+    rows = compare(experts, tuned.winners(), measure)
     print(f"{shape}: tuned in {seconds:.0f} s, no time for {tuned.skipped} tokens")
     for row in rows:
         us = f"{row['rule_us']:9.1f} -> {row['tuned_us']:9.1f} us, {row['gain']:.2f}x"

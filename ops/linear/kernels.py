@@ -233,7 +233,7 @@ def _candidates(
     return (chosen, *(k for k in rest if not k.refuses(desc, rows, target)))
 
 
-_device_table.on_take(_candidates.cache_clear)
+_device_table.on_change(_candidates.cache_clear)
 
 
 def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
