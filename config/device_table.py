@@ -13,12 +13,13 @@ are alike.  The rest serves the same model alone, with the same version of the l
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from .arch import ARCHS
 from .errors import UserError
@@ -48,22 +49,21 @@ _REMEDY = (
 )
 _MOST_SM = 199
 Weight: TypeAlias = tuple[str, int, int]
-_T = TypeVar("_T")
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Rate: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a section was measured: the GPU, the versions of libraries, the commit of this package
     and the command or document."""
 
     gpu: str
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = {}
     commit: str = ""
     how: str = ""
 
 
-@dataclass(frozen=True)
-class Algorithm:
+class Algorithm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fastest algorithm that was measured for some shapes.
 
     Attributes:
@@ -75,13 +75,13 @@ class Algorithm:
     """
 
     operands: str
-    out_features: int
-    in_features: int
-    least_rows: int
-    most_rows: int
+    out_features: Count
+    in_features: Count
+    least_rows: Count
+    most_rows: Count
     algorithm: str
-    us: float
-    us_before: float
+    us: Rate
+    us_before: Rate
 
     def __post_init__(self) -> None:
         if self.operands not in OPERANDS:
@@ -116,12 +116,12 @@ class DeviceTable:
 
     name: str = field(compare=False, repr=False)
     gpu: str
-    sm: int
-    num_sms: int
-    memory_bytes: int = 0
+    sm: Count
+    num_sms: Count
+    memory_bytes: Count = 0
     measured: Mapping[str, Measured] = field(default_factory=dict)
-    copy_tb_s: float = 0.0
-    rows: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    copy_tb_s: Rate = 0.0
+    rows: Mapping[str, tuple[tuple[Count, Count], ...]] = field(default_factory=dict)
     experts: tuple[ExpertTable, ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
 
@@ -152,16 +152,19 @@ class DeviceTable:
         return ""
 
     def updated(self, new: DeviceTable) -> DeviceTable:
-        """This table with the sections that another of the same GPU has in place of its own."""
+        """This table with the sections of another in place of its own; of experts, with those of
+        the same shapes."""
         sections = {name: held for name in SECTIONS if (held := getattr(new, name))}
-        memory, measured = new.memory_bytes or self.memory_bytes, {**self.measured, **new.measured}
-        return replace(self, memory_bytes=memory, measured=measured, **sections)
+        replaced = {each.shape for each in new.experts}
+        others = (each for each in self.experts if each.shape not in replaced)
+        sections |= {"experts": (*others, *new.experts)}
+        return replace(self, measured={**self.measured, **new.measured}, **sections)
 
     def text(self) -> str:
         """The file's content."""
         ordered = sorted(self.algorithms, key=lambda a: (a.weight, a.least_rows))
-        content = asdict(self) | {"experts": [each.to_json() for each in self.experts]}
-        content["algorithms"] = [*map(asdict, ordered)]
+        content = msgspec.to_builtins(replace(self, experts=(), algorithms=tuple(ordered)))
+        content["experts"] = [each.to_json() for each in self.experts]
         del content["name"]
         parts = [f"{json.dumps(key)}: {_in_lines(value)}" for key, value in content.items()]
         return "{" + ",\n ".join(parts) + "}\n"
@@ -184,69 +187,17 @@ def parse_table(text: str | bytes, name: str) -> DeviceTable:
         UserError: it is not a table, or says what is unknown here; names the file and the key.
     """
     try:
-        content = json.loads(text)
-        if not isinstance(content, dict):
-            raise ValueError(f"a {type(content).__name__}, expected an object")
-        content |= {
-            "measured": _each(content, "measured", {}, lambda value: _read(Measured, value)),
-            "rows": _each(content, "rows", {}, _ranges),
-            "experts": _each(content, "experts", [], ExpertTable.from_json),
-            "algorithms": _each(content, "algorithms", [], lambda value: _read(Algorithm, value)),
-        }
-        table = _read(DeviceTable, content, name)
+        content = msgspec.json.decode(text, type=dict[str, Any])
+        known = [f.name for f in fields(DeviceTable)[1:]]
+        if unknown := sorted(map(repr, content.keys() - {*known})):
+            raise ValueError(f"unknown: {', '.join(unknown)}; expected {', '.join(known)}")
+        experts = msgspec.convert(content.pop("experts", []), list[Any])
+        table = msgspec.convert({"name": name, **content}, DeviceTable)
+        table = replace(table, experts=tuple(map(ExpertTable.from_json, experts)))
         _check(table)
-    except ValueError as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise UserError(f"{name}: {error}: not a table of a device; {_REMEDY}") from error
     return table
-
-
-def _each(content: dict[str, Any], section: str, empty: Any, read: Callable[[Any], Any]) -> Any:
-    """A section with its entries as ``read`` makes them; errors name the entry."""
-    given = content.get(section, empty)
-    if type(given) is not type(empty):
-        raise ValueError(f"{section}={given!r}, expected {type(empty).__name__}")
-    keyed = given.items() if isinstance(given, dict) else enumerate(given)
-    made: dict[Any, Any] = {}
-    for key, value in keyed:
-        try:
-            made[key] = read(value)
-        except ValueError as error:
-            raise ValueError(f"{section}[{key!r}]: {error}") from error
-    return made if isinstance(given, dict) else tuple(made.values())
-
-
-_PLAIN: Mapping[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-
-
-def _read(cls: type[_T], entry: Any, *first: Any) -> _T:
-    """The dataclass of a JSON object, whose keys, strings and numbers are checked.  ``first``:
-    values of its first fields, which are not in the object."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{entry!r}, expected an object")
-    known = {f.name: f for f in fields(cls)[len(first) :]}  # type: ignore[arg-type]
-    if unknown := [*map(repr, entry.keys() - known)]:
-        raise ValueError(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}")
-    for name, f in known.items():
-        if name not in entry:
-            if f.default is MISSING and f.default_factory is MISSING:
-                raise ValueError(f"{name} is missing")
-            continue
-        value, kinds = entry[name], _PLAIN.get(str(f.type), (object,))
-        if object not in kinds and type(value) not in kinds:
-            raise ValueError(f"{name}={value!r}, expected {f.type}")
-        if int in kinds and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r}, expected 0 or more")
-    return cls(*first, **entry)
-
-
-def _ranges(found: Any) -> tuple[tuple[int, int], ...]:
-    pairs = found if isinstance(found, list) else [found]
-    for pair in pairs:
-        if not isinstance(pair, list) or [type(n) for n in pair] != [int, int] or min(pair) < 0:
-            raise ValueError(f"{pair!r}, expected a pair of columns and rows")
-    if not pairs or pairs[-1][0] != 0:
-        raise ValueError(f"{found}, expected the last to begin at 0 columns")
-    return tuple((fewest, most) for fewest, most in pairs)
 
 
 def _check(table: DeviceTable) -> None:
@@ -255,13 +206,15 @@ def _check(table: DeviceTable) -> None:
     if not table.gpu or not ARCHS[0].sm <= table.sm <= _MOST_SM:
         least = f"the name of a GPU and a compute capability of {ARCHS[0].sm} to {_MOST_SM}"
         raise ValueError(f"gpu={table.gpu!r}, sm={table.sm}: unknown device; expected {least}")
-    for key in table.rows:
+    for key, ranges in table.rows.items():
         kernel = next((name for name in ROWS if key.startswith(f"{name} ")), None)
         if kernel is None:
             raise ValueError(f"rows[{key!r}]: unknown kernel; expected {', '.join(ROWS)}")
         if key.removeprefix(f"{kernel} ") not in ROWS[kernel]:
             expected = ", ".join(ROWS[kernel])
             raise ValueError(f"rows[{key!r}]: unknown format or stage; expected {expected}")
+        if not ranges or ranges[-1][0] != 0:
+            raise ValueError(f"rows[{key!r}]: {ranges}, expected the last to begin at 0 columns")
     for section in SECTIONS:
         there, measured = bool(getattr(table, section)), table.measured.get(section)
         if there and measured is None:
@@ -296,7 +249,7 @@ def shipped(folder: Path = FOLDER) -> tuple[DeviceTable, ...]:
 
 
 def tables_for(
-    here: DeviceTable, triton: str, folder: Path | None, more: Sequence[DeviceTable]
+    here: DeviceTable, triton: str, folder: Path | None, more: Iterable[DeviceTable]
 ) -> tuple[tuple[DeviceTable, ...], dict[str, str]]:
     """The tables that a user's folder and ``more`` have for a GPU, without the experts' tiles that
     another Triton was measured with, and file -> why it or they do not serve.  Of ``more``, the
@@ -309,17 +262,9 @@ def tables_for(
         UserError: the folder cannot be read, or a table in it is malformed.
     """
     ignored: dict[str, str] = {}
-    tables, of_vllm = _read_folder(folder, here.gpu, triton, ignored) if folder else ([], [])
-    if of_vllm:
-        measured = Measured(here.gpu, {"Triton": triton}, how="files in the format of vLLM")
-        tables.append(
-            replace(here, experts=tuple(of_vllm), measured={"experts": measured}, name=str(folder))
-        )
-    tables += [
-        replace(here, name=table.name, experts=table.experts, measured=table.measured)
-        for table in more
-        if table.experts and table.gpu == here.gpu
-    ]
+    tables = [replace(here, name=t.name, experts=t.experts, measured=t.measured) for t in more
+              if t.experts and t.gpu == here.gpu]  # fmt: skip
+    tables = [*(_read_folder(folder, here, triton, ignored) if folder else ()), *tables]
     for at, table in enumerate(tables):
         if reason := table.why_not("experts", here.gpu, triton):
             ignored[table.file], tables[at] = reason, replace(table, experts=())
@@ -327,33 +272,31 @@ def tables_for(
 
 
 def _read_folder(
-    folder: Path, gpu: str, triton: str, ignored: dict[str, str]
-) -> tuple[list[DeviceTable], list[ExpertTable]]:
-    """The device tables of a GPU, and the tiles of vLLM's files."""
+    folder: Path, here: DeviceTable, triton: str, ignored: dict[str, str]
+) -> Iterable[DeviceTable]:
+    """The device tables of a GPU, then the tiles of vLLM's files as one table."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix == ".json")
     except OSError as error:
         raise UserError(f"tuned_config_dir={folder}: {error.strerror}; give a folder") from error
-    tables: list[DeviceTable] = []
     of_vllm: list[ExpertTable] = []
     for path in paths:
         try:
             text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            if path.name.startswith("E=") or '"gpu"' not in text:
+                of_vllm.append(parse_vllm(path.name, text, here.gpu, triton))
+                continue
+        except (UserError, OSError, UnicodeDecodeError) as error:
             ignored[path.name] = str(error)
             continue
-        if not path.name.startswith("E=") and '"gpu"' in text:
-            table = parse_table(text, str(path))
-            if table.gpu == gpu:
-                tables.append(table)
-            else:
-                ignored[path.name] = f"{path.name}: measured on {table.gpu}, this is {gpu}"
-            continue
-        try:
-            of_vllm.append(parse_vllm(path.name, text, gpu, triton))
-        except UserError as error:
-            ignored[path.name] = str(error)
-    return tables, of_vllm
+        table = parse_table(text, str(path))
+        if table.gpu == here.gpu:
+            yield table
+        else:
+            ignored[path.name] = f"{path.name}: measured on {table.gpu}, this is {here.gpu}"
+    if of_vllm:
+        measured = {"experts": Measured(here.gpu, {"Triton": triton}, how="vLLM's files")}
+        yield replace(here, name=str(folder), experts=tuple(of_vllm), measured=measured)
 
 
 def find_experts(tables: Iterable[DeviceTable], shape: ExpertShape) -> ExpertTable | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from importlib import metadata
 from typing import Any, TypeAlias
 
@@ -89,9 +89,7 @@ class ExpertTable:
     def to_json(self) -> dict[str, Any]:
         """The entry of a device table."""
         tiles = {str(tokens): tile.to_json() for tokens, tile in self.tiles}
-        return dict(zip(("experts", "intermediate", "kind"), self.shape, strict=True)) | {
-            "tiles": tiles
-        }
+        return asdict(self) | {"tiles": tiles}
 
     @classmethod
     def from_json(cls, entry: Any) -> ExpertTable:

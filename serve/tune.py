@@ -8,23 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from ..config import UserError, make_output_folder
-from ..config.device_table import DeviceTable, file_name, find_experts, read_table
-from ..config.expert_tables import (
-    Experts,
-    ExpertTable,
-    ExpertTile,
-    installed_triton,
-    parse_vllm,
-    vllm_name,
-    vllm_text,
-)
+from ..config.device_table import file_name, find_experts, read_table
+from ..config.expert_tables import Experts, installed_triton, parse_vllm, vllm_name, vllm_text
 from .help import GroupedHelp
 from .table import table
 from .tune_serve import serve
 
 app = typer.Typer(rich_markup_mode=None, help="Measure choices of kernels and of a server.")
 KINDS = ("bfloat16", "fp8", "fp8_block")
-FORMATS = ("device", "vllm")
 
 app.command("serve", cls=GroupedHelp)(serve)
 
@@ -39,9 +30,7 @@ def moe(
     output: Annotated[
         Path, typer.Option(help="folder of the file; for --tuned-config-dir", show_default=".")
     ] = Path(),
-    file_format: Annotated[
-        str, typer.Option("--format", help="this GPU's device table, or a file of vLLM's format")
-    ] = "device",
+    vllm: Annotated[bool, typer.Option("--vllm", help="write a file of vLLM's format")] = False,
     batch_sizes: Annotated[
         str | None, typer.Option(help="numbers of tokens, separated by commas", show_default=False)
     ] = None,
@@ -49,14 +38,12 @@ def moe(
 ) -> None:
     """Find the fastest tiles of a model's experts on this machine's GPUs, all of them at once.
 
-    The file is the device table of this GPU, or with --format vllm one that vLLM and SGLang read
-    too. What it has already is kept, so that a run that was interrupted goes on where it was.
+    The file is the device table of this GPU, or with --vllm one that vLLM and SGLang read too.
+    it has already is kept, so that a run that was interrupted goes on where it was.
     CUDA_VISIBLE_DEVICES leaves GPUs out.
     """
     if dtype not in KINDS:
         raise UserError(f"dtype={dtype}: expected one of {', '.join(KINDS)}")
-    if file_format not in FORMATS:
-        raise UserError(f"format={file_format}: expected one of {', '.join(FORMATS)}")
     counts = _counts(batch_sizes)
     from ..model_executor.hf_config import model_folder, read_spec
 
@@ -72,8 +59,9 @@ def moe(
     if not torch.cuda.is_available():
         raise UserError("tune moe: torch sees no CUDA GPU; run it on the machine that will serve")
     make_output_folder("output", output)
+    from ..bench.environment import environment
     from ..compiler.artifacts.disk import replace_file
-    from ..compiler.lowering.search import Found, winner
+    from ..compiler.lowering.search import table_here
     from ..compiler.lowering.tune_experts import TOKENS, table_of, tune
     from .tune_gpus import gpus_like_the_first, measures
 
@@ -81,10 +69,9 @@ def moe(
     inner = spec.moe.intermediate_size // tp
     experts = Experts(spec.moe.num_experts, inner, spec.hidden_size, spec.moe.routing.top_k, kind)
     gpu, triton = torch.cuda.get_device_name(), installed_triton()
-    of_vllm = file_format == "vllm"
-    path = output / (vllm_name(experts.shape, gpu) if of_vllm else file_name(gpu))
-    old, there = None, None
-    if path.exists() and of_vllm:
+    path = output / (vllm_name(experts.shape, gpu) if vllm else file_name(gpu))
+    env, old, there = environment(), None, None
+    if path.exists() and vllm:
         there = parse_vllm(path.name, path.read_text(), gpu, triton)
     elif path.exists():
         old = read_table(path)
@@ -93,11 +80,12 @@ def moe(
         there = find_experts([old], experts.shape)
     known = dict(there.tiles) if there else {}
 
-    def keep(count: int, found: Found[int, ExpertTile]) -> None:
+    def keep(count: int, found: Any) -> None:
         entry = table_of(experts, known | found.winners())
-        text = vllm_text(entry, triton) if of_vllm else _updated(old, entry).text()
+        new = table_here(env["commit"], env["command"], experts=(entry,))
+        text = vllm_text(entry, triton) if vllm else (old or new).updated(new).text()
         replace_file(path, text.encode(), path.with_name(f"{path.name}.partial"))
-        us, rule_us = _times(found, count)
+        us, rule_us = found.us(count)
         typer.echo(f"{count} tokens: {us:.1f} us, {rule_us / us:.2f}x the rule", err=True)
 
     gpus = gpus_like_the_first()
@@ -107,31 +95,14 @@ def moe(
     with measures(experts, gpus) as each:
         found = tune(experts, each, tokens=counts, seconds=seconds, on_done=keep)
     rows = [["tokens", "us", "by the rule", "tile"]]
-    for count, times in sorted(found.times.items()):
-        tile = ", ".join(f"{key} {value}" for key, value in winner(times).to_json().items())
-        rows.append([str(count), *(f"{us:.1f}" for us in _times(found, count)), tile])
+    for count, tile in sorted(found.winners().items()):
+        shown = ", ".join(f"{key} {value}" for key, value in tile.to_json().items())
+        rows.append([str(count), *(f"{us:.1f}" for us in found.us(count)), shown])
     typer.echo(table(rows))
     if found.skipped:
         typer.echo(f"no time left for {', '.join(map(str, found.skipped))} tokens; run it again")
-    num_tiles = len(known | found.winners())
-    typer.echo(f"{num_tiles} tiles in {path}; use --tuned-config-dir {output}")
-
-
-def _times(found: Any, count: int) -> tuple[float, float]:
-    """Microseconds with the tile that was chosen for so many tokens, and with that of the rule."""
-    chosen, rule = found.to_json()["us"][str(count)]
-    return chosen, rule
-
-
-def _updated(old: DeviceTable | None, entry: ExpertTable) -> DeviceTable:
-    """The table of this GPU with these tiles in place of those that it has for such experts."""
-    from ..bench.environment import environment
-    from ..compiler.lowering.search import table_here
-
-    others = [each for each in old.experts if each.shape != entry.shape] if old else []
-    env = environment()
-    new = table_here(env["commit"], env["command"], experts=(*others, entry))
-    return old.updated(new) if old else new
+    tiles = known | found.winners()
+    typer.echo(f"{len(tiles)} tiles in {path}; use --tuned-config-dir {output}")
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

@@ -48,12 +48,13 @@ class Found(Generic[Point, Candidate]):
     def winners(self) -> dict[Point, Candidate]:
         return {point: winner(times) for point, times in self.times.items()}
 
+    def us(self, point: Point) -> tuple[float, float]:
+        """Microseconds of the winner and of the incumbent."""
+        times = self.times[point]
+        return times[winner(times)], next(iter(times.values()))
+
     def to_json(self) -> dict[str, Any]:
-        """Points as text, with the microseconds of the winner and of the incumbent."""
-        us = {
-            str(point): [times[winner(times)], next(iter(times.values()))]
-            for point, times in self.times.items()
-        }
+        us = {str(point): list(self.us(point)) for point in self.times}
         return {"us": us, "known": self.known, "skipped": [*map(str, self.skipped)]}
 
 

@@ -8,7 +8,6 @@ expert, and an expert's weight is read once for all of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,14 +16,15 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertShape, ExpertTile
+from ..core.choice import Choice, launched
 from ..core.desc import TensorDesc
-from ..core.device_table import expert_tiles
+from ..core.device_table import expert_table, expert_tiles
 from ..core.launch import Launches, run_launches
 from ..core.target import Target, here
 from ..launches import experts as plans
 from ..launches.experts import Sorted
 from ..linear.desc import LinearDesc, describe
-from ..linear.kernels import LinearKernel, Selection, select
+from ..linear.kernels import LinearKernel, select
 
 MOST_UNSORTED = 8
 """Most tokens whose slots are not sorted."""
@@ -187,17 +187,24 @@ EXPERT_KERNELS = (SLOTS, SORTED)
 
 
 @lru_cache(_CALLS)
-def _selected(desc: LinearDesc, rows: int, device: torch.device) -> Selection:
-    return select(desc, rows, here(device), EXPERT_KERNELS)
+def _selected(desc: LinearDesc, rows: int, device: torch.device) -> Choice:
+    of = f"expert_linear {desc.groups} x [{desc.out_features}, {desc.in_features}]"
+    return select(desc, rows, here(device), EXPERT_KERNELS, f"{of} {desc.weight_format}")
 
 
-def selected(*args: Any) -> LinearKernel:
-    """The kernel that the table selects for a call of ``expert_linear``."""
-    return _selected(describe_experts(*args), args[2].shape[0], args[0].device).kernel
+def choices(*args: Any) -> tuple[Choice, ...]:
+    """The kernel that the table selects for a call of ``expert_linear``, with its tile."""
+    desc, (tokens, top_k) = describe_experts(*args), args[2].shape
+    choice = _selected(desc, tokens, args[0].device)
+    tile = _tile(desc, tokens, top_k, choice.kernel is SORTED)
+    source = "tuned" if expert_table(shape_of(desc)) else "by the rule"
+    how = f"tile {tile.rows} x {tile.columns} x {tile.depth}, {tile.warps} warps, {tile.stages}"
+    *before, gemm = launched(plan(*args)[0], choice.of)
+    return (*before, replace(choice, parameters=f"{how} stages, {source}", kernel=gemm.kernel))
 
 
 def plan(*args: Any) -> Launches[Tensor]:
     """The launches of a call, and its result."""
-    launches: Callable[..., Launches[Tensor]] | None = selected(*args).launches
-    assert launches is not None
-    return launches(*args)
+    selected = _selected(describe_experts(*args), args[2].shape[0], args[0].device)
+    assert selected.kernel.launches is not None
+    return selected.kernel.launches(*args)

@@ -31,9 +31,9 @@ from .kernels import (
     LIBRARY,
     STREAM,
     WITHOUT_CSRC,
+    chooser,
     library,
     multiply,
-    namer,
     plan,
     plan_epilogue,
     plan_tiled,
@@ -317,8 +317,8 @@ def _by_table(
     name: str, kernels: Any, why_not: Callable[[LinearDesc, OpDesc], str]
 ) -> Implementation:
     """The implementation for which the table selects among these kernels."""
-    run, runs = _with_defaults(runner(kernels)), _with_defaults(namer(kernels))
-    return on_gpu(name, run, _supports(why_not), launches=_with_defaults(plan), runs=runs)
+    run, selects = _with_defaults(runner(kernels)), _with_defaults(chooser(kernels))
+    return on_gpu(name, run, _supports(why_not), launches=_with_defaults(plan), selects=selects)
 
 
 OP = SemanticOp(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fusewright.config import UserError
@@ -21,6 +22,7 @@ from fusewright.config.device_table import (
     read_table,
     shipped,
 )
+from fusewright.config.expert_tables import ExpertTable
 
 ONE = Algorithm("bfloat16", 4096, 1024, 33, 64, "0a" * 64, 10.0, 12.0)
 BY = Measured("a GPU", {"cuBLASLt": "1"}, "abc1234", "a command")
@@ -41,8 +43,8 @@ def written(folder: Path, *algorithms: Algorithm, **changes: Any) -> Path:
 
 
 def test_the_table_answers_for_its_rows_and_weights_alone(tmp_path: Path) -> None:
-    more = replace(ONE, least_rows=65, most_rows=128, algorithm="0b" * 64)
-    fp8 = replace(ONE, operands="fp8 token", algorithm="0c" * 64)
+    more = msgspec.structs.replace(ONE, least_rows=65, most_rows=128, algorithm="0b" * 64)
+    fp8 = msgspec.structs.replace(ONE, operands="fp8 token", algorithm="0c" * 64)
     table = read_table(written(tmp_path, more, ONE, fp8))
     found = {rows: table.find("bfloat16", rows, 4096, 1024) for rows in (32, 33, 64, 65, 128, 129)}
     first, second = b"\x0a" * 64, b"\x0b" * 64
@@ -60,14 +62,14 @@ def test_the_table_answers_for_its_rows_and_weights_alone(tmp_path: Path) -> Non
         ({"algorithm": "zz" * 64}, "hexadecimal"),
         ({"least_rows": 65}, "rows 65 to 64"),
         ({"least_rows": 0}, "rows 0 to 64"),
-        ({"rows": 3}, r"algorithms\[0\]: unknown: 'rows'; expected operands, out_features"),
-        ({"us": "10"}, "us='10', expected float"),
-        ({"us": float("nan")}, "us=nan, expected 0 or more"),
-        ({"out_features": 1.5}, "out_features=1.5, expected int"),
+        ({"rows": 3}, r"unknown field `rows` - at `\$\.algorithms\[0\]`"),
+        ({"us": "10"}, r"Expected `float`, got `str` - at `\$\.algorithms\[0\]\.us`"),
+        ({"us": float("nan")}, "malformed"),
+        ({"out_features": 1.5}, r"Expected `int`, got `float` - at .*\.out_features"),
     ],
 )
 def test_a_bad_entry_is_refused_by_name(entry: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = written(tmp_path, algorithms=[asdict(ONE) | entry])
+    path = written(tmp_path, algorithms=[msgspec.structs.asdict(ONE) | entry])
     with pytest.raises(UserError, match=words) as refused:
         read_table(path)
     assert str(path) in str(refused.value)
@@ -85,7 +87,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_algorithms_for_one_call_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, ONE, replace(ONE, least_rows=64, most_rows=96))
+    path = written(tmp_path, ONE, msgspec.structs.replace(ONE, least_rows=64, most_rows=96))
     with pytest.raises(UserError, match="two algorithms for 64 rows"):
         read_table(path)
 
@@ -100,24 +102,30 @@ def test_a_table_is_read_as_it_was_written() -> None:
         ({"tilez": {}}, "unknown: 'tilez'; expected gpu, sm"),
         ({"gpu": ""}, "gpu='', sm=90: unknown device"),
         ({"sm": 42}, "gpu='a GPU', sm=42: unknown device; expected .* of 80 to"),
-        ({"sm": "90"}, "sm='90', expected int"),
-        ({"num_sms": True}, "num_sms=True, expected int"),
+        ({"sm": "90"}, r"Expected `int`, got `str` - at `\$\.sm`"),
+        ({"num_sms": True}, r"Expected `int`, got `bool` - at `\$\.num_sms`"),
         ({"rows": {"flow int4": [[0, 16]]}}, r"rows\['flow int4'\]: unknown kernel; .* stream, cl"),
         ({"rows": {"stream int4": [[0, 16]]}}, "unknown format or stage; expected bfloat16, fp8"),
         ({"rows": {"push 3 ranks": [[0, 16]]}}, "unknown format or stage; expected 2 ranks"),
         ({"rows": {"stream fp8 token": [[64, 8]]}}, r"rows\['stream .*last to begin at 0"),
-        ({"rows": {"stream fp8 token": 8}}, "8, expected a pair of columns and rows"),
-        ({"rows": {"stream fp8 token": [[0, "8"]]}}, "expected a pair of columns and rows"),
-        ({"rows": []}, r"rows=\[\], expected dict"),
-        ({"copy_tb_s": -1.0}, "copy_tb_s=-1.0, expected 0 or more"),
-        ({"copy_tb_s": "4"}, "copy_tb_s='4', expected float"),
-        ({"experts": [{"kind": "fp8"}]}, r"experts\[0\]: expected an object of experts, inter"),
+        ({"rows": {"stream fp8 token": 8}}, r"Expected `array`, got `int` - at `\$\.rows"),
+        ({"rows": {"stream fp8 token": [[0, "8"]]}}, r"Expected `int`, got `str` - at `\$\.rows"),
+        ({"rows": []}, r"Expected `object`, got `array` - at `\$\.rows`"),
+        ({"copy_tb_s": -1.0}, r"Expected `float` >= 0.0 - at `\$\.copy_tb_s`"),
+        ({"copy_tb_s": "4"}, r"Expected `float`, got `str` - at `\$\.copy_tb_s`"),
+        (
+            {"experts": [{"kind": "fp8"}]},
+            "expected an object of experts, intermediate, kind, tiles",
+        ),
         ({"measured": {}}, r"measured\['copy_tb_s'\] is missing"),
         (
             {"measured": {"tiles": {"gpu": "a GPU"}}, "copy_tb_s": 0.0},
             r"measured\['rows'\] is miss",
         ),
-        ({"measured": {"rows": {"gpu": 3}}}, r"measured\['rows'\]: gpu=3, expected str"),
+        (
+            {"measured": {"rows": {"gpu": 3}}},
+            r"Expected `str`, got `int` - at `\$\.measured\[\.\.\.\]\.gpu`",
+        ),
     ],
 )
 def test_what_is_unknown_or_wrong_is_refused_by_file_and_key(
@@ -143,7 +151,9 @@ def test_new_sections_replace_old_ones_alone() -> None:
     new = DeviceTable("", "a GPU", 90, 100, 0, {"algorithms": newer}, algorithms=(ONE, ONE))
     both = TABLE.updated(new)
     assert (both.rows, both.copy_tb_s, both.algorithms) == (TABLE.rows, 2.0, (ONE, ONE))
-    assert both.memory_bytes == 80 << 30
+    tiles = [ExpertTable(8, n, "fp8", ()) for n in (64, 96, 96)]
+    both = replace(TABLE, experts=tuple(tiles[:2])).updated(replace(new, experts=(tiles[2],)))
+    assert both.experts == (tiles[0], tiles[2])
     assert both.measured == {**TABLE.measured, "algorithms": newer}
 
 

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -99,7 +100,9 @@ def test_descriptors_go_with_their_plan(library: Library) -> None:
 def test_an_evicted_plan_goes_unless_somebody_runs_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = replace(SHIPPED, algorithms=(replace(ONE, least_rows=1, most_rows=1 << 20),))
+    found = replace(
+        SHIPPED, algorithms=(msgspec.structs.replace(ONE, least_rows=1, most_rows=1 << 20),)
+    )
     monkeypatch.setattr(_device_table, "serving", lambda device: (found,))
     _cublaslt_linear._planned.cache_clear()
 
@@ -305,7 +308,8 @@ def test_tuning_writes_a_table_that_keeps_other_weights(
     if not load_cuda_library():
         pytest.skip("needs csrc")
     some = next(a for a in table.algorithms if a.operands == "bfloat16")
-    other, old = replace(some, out_features=64), replace(some, out_features=4096, in_features=4096)
+    other = msgspec.structs.replace(some, out_features=64)
+    old = msgspec.structs.replace(some, out_features=4096, in_features=4096)
     path = tmp_path / "table.json"
     path.write_text(replace(table, algorithms=(other, old)).text())
     words = "tune_linear --models llama3-8b --operands bfloat16 --rows 96 --output"

@@ -112,7 +112,7 @@ def test_more_logprobs_than_the_kernel_selects_fall_back_with_a_reason() -> None
     op = ops.BY_NAME["token_logprobs"]
     args = (torch.zeros(2, 100), torch.zeros(2).int(), 50)
     choice = ops.choose(op, op.describe(args), inline_first=False)
-    assert choice.implementation == "native"
+    assert choice.name == "native"
     assert dict(choice.rejected)["triton"] == "num_logprobs 50 > 32: one selection round each"
 
 
