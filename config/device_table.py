@@ -1,9 +1,5 @@
 """Device tables hold what was measured on a GPU model: one file each, in sections.
 
-``rows`` says up to how many rows a kernel is ahead of the next, ``algorithms`` names cuBLASLt's
-fastest, ``experts`` has tiles for the experts' GEMMs, and ``copy_tb_s`` is the rate of a copy.
-``measured`` says of every section on which GPU, with which libraries and how it was measured.
-
 ``devices/`` ships tables, ``--tuned-config-dir`` names a folder of more, and at ``-O3`` an artifact
 brings one of its own; ``ops/core/device_table.py`` asks the artifact's first and the shipped last.
 ``rows`` and ``num_sms`` serve every GPU of the same compute capability, whose kernels and caches
@@ -108,10 +104,9 @@ class DeviceTable:
             multiprocessors, its memory (0: not known).
         measured: section -> how it was measured.
         copy_tb_s: rate of a device-to-device copy, bytes read and written; 0: not measured.
-        rows: kernel and format or stage, see ``ROWS`` -> (fewest columns of a weight, most rows);
-            the first that fits holds.
-        experts: tiles, one entry for each shape of experts.
-        algorithms: one entry for each weight and range of rows.
+        rows: kernel and format or stage, see ``ROWS`` -> (fewest columns of a weight, most rows
+            for which it is ahead); the first that fits holds.
+        experts, algorithms: one entry for each shape of experts; for each weight and range of rows.
     """
 
     name: str = field(compare=False, repr=False)
@@ -251,16 +246,10 @@ def shipped(folder: Path = FOLDER) -> tuple[DeviceTable, ...]:
 def tables_for(
     here: DeviceTable, triton: str, folder: Path | None, more: Iterable[DeviceTable]
 ) -> tuple[tuple[DeviceTable, ...], dict[str, str]]:
-    """The tables that a user's folder and ``more`` have for a GPU, without the experts' tiles that
-    another Triton was measured with, and file -> why it or they do not serve.  Of ``more``, the
-    shipped ones, only experts' tiles are taken: what compiled code depends on.
-
-    Args:
-        here: describes the GPU; has no sections.
-
-    Raises:
-        UserError: the folder cannot be read, or a table in it is malformed.
-    """
+    """The tables that a user's folder and ``more`` have for the GPU of ``here``, without tiles that
+    were measured with another Triton, and file -> why it or they do not serve.  Of ``more``, the
+    shipped ones, only tiles are taken: what compiled code depends on.  Raises UserError if the
+    folder cannot be read, or a table in it is malformed."""
     ignored: dict[str, str] = {}
     tables = [replace(here, name=t.name, experts=t.experts, measured=t.measured) for t in more
               if t.experts and t.gpu == here.gpu]  # fmt: skip

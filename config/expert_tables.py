@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from importlib import metadata
 from typing import Any, TypeAlias
 
@@ -93,14 +93,11 @@ class ExpertTable:
 
     @classmethod
     def from_json(cls, entry: Any) -> ExpertTable:
-        """The tiles of an entry that ``to_json`` made.
-
-        Raises:
-            ValueError: it did not; names the key.
-        """
-        if not isinstance(entry, Mapping) or entry.keys() != {*cls.__dataclass_fields__}:
-            raise ValueError(f"expected an object of {', '.join(cls.__dataclass_fields__)}")
-        experts, intermediate, kind, tiles = (entry[key] for key in cls.__dataclass_fields__)
+        """The tiles of an entry that ``to_json`` made; raises ValueError if it did not."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(entry, Mapping) or entry.keys() != {*names}:
+            raise ValueError(f"experts: expected an object of {', '.join(names)}")
+        experts, intermediate, kind, tiles = (entry[name] for name in names)
         if type(experts) is not int or type(intermediate) is not int:
             raise ValueError(f"{experts!r} experts of {intermediate!r}, expected two integers")
         if kind not in KINDS:
@@ -167,11 +164,7 @@ def _kind(name: str, dtype: str | None, block: str | None) -> str:
 
 
 def read_tiles(content: Any, kind: str) -> tuple[tuple[int, ExpertTile], ...]:
-    """The tiles by number of tokens of a JSON object, in order.
-
-    Raises:
-        ValueError: names the number of tokens and the key.
-    """
+    """The tiles by number of tokens of a JSON object, in order; raises ValueError."""
     if not isinstance(content, Mapping):
         raise ValueError("holds no object of tiles by number of tokens")
     tiles = [(_tokens(key), _tile(key, tile, kind)) for key, tile in content.items()]

@@ -366,7 +366,7 @@ def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
 
 def _with_choices(ranges: Iterable[TokenRange]) -> Iterator[TokenRange]:
     """The ranges with what was chosen, for a reason or with parameters, at the first of each."""
-    before: dict[tuple[str, ...], str] = {}
+    before: dict[tuple[str, str, str], str] = {}
     for each in ranges:
         choices = [name.choice for name in each.kernels if isinstance(name, KernelName)]
         here = {

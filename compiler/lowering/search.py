@@ -1,11 +1,9 @@
-"""The searcher of everything that is chosen by measurement: points, candidates, times, winners.
+"""The searcher of everything that is chosen by measurement.
 
 A point is what a choice is made for, such as a weight and a range of rows, or a number of tokens.
 A measure times the candidates of a point, the incumbent first: what runs without the measurement.
-``search`` goes through the points within a time, on as many GPUs as there are measures.
-``Tuner`` (``tune.py``) looks for implementations of ops, ``tune_experts.py`` for tiles and
-``tune_library.py`` for algorithms of cuBLASLt; ``-O3``, ``fusewright tune moe`` and
-``bench/ops/tune_linear.py``, which wrote the shipped tables, all call these.
+``-O3``, ``fusewright tune moe`` and ``bench/ops/tune_linear.py``, which wrote the shipped tables,
+search through ``tune.py``, ``tune_experts.py`` and ``tune_library.py``.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ def search(
     """Measure each point, until the time is up.
 
     Args:
-        measures: one for each GPU.  They work at once; each takes the next point when it is free.
-            One that returns None has measured nothing.
+        measures: one for each GPU.  Each takes the next point when it is free; None: no result.
         on_point: called before each point with the number that were begun and of all.
         on_done: called after each point that was measured, one call at a time.
 
@@ -111,36 +108,27 @@ def search(
                     found.times[point] = times
                     on_done(point, found)
 
-    if len(measures) == 1:
-        work(measures[0])
-        return found
-    with ThreadPoolExecutor(len(measures)) as pool:
-        for done in [pool.submit(work, measure) for measure in measures]:
-            done.result()
+    first, *others = measures  # the first in this thread, whose modes and device hold
+    with ThreadPoolExecutor(max(len(others), 1)) as pool:
+        started = [pool.submit(work, measure) for measure in others]
+        work(first)
+    for each in started:
+        each.result()
     return found
 
 
 def table_here(commit: str = "", how: str = "", **sections: Any) -> DeviceTable:
-    """Make a device table of sections that were measured on this GPU with these libraries.
-
-    Args:
-        commit: of this package.
-        how: the command that measured them.
-        sections: fields of ``DeviceTable``; those that are empty are left out.
-    """
+    """Make a device table of the sections that are not empty, measured on this GPU with these
+    libraries; ``commit`` and ``how`` as of ``Measured``."""
     device = torch.device("cuda")
     (gpu, sm), memory = gpu_of(device), 0
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
-    versions = {
-        "torch": torch.__version__,
-        "cuBLASLt": ops.installed_cublaslt(),
-        "Triton": installed_triton(),
-    }
+    versions = {"torch": torch.__version__, "cuBLASLt": ops.installed_cublaslt()}
+    versions["Triton"] = installed_triton()
     held = {name: content for name, content in sections.items() if content}
     measured = dict.fromkeys(held, Measured(gpu, versions, commit, how))
-    sms = num_sms(device)
-    return DeviceTable(file_name(gpu), gpu, sm, sms, memory, measured, **held)
+    return DeviceTable(file_name(gpu), gpu, sm, num_sms(device), memory, measured, **held)
 
 
 def graph_us(

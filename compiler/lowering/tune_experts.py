@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,14 +36,6 @@ _CALLS, _GROUP = 6, 8
 Measure: TypeAlias = Callable[[int, Sequence[ExpertTile]], list[float]]
 """(tokens, tiles) -> microseconds of each; infinite for a tile that does not run."""
 Tiles: TypeAlias = Mapping[int, ExpertTile]
-
-
-class OwnMeasure(Protocol):
-    """A ``Measure`` that holds memory until it is freed."""
-
-    def __call__(self, tokens: int, tiles: Sequence[ExpertTile], /) -> list[float]: ...
-
-    def free(self) -> None: ...
 
 
 def table_of(experts: Experts, tiles: Tiles) -> ExpertTable:
@@ -80,12 +72,7 @@ def candidates(experts: Experts, tokens: int) -> Iterator[ExpertTile]:
 def tune(
     experts: Experts, measures: Sequence[Measure], *, tokens: Sequence[int] = TOKENS, **how: Any
 ) -> Found[int, ExpertTile]:
-    """Time the tiles of each number of tokens.
-
-    Args:
-        measures: one for each GPU.
-        how: as of ``search``.
-    """
+    """Time the tiles of each number of tokens on a GPU a measure; ``how``: as of ``search``."""
 
     def at(measure: Measure, count: int) -> Times[ExpertTile]:
         rule = rule_tile(experts, count)
@@ -98,21 +85,16 @@ def tune(
 def tune_for(
     experts: Experts,
     config: CompileConfig,
-    measure: Callable[[Experts], OwnMeasure],
+    measure: Callable[[Experts], Any],
     *,
     on_point: Callable[[int, int], None],
 ) -> tuple[ExpertTable | None, Found[int, ExpertTile]]:
     """Measure the tiles of a program's experts, in half of the time for tuning.  Experts that have
-    tiles already keep them.
-
-    Args:
-        measure: makes what times tiles of these experts.
-        on_point: as of ``search``.
+    tiles already keep them.  ``measure`` makes a ``Measure``, which holds memory until ``free``.
 
     Returns:
-        The tiles that belong into the program's artifact, and what was measured.  The tiles of a
-        configuration do not: they are in its key.  Those that another stage of a pipeline measured
-        do.
+        The tiles that belong into the program's artifact, also those that another stage of a
+        pipeline measured, but not a configuration's, which are in its key; what was measured.
     """
     there = ops.expert_table(experts.shape)
     if there is not None:

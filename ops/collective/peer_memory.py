@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from ...config.arch import why_csrc_has_no_code
 from ..core.choice import Choice, Kernel, select
-from ..core.cuda import NOT_BUILT, load_cuda_library, why_no_csrc
+from ..core.cuda import why_no_csrc, why_not_built
 from ..core.desc import OpDesc
 from ..core.device_table import gpu_of, most_rows, on_change
 from ..core.target import Target, here
@@ -131,8 +131,8 @@ def why_no_peers(devices: Sequence[int]) -> str:
     same GPU may stand for several ranks."""
     if len(devices) not in WORLDS:
         return f"{len(devices)} ranks: the kernels serve {', '.join(map(str, WORLDS))}"
-    if not load_cuda_library() or not hasattr(torch.ops.fw_cuda, "peer_all_reduce"):
-        return NOT_BUILT
+    if reason := why_not_built(None, "peer_all_reduce"):
+        return reason
     for device in devices:
         if reason := why_csrc_has_no_code(gpu_of(torch.device("cuda", device))[1]):
             return f"csrc is {reason}"

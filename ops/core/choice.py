@@ -12,7 +12,6 @@ from .launch import Launch
 from .target import Target
 
 Ask: TypeAlias = Callable[[Any, int, Target], str]
-"""A question about a description, a number of rows and a target."""
 
 
 def nothing(desc: Any, rows: int, target: Target) -> str:
@@ -21,13 +20,8 @@ def nothing(desc: Any, rows: int, target: Target) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One kernel.
-
-    Attributes:
-        name: as ``explain`` prints it.
-        refuses: why it does not serve a description with so many rows on a target; "" if it does.
-        parameters: with what it runs, as ``explain`` prints it.
-    """
+    """One kernel: why it does not serve a description with so many rows on a target, "" if it does,
+    and with what parameters it runs; for people, as its name."""
 
     name: str
     refuses: Ask = nothing
@@ -36,14 +30,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
-
-    Attributes:
-        of: the op, or the part of it, for which it was chosen.
-        kernel: the kernel or the implementation, which has a ``name``.
-        refused: each that goes before it -> the reason.
-        parameters: with what it runs.
-    """
+    """The kernel or implementation that was chosen for an op or a part of it, why each that goes
+    before it was refused, and with what parameters it runs."""
 
     of: str
     kernel: Any

@@ -17,7 +17,6 @@ from ...config.arch import why_csrc_has_no_code
 from .desc import OpDesc
 
 LIBRARY_NAME = "_fw_cuda.so"
-NOT_BUILT = "csrc is not built into this installation"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -47,11 +46,14 @@ def why_no_csrc(desc: OpDesc, op: str = "") -> str:
     csrc has no code for it, or is not built into this installation, or without ``op``."""
     if desc.device != "cuda":
         return f"on {desc.device}, not CUDA"
-    if reason := why_csrc_has_no_code(desc.sm):
-        return reason
-    if not (load_cuda_library() if desc.csrc is None else desc.csrc):
-        return NOT_BUILT
-    if op and desc.csrc is None and not hasattr(torch.ops.fw_cuda, op):
+    return why_csrc_has_no_code(desc.sm) or why_not_built(desc.csrc, op)
+
+
+def why_not_built(csrc: bool | None, op: str = "") -> str:
+    """Why csrc, or ``op`` of it, is not there, or an empty string; ``csrc``: as of ``OpDesc``."""
+    if not (load_cuda_library() if csrc is None else csrc):
+        return "csrc is not built into this installation"
+    if op and csrc is None and not hasattr(torch.ops.fw_cuda, op):
         return f"csrc was built without {op}: build it again"
     return ""
 

@@ -27,10 +27,7 @@ _missed: dict[str, list[int]] = {}
 
 
 def take_all(tables: tuple[DeviceTable, ...], *, measures: bool = False) -> None:
-    """Use these tables from now on, those of a configuration.
-
-    Args:
-        measures: the program measures tiles for experts that have none.
+    """Use the tables of a configuration from now on; ``measures``: as ``-O3`` does.
 
     Raises:
         UserError: the process uses others already.
@@ -51,11 +48,8 @@ def take_all(tables: tuple[DeviceTable, ...], *, measures: bool = False) -> None
 
 
 def take(table: DeviceTable) -> None:
-    """Use a table that was measured for a program, before all others.
-
-    Raises:
-        UserError: programs of this process use other tiles for its experts.
-    """
+    """Use a table that was measured for a program, before all others; raises UserError if programs
+    of this process use other tiles for its experts."""
     for experts in table.experts:
         there = expert_table(experts.shape)
         name = _name_of(experts.shape)
@@ -130,14 +124,11 @@ def algorithm(
     operands: str, device: torch.device, rows: int, out_features: int, in_features: int
 ) -> tuple[DeviceTable, bytes] | None:
     """The measured algorithm for a call, with the table that names it; None if none does."""
-    for table in serving(device):
-        if found := table.find(operands, rows, out_features, in_features):
-            break
-    else:
-        found = None
+    tables = ((t, t.find(operands, rows, out_features, in_features)) for t in serving(device))
+    found = next(((table, held) for table, held in tables if held), None)
     if device.type == "cuda":
         _note(bool(found), f"algorithms: {operands} {[out_features, in_features]}, rows", rows)
-    return (table, found) if found else None
+    return found
 
 
 def _note(hit: bool, what: str, size: int) -> None:
@@ -216,11 +207,10 @@ def notes(weights: Iterable[Weight], gpu: str, cublaslt: str) -> list[str]:
     for weight in weights:
         operands, *shape = weight
         found = [(a, t.file) for t in tables for a in t.algorithms if a.weight == weight]
-        if found:
-            ranges = sorted({(a.least_rows, a.most_rows) for a, _ in found})
+        ranges = sorted({(a.least_rows, a.most_rows) for a, _ in found})
+        text = "in no table: torch's own call serves it"
+        if ranges:
             files = ", ".join(dict.fromkeys(file for _, file in found))
             text = f"{len(ranges)} ranges of {ranges[0][0]} to {ranges[-1][1]} rows in {files}"
-        else:
-            text = "in no table: torch's own call serves it"
         lines.append(f"library algorithms for {operands} {shape}: {text}")
     return lines

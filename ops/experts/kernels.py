@@ -205,6 +205,5 @@ def choices(*args: Any) -> tuple[Choice, ...]:
 
 def plan(*args: Any) -> Launches[Tensor]:
     """The launches of a call, and its result."""
-    selected = _selected(describe_experts(*args), args[2].shape[0], args[0].device)
-    assert selected.kernel.launches is not None
-    return selected.kernel.launches(*args)
+    choice = _selected(describe_experts(*args), args[2].shape[0], args[0].device)
+    return choice.kernel.launches(*args)  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config.arch import arch
 from ...config.device_table import DeviceTable
 from ..core import device_table as _device_table
 from ..core.choice import Choice, NoKernelError, launched, nothing, select as _choose
@@ -120,7 +121,7 @@ def _library_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     n, k, block = desc.out_features, desc.in_features, desc.weight_format == "fp8 block"
     if n % 16 or k % 16:
         return f"linear: weight [{n}, {k}]: cuBLASLt takes multiples of 16"
-    if block and target.sm not in (0, 90):
+    if block and not arch(target.sm).block_scales:
         return f"linear: blocks of scales are in cuBLASLt for SM 9.0, not {target.sm / 10}"
     if block and k % 512:
         # torch passes such scales on, and the result is wrong (seen with 2.11).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import count
@@ -133,23 +133,22 @@ def test_what_others_found_is_kept_when_a_gpu_fails() -> None:
     assert done in ([1], [16]), "that which was being measured; no other was begun"
 
 
-WORKER = """
-import sys
-from fusewright.serve.tune_gpus import answer_all
-def measure(tokens, tiles):
-    if tokens == 64:
-        sys.exit(3)
-    return [tokens / tile.rows for tile in tiles[:-1]] + [float("inf")]
-answer_all(measure, sys.stdin, sys.stdout)
-"""
+def slow_from_64(gpu: int, last: float) -> Measure:
+    """Runs in a process of its own, which ends at 64 tokens."""
+
+    def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        if tokens == 64:
+            os._exit(3)
+        return [gpu + tokens / tile.rows for tile in tiles[:-1]] + [last]
+
+    return measure
 
 
 def test_a_process_answers_until_it_ends() -> None:
-    process = GpuProcess(5, [sys.executable, "-c", WORKER])
-    with closing(process):
+    with closing(GpuProcess(5, slow_from_64, torch.inf)) as process:
         tiles = [*candidates(QWEN, 256)][:3]
-        assert process(256, tiles) == [256 / tiles[0].rows, 256 / tiles[1].rows, torch.inf]
-        assert process(32, tiles)[0] == 32 / tiles[0].rows
+        assert process(256, tiles) == [5 + 256 / tiles[0].rows, 5 + 256 / tiles[1].rows, torch.inf]
+        assert process(32, tiles)[0] == 5 + 32 / tiles[0].rows
         for _ in range(2):
             with pytest.raises(MachineError, match=r"GPU 5: its process ended .* exit code 3"):
                 process(64, tiles)
