@@ -9,7 +9,7 @@ are alike.  The rest serves the same model alone, with the same version of the l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -40,8 +40,8 @@ SECTIONS = ("copy_tb_s", "rows", "experts", "algorithms")
 LIBRARIES = {"algorithms": "cuBLASLt", "experts": "Triton"}
 """The sections that serve one version of a library alone."""
 _REMEDY = (
-    "correct it, or measure anew: python -m fusewright.bench.ops.tune_linear writes all sections "
-    "but experts, fusewright tune moe writes that one"
+    "correct it, or measure anew: python -m fusewright.bench.ops.tune_linear writes algorithms, "
+    "fusewright tune moe writes experts"
 )
 _MOST_SM = 199
 Weight: TypeAlias = tuple[str, int, int]
@@ -167,10 +167,10 @@ class DeviceTable:
 
 def _in_lines(value: Any) -> str:
     """JSON, with a line for each entry of an object or array."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, dict) and value:
         entries = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
         return "{\n  " + ",\n  ".join(entries) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+    if isinstance(value, (list, tuple)) and value:
         return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "]"
     return json.dumps(value)
 

@@ -2,12 +2,13 @@
 
 ``python -m fusewright.bench.ops.tune_linear [--models M ...] [--operands O ...] [--rows N ...]``.
 It searches as ``-O3`` does (``compiler/lowering/tune_library.py``), but also what the table already
-has.  Entries for other weights stay, and so do the sections ``rows`` and ``experts``.
+has.  Entries for other weights stay, if the same cuBLASLt was measured, and other sections.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from ...compiler.lowering.search import table_here
 from ...compiler.lowering.tune_library import ROWS, LibraryMeasure, algorithms_of, fill
-from ...config.device_table import FOLDER, OPERANDS, Algorithm, DeviceTable, read_table
+from ...config.device_table import FOLDER, OPERANDS, Algorithm, read_table
 from ...ops import installed_cublaslt, load_cuda_library
 from ...ops.core.device_table import portable
 from ..environment import environment
@@ -31,9 +32,8 @@ layers have kernels of their own, the router in place of gate_up and down."""
 _FP8_MOST_FEATURES = 100_000  # lm_head stays in bfloat16
 
 
-def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[Algorithm], int]:
-    """The old table's entries with those of the searched weights replaced, and how many are
-    new.  Entries for another version of the library go."""
+def search(options: argparse.Namespace, known: Sequence[Algorithm]) -> tuple[list[Algorithm], int]:
+    """The known entries with those of the searched weights replaced, and how many are new."""
     shapes = dict.fromkeys(shape for name in options.models for shape in WEIGHTS[name])
     weights = [
         (operands, n, k)
@@ -41,9 +41,6 @@ def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[A
         for n, k in shapes
         if operands == "bfloat16" or n <= _FP8_MOST_FEATURES
     ]
-    here = table_here()
-    serves = old and not old.why_not("algorithms", here.gpu, installed_cublaslt())
-    known = old.algorithms if old and serves else ()
     found = fill(
         weights,
         (),
@@ -88,8 +85,9 @@ def main() -> None:
     old = read_table(path) if path.is_file() else None
     if old and old.gpu != here.gpu:
         raise SystemExit(f"tune_linear: {path}: of {old.gpu}, this is {here.gpu}; give --output")
+    serves = old and not old.why_not("algorithms", here.gpu, installed_cublaslt())
     with torch.inference_mode():
-        algorithms, count = search(options, old)
+        algorithms, count = search(options, old.algorithms if old and serves else ())
     env = environment()
     new = table_here(env["commit"], env["command"], copy_tb_s=copy_tb_s(), algorithms=algorithms)
     if old is None and (near := portable()):

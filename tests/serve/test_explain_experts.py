@@ -57,6 +57,8 @@ def test_every_layer_is_one_op_between_attention_and_rotary(folder: Path, capsys
         next(r for r in layers["ranges"] if r["decode"] and r["first"] == first)["kernels"]
         for first in (1, 9)
     )
+    choices = [text for each in layers["ranges"] for text in each["choices"]]
+    assert any(text.startswith("linear [") and " (skinny_linear: " in text for text in choices)
     assert [kernel for kernel in few if kernel.startswith("moe_")] == [
         "moe_route",
         "moe_gate_up",
