@@ -65,8 +65,7 @@ def moe(
     from ..compiler.lowering.tune_experts import TOKENS, table_of, tune
     from .tune_gpus import gpus_like_the_first, measures
 
-    kind = dtype.replace("_", " ")
-    inner = spec.moe.intermediate_size // tp
+    inner, kind = spec.moe.intermediate_size // tp, dtype.replace("_", " ")
     experts = Experts(spec.moe.num_experts, inner, spec.hidden_size, spec.moe.routing.top_k, kind)
     gpu, triton = torch.cuda.get_device_name(), installed_triton()
     path = output / (vllm_name(experts.shape, gpu) if vllm else file_name(gpu))
@@ -88,12 +87,11 @@ def moe(
         us, rule_us = found.us(count)
         typer.echo(f"{count} tokens: {us:.1f} us, {rule_us / us:.2f}x the rule", err=True)
 
-    gpus = gpus_like_the_first()
-    if len(gpus) > 1:
+    if len(gpus := gpus_like_the_first()) > 1:
         typer.echo(f"{len(gpus)} GPUs measure at once", err=True)
-    counts = tuple(count for count in counts or TOKENS if count not in known)
+    left = [count for count in counts or TOKENS if count not in known]
     with measures(experts, gpus) as each:
-        found = tune(experts, each, tokens=counts, seconds=seconds, on_done=keep)
+        found = tune(experts, each, tokens=left, seconds=seconds, on_done=keep)
     rows = [["tokens", "us", "by the rule", "tile"]]
     for count, tile in sorted(found.winners().items()):
         shown = ", ".join(f"{key} {value}" for key, value in tile.to_json().items())
@@ -101,8 +99,8 @@ def moe(
     typer.echo(table(rows))
     if found.skipped:
         typer.echo(f"no time left for {', '.join(map(str, found.skipped))} tokens; run it again")
-    tiles = known | found.winners()
-    typer.echo(f"{len(tiles)} tiles in {path}; use --tuned-config-dir {output}")
+    count = len(known | found.winners())
+    typer.echo(f"{count} tiles in {path}; use --tuned-config-dir {output}")
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ def table_here(commit: str = "", how: str = "", **sections: Any) -> DeviceTable:
     (gpu, sm), memory = gpu_of(device), 0
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
-    versions = {"torch": torch.__version__, "cuBLASLt": ops.installed_cublaslt()}
+    versions = {"torch": str(torch.__version__), "cuBLASLt": ops.installed_cublaslt()}
     versions["Triton"] = installed_triton()
     held = {name: content for name, content in sections.items() if content}
     measured = dict.fromkeys(held, Measured(gpu, versions, commit, how))

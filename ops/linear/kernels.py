@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config.arch import arch
-from ...config.device_table import DeviceTable
 from ..core import device_table as _device_table
 from ..core.choice import Choice, NoKernelError, launched, nothing, select as _choose
 from ..core.counters import counters
@@ -65,11 +64,7 @@ def select(
     of: str = "linear",
 ) -> Choice:
     """Choose the kernel for a linear layer with so many rows, of ``KERNELS`` unless others are
-    given.
-
-    Raises:
-        NoKernelError: all of them refuse; has their reasons.
-    """
+    given; raises NoKernelError with their reasons if all refuse."""
     return _choose(desc, rows, target, kernels or KERNELS, of)
 
 
@@ -81,13 +76,10 @@ def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return "" if _algorithm(desc, rows, target) else "no device table has an algorithm"
 
 
-def _algorithm(desc: LinearDesc, rows: int, target: Target) -> tuple[DeviceTable, bytes] | None:
+def _algorithm(desc: LinearDesc, rows: int, target: Target) -> str:
+    """The table that has an algorithm, "" if none has."""
     shape = (desc.out_features, desc.in_features)
-    return _device_table.algorithm(desc.weight_format, target.device, rows, *shape)
-
-
-def _table_of(desc: LinearDesc, rows: int, target: Target) -> str:
-    found = _algorithm(desc, rows, target)
+    found = _device_table.algorithm(desc.weight_format, target.device, rows, *shape)
     return f"algorithm of {found[0].file}" if found else ""
 
 
@@ -179,7 +171,9 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 STREAM = LinearKernel("skinny_linear", csrc.stream_refuses, csrc.stream, fuses=True)
 CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
-ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run, parameters=_table_of)
+ALGORITHM = LinearKernel(
+    "cuBLASLt", _algorithm_refuses, _cublaslt_linear.run, parameters=_algorithm
+)
 TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
 

@@ -368,7 +368,7 @@ def test_forced_kernels_run_in_the_program() -> None:
     ("content", "refused"),
     [
         (OWN_TABLE, ""),
-        ("{}", "gpu is missing: not a table of a device"),
+        ("{}", "missing required field `gpu`: not a table of a device"),
         (OWN_TABLE.replace('"bfloat16"', '"int4"'), "kind 'int4' is unknown, expected one of"),
         (OWN_TABLE.replace('"16":', '"0":'), "key '0', expected a number of tokens"),
     ],

@@ -111,13 +111,15 @@ def test_gpus_take_numbers_of_tokens_in_turn_and_measure_at_once() -> None:
 
 
 def test_what_others_found_is_kept_when_a_gpu_fails() -> None:
-    failed = Event()
+    began, failed = Event(), Event()
 
     def fails(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        assert began.wait(30)
         failed.set()
         raise MachineError("GPU 1: gone")
 
     def slow(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        began.set()
         assert failed.wait(30)
         return [100.0] * len(tiles)
 
@@ -144,7 +146,8 @@ def slow_from_64(gpu: int, last: float) -> Measure:
     return measure
 
 
-def test_a_process_answers_until_it_ends() -> None:
+def test_a_process_answers_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the process finds this module
     with closing(GpuProcess(5, slow_from_64, torch.inf)) as process:
         tiles = [*candidates(QWEN, 256)][:3]
         assert process(256, tiles) == [5 + 256 / tiles[0].rows, 5 + 256 / tiles[1].rows, torch.inf]
