@@ -34,12 +34,13 @@ from .emit.pieces import PieceCode, choose_emitter, emit
 from .lowering.check_kernels import called, check_used
 from .lowering.lower import lower
 from .lowering.partition import Region, partition
+from .lowering.search import Found, table_here
 from .lowering.tune import Tuner
-from .lowering.tune_experts import ExpertMeasure, Tuned, tune_for
-from .lowering.tune_library import Filled, tune_weights, weights_of
+from .lowering.tune_experts import ExpertMeasure, tune_for
+from .lowering.tune_library import algorithms_of, tune_weights, weights_of
 from .probes import check_probes
 from .record import Record
-from .run.load import KERNELS, PLAN, TABLE, TILES, kernel_file, kernels_json, piece_file
+from .run.load import KERNELS, PLAN, TABLE, kernel_file, kernels_json, piece_file
 from .run.plan import Plan
 from .timer import Timer
 
@@ -145,12 +146,14 @@ def build(
     """
     measures = config.tune and device == "cuda"
     tuner = Tuner() if measures else None
-    tiles, tuned_experts = None, Tuned()
+    tiles, tuned_experts, tuned = None, Found[Any, Any](), Found[Any, Any]()
     if measures and source.experts:
         with timer.phase("tune experts"):
             tiles, tuned_experts = tune_for(
-                source.experts, config, ExpertMeasure, on_count=timer.share
+                source.experts, config, ExpertMeasure, on_point=timer.share
             )
+        if tiles:
+            ops.take_table(table_here(how="-O3", experts=(tiles,)))
     lowered = lower_model(source, config, sm=sm, timer=timer, record=record, tuner=tuner)
     traced, plan, pieces = lowered.traced, lowered.plan, lowered.pieces
     if device == "cuda" and sm != gpu_of(torch.device("cuda"))[1]:
@@ -173,14 +176,14 @@ def build(
         held = ops.KERNELS.binaries()
         binaries = {variant: held[variant] for variant in sorted(variants, key=lambda v: v.name)}
     files = {PLAN: _json(plan.to_json())}
-    if tiles:
-        files[TILES] = _json(tiles.to_json())
-    filled = Filled()
     if measures:
         left = max(config.tune_seconds - timer.seconds.get("tune experts", 0.0), 0.0)
         with timer.phase("tune"):
-            table, filled = tune_weights(lowered.weights, seconds=left, on_range=timer.share)
-        if table:
+            tuned = tune_weights(lowered.weights, seconds=left, on_point=timer.share)
+        table = table_here(
+            how="-O3", experts=(tiles,) if tiles else (), algorithms=algorithms_of(tuned)
+        )
+        if table.measured:
             files[TABLE] = table.text().encode()
     for name, piece in code.items():
         files[piece_file(name)] = piece.source.encode()
@@ -198,7 +201,7 @@ def build(
         "steps": len(plan.steps),
         "kernels": len(binaries),
         "tuned_us": lowered.tuned_us,
-        "tuned": filled.to_json(),
+        "tuned": tuned.to_json(),
         "tuned_experts": tuned_experts.to_json(),
         "seconds": {name: round(value, 4) for name, value in timer.seconds.items()},
     }

@@ -19,15 +19,17 @@ class Arch:
             dependent launch).
         csrc: the name under which nvcc compiles csrc for it, "" where csrc has no code for it:
             its kernels use TMA and wgmma, which are of 9.0 alone.
+        block_scales: whether cuBLASLt multiplies FP8 with scales of blocks of 128 there.
     """
 
     sm: int
     shared_bytes: int
     programmatic: bool = False
     csrc: str = ""
+    block_scales: bool = False
 
 
-HOPPER = Arch(90, 227 << 10, programmatic=True, csrc="90a")
+HOPPER = Arch(90, 227 << 10, programmatic=True, csrc="90a", block_scales=True)
 ARCHS = (
     Arch(80, 163 << 10),
     Arch(86, 99 << 10),

@@ -1,59 +1,65 @@
-"""Device tables hold what was measured on a GPU: one file a GPU model and version of cuBLASLt.
+"""Device tables hold what was measured on a GPU model: one file each, in sections.
 
-``devices/`` ships them, and at ``-O3`` an artifact brings one for its own model's shapes, which is
-asked first.  A GPU without a file takes ``rows`` and ``num_sms`` of one with the same compute
-capability, whose kernels and caches are alike; ``algorithms`` and ``copy_tb_s`` are of one GPU.  A
-file that cannot serve is ignored, and its reason is in ``report()`` and ``explain``.
+``devices/`` ships tables, ``--tuned-config-dir`` names a folder of more, and at ``-O3`` an artifact
+brings one of its own; ``ops/core/device_table.py`` asks the artifact's first and the shipped last.
+``rows`` and ``num_sms`` serve every GPU of the same compute capability, whose kernels and caches
+are alike.  The rest serves the same model alone, with the same version of the library.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
+
+from .arch import ARCHS
 from .errors import UserError
+from .expert_tables import ExpertShape, ExpertTable, parse_vllm
 
 FOLDER = Path(__file__).with_name("devices")
 OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
 """Kinds of x and weight of a cuBLASLt GEMM: bfloat16, or FP8 with a scheme of scales."""
 ALGORITHM_BYTES = 64
-ROWS = (
-    "stream bfloat16",
-    "cluster bfloat16",
-    "stream fp8 tensor",
-    "stream fp8 token",
-    "stream fp8 block",
-    "stream fp8 weight",
-    "stream fp8 block weight",
-    "tiled fp8 tensor",
-    "tiled fp8 token",
-    "tiled fp8 block",
-    "push 2 ranks",
-    "push 4 ranks",
-    "push 8 ranks",
-    "push twice 2 ranks",
-    "push twice 4 ranks",
-    "push twice 8 ranks",
-    "stream sum 2 ranks",
-    "in turn 2 ranks",
+_FP8 = ("fp8 tensor", "fp8 token", "fp8 block")
+_RANKS = ("2 ranks", "4 ranks", "8 ranks")
+ROWS: Mapping[str, tuple[str, ...]] = {
+    "stream": ("bfloat16", *_FP8, "fp8 weight", "fp8 block weight", "sum 2 ranks"),
+    "cluster": ("bfloat16",),
+    "tiled": _FP8,
+    "push": (*_RANKS, *(f"twice {ranks}" for ranks in _RANKS)),
+    "in turn": ("2 ranks",),
+}
+"""The kernels for which a table says up to how many rows they are used -> what each is used for: a
+weight format, or a stage over ranks.  ``rows`` has both, as "stream bfloat16"."""
+SECTIONS = ("copy_tb_s", "rows", "experts", "algorithms")
+LIBRARIES = {"algorithms": "cuBLASLt", "experts": "Triton"}
+"""The sections that serve one version of a library alone."""
+_REMEDY = (
+    "correct it, or measure anew: python -m fusewright.bench.ops.tune_linear writes algorithms, "
+    "fusewright tune moe writes experts"
 )
-"""The kernels for which a table says up to how many rows they are used."""
-_REMEDY = "write it anew with python -m fusewright.bench.ops.tune_linear"
-_HEAD = {"gpu": str, "sm": int, "num_sms": int, "cublaslt": int}
+_MOST_SM = 199
 Weight: TypeAlias = tuple[str, int, int]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Rate: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class UnknownEntryError(UserError):
-    """A table names a section or kernel that this version does not have."""
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a section was measured: the GPU, the versions of libraries, the commit of this package
+    and the command or document."""
+
+    gpu: str
+    versions: dict[str, str] = {}
+    commit: str = ""
+    how: str = ""
 
 
-@dataclass(frozen=True)
-class Algorithm:
+class Algorithm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fastest algorithm that was measured for some shapes.
 
     Attributes:
@@ -65,13 +71,13 @@ class Algorithm:
     """
 
     operands: str
-    out_features: int
-    in_features: int
-    least_rows: int
-    most_rows: int
+    out_features: Count
+    in_features: Count
+    least_rows: Count
+    most_rows: Count
     algorithm: str
-    us: float
-    us_before: float
+    us: Rate
+    us_before: Rate
 
     def __post_init__(self) -> None:
         if self.operands not in OPERANDS:
@@ -94,22 +100,25 @@ class DeviceTable:
 
     Attributes:
         name: of the file, for people.
-        gpu, sm, num_sms: the model, its compute capability such as 90, its multiprocessors.
-        cublaslt: version of the library, as 130100.
-        rows: one of ``ROWS`` -> (fewest columns of a weight, most rows), the first that fits holds.
-        measured: where the figures come from.
+        gpu, sm, num_sms, memory_bytes: the model, its compute capability such as 90, its
+            multiprocessors, its memory (0: not known).
+        measured: section -> how it was measured.
         copy_tb_s: rate of a device-to-device copy, bytes read and written; 0: not measured.
+        rows: kernel and format or stage, see ``ROWS`` -> (fewest columns of a weight, most rows
+            for which it is ahead); the first that fits holds.
+        experts, algorithms: one entry for each shape of experts; for each weight and range of rows.
     """
 
-    name: str
+    name: str = field(compare=False, repr=False)
     gpu: str
-    sm: int
-    num_sms: int
-    cublaslt: int
+    sm: Count
+    num_sms: Count
+    memory_bytes: Count = 0
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    copy_tb_s: Rate = 0.0
+    rows: Mapping[str, tuple[tuple[Count, Count], ...]] = field(default_factory=dict)
+    experts: tuple[ExpertTable, ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
-    rows: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    measured: Mapping[str, str] = field(default_factory=dict)
-    copy_tb_s: float = 0.0
 
     @property
     def file(self) -> str:
@@ -124,72 +133,99 @@ class DeviceTable:
                 return bytes.fromhex(a.algorithm)
         return None
 
-    def why_no_algorithms(self, gpu: str, cublaslt: int) -> str:
-        """Why the algorithms cannot serve a GPU with a version of cuBLASLt; "" if they can."""
+    def why_not(self, section: str, gpu: str, version: str) -> str:
+        """Why a section of ``LIBRARIES`` cannot serve a GPU with a version of its library; "" if
+        it can, or the table has no such section."""
+        if not getattr(self, section):
+            return ""
         if self.gpu != gpu:
             return f"{self.file}: measured on {self.gpu}, this is {gpu}"
-        if self.cublaslt != cublaslt:
-            return f"{self.file}: measured with cuBLASLt {self.cublaslt}, here is {cublaslt}"
+        library = LIBRARIES[section]
+        if (measured := self.measured[section].versions.get(library)) != version:
+            has = f"measured with {library} {measured}, here is {version or 'none'}"
+            return f"{self.file}: {section}: {has}"
         return ""
+
+    def updated(self, new: DeviceTable) -> DeviceTable:
+        """This table with the sections of another in place of its own; of experts, with those of
+        the same shapes."""
+        sections = {name: held for name in SECTIONS if (held := getattr(new, name))}
+        replaced = {each.shape for each in new.experts}
+        others = (each for each in self.experts if each.shape not in replaced)
+        sections |= {"experts": (*others, *new.experts)}
+        return replace(self, measured={**self.measured, **new.measured}, **sections)
 
     def text(self) -> str:
         """The file's content."""
-        head = asdict(self)
-        del head["name"]
-        lines = [json.dumps(a) for a in sorted(head.pop("algorithms"), key=_order)]
-        sections = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        body = ",\n  ".join(lines)
-        return "{" + ",\n ".join(sections) + f',\n "algorithms": [\n  {body}\n]}}\n'
+        ordered = sorted(self.algorithms, key=lambda a: (a.weight, a.least_rows))
+        content = msgspec.to_builtins(replace(self, experts=(), algorithms=tuple(ordered)))
+        content["experts"] = [each.to_json() for each in self.experts]
+        del content["name"]
+        parts = [f"{json.dumps(key)}: {_in_lines(value)}" for key, value in content.items()]
+        return "{" + ",\n ".join(parts) + "}\n"
 
 
-def _order(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry[k] for k in ("operands", "out_features", "in_features", "least_rows"))
+def _in_lines(value: Any) -> str:
+    """JSON, with a line for each entry of an object or array."""
+    if isinstance(value, dict) and value:
+        entries = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
+        return "{\n  " + ",\n  ".join(entries) + "}"
+    if isinstance(value, (list, tuple)) and value:
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "]"
+    return json.dumps(value)
 
 
 def parse_table(text: str | bytes, name: str) -> DeviceTable:
     """The table of a file's content.
 
     Raises:
-        UserError: it is not a table, or two of its entries are for the same call.
+        UserError: it is not a table, or says what is unknown here; names the file and the key.
     """
     try:
-        content = json.loads(text)
-        if not isinstance(content, dict):
-            raise ValueError(f"a {type(content).__name__}, expected an object")
-        unknown = content.keys() - {f.name for f in fields(DeviceTable)}
-        unknown |= {f"rows of {kernel}" for kernel in content.get("rows", {}) if kernel not in ROWS}
-        if unknown:
-            raise UnknownEntryError(f"{name}: unknown: {', '.join(sorted(unknown))}; {_REMEDY}")
-        algorithms = tuple(Algorithm(**entry) for entry in content.pop("algorithms"))
-        rows = {kernel: _ranges(kernel, found) for kernel, found in content.pop("rows", {}).items()}
-        for key, kind in _HEAD.items():
-            if type(content[key]) is not kind:
-                raise ValueError(f"{key}={content[key]!r}, expected {kind.__name__}")
-        if not 0 <= content.get("copy_tb_s", 0.0) < math.inf:
-            raise ValueError(f"copy_tb_s={content['copy_tb_s']!r}, expected 0 or more")
-        table = DeviceTable(name, algorithms=algorithms, rows=rows, **content)
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        content = msgspec.json.decode(text, type=dict[str, Any])
+        known = [f.name for f in fields(DeviceTable)[1:]]
+        if unknown := sorted(map(repr, content.keys() - {*known})):
+            raise ValueError(f"unknown: {', '.join(unknown)}; expected {', '.join(known)}")
+        experts = msgspec.convert(content.pop("experts", []), list[Any])
+        table = msgspec.convert({"name": name, **content}, DeviceTable)
+        table = replace(table, experts=tuple(map(ExpertTable.from_json, experts)))
+        _check(table)
+    except (ValueError, msgspec.MsgspecError) as error:
         raise UserError(f"{name}: {error}: not a table of a device; {_REMEDY}") from error
-    _refuse_overlaps(algorithms, name)
     return table
 
 
-def _ranges(kernel: str, found: Any) -> tuple[tuple[int, int], ...]:
-    ranges = tuple((int(fewest), int(most)) for fewest, most in found)
-    if not ranges or ranges[-1][0] != 0:
-        raise ValueError(f"rows of {kernel!r}: {found}, expected the last to begin at 0 columns")
-    return ranges
-
-
-def _refuse_overlaps(algorithms: Iterable[Algorithm], name: str) -> None:
+def _check(table: DeviceTable) -> None:
+    """Refuse an unknown device, kernel or stage, two entries for one call, and a section of which
+    nothing says how it was measured."""
+    if not table.gpu or not ARCHS[0].sm <= table.sm <= _MOST_SM:
+        least = f"the name of a GPU and a compute capability of {ARCHS[0].sm} to {_MOST_SM}"
+        raise ValueError(f"gpu={table.gpu!r}, sm={table.sm}: unknown device; expected {least}")
+    for key, ranges in table.rows.items():
+        kernel = next((name for name in ROWS if key.startswith(f"{name} ")), None)
+        if kernel is None:
+            raise ValueError(f"rows[{key!r}]: unknown kernel; expected {', '.join(ROWS)}")
+        if key.removeprefix(f"{kernel} ") not in ROWS[kernel]:
+            expected = ", ".join(ROWS[kernel])
+            raise ValueError(f"rows[{key!r}]: unknown format or stage; expected {expected}")
+        if not ranges or ranges[-1][0] != 0:
+            raise ValueError(f"rows[{key!r}]: {ranges}, expected the last to begin at 0 columns")
+    for section in SECTIONS:
+        there, measured = bool(getattr(table, section)), table.measured.get(section)
+        if there and measured is None:
+            raise ValueError(f"measured[{section!r}] is missing")
+        if measured and section != "rows" and measured.gpu != table.gpu:
+            raise ValueError(f"measured[{section!r}]: on {measured.gpu!r}, not on {table.gpu!r}")
+    if unknown := sorted(table.measured.keys() - {*SECTIONS}):
+        expected = ", ".join(SECTIONS)
+        raise ValueError(f"measured[{unknown[0]!r}]: unknown section; expected {expected}")
+    shapes = [each.shape for each in table.experts]
+    if twice := [shape for shape in shapes if shapes.count(shape) > 1]:
+        raise ValueError(f"experts: {twice[0]} is there twice; expected once")
     last: Algorithm | None = None
-    for a in sorted(algorithms, key=lambda a: (a.weight, a.least_rows)):
+    for a in sorted(table.algorithms, key=lambda a: (a.weight, a.least_rows)):
         if last and a.weight == last.weight and a.least_rows <= last.most_rows:
-            raise UserError(
-                f"{name}: {a.weight} has two algorithms for {a.least_rows} rows; expected one"
-            )
+            raise ValueError(f"{a.weight} has two algorithms for {a.least_rows} rows; expected one")
         last = a
 
 
@@ -201,29 +237,60 @@ def read_table(path: Path) -> DeviceTable:
         raise UserError(f"{path}: {error.strerror}: not a table of a device; {_REMEDY}") from error
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The tables of a folder, and the files that say what is unknown here -> the reason."""
-
-    tables: tuple[DeviceTable, ...]
-    ignored: Mapping[str, str]
-
-
 @cache
-def shipped(folder: Path = FOLDER) -> Tables:
-    """Every table of a folder, by name.  A file with an unknown section or kernel is ignored.
+def shipped(folder: Path = FOLDER) -> tuple[DeviceTable, ...]:
+    """Every table of a folder, by name.  Raises UserError: a file is none."""
+    return tuple(map(read_table, sorted(folder.glob("*.json"))))
 
-    Raises:
-        UserError: a file is malformed.
-    """
-    tables: list[DeviceTable] = []
+
+def tables_for(
+    here: DeviceTable, triton: str, folder: Path | None, more: Iterable[DeviceTable]
+) -> tuple[tuple[DeviceTable, ...], dict[str, str]]:
+    """The tables that a user's folder and ``more`` have for the GPU of ``here``, without tiles that
+    were measured with another Triton, and file -> why it or they do not serve.  Of ``more``, the
+    shipped ones, only tiles are taken: what compiled code depends on.  Raises UserError if the
+    folder cannot be read, or a table in it is malformed."""
     ignored: dict[str, str] = {}
-    for path in sorted(folder.glob("*.json")):
+    tables = [replace(here, name=t.name, experts=t.experts, measured=t.measured) for t in more
+              if t.experts and t.gpu == here.gpu]  # fmt: skip
+    tables = [*(_read_folder(folder, here, triton, ignored) if folder else ()), *tables]
+    for at, table in enumerate(tables):
+        if reason := table.why_not("experts", here.gpu, triton):
+            ignored[table.file], tables[at] = reason, replace(table, experts=())
+    return tuple(tables), ignored
+
+
+def _read_folder(
+    folder: Path, here: DeviceTable, triton: str, ignored: dict[str, str]
+) -> Iterable[DeviceTable]:
+    """The device tables of a GPU, then the tiles of vLLM's files as one table."""
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    except OSError as error:
+        raise UserError(f"tuned_config_dir={folder}: {error.strerror}; give a folder") from error
+    of_vllm: list[ExpertTable] = []
+    for path in paths:
         try:
-            tables.append(read_table(path))
-        except UnknownEntryError as error:
+            text = path.read_text()
+            if path.name.startswith("E=") or '"gpu"' not in text:
+                of_vllm.append(parse_vllm(path.name, text, here.gpu, triton))
+                continue
+        except (UserError, OSError, UnicodeDecodeError) as error:
             ignored[path.name] = str(error)
-    return Tables(tuple(tables), ignored)
+            continue
+        table = parse_table(text, str(path))
+        if table.gpu == here.gpu:
+            yield table
+        else:
+            ignored[path.name] = f"{path.name}: measured on {table.gpu}, this is {here.gpu}"
+    if of_vllm:
+        measured = {"experts": Measured(here.gpu, {"Triton": triton}, how="vLLM's files")}
+        yield replace(here, name=str(folder), experts=tuple(of_vllm), measured=measured)
+
+
+def find_experts(tables: Iterable[DeviceTable], shape: ExpertShape) -> ExpertTable | None:
+    """The first tiles for a shape of experts, if there are some."""
+    return next((each for table in tables for each in table.experts if each.shape == shape), None)
 
 
 def nearest(gpu: str, sm: int, tables: Iterable[DeviceTable]) -> DeviceTable | None:
@@ -239,6 +306,6 @@ def copy_ceiling(gpu: str, tables: Iterable[DeviceTable]) -> float:
     return next((t.copy_tb_s for t in tables if t.gpu == gpu and t.copy_tb_s), 0.0)
 
 
-def file_name(gpu: str, cublaslt: int) -> str:
-    """The name of the file for a GPU and a version of cuBLASLt."""
-    return f"{gpu.lower().replace(' ', '-')}-cublaslt{cublaslt}.json"
+def file_name(gpu: str) -> str:
+    """The name of the file for a GPU."""
+    return f"{gpu.lower().replace(' ', '-')}.json"

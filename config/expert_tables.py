@@ -1,19 +1,18 @@
-"""Tuned tiles of the experts' GEMMs, as files in the format that vLLM and SGLang share.
+"""Tuned tiles of the experts' GEMMs: a section of a device table, or files in the format that vLLM
+and SGLang share.
 
-A file is of one GPU model, number of experts, intermediate size and kind of weights, all of which
-are in its name; it holds a tile for each of some numbers of tokens.  ``read_folder`` reads those of
-a folder for one GPU and names those that cannot serve, with the reason.
+A file of theirs is of one GPU model, number of experts, intermediate size and kind of weights, all
+of which are in its name; it holds a tile for each of some numbers of tokens.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, fields
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .arch import HOPPER
 from .errors import UserError
@@ -26,6 +25,8 @@ _KEYS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_wa
 _RANGES = ((16, 256), (16, 256), (32, 256), (1, 64), (1, 16), (1, 8))
 KINDS = ("bfloat16", "fp8", "fp8 block")
 """Kinds of weights: 16 bits; FP8 with a scale a tensor or channel; FP8 with one a block of 128."""
+ExpertShape: TypeAlias = tuple[int, int, str]
+"""Experts, intermediate size and kind of weights, by which tiles are found."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ class Experts:
     kind: str
 
     @property
-    def shape(self) -> tuple[int, int, str]:
-        """The shape by which tables are found."""
+    def shape(self) -> ExpertShape:
         return self.experts, self.intermediate, self.kind
 
     @property
@@ -71,7 +71,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ExpertTable:
-    """One file; ``tiles`` by number of tokens, in order."""
+    """The tiles of one shape of experts, by number of tokens, in order."""
 
     experts: int
     intermediate: int
@@ -79,36 +79,30 @@ class ExpertTable:
     tiles: tuple[tuple[int, ExpertTile], ...]
 
     @property
-    def shape(self) -> tuple[int, int, str]:
-        """Experts, intermediate size and kind of weights that the table serves."""
+    def shape(self) -> ExpertShape:
         return self.experts, self.intermediate, self.kind
 
     def find(self, num_tokens: int) -> ExpertTile:
         """The tile of the nearest number of tokens; of two as near, of the lower."""
         return min(self.tiles, key=lambda tile: abs(tile[0] - num_tokens))[1]
 
-    def text(self, triton: str) -> str:
-        """The file's content."""
-        return json.dumps({"triton_version": triton, **self._entries()}, indent=4) + "\n"
-
     def to_json(self) -> dict[str, Any]:
-        """The table with its shape, as an artifact holds it."""
-        return {"shape": self.shape, "tiles": self._entries()}
+        """The entry of a device table."""
+        tiles = {str(tokens): tile.to_json() for tokens, tile in self.tiles}
+        return asdict(self) | {"tiles": tiles}
 
     @classmethod
-    def from_json(cls, data: Any, name: str) -> ExpertTable:
-        """The table that ``to_json`` wrote into the file of that name.
-
-        Raises:
-            LookupError, TypeError, UserError, ValueError: it did not.
-        """
-        experts, intermediate, kind = data["shape"]
+    def from_json(cls, entry: Any) -> ExpertTable:
+        """The tiles of an entry that ``to_json`` made; raises ValueError if it did not."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(entry, Mapping) or entry.keys() != {*names}:
+            raise ValueError(f"experts: expected an object of {', '.join(names)}")
+        experts, intermediate, kind, tiles = (entry[name] for name in names)
+        if type(experts) is not int or type(intermediate) is not int:
+            raise ValueError(f"{experts!r} experts of {intermediate!r}, expected two integers")
         if kind not in KINDS:
-            raise ValueError(f"kind {kind!r}, expected one of {', '.join(KINDS)}")
-        return cls(int(experts), int(intermediate), kind, _tiles(name, data["tiles"], kind))
-
-    def _entries(self) -> dict[str, dict[str, int]]:
-        return {str(tokens): tile.to_json() for tokens, tile in self.tiles}
+            raise ValueError(f"kind {kind!r} is unknown, expected one of {', '.join(KINDS)}")
+        return cls(experts, intermediate, kind, read_tiles(tiles, kind))
 
 
 def installed_triton() -> str:
@@ -119,8 +113,8 @@ def installed_triton() -> str:
         return ""
 
 
-def file_name(shape: tuple[int, int, str], gpu: str) -> str:
-    """The name of the file for a shape and a GPU."""
+def vllm_name(shape: ExpertShape, gpu: str) -> str:
+    """The name of vLLM's file for a shape and a GPU."""
     experts, intermediate, kind = shape
     dtype = "" if kind == "bfloat16" else ",dtype=fp8_w8a8"
     block = ",block_shape=[128,128]" if kind == "fp8 block" else ""
@@ -128,15 +122,20 @@ def file_name(shape: tuple[int, int, str], gpu: str) -> str:
     return f"E={experts},N={intermediate},device_name={device}{dtype}{block}.json"
 
 
-def parse_table(name: str, text: str, gpu: str, triton: str) -> ExpertTable:
-    """The table of a file for a GPU and a version of Triton.
+def vllm_text(table: ExpertTable, triton: str) -> str:
+    """The content of vLLM's file."""
+    return json.dumps({"triton_version": triton, **table.to_json()["tiles"]}, indent=4) + "\n"
+
+
+def parse_vllm(name: str, text: str | bytes, gpu: str, triton: str) -> ExpertTable:
+    """The tiles of vLLM's file for a GPU and a version of Triton.
 
     Raises:
         UserError: it cannot serve; says why.
     """
     found = _NAME.fullmatch(name)
     if found is None:
-        raise UserError(f"{name}: expected a name as {file_name((8, 14336, 'bfloat16'), gpu)}")
+        raise UserError(f"{name}: expected a name as {vllm_name((8, 14336, 'bfloat16'), gpu)}")
     if found["device"] != gpu.replace(" ", "_"):
         raise UserError(f"{name}: measured on {found['device']}, this is {gpu.replace(' ', '_')}")
     kind = _kind(name, found["dtype"], found["block"])
@@ -144,13 +143,14 @@ def parse_table(name: str, text: str, gpu: str, triton: str) -> ExpertTable:
         content = json.loads(text)
     except ValueError as error:
         raise UserError(f"{name}: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{name}: holds no object of tiles by number of tokens")
-    version = content.pop("triton_version", triton)
+    version = content.pop("triton_version", triton) if isinstance(content, dict) else triton
     if version != triton:
         raise UserError(f"{name}: measured with Triton {version}, here is {triton or 'none'}")
-    shape = (int(found["experts"]), int(found["intermediate"]), kind)
-    return ExpertTable(*shape, _tiles(name, content, kind))
+    try:
+        tiles = read_tiles(content, kind)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+    return ExpertTable(int(found["experts"]), int(found["intermediate"]), kind, tiles)
 
 
 def _kind(name: str, dtype: str | None, block: str | None) -> str:
@@ -163,65 +163,41 @@ def _kind(name: str, dtype: str | None, block: str | None) -> str:
     raise UserError(f"{name}: weights of dtype {dtype} in blocks of {block}, which no kernel has")
 
 
-def _tiles(name: str, content: Mapping[str, Any], kind: str) -> tuple[tuple[int, ExpertTile], ...]:
-    tiles = [(_tokens(name, key), _tile(name, key, tile, kind)) for key, tile in content.items()]
+def read_tiles(content: Any, kind: str) -> tuple[tuple[int, ExpertTile], ...]:
+    """The tiles by number of tokens of a JSON object, in order; raises ValueError."""
+    if not isinstance(content, Mapping):
+        raise ValueError("holds no object of tiles by number of tokens")
+    tiles = [(_tokens(key), _tile(key, tile, kind)) for key, tile in content.items()]
     if not tiles:
-        raise UserError(f"{name}: holds no tile")
+        raise ValueError("holds no tile")
     return tuple(sorted(tiles, key=lambda tile: tile[0]))
 
 
-def _tokens(name: str, key: str) -> int:
+def _tokens(key: str) -> int:
     if not key.isdecimal() or int(key) < 1:
-        raise UserError(f"{name}: key {key!r}, expected a number of tokens")
+        raise ValueError(f"key {key!r}, expected a number of tokens")
     return int(key)
 
 
-def _tile(name: str, key: str, found: Any, kind: str) -> ExpertTile:
+def _tile(key: str, found: Any, kind: str) -> ExpertTile:
     if not isinstance(found, Mapping):
-        raise UserError(f"{name}: the tile of {key} tokens is no object")
+        raise ValueError(f"the tile of {key} tokens is no object")
     values: list[int] = []
     for field, (least, most) in zip(_KEYS, _RANGES, strict=True):
         value: Any = found.get(field)
         whole = type(value) is int and least <= value <= most
         if not whole or (field not in ("GROUP_SIZE_M", "num_stages") and value & (value - 1)):
-            raise UserError(
-                f"{name}: {field} of {key} tokens is {value!r}, expected {least} to {most}, "
-                "for tiles and warps a power of two"
+            raise ValueError(
+                f"{field} of {key} tokens is {value!r}, expected {least} to {most}, for tiles and "
+                "warps a power of two"
             )
         values.append(value)
     tile = ExpertTile(*values)
     if kind == "fp8 block" and (tile.depth != 128 or tile.columns > 128):
-        raise UserError(f"{name}: the tile of {key} tokens does not fit scales of blocks of 128")
+        raise ValueError(f"the tile of {key} tokens does not fit scales of blocks of 128")
     if (taken := tile.shared_bytes(2 if kind == "bfloat16" else 1)) > HOPPER.shared_bytes:
-        raise UserError(
-            f"{name}: the tile of {key} tokens takes {taken} bytes of shared memory, at most "
+        raise ValueError(
+            f"the tile of {key} tokens takes {taken} bytes of shared memory, at most "
             f"{HOPPER.shared_bytes}"
         )
     return tile
-
-
-def read_folder(
-    folder: Path, gpu: str, triton: str
-) -> tuple[tuple[ExpertTable, ...], dict[str, str]]:
-    """The tables of a folder that serve a GPU and a version of Triton, and why others do not.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
-    try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix == ".json")
-    except OSError as error:
-        raise UserError(f"tuned_config_dir={folder}: {error.strerror}; give a folder") from error
-    tables: list[ExpertTable] = []
-    ignored: dict[str, str] = {}
-    for path in paths:
-        try:
-            tables.append(parse_table(path.name, path.read_text(), gpu, triton))
-        except (UserError, OSError, UnicodeDecodeError) as error:
-            ignored[path.name] = str(error)
-    return tuple(tables), ignored
-
-
-def find_table(tables: Iterable[ExpertTable], shape: tuple[int, int, str]) -> ExpertTable | None:
-    """The table for a shape, if there is one."""
-    return next((table for table in tables if table.shape == shape), None)

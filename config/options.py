@@ -112,7 +112,7 @@ class EngineOptions:
     )
 
     tuned_config_dir: str | None = _option(
-        None, "compile", "folder of tuned tiles of experts, as `fusewright tune moe` writes them"
+        None, "compile", "folder of device tables, as `fusewright tune moe` writes them"
     )
     tune_seconds: float = _option(
         40.0,

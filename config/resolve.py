@@ -7,8 +7,9 @@ from pathlib import Path
 from . import gates
 from .capture_sizes import capture_sizes, launch_bound_tokens
 from .check import check_limits, check_options, forced_kernels, level_of
+from .device_table import DeviceTable, shipped, tables_for
 from .errors import UserError
-from .expert_tables import ExpertTable, installed_triton, read_folder
+from .expert_tables import installed_triton
 from .levels import (
     BATCH_INVARIANT,
     LEVELS,
@@ -114,13 +115,14 @@ def why_off(name: str, number: int, sm: int, weights: str) -> str:
     return gates.why_off(name, sm, weights)
 
 
-def _expert_tables(
+def _tables(
     options: EngineOptions, hardware: Hardware
-) -> tuple[tuple[ExpertTable, ...], dict[str, str]]:
-    """The tuned tiles of the folder that the options name, and files that cannot serve."""
-    if options.tuned_config_dir is None:
-        return (), {}
-    return read_folder(Path(options.tuned_config_dir), hardware.name, installed_triton())
+) -> tuple[tuple[DeviceTable, ...], dict[str, str]]:
+    """What was measured on this hardware, besides what is shipped: the tables of the folder that
+    the options name, and files that cannot serve."""
+    here = DeviceTable("", hardware.name, hardware.sm, hardware.num_sms, hardware.memory_bytes)
+    folder = None if options.tuned_config_dir is None else Path(options.tuned_config_dir)
+    return tables_for(here, installed_triton(), folder, shipped())
 
 
 def _compile(
@@ -132,10 +134,10 @@ def _compile(
         if options.batch_invariant:
             chosen = tuple(name for name in chosen if name not in LINEAR_FUSIONS)
     passes = tuple(p for p in PASSES if p in chosen and p not in options.disable_passes)
-    tables, ignored = _expert_tables(options, hardware)
+    tables, ignored = _tables(options, hardware)
     return CompileConfig(
-        expert_tables=tables,
-        ignored_expert_tables=tuple(ignored.items()),
+        tables=tables,
+        ignored_tables=tuple(ignored.items()),
         level=number,
         trace=level.trace,
         passes=passes,

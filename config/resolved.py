@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .expert_tables import ExpertTable
+from .device_table import DeviceTable
 from .key_factors import outside_key
 from .levels import CudagraphMode
 
@@ -101,12 +101,12 @@ class CompileConfig:
         default=(), metadata=outside_key("checked against the artifact's report")
     )
     """The ops of ``kernels`` that the user named: each must be called."""
-    expert_tables: tuple[ExpertTable, ...] = ()
-    """Tuned tiles of experts for this GPU."""
-    ignored_expert_tables: tuple[tuple[str, str], ...] = field(
+    tables: tuple[DeviceTable, ...] = ()
+    """What was measured on this GPU, besides what is shipped."""
+    ignored_tables: tuple[tuple[str, str], ...] = field(
         default=(), metadata=outside_key("only reported")
     )
-    """Files of such tiles that cannot serve, and why."""
+    """Files of such tables that cannot serve, and why."""
     tune_seconds: float = field(
         default=0.0,
         metadata=outside_key("only measured choices depend on it: -O3 adds it to the key"),

@@ -133,12 +133,8 @@ class Engine(EngineLoop):
             "tuned_us": built.get("tuned_us", {}),
             "tuned": built.get("tuned", {}),
             "tuned_experts": built.get("tuned_experts", {}),
-            "expert_tables": {
-                **ops.report_expert_tables(),
-                "ignored": dict(self.config.compile.ignored_expert_tables),
-            },
             "expert_load": describe_load(self.expert_load()),
-            "device_table": ops.report_tables(torch.device(self.config.hardware.device)),
+            "device_table": self._report_tables(),
             "pieces": {
                 "steps": len(self.compiled.program.steps),
                 "unique": len(built.get("pieces", {})),
@@ -166,6 +162,10 @@ class Engine(EngineLoop):
             **super().report(),
         }
 
+    def _report_tables(self) -> dict[str, Any]:
+        said = ops.report_tables(torch.device(self.config.hardware.device))
+        return said | {"ignored": said["ignored"] | dict(self.config.compile.ignored_tables)}
+
     def expert_load(self) -> Load:
         """Tokens of each expert since the start; empty without ``record_expert_load``."""
         return read_load(self.weights.result())
@@ -173,7 +173,7 @@ class Engine(EngineLoop):
     @property
     def copy_ceiling(self) -> float:
         """The measured copy rate of this device in TB/s; 0 if no device table has it."""
-        return copy_ceiling(self.config.hardware.name, shipped().tables)
+        return copy_ceiling(self.config.hardware.name, (*self.config.compile.tables, *shipped()))
 
     def memory(self) -> MemoryReport:
         """Account for the device memory, with the graphs that are captured by now."""

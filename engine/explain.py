@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from .. import ops
 from ..compiler.record import Record
-from ..compiler.run.load import TABLE, TILES
+from ..compiler.run.load import measured_table
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
-from ..config.device_table import parse_table
 from ..config.resolve import why_off
 from ..model_executor.spec import stage_of
 from .aot_compile import target_hardware
@@ -108,14 +107,11 @@ def explain_model(
     notes = [_UNMEASURED] if config.compile.tune and not artifact else []
     notes += [_MEASURED.format(artifact.manifest.key)] if artifact else []
     if hardware.device == "cuda":
-        version = ops.installed_cublaslt()
-        if artifact and TABLE in artifact.manifest.files:
-            ops.take_table(parse_table(artifact.read(TABLE), f"artifact {artifact.manifest.key}"))
-        cublaslt = int(version) if version.isdigit() else 0
-        notes += ops.table_notes(lowered.weights, hardware.name, cublaslt)
-        notes += [f"tuned tiles ignored: {why}" for _, why in config.compile.ignored_expert_tables]
-        has_tiles = artifact is not None and TILES in artifact.manifest.files
-        notes += [note] if (note := why_tune(spec, config)) and not has_tiles else []
+        if artifact and (table := measured_table(artifact)):
+            ops.take_table(table)
+        notes += ops.table_notes(lowered.weights, hardware.name, ops.installed_cublaslt())
+        notes += [f"device table ignored: {why}" for _, why in config.compile.ignored_tables]
+        notes += [note] if (note := why_tune(spec, config)) else []
     notes += [_CUBLAS] if hardware.device == "cuda" else []
     notes += [_CSRC] if absent else []
     facts = explain(

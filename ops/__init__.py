@@ -15,7 +15,13 @@ from .collective.all_reduce import OP as ALL_REDUCE, all_reduce
 from .core.cublaslt import installed as installed_cublaslt
 from .core.cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_built
 from .core.desc import Case, OpDesc, TensorDesc
-from .core.device_table import notes as table_notes, report as report_tables, take as take_table
+from .core.device_table import (
+    expert_table,
+    notes as table_notes,
+    report as report_tables,
+    take as take_table,
+    take_all as take_tables,
+)
 from .core.kernel_table import KERNELS, KernelMissingError, KernelTable
 from .core.launch import Launch, representative_sizes, variants_of
 from .core.op import NAMESPACE, Implementation, NoImplementationError, SemanticOp, choose
@@ -24,12 +30,6 @@ from .experts.combine_experts import OP as COMBINE_EXPERTS, combine_experts
 from .experts.expert_linear import OP as EXPERT_LINEAR, expert_linear
 from .experts.fused_moe import OP as FUSED_MOE
 from .experts.route import OP as ROUTE, route
-from .experts.tables import (
-    add_measured as add_expert_table,
-    report as report_expert_tables,
-    table_of as expert_table,
-    take as take_expert_tables,
-)
 from .linear.embedding import OP as EMBEDDING, embedding
 from .linear.kernels import LinearKernel, admit_weight_format, format_factors
 from .linear.linear import OP as LINEAR, linear
@@ -91,7 +91,6 @@ __all__ = [
     "SemanticOp",
     "TensorDesc",
     "Variant",
-    "add_expert_table",
     "admit_weight_format",
     "all_gather",
     "all_reduce",
@@ -115,7 +114,6 @@ __all__ = [
     "paged_attention",
     "quant_fp8_dynamic",
     "quant_fp8_static",
-    "report_expert_tables",
     "report_tables",
     "representative_sizes",
     "rms_norm",
@@ -125,8 +123,8 @@ __all__ = [
     "sample",
     "silu_mul",
     "table_notes",
-    "take_expert_tables",
     "take_table",
+    "take_tables",
     "token_logprobs",
     "variants_of",
     "why_csrc_is_not_built",

@@ -119,7 +119,8 @@ def range_lines(layer: LayerFacts) -> Iterable[str]:
         what = "decode" if found.decode else "one prompt"
         last = "or more" if found.last is None else f"to {found.last}"
         kernels = ", ".join(found.kernels)
-        yield f"{what} of {found.first} {last} tokens: {len(found.kernels)} launches: {kernels}"
+        line = f"{what} of {found.first} {last} tokens: {len(found.kernels)} launches: {kernels}"
+        yield "\n  ".join([line, *found.choices])
 
 
 def golden(facts: Explanation) -> str:

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..config import UserError, make_output_folder
-from ..config.expert_tables import Experts, file_name, installed_triton, parse_table
+from ..config.device_table import file_name, find_experts, read_table
+from ..config.expert_tables import Experts, installed_triton, parse_vllm, vllm_name, vllm_text
 from .help import GroupedHelp
 from .table import table
 from .tune_serve import serve
@@ -29,6 +30,7 @@ def moe(
     output: Annotated[
         Path, typer.Option(help="folder of the file; for --tuned-config-dir", show_default=".")
     ] = Path(),
+    vllm: Annotated[bool, typer.Option("--vllm", help="write a file of vLLM's format")] = False,
     batch_sizes: Annotated[
         str | None, typer.Option(help="numbers of tokens, separated by commas", show_default=False)
     ] = None,
@@ -36,8 +38,9 @@ def moe(
 ) -> None:
     """Find the fastest tiles of a model's experts on this machine's GPUs, all of them at once.
 
-    The file is in the format of vLLM and SGLang. What it has already is kept, so that a run that
-    was interrupted goes on where it was. CUDA_VISIBLE_DEVICES leaves GPUs out.
+    The file is the device table of this GPU, or with --vllm one that vLLM and SGLang read too.
+    it has already is kept, so that a run that was interrupted goes on where it was.
+    CUDA_VISIBLE_DEVICES leaves GPUs out.
     """
     if dtype not in KINDS:
         raise UserError(f"dtype={dtype}: expected one of {', '.join(KINDS)}")
@@ -56,39 +59,48 @@ def moe(
     if not torch.cuda.is_available():
         raise UserError("tune moe: torch sees no CUDA GPU; run it on the machine that will serve")
     make_output_folder("output", output)
+    from ..bench.environment import environment
     from ..compiler.artifacts.disk import replace_file
-    from ..compiler.lowering.tune_experts import TOKENS, Tuned, tune
+    from ..compiler.lowering.search import table_here
+    from ..compiler.lowering.tune_experts import TOKENS, table_of, tune
     from .tune_gpus import gpus_like_the_first, measures
 
-    kind = dtype.replace("_", " ")
-    inner = spec.moe.intermediate_size // tp
+    inner, kind = spec.moe.intermediate_size // tp, dtype.replace("_", " ")
     experts = Experts(spec.moe.num_experts, inner, spec.hidden_size, spec.moe.routing.top_k, kind)
     gpu, triton = torch.cuda.get_device_name(), installed_triton()
-    path = output / file_name(experts.shape, gpu)
-    known = (
-        dict(parse_table(path.name, path.read_text(), gpu, triton).tiles) if path.exists() else {}
-    )
+    path = output / (vllm_name(experts.shape, gpu) if vllm else file_name(gpu))
+    env, old, there = environment(), None, None
+    if path.exists() and vllm:
+        there = parse_vllm(path.name, path.read_text(), gpu, triton)
+    elif path.exists():
+        old = read_table(path)
+        if reason := old.why_not("experts", gpu, triton):
+            raise UserError(f"{reason}; give another --output, or delete the file")
+        there = find_experts([old], experts.shape)
+    known = dict(there.tiles) if there else {}
 
-    def keep(count: int, tuned: Tuned) -> None:
-        text = tuned.table(experts).text(triton)
+    def keep(count: int, found: Any) -> None:
+        entry = table_of(experts, known | found.winners())
+        new = table_here(env["commit"], env["command"], experts=(entry,))
+        text = vllm_text(entry, triton) if vllm else (old or new).updated(new).text()
         replace_file(path, text.encode(), path.with_name(f"{path.name}.partial"))
-        gain = tuned.rule_us[count] / tuned.us[count]
-        typer.echo(f"{count} tokens: {tuned.us[count]:.1f} us, {gain:.2f}x the rule", err=True)
+        us, rule_us = found.us(count)
+        typer.echo(f"{count} tokens: {us:.1f} us, {rule_us / us:.2f}x the rule", err=True)
 
-    gpus = gpus_like_the_first()
-    if len(gpus) > 1:
+    if len(gpus := gpus_like_the_first()) > 1:
         typer.echo(f"{len(gpus)} GPUs measure at once", err=True)
+    left = [count for count in counts or TOKENS if count not in known]
     with measures(experts, gpus) as each:
-        found = tune(
-            experts, each, tokens=counts or TOKENS, seconds=seconds, known=known, on_done=keep
-        )
+        found = tune(experts, each, tokens=left, seconds=seconds, on_done=keep)
     rows = [["tokens", "us", "by the rule", "tile"]]
-    for count, us in sorted(found.us.items()):
-        rows.append([str(count), f"{us:.1f}", f"{found.rule_us[count]:.1f}", _shown(found, count)])
+    for count, tile in sorted(found.winners().items()):
+        shown = ", ".join(f"{key} {value}" for key, value in tile.to_json().items())
+        rows.append([str(count), *(f"{us:.1f}" for us in found.us(count)), shown])
     typer.echo(table(rows))
     if found.skipped:
         typer.echo(f"no time left for {', '.join(map(str, found.skipped))} tokens; run it again")
-    typer.echo(f"{len(found.tiles)} tiles in {path}; use --tuned-config-dir {output}")
+    count = len(known | found.winners())
+    typer.echo(f"{count} tiles in {path}; use --tuned-config-dir {output}")
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
@@ -98,7 +110,3 @@ def _counts(text: str | None) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"batch_sizes={text}: expected numbers of tokens such as 16,64,256")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _shown(found: Any, count: int) -> str:
-    return ", ".join(f"{key} {value}" for key, value in found.tiles[count].to_json().items())

@@ -1,20 +1,16 @@
 """Measures tiles of experts on all GPUs of this machine at once, for ``fusewright tune moe``.
 
-Each GPU has a process of its own, which runs this module.  It reads requests from its standard
-input, each a line of JSON with a number of tokens and tiles, and answers each with a line of times.
-One GPU alone is measured in the process of the command.
+Each GPU has a process of its own; one GPU alone is measured in the process of the command.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import astuple
-from typing import TextIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -25,8 +21,7 @@ from ..engine.ranks.lifetime import end_with
 
 
 def gpus_like_the_first() -> list[int]:
-    """The indices of the GPUs that are of the same model as the first: a file of tiles is for one
-    model."""
+    """The indices of the GPUs that are of the same model as the first: a table is for one model."""
     names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
     return [gpu for gpu, name in enumerate(names) if name == names[0]]
 
@@ -37,22 +32,26 @@ def measures(experts: Experts, gpus: Sequence[int]) -> Iterator[list[Measure]]:
     if len(gpus) == 1:
         yield [ExpertMeasure(experts)]
         return
-    command = [sys.executable, "-P", "-m", __name__, json.dumps(astuple(experts))]
     with ExitStack() as stack:
-        commands = [[*command, str(gpu), str(os.getpid())] for gpu in gpus]
-        yield [
-            stack.enter_context(closing(GpuProcess(gpu, words)))
-            for gpu, words in zip(gpus, commands, strict=True)
-        ]
+        yield [stack.enter_context(closing(GpuProcess(gpu, _measure_on, experts))) for gpu in gpus]
+
+
+def _measure_on(gpu: int, experts: Experts) -> Measure:
+    torch.cuda.set_device(gpu)
+    return ExpertMeasure(experts)
 
 
 class GpuProcess:
-    """Times tiles on one GPU, in a process of its own.  An instance is a ``Measure``."""
+    """Times tiles on one GPU, by the measure that ``make(gpu, *args)`` makes in a process of its
+    own.  An instance is a ``Measure``."""
 
-    def __init__(self, gpu: int, command: Sequence[str]) -> None:
-        self._gpu = gpu
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    def __init__(self, gpu: int, make: Callable[..., Measure], *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._gpu, (self._end, other) = gpu, context.Pipe()
+        call = (other, os.getpid(), make, gpu, *args)
+        self._process = context.Process(target=_answer_all, args=call, daemon=True)
+        self._process.start()
+        other.close()
 
     def __call__(self, tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
         """Microseconds of each tile.
@@ -60,47 +59,28 @@ class GpuProcess:
         Raises:
             MachineError: the process has ended.
         """
-        to, answers = self._process.stdin, self._process.stdout
-        assert to is not None and answers is not None
         try:
-            print(json.dumps([tokens, [*map(astuple, tiles)]]), file=to, flush=True)
-            answer = answers.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            code = self._process.wait()
+            self._end.send((tokens, tiles))
+            times: list[float] = self._end.recv()
+        except (EOFError, OSError) as error:
+            self._process.join()
+            code = self._process.exitcode or 0
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
             raise MachineError(
                 f"GPU {self._gpu}: its process ended at {tokens} tokens with {how}; what was found "
                 "is kept: run it again"
-            )
-        times: list[float] = json.loads(answer)
+            ) from error
         return times
 
     def close(self) -> None:
         """End the process, also in the middle of a measurement."""
         self._process.kill()
-        with suppress(BrokenPipeError), self._process:  # waits, and closes the pipes
-            pass
+        self._process.join()
+        self._end.close()
 
 
-def answer_all(measure: Measure, asked: TextIO, answers: TextIO) -> None:
-    """Answer until nothing more is asked."""
-    for line in asked:
-        tokens, tiles = json.loads(line)
-        times = measure(tokens, [ExpertTile(*tile) for tile in tiles])
-        print(json.dumps(times), file=answers, flush=True)
-
-
-def main() -> None:
-    experts, gpu, parent = sys.argv[1:]
-    end_with(int(parent))
-    # Libraries print to standard output, which would be read as an answer, so that goes to stderr.
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-        torch.cuda.set_device(int(gpu))
-        answer_all(ExpertMeasure(Experts(*json.loads(experts))), sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main()
+def _answer_all(asked: Connection, parent: int, make: Callable[..., Measure], *args: Any) -> None:
+    end_with(parent)
+    measure = make(*args)
+    while True:
+        asked.send(measure(*asked.recv()))

@@ -13,7 +13,7 @@ from ...config import UserError
 from ...config.device_table import copy_ceiling, shipped
 from ..compare import Change, largest_first
 
-COPY_TB_S = copy_ceiling("NVIDIA H200", shipped().tables)
+COPY_TB_S = copy_ceiling("NVIDIA H200", shipped())
 """Device-to-device copy on an H200, bytes read and written."""
 BF16_TFLOP_S = 790.0
 """An 8192-cubed matmul by cuBLAS on an H200."""

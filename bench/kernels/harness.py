@@ -85,8 +85,8 @@ class KernelWork:
 
     def implementation(self, sm: int) -> Implementation:
         """The implementation that ``-O2`` runs there."""
-        op = BY_NAME[self.op]
-        return op.implementation(choose(op, self.describe(sm), inline_first=False).implementation)
+        choice = choose(BY_NAME[self.op], self.describe(sm), inline_first=False)
+        return choice.kernel  # type: ignore[no-any-return]
 
     def variants(self, sm: int) -> set[Variant]:
         """The variants that Triton must compile for it."""

@@ -1,21 +1,23 @@
 """Writes the device table of this GPU for the shapes of some models.
 
 ``python -m fusewright.bench.ops.tune_linear [--models M ...] [--operands O ...] [--rows N ...]``.
-It measures as ``-O3`` does (``compiler/lowering/tune_library.py``), but also what the table already
-has.  Entries for other weights stay.
+It searches as ``-O3`` does (``compiler/lowering/tune_library.py``), but also what the table already
+has.  Entries for other weights stay, if the same cuBLASLt was measured, and other sections.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ...compiler.lowering.tune_library import ROWS, LibraryMeasure, fill, table_here
-from ...config.device_table import FOLDER, OPERANDS, Algorithm, DeviceTable, read_table
-from ...ops import load_cuda_library
+from ...compiler.lowering.search import table_here
+from ...compiler.lowering.tune_library import ROWS, LibraryMeasure, algorithms_of, fill
+from ...config.device_table import FOLDER, OPERANDS, Algorithm, read_table
+from ...ops import installed_cublaslt, load_cuda_library
 from ...ops.core.device_table import portable
 from ..environment import environment
 
@@ -30,9 +32,8 @@ layers have kernels of their own, the router in place of gate_up and down."""
 _FP8_MOST_FEATURES = 100_000  # lm_head stays in bfloat16
 
 
-def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[Algorithm], float]:
-    """The old table's entries with those of the searched weights replaced, and how many are
-    new."""
+def search(options: argparse.Namespace, known: Sequence[Algorithm]) -> tuple[list[Algorithm], int]:
+    """The known entries with those of the searched weights replaced, and how many are new."""
     shapes = dict.fromkeys(shape for name in options.models for shape in WEIGHTS[name])
     weights = [
         (operands, n, k)
@@ -40,7 +41,6 @@ def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[A
         for n, k in shapes
         if operands == "bfloat16" or n <= _FP8_MOST_FEATURES
     ]
-    known = old.algorithms if old else ()
     found = fill(
         weights,
         (),
@@ -50,8 +50,8 @@ def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[A
     )
     for skipped in found.skipped:
         print(f"no time left: {skipped}")
-    kept = [a for a in known if a.weight not in weights]
-    return [*kept, *found.algorithms], len(found.algorithms)
+    kept, new = [a for a in known if a.weight not in weights], algorithms_of(found)
+    return [*kept, *new], len(new)
 
 
 def copy_tb_s() -> float:
@@ -80,24 +80,19 @@ def main() -> None:
     options = parser.parse_args()
     if not load_cuda_library():
         raise SystemExit("tune_linear: csrc is not built into this installation")
-    here = table_here(())
+    here = table_here()
     path = options.output or FOLDER / here.name
     old = read_table(path) if path.is_file() else None
-    if old and (reason := old.why_no_algorithms(here.gpu, here.cublaslt)):
-        raise SystemExit(f"tune_linear: {reason}; give another --output")
+    if old and old.gpu != here.gpu:
+        raise SystemExit(f"tune_linear: {path}: of {old.gpu}, this is {here.gpu}; give --output")
+    serves = old and not old.why_not("algorithms", here.gpu, installed_cublaslt())
     with torch.inference_mode():
-        algorithms, count = search(options, old)
+        algorithms, count = search(options, old.algorithms if old and serves else ())
     env = environment()
-    near = portable()
-    about = {name: str(env[name]) for name in ("torch", "commit", "command")}
-    rows = (old or near or here).rows
-    if old and "rows" in old.measured:
-        about["rows"] = old.measured["rows"]
-    elif not old and near:
-        about["rows"] = f"as measured on {near.gpu}"
-    table = replace(
-        here, copy_tb_s=copy_tb_s(), algorithms=tuple(algorithms), rows=rows, measured=about
-    )
+    new = table_here(env["commit"], env["command"], copy_tb_s=copy_tb_s(), algorithms=algorithms)
+    if old is None and (near := portable()):
+        old = replace(here, rows=near.rows, measured={"rows": near.measured["rows"]})
+    table = replace(old or here, algorithms=()).updated(new)
     path.write_text(table.text())
     print(f"{count} algorithms into {path}")
 

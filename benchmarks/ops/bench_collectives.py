@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...compiler.lowering.tune import graph_us
+from ...compiler.lowering.search import graph_us
 from ...model_executor.parallel import GROUP
 from ...ops.collective import peer_memory as _peer_memory
 from ...ops.collective.all_reduce import sum_over_ranks

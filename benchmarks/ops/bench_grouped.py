@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compiler.lowering.tune import graph_us
+from ...compiler.lowering.search import graph_us
 from ...ops import BY_NAME
 from ...ops.core import cuda as _cuda
 from ...ops.launches.experts import combine, sort_by_expert

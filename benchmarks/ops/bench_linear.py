@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...bench.environment import environment
 from ...bench.kernels.figures import COPY_TB_S
-from ...compiler.lowering.tune import graph_us
+from ...compiler.lowering.search import graph_us
 from ...ops import BY_NAME
 from ...ops.core.device_table import gpu_of
 

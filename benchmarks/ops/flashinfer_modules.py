@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...compiler.artifacts.scratch import scratch_folder
 from ...config import UserError
+from ...config.arch import HOPPER
 
 _INCLUDES = (
     "cccl/cub",
@@ -26,7 +27,7 @@ _FLAGS = (
     "-O3",
     "-shared",
     "-Xcompiler=-fPIC",
-    "-gencode=arch=compute_90a,code=sm_90a",
+    f"-gencode=arch=compute_{HOPPER.csrc},code=sm_{HOPPER.csrc}",
     "--expt-relaxed-constexpr",
     "--use_fast_math",  # as FlashInfer builds it
     "-DNDEBUG",

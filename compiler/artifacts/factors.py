@@ -16,14 +16,16 @@ from pathlib import Path
 
 import torch
 
-from ...config.device_table import FOLDER
 from ...ops import find_cuda_library, installed_cublaslt
 
 PACKAGE = Path(__file__).resolve().parents[2]
-_OWN_SOURCES = ("config/arch.py", "ops", "passes", "compiler", "csrc")
+_OWN_SOURCES = (
+    *("config/arch.py", "config/device_table.py", "config/expert_tables.py", "config/devices"),
+    *("ops", "passes", "compiler", "csrc"),
+)
 _INSPECTS = "compiler/inspect/"
 """Nothing that compiles or runs imports this folder; ``tests/test_layout.py`` enforces it."""
-_SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
+_SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h", ".json")
 
 
 def source_factors(folders: Iterable[str] = (), package: Path = PACKAGE) -> dict[str, str]:
@@ -82,11 +84,8 @@ def toolchain_factors(device: str) -> dict[str, str]:
 
 
 def measured_factors(device: str) -> dict[str, str]:
-    """The shipped tables and the library decide what ``-O3`` measures."""
-    factors = {f"devices.{file.name}": _digest(file) for file in sorted(FOLDER.glob("*.json"))}
-    if device == "cuda":
-        factors["toolchain.cublaslt"] = installed_cublaslt()
-    return factors
+    """The library whose algorithms ``-O3`` measures; the shipped tables are among the sources."""
+    return {"toolchain.cublaslt": installed_cublaslt()} if device == "cuda" else {}
 
 
 def _version(package: str) -> str:

@@ -67,7 +67,7 @@ def outside_variants(
                 inline_first=not config.hand_kernels,
                 override=dict(config.kernels).get(name, ""),
             )
-            launches = op.implementation(choice.implementation).launches
+            launches = choice.kernel.launches
             if launches is not None:
                 found |= ops.variants_of(launches(*args)[0])
     return found

@@ -6,8 +6,8 @@ A graph and its plan go in; sites, pieces, launches and bytes of a decode step c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from ... import ops
 from ...config import UserError
+from ...ops.core.choice import KernelName
 from ...passes import fake_value
 from ..build import Lowered
 from ..capture.trace import Traced
@@ -47,13 +48,15 @@ class OpFacts:
 class TokenRange:
     """Steps of ``first`` to ``last`` tokens run the same kernels; ``last`` is None at the open end.
 
-    With ``decode``, the steps have one token a sequence, else one prompt.
+    With ``decode``, the steps have one token a sequence, else one prompt.  ``choices`` has those
+    that the range of fewer tokens has not.
     """
 
     decode: bool
     first: int
     last: int | None
     kernels: tuple[str, ...]
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -362,4 +365,19 @@ def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
             first = high
             known[first] = at(first, decode)
         found.append(TokenRange(decode, first, None, known[first]))
-    return found
+    return list(_with_choices(found))
+
+
+def _with_choices(ranges: Iterable[TokenRange]) -> Iterator[TokenRange]:
+    """The ranges with what was chosen, for a reason or with parameters, at the first of each."""
+    before: dict[tuple[str, str, str], str] = {}
+    for each in ranges:
+        choices = [name.choice for name in each.kernels if isinstance(name, KernelName)]
+        here = {
+            (choice.of, choice.name, choice.parameters): str(choice)
+            for choice in choices
+            if choice.refused or choice.parameters
+        }
+        new = tuple(text for key, text in here.items() if key not in before)
+        yield replace(each, kernels=tuple(map(str, each.kernels)), choices=new)
+        before = here

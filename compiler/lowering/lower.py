@@ -63,7 +63,7 @@ def lower(
             if name in kernels:
                 raise unfit(name, kernels[name], error) from error
             raise LoweringError(str(error)) from error
-        node.target = op.overload(choice.implementation)
+        node.target = op.overload(choice.name)
         choices[str(choice)] += 1
     gm.recompile()
     return choices

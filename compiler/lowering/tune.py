@@ -8,24 +8,23 @@ fusing a native implementation with its neighbours.
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ... import ops
 from ...passes import random_value
+from .search import CALLS, Times, graph_us, search
 
 NUM_TOKENS = (2, 16, 64, 256)
 """Numbers of tokens at which an implementation is timed: decodes of few and many sequences, which
 are small prefills too.  Not 1: the last-token gather makes no row of one sequence boundary."""
 NOISE = 0.03
 """Relative difference below which two times of a kernel in isolation count as equal."""
-_CALLS, _ROUNDS = 20, 5
 _L2_BYTES = 100 * 2**20
 """More than any GPU's L2 cache, so that inputs come from memory, as in a model."""
 
@@ -94,16 +93,18 @@ class Tuner:
         self, op: ops.SemanticOp, call: str, fits: Sequence[ops.Implementation], args: Sequence[Any]
     ) -> dict[str, dict[int, float]]:
         if self._known is not None:
-            found = self._known.get(call, {})
-            return {name: {int(n): us for n, us in row.items()} for name, row in found.items()}
-        times: dict[str, dict[int, float]] = {impl.name: {} for impl in fits}
-        for num_tokens in NUM_TOKENS:
+            known = self._known.get(call, {})
+            return {name: {int(n): us for n, us in row.items()} for name, row in known.items()}
+
+        def at(num_tokens: int) -> Times[str]:
             inputs = _rotated(
                 [random_value(a, seed=i, size=num_tokens) for i, a in enumerate(args)]
             )
-            for impl in fits:
-                fn = op.overload(impl.name)
-                times[impl.name][num_tokens] = self._timer([partial(fn, *v) for v in inputs])
+            calls = {i.name: [partial(op.overload(i.name), *v) for v in inputs] for i in fits}
+            return {name: self._timer(fns) for name, fns in calls.items()}
+
+        found = search(NUM_TOKENS, [at], seconds=math.inf).times
+        times = {i.name: {n: measured[i.name] for n, measured in found.items()} for i in fits}
         self.measured[call] = times
         return times
 
@@ -123,30 +124,8 @@ def _is_better(new: Mapping[int, float], old: Mapping[int, float]) -> bool:
 
 
 def _rotated(values: list[Any]) -> list[list[Any]]:
-    """At most ``_CALLS`` copies of a call's arguments, enough to exceed the L2 cache together."""
+    """At most ``CALLS`` copies of a call's arguments, enough to exceed the L2 cache together."""
     nbytes = sum(v.nbytes for v in tree_leaves(values) if isinstance(v, Tensor))
-    copies = min(_CALLS, 1 + _L2_BYTES // max(nbytes, 1))
+    copies = min(CALLS, 1 + _L2_BYTES // max(nbytes, 1))
     clones = [tree_map_only(Tensor, Tensor.clone, values) for _ in range(copies - 1)]
     return [values, *clones]
-
-
-def graph_us(
-    fns: Sequence[Callable[[], Any]], *, calls: int = _CALLS, rounds: int = _ROUNDS
-) -> float:
-    """Median microseconds of a call inside a CUDA graph of ``calls``, taking turns over ``fns``."""
-    with torch.inference_mode():
-        fns[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(calls):
-                fns[i % len(fns)]()
-        times = []
-        for _ in range(rounds):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / calls)
-    return float(statistics.median(times))

@@ -1,22 +1,17 @@
-"""Finds the fastest tile of the experts' GEMMs for each number of tokens, within a time.
+"""Measures tiles of the experts' GEMMs: the candidates of a shape and a number of tokens.
 
-``tune`` asks measures for the times of the candidates that a shape and a number of tokens leave.
-It keeps the fastest only where that beats the tile of the rule; elsewhere it writes down the
-rule's own, so that no neighbour's serves in its place.  ``ExpertMeasure`` answers on a GPU: it
-times both layers of the experts behind the sort, in a CUDA graph, their weights in memory.
-``tune_for`` does so for a program that is compiled at ``-O3``.
+The incumbent is the tile of the rule.  Where it wins, it is written down too, so that no
+neighbour's serves in its place.  ``ExpertMeasure`` times both layers of the experts behind the
+sort, in a CUDA graph, their weights in memory.  ``tune_for`` searches for a program that is
+compiled at ``-O3``.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from threading import Lock
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,43 +26,21 @@ from ...ops.core.float8 import E4M3
 from ...ops.core.tiles import cdiv, next_power_of_2
 from ...ops.experts.kernels import MOST_UNSORTED, plan_gemm
 from ...ops.launches import experts as plans
-from .tune import graph_us
+from .search import Found, Times, graph_us, search
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-LEAST_GAIN = 0.02
 _MOST_ACCUMULATORS = 128
 """Sums that a thread holds; more spill."""
 _CALLS, _GROUP = 6, 8
 
 Measure: TypeAlias = Callable[[int, Sequence[ExpertTile]], list[float]]
 """(tokens, tiles) -> microseconds of each; infinite for a tile that does not run."""
+Tiles: TypeAlias = Mapping[int, ExpertTile]
 
 
-class OwnMeasure(Protocol):
-    """A ``Measure`` that holds memory until it is freed."""
-
-    def __call__(self, tokens: int, tiles: Sequence[ExpertTile], /) -> list[float]: ...
-
-    def free(self) -> None: ...
-
-
-@dataclass
-class Tuned:
-    """The outcome: the tile of each number of tokens with its time, that of the rule, and numbers
-    of tokens for which no time was left."""
-
-    tiles: dict[int, ExpertTile] = field(default_factory=dict)
-    us: dict[int, float] = field(default_factory=dict)
-    rule_us: dict[int, float] = field(default_factory=dict)
-    skipped: list[int] = field(default_factory=list)
-
-    def table(self, experts: Experts) -> ExpertTable:
-        return ExpertTable(*experts.shape, tuple(sorted(self.tiles.items())))
-
-    def to_json(self) -> dict[str, Any]:
-        """Microseconds with the tile and with that of the rule, and what was left out."""
-        us = {str(tokens): [self.us[tokens], self.rule_us[tokens]] for tokens in sorted(self.us)}
-        return {"us_and_by_the_rule": us, "skipped": self.skipped}
+def table_of(experts: Experts, tiles: Tiles) -> ExpertTable:
+    """The tiles that were found, as an entry of a device table."""
+    return ExpertTable(*experts.shape, tuple(sorted(tiles.items())))
 
 
 def rule_tile(experts: Experts, tokens: int) -> ExpertTile:
@@ -97,101 +70,46 @@ def candidates(experts: Experts, tokens: int) -> Iterator[ExpertTile]:
 
 
 def tune(
-    experts: Experts,
-    measures: Sequence[Measure],
-    *,
-    tokens: Sequence[int] = TOKENS,
-    seconds: float,
-    known: Mapping[int, ExpertTile] | None = None,
-    on_done: Callable[[int, Tuned], None] = lambda tokens, tuned: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Tuned:
-    """Choose a tile for each number of tokens, until the time is up.
+    experts: Experts, measures: Sequence[Measure], *, tokens: Sequence[int] = TOKENS, **how: Any
+) -> Found[int, ExpertTile]:
+    """Time the tiles of each number of tokens on a GPU a measure; ``how``: as of ``search``."""
 
-    Args:
-        measures: one for each GPU.  They work at once; each takes the next number of tokens when it
-            is free.
-        known: what an interrupted run has found; it is kept, and not measured again.
-        on_done: called after each number of tokens that was measured, one call at a time.
+    def at(measure: Measure, count: int) -> Times[ExpertTile]:
+        rule = rule_tile(experts, count)
+        tiles = [rule, *(tile for tile in candidates(experts, count) if tile != rule)]
+        return dict(zip(tiles, measure(count, tiles), strict=True))
 
-    Raises:
-        Exception: that of a measure, after the others have finished what they were at.
-    """
-    end, tuned, lock = clock() + seconds, Tuned(dict(known or {})), Lock()
-    left = deque(count for count in tokens if count not in tuned.tiles)
-
-    def take() -> int | None:
-        with lock:
-            if left and clock() >= end:
-                tuned.skipped.extend(left)
-                left.clear()
-            return left.popleft() if left else None
-
-    def work(measure: Measure) -> None:
-        while (count := take()) is not None:
-            rule = rule_tile(experts, count)
-            tiles = [rule, *(tile for tile in candidates(experts, count) if tile != rule)]
-            try:
-                times = measure(count, tiles)
-            except BaseException:
-                with lock:
-                    left.clear()
-                raise
-            best = min(range(len(tiles)), key=times.__getitem__)
-            chosen = best if times[best] < times[0] * (1 - LEAST_GAIN) else 0
-            with lock:
-                tuned.tiles[count], tuned.us[count] = tiles[chosen], times[chosen]
-                tuned.rule_us[count] = times[0]
-                on_done(count, tuned)
-
-    with ThreadPoolExecutor(len(measures)) as pool:
-        for done in [pool.submit(work, measure) for measure in measures]:
-            done.result()
-    return tuned
+    return search(tokens, [partial(at, measure) for measure in measures], **how)
 
 
 def tune_for(
     experts: Experts,
     config: CompileConfig,
-    measure: Callable[[Experts], OwnMeasure],
+    measure: Callable[[Experts], Any],
     *,
-    on_count: Callable[[int, int], None],
-) -> tuple[ExpertTable | None, Tuned]:
-    """Measure the tiles of a program's experts, in half of the time for tuning, and have ops use
-    them from now on.  Experts that have tiles already keep them.
-
-    Args:
-        measure: makes what times tiles of these experts.
-        on_count: called with the number of numbers of tokens that are done and of all.
+    on_point: Callable[[int, int], None],
+) -> tuple[ExpertTable | None, Found[int, ExpertTile]]:
+    """Measure the tiles of a program's experts, in half of the time for tuning.  Experts that have
+    tiles already keep them.  ``measure`` makes a ``Measure``, which holds memory until ``free``.
 
     Returns:
-        The tiles that belong into the program's artifact, and what was measured.  The tiles of a
-        folder do not: they are in its key.  Those that another stage of a pipeline measured do.
-
-    Raises:
-        UserError: programs of this process use the rule's tiles for such experts.
+        The tiles that belong into the program's artifact, also those that another stage of a
+        pipeline measured, but not a configuration's, which are in its key; what was measured.
     """
     there = ops.expert_table(experts.shape)
     if there is not None:
-        return None if there in config.expert_tables else there, Tuned()
+        of_config = any(there in table.experts for table in config.tables)
+        return None if of_config else there, Found(known=len(TOKENS))
     # Up to eight tokens csrc's kernels serve most models, so these come last.
     tokens = sorted(TOKENS, key=lambda count: (count <= MOST_UNSORTED, count))
     own = measure(experts)
     try:
-        tuned = tune(
-            experts,
-            [own],
-            tokens=tokens,
-            seconds=config.tune_seconds / 2,
-            on_done=lambda _, found: on_count(len(found.tiles) - 1, len(tokens)),
+        found = tune(
+            experts, [own], tokens=tokens, seconds=config.tune_seconds / 2, on_point=on_point
         )
     finally:
         own.free()
-    if not tuned.tiles:
-        return None, tuned
-    table = tuned.table(experts)
-    ops.add_expert_table(table)
-    return table, tuned
+    return table_of(experts, found.winners()) if found.times else None, found
 
 
 class ExpertMeasure:

@@ -1,6 +1,6 @@
-"""Finds cuBLASLt's fastest algorithm for each weight and range of rows, within a time.
+"""Measures algorithms of cuBLASLt for weights and ranges of rows.
 
-``fill()`` asks for what a model's shapes need and no table has; ``LibraryMeasure`` answers on the
+``fill()`` searches for what a model's shapes need and no table has; ``LibraryMeasure`` times on the
 GPU.  From the fastest of what the library's heuristic names, and of what it found for other shapes,
 it walks to algorithms that differ in one setting.  Every call reads a weight that is not in L2.
 The last ones are timed in CUDA graphs beside what the op runs without the table, and compared with
@@ -10,9 +10,8 @@ a matmul in float32: the library also accepts settings with which it computes so
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,22 +19,21 @@ import torch
 from torch import Tensor, fx
 
 from ... import ops
-from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight, file_name
+from ...config.device_table import OPERANDS, Algorithm, DeviceTable, Weight
 from ...ops.chain.stages import Call, Linear
 from ...ops.core import cublaslt as _cublaslt
 from ...ops.core.cublaslt import GemmPlan
 from ...ops.core.cuda import load_cuda_library
-from ...ops.core.device_table import gpu_of, num_sms, serving
+from ...ops.core.device_table import serving
 from ...ops.linear.csrc import cluster_rows
 from ...ops.linear.desc import WEIGHT_FORMATS, LinearArgs, LinearDesc
 from ...ops.linear.kernels import UNMEASURED, runner
 from ...passes import fake_value
-from .tune import graph_us
+from .search import Found, Times, graph_us, search, winner
 
 ROWS = (24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LEAST_ROWS = {"bfloat16": 17, "fp8 tensor": 9, "fp8 token": 9}
 """Fewest rows that are tuned, by kind of operands; with fewer, linears stream."""
-LEAST_GAIN = 0.02
 _unmeasured = runner(UNMEASURED)
 _log = logging.getLogger(__name__)
 _NARROW = 8  # rows: what is left of a range at whose other end an algorithm loses
@@ -48,32 +46,21 @@ _CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
 _SPLITS, _REDUCTIONS = range(2, 7), (1, 2, 4)
 _OPTIONS = range(12)
 
-Measure: TypeAlias = Callable[[Weight, int, int], Algorithm | None]
-"""Measures (weight, fewest rows, most rows).  Returns an entry, or None if none gains enough."""
+
+@dataclass(frozen=True)
+class Range:
+    """Rows of x for which one algorithm is looked for."""
+
+    weight: Weight
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.weight[0]} {list(self.weight[1:])} rows {self.least} to {self.most}"
 
 
-@dataclass
-class Filled:
-    """The outcome of a search.
-
-    Attributes:
-        algorithms: the entries that it found.
-        known: ranges of rows that a table had already, so that nothing was measured.
-        measured, skipped: ranges that were measured, and for which no time was left.
-    """
-
-    algorithms: list[Algorithm] = field(default_factory=list)
-    known: int = 0
-    measured: int = 0
-    skipped: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "known": self.known,
-            "measured": self.measured,
-            "found": len(self.algorithms),
-            "skipped": self.skipped,
-        }
+Measure: TypeAlias = Callable[[Range], Times[Algorithm | None] | None]
+"""Times without a table, and with an entry for one, if one is worth it."""
 
 
 def fill(
@@ -81,44 +68,40 @@ def fill(
     tables: Sequence[DeviceTable],
     measure: Measure,
     *,
-    seconds: float,
     rows: Sequence[int] = ROWS,
     served: Callable[[Weight], int] = lambda weight: 0,
-    on_range: Callable[[int, int], None] = lambda done, total: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Filled:
-    """Measure the ranges of rows for which the tables have no entry, until the time is up.
+    **how: Any,
+) -> Found[Range, Algorithm | None]:
+    """Measure the ranges of rows for which the tables have no entry.
 
     A weight of which a table has any entry was measured when the table was written, and where
     nothing gained there is none: it is known as a whole.
 
     Args:
         served: the most rows for which csrc's kernel of clusters runs; tuning begins above.
-        on_range: called with the number of ranges that are done and of all.
+        how: as of ``search``.
     """
-    end, filled = clock() + seconds, Filled()
-    seen = {a.weight for table in tables for a in table.algorithms}
-    pending: list[tuple[int, Weight, int]] = []
+    known, seen = 0, {a.weight for table in tables for a in table.algorithms}
+    pending: list[Range] = []
     for weight in dict.fromkeys(weights):
         least = max(LEAST_ROWS[weight[0]], served(weight) + 1)
         ranges = [most for most in sorted(rows) if most >= least]
         if weight in seen:
-            filled.known += len(ranges)
+            known += len(ranges)
             continue
         for most in ranges:
-            pending.append((most, weight, least))
+            pending.append(Range(weight, least, most))
             least = most + 1
     # Every weight at one range before any at the next: what time leaves out is the same for all.
-    pending.sort(key=lambda item: item[0])
-    for done, (most, weight, least) in enumerate(pending):
-        on_range(done, len(pending))
-        if clock() >= end:
-            filled.skipped.append(f"{weight[0]} {list(weight[1:])} rows {least} to {most}")
-            continue
-        filled.measured += 1
-        if entry := measure(weight, least, most):
-            filled.algorithms.append(entry)
-    return filled
+    pending.sort(key=lambda each: each.most)
+    found = search(pending, [measure], **how)
+    found.known = known
+    return found
+
+
+def algorithms_of(found: Found[Range, Algorithm | None]) -> tuple[Algorithm, ...]:
+    """The entries that gained."""
+    return tuple(entry for entry in found.winners().values() if entry is not None)
 
 
 def weights_of(graph: fx.Graph) -> list[Weight]:
@@ -158,24 +141,14 @@ def _operands(dtype: torch.dtype, scale: Any, shape: Sequence[int]) -> str:
     return ""
 
 
-def tune_weights(
-    weights: Sequence[Weight], *, seconds: float, on_range: Callable[[int, int], None]
-) -> tuple[DeviceTable | None, Filled]:
-    """Measure GEMMs of a model's weights on this GPU.  The table is None if nothing was faster."""
+def tune_weights(weights: Sequence[Weight], **how: Any) -> Found[Range, Algorithm | None]:
+    """Measure GEMMs of a model's weights on this GPU; ``how``: as of ``search``."""
     device = torch.device("cuda", torch.cuda.current_device())
     measure = LibraryMeasure(weights)
     with torch.inference_mode():
-        filled = fill(
-            weights,
-            serving(device),
-            measure,
-            seconds=seconds,
-            served=_served_by_clusters,
-            on_range=on_range,
-        )
+        found = fill(weights, serving(device), measure, served=_served_by_clusters, **how)
     measure.free()
-    table = table_here(filled.algorithms) if filled.algorithms else None
-    return table, filled
+    return found
 
 
 def _served_by_clusters(weight: Weight) -> int:
@@ -183,14 +156,6 @@ def _served_by_clusters(weight: Weight) -> int:
     if not load_cuda_library():
         return 0
     return cluster_rows(LinearDesc(operands, torch.bfloat16, out_features, in_features))
-
-
-def table_here(algorithms: Iterable[Algorithm], **measured: str) -> DeviceTable:
-    """Make a device table of ``algorithms`` for this GPU and this version of cuBLASLt."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    (gpu, sm), version = gpu_of(device), _cublaslt.version()
-    name, sms = file_name(gpu, version), num_sms(device)
-    return DeviceTable(name, gpu, sm, sms, version, tuple(algorithms), measured=measured)
 
 
 class LibraryMeasure:
@@ -215,17 +180,18 @@ class LibraryMeasure:
         self._nbytes = max((_copies(w) * _nbytes(w) for w in weights), default=0)
         self._pools: dict[torch.dtype, Tensor] = {}
 
-    def __call__(self, weight: Weight, least: int, most: int) -> Algorithm | None:
+    def __call__(self, point: Range) -> Times[Algorithm | None] | None:
         torch.manual_seed(0)
+        weight = point.weight
         try:
             pool = self._pool(_dtype(weight[0]))
-            p, fewest = (problem(weight, rows, pool) for rows in (most, least))
-            entry, line = tuned(p, fewest, self._seeds[weight[0]])
+            p, fewest = (problem(weight, rows, pool) for rows in (point.most, point.least))
+            times, line = tuned(p, fewest, self._seeds[weight[0]])
         except torch.OutOfMemoryError:
             _log.warning("%s %s: no memory to measure its algorithms", weight[0], weight[1:])
             return None
         self._say(line)
-        return entry
+        return times
 
     def free(self) -> None:
         """Give the memory of the weights back."""
@@ -368,8 +334,9 @@ def graph_time(call: Callable[[int], object], rounds: int) -> float:
 
 def tuned(
     p: TuningProblem, fewest: TuningProblem, seeds: set[bytes]
-) -> tuple[Algorithm | None, str]:
-    """The entry, if one gains enough, and a line about it; the fastest joins the seeds.
+) -> tuple[Times[Algorithm | None], str]:
+    """The time without a table, and that of an entry if one gains enough, and a line about them;
+    the fastest joins the seeds.
 
     Args:
         p: with the most rows that the entry is for.
@@ -383,18 +350,18 @@ def tuned(
     n, k = p.weights[0].shape
     line = f"{p.operands:10s} {n:6d} {k:5d} {p.rows:3d} {before:7.1f}"
     if not times:
-        return None, f"{line}: none of {len(finals)} is right"
+        return {None: before}, f"{line}: none of {len(finals)} is right"
     best = min(times, key=times.__getitem__)
     seeds.add(best)
     settings = ",".join(str(_cublaslt.setting(best, name)) for name in _cublaslt.SETTINGS)
     us = times[best]
     line += f" {us:7.1f} {us / before - 1:+6.1%}  {settings}  wrong {len(ordered) - len(right)}"
-    if us > before * (1 - LEAST_GAIN):
-        return None, line
+    if winner({None: before, best: us}) is None:
+        return {None: before}, line
     least = fewest.rows
     with_fewest = [graph_time(call, 5) for call in (partial(fewest.call, best), fewest.before)]
     line += f"  {least} rows {with_fewest[0]:.1f} against {with_fewest[1]:.1f}"
     if with_fewest[0] > with_fewest[1]:
         least = max(least, p.rows - _NARROW + 1)
     entry = Algorithm(p.operands, n, k, least, p.rows, best.hex(), round(us, 2), round(before, 2))
-    return entry, line
+    return {None: before, entry: us}, line

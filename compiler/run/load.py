@@ -5,29 +5,25 @@ Imports neither Dynamo nor Inductor nor Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from ... import ops
 from ...config import UserError
-from ...config.device_table import parse_table
-from ...config.expert_tables import ExpertTable
+from ...config.device_table import DeviceTable, parse_table
 from ..artifacts.artifact import Artifact, Refusal, parse_json
 from .plan import PieceStep, Plan
 from .program import Program, link
 from .runtime import load_piece
 
-_Table = TypeVar("_Table")
 PLAN = "plan.json"
 KERNELS = "kernels.json"
 TABLE = "device_table.json"
 """This file has what ``-O3`` measured; it is missing if no shape of the model gained."""
-TILES = "expert_tiles.json"
-"""This file has the tiles of experts that ``-O3`` measured, if the model has some."""
 
 
 def piece_file(piece: str) -> str:
@@ -59,10 +55,7 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
         plan = Plan.from_json(parse_json(artifact.read(PLAN)))
     with _refusing(artifact, KERNELS):
         kernels = _kernels(artifact, parse_json(artifact.read(KERNELS)))
-    table = _measured(
-        artifact, TABLE, lambda data: parse_table(data, f"artifact {artifact.manifest.key}")
-    )
-    tiles = _measured(artifact, TILES, lambda data: ExpertTable.from_json(parse_json(data), TILES))
+    table = measured_table(artifact)
     if any(spec.device == "cuda" for spec in plan.inputs.values()):
         ops.load_cuda_library()
     pieces = {step.piece for step in plan.steps if isinstance(step, PieceStep)}
@@ -80,20 +73,18 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
         ops.KERNELS.add(variant, binary)
     if table:
         ops.take_table(table)
-    if tiles:
-        ops.add_expert_table(tiles)
     return plan, program
 
 
-def _measured(artifact: Artifact, name: str, parse: Callable[[bytes], _Table]) -> _Table | None:
-    """Return what ``-O3`` measured and wrote into a file; None if it wrote none."""
-    if name not in artifact.manifest.files:
+def measured_table(artifact: Artifact) -> DeviceTable | None:
+    """What ``-O3`` measured; None if it wrote nothing.  Raises Refusal as ``load`` does."""
+    if TABLE not in artifact.manifest.files:
         return None
-    with _refusing(artifact, name):
-        try:
-            return parse(artifact.read(name))
-        except UserError as error:
-            raise Refusal(artifact.path / name, str(error)) from error
+    data = artifact.read(TABLE)
+    try:
+        return parse_table(data, f"artifact {artifact.manifest.key}")
+    except UserError as error:
+        raise Refusal(artifact.path / TABLE, str(error)) from error
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class OpTable:
                     raise unfit(name, forced, error) from error
                 raise
             self.choices[name] = str(choice)
-            overload = self._chosen[key] = op.overload(choice.implementation)
+            overload = self._chosen[key] = op.overload(choice.name)
         return overload(*args)
 
 

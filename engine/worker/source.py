@@ -178,12 +178,12 @@ def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
 
 
 def take_tables(config: ResolvedConfig) -> None:
-    """Have ops use the tuned tiles that the configuration has.
+    """Have ops use the device tables that the configuration has.
 
     Raises:
         UserError: this process uses others.
     """
-    ops.take_expert_tables(config.compile.expert_tables, measures=config.compile.tune)
+    ops.take_tables(config.compile.tables, measures=config.compile.tune)
 
 
 def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:

@@ -7,7 +7,7 @@ import shlex
 
 from ... import ops
 from ...config import ResolvedConfig
-from ...config.expert_tables import file_name
+from ...config.device_table import find_experts
 from ...model_executor.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -22,9 +22,7 @@ def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:
     shape = spec.expert_shape
     if config.hardware.device != "cuda" or shape is None or spec.expert_parallel:
         return ""
-    if any(table.shape == shape for table in config.compile.expert_tables):
-        return ""
-    if ops.expert_table(shape) is not None:  # -O3 measured it
+    if find_experts(config.compile.tables, shape) or ops.expert_table(shape):  # -O3 measured it
         return ""
     gpu = config.hardware.name
     loss = f"{_LOSS} of the experts' time" if gpu == _RULES_GPU else "how much is not known here"
@@ -33,10 +31,12 @@ def why_tune(spec: ModelSpec, config: ResolvedConfig) -> str:
         command += ["--tp", str(spec.ranks_an_expert)]
     if shape[2] != "bfloat16":
         command += ["--dtype", shape[2].replace(" ", "_")]
+    experts, intermediate, kind = shape
     return (
-        f"experts {file_name(shape, gpu)}: no tuned tiles, so those of a rule serve, measured on "
-        f"an {_RULES_GPU}; they lose {loss}. `{shlex.join(command)} --output DIR` writes the file "
-        "for --tuned-config-dir DIR; -O3 measures tiles when it compiles"
+        f"{experts} experts of {intermediate}, {kind}, on {gpu}: no tuned tiles, so those of a "
+        f"rule serve, measured on an {_RULES_GPU}; they lose {loss}. `{shlex.join(command)} "
+        "--output DIR` writes the table for --tuned-config-dir DIR; -O3 measures tiles when it "
+        "compiles"
     )
 
 

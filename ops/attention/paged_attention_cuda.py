@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...config.arch import why_csrc_has_no_code
+from ..core.choice import Choice, Kernel, select
 from ..core.cuda import why_no_csrc
 from ..core.desc import OpDesc
 from ..core.float8 import E4M3
 from ..core.launch import Launch, Launches, run_launches
 from ..core.op import Implementation, on_gpu
+from ..core.target import Target, here
 from ..launches.paged_attention import AttentionArgs
 
 _HEAD_DIMS = (64, 128)
@@ -41,12 +42,24 @@ def has_prefills(args: tuple[Any, ...]) -> bool:
     return not AttentionArgs(*args).is_decode
 
 
+def _own_prefill_refuses(call: AttentionArgs, rows: int, target: Target) -> str:
+    """Why the prefills of a call are not csrc's: it multiplies K and V as they are stored."""
+    if call.kv_cache.dtype != call.q.dtype:
+        return f"K and V are {call.kv_cache.dtype}, q is {call.q.dtype}"
+    if (head_dim := call.q.shape[2]) != _PREFILL_HEAD_DIM:
+        return f"head_dim {head_dim}: no faster than Triton's but at {_PREFILL_HEAD_DIM}"
+    return ""
+
+
+OWN_PREFILL = Kernel("csrc prefill_attention", _own_prefill_refuses)
+PREFILLS = (OWN_PREFILL, Kernel("_prefill_kernel"))
+DECODES = (Kernel("csrc paged_attention"),)
+
+
 def has_own_prefill(args: tuple[Any, ...]) -> bool:
-    """Whether the prefills of a call are csrc's: it multiplies K and V as they are stored.  With a
-    head_dim of 64 it was no faster than Triton's."""
+    """Whether a call has prefills, and they are csrc's."""
     call = AttentionArgs(*args)
-    own = call.kv_cache.dtype == call.q.dtype and call.q.shape[2] == _PREFILL_HEAD_DIM
-    return own and not call.is_decode
+    return not call.is_decode and not _own_prefill_refuses(call, len(call.q), here(call.q.device))
 
 
 def prefill(*args: Any) -> None:
@@ -72,14 +85,15 @@ def _run(*args: Any, triton_prefill: Callable[..., None]) -> None:
         decode(*args)
 
 
-def runs(*args: Any) -> tuple[str, ...]:
-    """Names of the kernels that a call launches."""
-    prefill = "csrc prefill_attention" if has_own_prefill(args) else "_prefill_kernel"
-    names = [
-        (prefill, has_prefills(args)),
-        ("csrc paged_attention", has_decodes(args)),
-    ]
-    return tuple(name for name, is_launched in names if is_launched)
+def choices(*args: Any) -> tuple[Choice, ...]:
+    """The kernels that a call launches."""
+    call = AttentionArgs(*args)
+    rows, target = len(call.q), here(call.q.device)
+    parts = (
+        ("attention of prefills", PREFILLS, has_prefills(args)),
+        ("attention of decodes", DECODES, has_decodes(args)),
+    )
+    return tuple(select(call, rows, target, kernels, of) for of, kernels, is_run in parts if is_run)
 
 
 def _launches(*args: Any, triton_prefill: Prefill) -> Launches[None]:
@@ -91,9 +105,7 @@ def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
     q, kv_cache = desc["q"], desc["kv_cache"]
     _, num_heads, head_dim = q.shape
     _, _, block_size, kv_heads, _ = kv_cache.shape
-    if desc.device != "cuda":
-        return f"on {desc.device}, not CUDA"
-    if reason := why_csrc_has_no_code(desc.sm):
+    if reason := why_no_csrc(desc):
         return reason
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"q is {q.dtype}: the kernel takes bfloat16 and float16"
@@ -105,9 +117,7 @@ def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
         return f"block size {block_size}: the kernel takes powers of two from 8 to 256"
     if num_heads // kv_heads > _MAX_GROUP:
         return f"{num_heads} heads share {kv_heads} KV heads: a group has at most {_MAX_GROUP}"
-    if reason := triton_supports(desc):
-        return reason
-    return why_no_csrc(desc)
+    return triton_supports(desc)
 
 
 def by_cuda(triton_prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -> Implementation:
@@ -118,5 +128,5 @@ def by_cuda(triton_prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -
         partial(_run, triton_prefill=run_launches(launches)),
         partial(_supports, triton_supports=triton_supports),
         launches=launches,
-        runs=runs,
+        selects=choices,
     )

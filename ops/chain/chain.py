@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.choice import Choice, Kernel, KernelName
 from ..core.desc import Cost, OpDesc, TensorDesc, Tolerance
 from ..core.launch import Launch, Launches
 from ..core.op import Implementation, SemanticOp, on_gpu
@@ -230,7 +231,9 @@ def _names(*args: Any, way: Way) -> tuple[str, ...]:
         if step.kernel is None:
             state = _in_turn(call, step, state, visit)
         else:
-            names += step.kernel.names(part_at(call, step.start, step.stop, state))
+            of = f"chain {' > '.join(s.kind for s in call.chain.stages[step.start : step.stop])}"
+            launched = step.kernel.names(part_at(call, step.start, step.stop, state))
+            names += [KernelName(Choice(of, Kernel(name), step.refused)) for name in launched]
             state = _in_turn(call, step._replace(plain=True), state, by_fake)
     return tuple(names)
 
@@ -288,14 +291,14 @@ def _cuda_supports(desc: OpDesc) -> str:
         _visit_choices(desc, CUDA, chosen)
     except (_Refused, ValueError) as error:
         return str(error)
-    reasons: list[str] = []
     target = Target.of(desc)
     one_row = _call_of(desc, 1, lambda fact: fact)
     one_row = one_row._replace(x=_one_row(one_row.x), residual=_one_row(one_row.residual))
-    steps = lay(one_row, target, CUDA.kernels, reasons.append)
+    steps = lay(one_row, target, CUDA.kernels)
     joined = any(step.kernel not in (None, SUM_OF_CSRC, LONE) for step in steps)
     if joined or "cuda" in chosen:
         return ""
+    reasons = [f"{name}: {reason}" for step in steps for name, reason in step.refused]
     return reasons[0] if reasons else "no chain kernel has this pattern"
 
 

@@ -76,12 +76,14 @@ class ChainKernel:
 
 class Step(NamedTuple):
     """Stages ``start`` to ``stop - 1``: by a kernel of the table, or one stage by its ops.
-    ``plain``: the step behind takes an x that is not quantized."""
+    ``plain``: the step behind takes an x that is not quantized.  ``refused``: why the kernels with
+    the pattern that go before it do not serve."""
 
     kernel: ChainKernel | None
     start: int
     stop: int
     plain: bool = False
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 def weight_format(layer: Linear, dtype: torch.dtype) -> str:
@@ -296,7 +298,7 @@ def _cover(
     return Cover(tuple(lay(described(text, group, facts), here(device), kernels)), {})
 
 
-device_table.on_take(_cover.cache_clear)
+device_table.on_change(_cover.cache_clear)
 
 
 def described(text: str, group: str | None, facts: Facts) -> Call:
@@ -305,18 +307,12 @@ def described(text: str, group: str | None, facts: Facts) -> Call:
     return Call.of((x, residual, rest, text, group))
 
 
-def lay(
-    call: Call,
-    target: Target,
-    kernels: tuple[ChainKernel, ...],
-    refused: Callable[[str], None] = lambda reason: None,
-) -> list[Step]:
-    """Lay kernels over a chain that is described; ``refused`` is told the reasons of those that
-    have the pattern and do not serve."""
+def lay(call: Call, target: Target, kernels: tuple[ChainKernel, ...]) -> list[Step]:
+    """Lay kernels over a chain that is described."""
     steps: list[Step] = []
     stages, is_plain = call.chain.stages, False
     while (start := steps[-1].stop if steps else 0) < len(stages):
-        chosen = Step(None, start, start + 1)
+        chosen, refused = Step(None, start, start + 1), dict[str, str]()
         for kernel, length in candidates(stages[start:], kernels):
             part = part_at(call, start, start + length, call.state, is_plain)
             reason = kernel.why_never(part.stages) or kernel.refuses(part, target)
@@ -324,11 +320,11 @@ def lay(
                 chosen = Step(kernel, start, start + length)
                 break
             if length > 1:
-                refused(f"{kernel.name}: {reason}")
+                refused.setdefault(kernel.name, reason)
         if chosen.kernel and steps and steps[-1].kernel is None:
             steps[-1] = steps[-1]._replace(plain=True)
         is_plain = chosen.kernel is not None or (is_plain and isinstance(stages[start], Act))
-        steps.append(chosen)
+        steps.append(chosen._replace(refused=tuple(refused.items())))
     return steps
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..core.choice import Choice, Kernel
 from ..core.desc import EXACT, TOLERANCES, Case, Cost, OpDesc
 from ..core.op import Implementation, SemanticOp, on_gpu
 from . import peer_memory as _peer_memory
@@ -62,11 +64,13 @@ def _push(x: Tensor, world_size: int, group_name: str) -> Tensor:
 
 
 def _serves(x: Tensor, group_name: str) -> bool:
-    return x.shape[1] % _peer_memory.PACKET == 0 and _peer_memory.pushes(x, group_name)
+    return x.shape[1] % _peer_memory.PACKET == 0 and _peer_memory.shots(x, group_name) > 0
 
 
-def _runs(x: Tensor, world_size: int, group_name: str) -> tuple[str, ...]:
-    return ("push",) if _serves(x, group_name) else (LIBRARY,)
+def _choices(x: Tensor, world_size: int, group_name: str) -> tuple[Choice, ...]:
+    found = _peer_memory.choose_sum(x, group_name)
+    name, refused = ("push", ()) if _serves(x, group_name) else (LIBRARY, found.refused)
+    return (replace(found, of="all_gather", kernel=Kernel(name), refused=refused),)
 
 
 def check(x: Tensor, group_name: str) -> None:
@@ -108,7 +112,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        on_gpu("cuda", _push, _peer_memory.refuses, runs=_runs),
+        on_gpu("cuda", _push, _peer_memory.refuses, selects=_choices),
         Implementation("native", gather_over_ranks, runs=lambda *args: (LIBRARY,)),
     ),
     tolerances=EXACT,

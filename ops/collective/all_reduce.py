@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
+from ..core.choice import Choice
 from ..core.desc import TOLERANCES, Case, Cost, OpDesc, TensorDesc
 from ..core.op import Implementation, SemanticOp, on_gpu
 from . import peer_memory as _peer_memory
 
-LIBRARY = "torch.distributed's sum"
-WAYS = (LIBRARY, "push", "push twice")
-"""The ways to sum over ranks by the number of shots, as ``explain`` names them."""
 CASES_GROUP = "fusewright-cases"
 """The process group of the cases; whoever runs them makes it."""
 
@@ -55,8 +53,8 @@ def _push(x: Tensor, group_name: str) -> Tensor:
     return run(x.contiguous(), group_name, shots == 2)  # type: ignore[no-any-return]
 
 
-def _runs(x: Tensor, group_name: str) -> tuple[str, ...]:
-    return (WAYS[_peer_memory.shots(x, group_name)],)
+def _choices(x: Tensor, group_name: str) -> tuple[Choice, ...]:
+    return (_peer_memory.choose_sum(x, group_name),)
 
 
 def resolve_group(op: str, group_name: str) -> int:
@@ -142,7 +140,7 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        on_gpu("cuda", _push, _peer_memory.refuses, runs=_runs),
-        Implementation("native", sum_over_ranks, runs=lambda *args: (LIBRARY,)),
+        on_gpu("cuda", _push, _peer_memory.refuses, selects=_choices),
+        Implementation("native", sum_over_ranks, runs=lambda *args: (_peer_memory.LIBRARY,)),
     ),
 )

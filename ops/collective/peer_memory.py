@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ...config.arch import why_csrc_has_no_code
-from ..core.cuda import load_cuda_library, why_no_csrc
+from ..core.choice import Choice, Kernel, select
+from ..core.cuda import why_no_csrc, why_not_built
 from ..core.desc import OpDesc
-from ..core.device_table import gpu_of, most_rows
+from ..core.device_table import gpu_of, most_rows, on_change
+from ..core.target import Target, here
 
 WORLDS = (2, 4, 8)
 """Numbers of ranks that the kernels are compiled for."""
@@ -53,26 +56,51 @@ def rank_in(group_name: str) -> int:
     return _members[group_name][0]
 
 
-def pushes(x: Tensor, group_name: str) -> bool:
-    """Whether the kernels serve a tensor of these rows over this group."""
-    return shots(x, group_name) > 0
+def _refuses_sum(way: str, desc: tuple[int, int, int], rows: int, target: Target) -> str:
+    world, columns, itemsize = desc
+    if not world:
+        return "the ranks are not connected over peer memory"
+    if rows * columns % PACKET:
+        return f"{rows * columns} elements: not a multiple of {PACKET}"
+    if rows * columns * itemsize > part_bytes(world):
+        return f"{rows * columns * itemsize} bytes: an inbox takes {part_bytes(world)}"
+    most = most_rows(f"{way} {world} ranks", columns)
+    return "" if rows <= most else f"{rows} rows: fastest up to {most}"
+
+
+def _ranks(desc: tuple[int, int, int], rows: int, target: Target) -> str:
+    return f"{desc[0]} ranks" if desc[0] else ""
+
+
+LIBRARY = "torch.distributed's sum"
+WAYS = (
+    Kernel("push", partial(_refuses_sum, "push"), _ranks),
+    Kernel("push twice", partial(_refuses_sum, "push twice"), _ranks),
+    Kernel(LIBRARY),
+)
+"""The kernels that sum over ranks.  The first sends a row once, to all ranks; the second twice, to
+its owner and as the sum to the others, which is less with more than two ranks."""
+
+
+@lru_cache(4096)
+def choose_over(world: int, columns: int, itemsize: int, rows: int, device: torch.device) -> Choice:
+    """The kernel that sums rows over this number of connected ranks, or 0."""
+    return select((world, columns, itemsize), rows, here(device), WAYS, "all_reduce")
+
+
+on_change(choose_over.cache_clear)
+
+
+def choose_sum(x: Tensor, group_name: str) -> Choice:
+    """The kernel that sums the rows of ``x`` over a group."""
+    columns, world = x.shape[-1], world_of(group_name, x.device)
+    rows = x.numel() // max(columns, 1)
+    return choose_over(world, columns, x.element_size(), rows, x.device)
 
 
 def shots(x: Tensor, group_name: str) -> int:
-    """How often the kernels send a row to sum it: once, to all ranks, or twice, to its owner and
-    as the sum to the others, which is less with more than two ranks; 0 if they do not serve it."""
-    return shots_over(world_of(group_name, x.device), x)
-
-
-def shots_over(world: int, x: Tensor) -> int:
-    """``shots`` by the number of ranks that are connected, or 0."""
-    if not world or x.numel() % PACKET or x.nbytes > part_bytes(world):
-        return 0
-    columns = x.shape[-1]
-    for count, way in ((1, "push"), (2, "push twice")):
-        if x.numel() <= columns * most_rows(f"{way} {world} ranks", columns):
-            return count
-    return 0
+    """How often the kernels of csrc send a row to sum it; 0 if they do not serve it."""
+    return (WAYS.index(choose_sum(x, group_name).kernel) + 1) % len(WAYS)
 
 
 def aligned_rows(x: Tensor) -> Tensor:
@@ -84,18 +112,10 @@ def aligned_rows(x: Tensor) -> Tensor:
 
 def refuses(desc: OpDesc) -> str:
     """Why the kernels do not serve a call of any number of rows, or nothing."""
-    x = desc["x"]
-    if desc.device != "cuda":
-        return f"on {desc.device}, not CUDA"
-    if reason := why_csrc_has_no_code(desc.sm):
+    if reason := why_no_csrc(desc, "peer_all_reduce"):
         return reason
-    if x.dtype not in DTYPES:
-        return f"x is {x.dtype}: the kernels take bfloat16 and float16"
-    if reason := why_no_csrc(desc):
-        return reason
-    if desc.csrc is None and not hasattr(torch.ops.fw_cuda, "peer_all_reduce"):
-        return "csrc was built without the collectives: build it again"
-    return ""
+    dtype = desc["x"].dtype
+    return "" if dtype in DTYPES else f"x is {dtype}: the kernels take bfloat16 and float16"
 
 
 def refuses_rows(desc: OpDesc) -> str:
@@ -111,8 +131,8 @@ def why_no_peers(devices: Sequence[int]) -> str:
     same GPU may stand for several ranks."""
     if len(devices) not in WORLDS:
         return f"{len(devices)} ranks: the kernels serve {', '.join(map(str, WORLDS))}"
-    if not load_cuda_library() or not hasattr(torch.ops.fw_cuda, "peer_all_reduce"):
-        return "csrc is not built into this installation"
+    if reason := why_not_built(None, "peer_all_reduce"):
+        return reason
     for device in devices:
         if reason := why_csrc_has_no_code(gpu_of(torch.device("cuda", device))[1]):
             return f"csrc is {reason}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ...config.arch import why_csrc_has_no_code
 from .desc import OpDesc
 
 LIBRARY_NAME = "_fw_cuda.so"
@@ -40,10 +41,21 @@ def why_csrc_is_not_built() -> str:
     return (recorded or f"{LIBRARY_NAME} is missing; install fusewright again").strip()
 
 
-def why_no_csrc(desc: OpDesc) -> str:
-    """Why the kernels of csrc do not serve a call, for want of them, or an empty string."""
-    there = load_cuda_library() if desc.csrc is None else desc.csrc
-    return "" if there else "csrc is not built into this installation"
+def why_no_csrc(desc: OpDesc, op: str = "") -> str:
+    """Why csrc does not serve any call on a device, or an empty string: the device is not CUDA,
+    csrc has no code for it, or is not built into this installation, or without ``op``."""
+    if desc.device != "cuda":
+        return f"on {desc.device}, not CUDA"
+    return why_csrc_has_no_code(desc.sm) or why_not_built(desc.csrc, op)
+
+
+def why_not_built(csrc: bool | None, op: str = "") -> str:
+    """Why csrc, or ``op`` of it, is not there, or an empty string; ``csrc``: as of ``OpDesc``."""
+    if not (load_cuda_library() if csrc is None else csrc):
+        return "csrc is not built into this installation"
+    if op and csrc is None and not hasattr(torch.ops.fw_cuda, op):
+        return f"csrc was built without {op}: build it again"
+    return ""
 
 
 @cache

@@ -1,6 +1,8 @@
-"""The device tables as ops ask them: an artifact's own first, then those that are shipped.
+"""The device tables as ops ask them: an artifact's own first, then those of the user's folder, then
+those that are shipped.
 
-Every answer is remembered, found or not: ``report()`` shows which shapes had an entry.
+Kernels are compiled for the tiles in a table, so a process has one set, which cannot change under a
+program that runs.  Every answer is remembered, found or not: ``report()`` shows it.
 """
 
 from __future__ import annotations
@@ -11,28 +13,77 @@ from typing import Any
 
 import torch
 
-from ...config.device_table import DeviceTable, Weight, nearest, shipped
+from ...config import UserError
+from ...config.device_table import DeviceTable, Weight, find_experts, nearest, shipped
+from ...config.expert_tables import ExpertShape, ExpertTable
 from . import cublaslt as _cublaslt
 
-_on_take: list[Callable[[], None]] = []
+_on_change: list[Callable[[], None]] = []
+_of_folder: list[tuple[DeviceTable, ...]] = []
 _from_artifacts: list[DeviceTable] = []
 _found: dict[str, list[int]] = {}
 _missed: dict[str, list[int]] = {}
-"""GEMM or kernel -> the fewest and most rows, or columns, that were asked for."""
+"""GEMM, kernel or experts -> the fewest and most rows, columns or tokens that were asked for."""
+
+
+def take_all(tables: tuple[DeviceTable, ...], *, measures: bool = False) -> None:
+    """Use the tables of a configuration from now on; ``measures``: as ``-O3`` does.
+
+    Raises:
+        UserError: the process uses others already.
+    """
+    if not measures and any(table.experts for table in _from_artifacts):
+        raise UserError(
+            "optimization_level: this process uses tiles for experts that -O3 measured; start "
+            "another process for another level"
+        )
+    if _of_folder and _of_folder[0] != tables:
+        raise UserError(
+            "tuned_config_dir: this process uses other device tables already; start another "
+            "process, or give every engine of this one the same folder"
+        )
+    if not _of_folder:
+        _of_folder.append(tables)
+        _forget_answers()
 
 
 def take(table: DeviceTable) -> None:
-    """Ask an artifact's table before all others."""
+    """Use a table that was measured for a program, before all others; raises UserError if programs
+    of this process use other tiles for its experts."""
+    for experts in table.experts:
+        there = expert_table(experts.shape)
+        name = _name_of(experts.shape)
+        if there != experts and (there is not None or f"tiles: {name}, tokens" in _missed):
+            raise UserError(
+                f"-O3: this process uses other tiles for {name} already; start another process"
+            )
     if table not in _from_artifacts:
         _from_artifacts.insert(0, table)
-        serving.cache_clear()
-        for forget in _on_take:
-            forget()
+        _forget_answers()
 
 
-def on_take(forget: Callable[[], None]) -> None:
+def on_change(forget: Callable[[], None]) -> None:
     """Have ``forget`` called whenever a table is taken."""
-    _on_take.append(forget)
+    _on_change.append(forget)
+
+
+def forget() -> None:
+    """Drop all tables that were taken, so that another set can be.  No program may be left that
+    uses them."""
+    for taken in (_of_folder, _from_artifacts, _found, _missed):
+        taken.clear()
+    _forget_answers()
+
+
+def _forget_answers() -> None:
+    for answers in (serving, portable, most_rows, num_sms, expert_table):
+        answers.cache_clear()
+    for forget in _on_change:
+        forget()
+
+
+def _tables() -> tuple[DeviceTable, ...]:
+    return (*_from_artifacts, *(_of_folder[0] if _of_folder else ()), *shipped())
 
 
 def gpu_of(device: torch.device) -> tuple[str, int]:
@@ -53,12 +104,16 @@ def serving(device: torch.device) -> tuple[DeviceTable, ...]:
     """
     if device.type != "cuda":
         return ()
-    gpu, version = gpu_of(device)[0], _cublaslt.version()
-    tables = (*_from_artifacts, *shipped().tables)
-    found = tuple(t for t in tables if not t.why_no_algorithms(gpu, version))
+    found = _with_algorithms(gpu_of(device)[0], _cublaslt.installed())
     if found:
         _cublaslt.handle(index_of(device))
     return found
+
+
+def _with_algorithms(gpu: str, cublaslt: str) -> tuple[DeviceTable, ...]:
+    return tuple(
+        t for t in _tables() if t.algorithms and not t.why_not("algorithms", gpu, cublaslt)
+    )
 
 
 def index_of(device: torch.device) -> int:
@@ -69,14 +124,11 @@ def algorithm(
     operands: str, device: torch.device, rows: int, out_features: int, in_features: int
 ) -> tuple[DeviceTable, bytes] | None:
     """The measured algorithm for a call, with the table that names it; None if none does."""
-    for table in serving(device):
-        if found := table.find(operands, rows, out_features, in_features):
-            break
-    else:
-        found = None
+    tables = ((t, t.find(operands, rows, out_features, in_features)) for t in serving(device))
+    found = next(((table, held) for table, held in tables if held), None)
     if device.type == "cuda":
         _note(bool(found), f"algorithms: {operands} {[out_features, in_features]}, rows", rows)
-    return (table, found) if found else None
+    return found
 
 
 def _note(hit: bool, what: str, size: int) -> None:
@@ -88,7 +140,7 @@ def _note(hit: bool, what: str, size: int) -> None:
 @cache
 def portable() -> DeviceTable | None:
     """The nearest table to the GPU here; without a GPU, that of the target that is shipped."""
-    return nearest(*gpu_of(torch.device("meta")), shipped().tables)
+    return nearest(*gpu_of(torch.device("meta")), _tables())
 
 
 @lru_cache(4096)
@@ -111,44 +163,54 @@ def num_sms(device: torch.device) -> int:
     return table.num_sms if table else 1
 
 
-def ignored(gpu: str, cublaslt: int) -> dict[str, str]:
+@lru_cache(256)
+def expert_table(shape: ExpertShape) -> ExpertTable | None:
+    """The tuned tiles of experts of a shape.  A configuration has what is shipped of them."""
+    return find_experts((*_from_artifacts, *(_of_folder[0] if _of_folder else ())), shape)
+
+
+def expert_tiles(shape: ExpertShape, num_tokens: int) -> ExpertTable | None:
+    """``expert_table``, with a note that a call of so many tokens asked for it."""
+    found = expert_table(shape)
+    _note(found is not None, f"tiles: {_name_of(shape)}, tokens", num_tokens)
+    return found
+
+
+def _name_of(shape: ExpertShape) -> str:
+    experts, intermediate, kind = shape
+    return f"{experts} experts of {intermediate}, {kind}"
+
+
+def ignored(gpu: str, cublaslt: str) -> dict[str, str]:
     """File -> why its algorithms do not serve a GPU with a version of cuBLASLt."""
-    reasons = dict(shipped().ignored)
-    for table in (*_from_artifacts, *shipped().tables):
-        if reason := table.why_no_algorithms(gpu, cublaslt):
-            reasons[table.file] = reason
-    return reasons
+    reasons = {table.file: table.why_not("algorithms", gpu, cublaslt) for table in _tables()}
+    return {file: reason for file, reason in reasons.items() if reason}
 
 
 def report(device: torch.device) -> dict[str, Any]:
     """The tables that serve, those that do not with the reason, and what was asked of them: the
-    fewest and most rows, or columns, of what was found and of what was not."""
+    fewest and most rows, columns or tokens of what was found and of what was not."""
     near = portable()
-    said: dict[str, Any] = {"portable": near.file if near else None, "serving": []}
+    said: dict[str, Any] = {"portable": near.file if near else None, "serving": [], "ignored": {}}
     if device.type == "cuda":
         said["serving"] = [table.file for table in serving(device)]
-        said["ignored"] = ignored(gpu_of(device)[0], _cublaslt.version())
-    else:
-        said["ignored"] = dict(shipped().ignored)
+        said["ignored"] = ignored(gpu_of(device)[0], _cublaslt.installed())
     return said | {"found": dict(_found), "missed": dict(_missed)}
 
 
-def notes(weights: Iterable[Weight], gpu: str, cublaslt: int) -> list[str]:
+def notes(weights: Iterable[Weight], gpu: str, cublaslt: str) -> list[str]:
     """Lines on which tables a GPU may use, and which weights have algorithms in them."""
     lines = [
         f"device table ignored for algorithms: {why}" for why in ignored(gpu, cublaslt).values()
     ]
-    tables = [
-        t for t in (*_from_artifacts, *shipped().tables) if not t.why_no_algorithms(gpu, cublaslt)
-    ]
+    tables = _with_algorithms(gpu, cublaslt)
     for weight in weights:
         operands, *shape = weight
         found = [(a, t.file) for t in tables for a in t.algorithms if a.weight == weight]
-        if found:
-            ranges = sorted({(a.least_rows, a.most_rows) for a, _ in found})
+        ranges = sorted({(a.least_rows, a.most_rows) for a, _ in found})
+        text = "in no table: torch's own call serves it"
+        if ranges:
             files = ", ".join(dict.fromkeys(file for _, file in found))
             text = f"{len(ranges)} ranges of {ranges[0][0]} to {ranges[-1][1]} rows in {files}"
-        else:
-            text = "in no table: torch's own call serves it"
         lines.append(f"library algorithms for {operands} {shape}: {text}")
     return lines

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils._pytree import tree_leaves
 
+from .choice import Choice, KernelName
 from .desc import TOLERANCES, Case, Cases, Cost, OpDesc, TensorDesc, Tolerance
 from .launch import Launches, run_launches
 
@@ -85,8 +86,9 @@ class Implementation:
         launches: Triton only; ``launches(*args)`` returns ``(launch list, result)`` without running
             anything.
         opt_in: only ``--kernels`` chooses it, until it is faster inside whole models at all sizes.
-        runs: ``runs(*args)`` names the kernels that a call launches, where the number of rows
-            decides.
+        selects: ``selects(*args)`` returns the choice of each kernel that a call launches, where
+            the number of rows decides.
+        runs: ``runs(*args)`` returns their names; with ``selects``, each a ``KernelName``.
         on_host: it reads values of its tensors on the host, which no CUDA graph can capture.
     """
 
@@ -99,9 +101,16 @@ class Implementation:
     opt_in: bool = False
     runs: Callable[..., tuple[str, ...]] | None = None
     on_host: bool = False
+    selects: Callable[..., tuple[Choice, ...]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fn", definition(self.fn))
+        if selects := self.selects:
+
+            def runs(*args: Any) -> tuple[str, ...]:
+                return tuple(map(KernelName, selects(*args)))
+
+            object.__setattr__(self, "runs", runs)
 
 
 on_gpu = functools.partial(Implementation, devices=("cuda",))
@@ -127,10 +136,10 @@ def triton(
     supports: Callable[[OpDesc], str] = always,
     *,
     name: str = "triton",
-    opt_in: bool = False,
+    **more: Any,
 ) -> Implementation:
     """The implementation that runs the Triton kernels which ``launches(*args)`` describes."""
-    return on_gpu(name, run_launches(launches), supports, launches=launches, opt_in=opt_in)
+    return on_gpu(name, run_launches(launches), supports, launches=launches, **more)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,19 +227,6 @@ def _device_of(args: Iterable[Any]) -> str:
     return next((t.device.type for t in reversed(tensors) if t.device.type != "cpu"), "cpu")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The implementation chosen for a call, and why each earlier one was rejected."""
-
-    op: str
-    implementation: str
-    rejected: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        why = "; ".join(f"{name}: {reason}" for name, reason in self.rejected)
-        return f"{self.op} -> {self.implementation}" + (f" ({why})" if why else "")
-
-
 class NoImplementationError(ValueError):
     """No implementation, or none of those asked for, fits a call.
 
@@ -286,7 +282,7 @@ def choose(
         if not reason and impl.opt_in and not override:
             reason = "only by --kernels: not known to be faster in whole models"
         if not reason:
-            return Choice(op.name, impl.name, tuple(rejected))
+            return Choice(op.name, impl, tuple(rejected))
         rejected.append((impl.name, reason))
     fitting = [
         impl.name

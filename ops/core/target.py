@@ -9,7 +9,7 @@ import torch
 
 from ...config.arch import HOPPER, why_csrc_has_no_code
 from . import device_table as _device_table
-from .cuda import load_cuda_library
+from .cuda import why_not_built
 from .desc import OpDesc
 
 
@@ -37,8 +37,7 @@ class Target:
     @property
     def why_no_csrc(self) -> str:
         """Why csrc's kernels are not there, or an empty string."""
-        there = load_cuda_library() if self.csrc is None else self.csrc
-        return "" if there else "csrc is not built into this installation"
+        return why_not_built(self.csrc)
 
 
 @lru_cache

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.cuda import why_not_built
 from ..core.desc import TensorDesc
 from ..core.launch import run_all
 from ..core.target import Target, here
@@ -68,14 +69,6 @@ def _why_not_weights(call: Call) -> str:
     return ""
 
 
-def _why_not_built(target: Target, op: str) -> str:
-    if target.why_no_csrc:
-        return target.why_no_csrc
-    if target.csrc is None and not hasattr(torch.ops.fw_cuda, op):
-        return "csrc was built without the kernels of experts: build it again"
-    return ""
-
-
 def _why_not_routed(call: Call) -> str:
     """Why the router's kernel does not choose for a call of any size, or an empty string."""
     experts, hidden = call.router_weight.shape
@@ -96,7 +89,7 @@ def why_not_routed(call: Call, rows: int, target: Target) -> str:
         return reason
     if not 0 < rows <= MOST_ROUTED_TOKENS:
         return f"{rows} tokens: fastest from 1 to {MOST_ROUTED_TOKENS}"
-    return _why_not_built(target, "moe_route")
+    return why_not_built(target.csrc, "moe_route")
 
 
 def why_not_streamed(call: Call, rows: int, target: Target) -> str:
@@ -115,7 +108,7 @@ def why_not_streamed(call: Call, rows: int, target: Target) -> str:
         return f"weights of {experts} x {both} rows"
     if not 0 < rows <= MOST_TOKENS:
         return f"{rows} tokens: fastest from 1 to {MOST_TOKENS}"
-    return _why_not_built(target, "moe_route")
+    return why_not_built(target.csrc, "moe_route")
 
 
 def why_not_grouped(call: Call, rows: int, target: Target) -> str:
@@ -131,7 +124,7 @@ def why_not_grouped(call: Call, rows: int, target: Target) -> str:
     most = MOST_TILED_ROWS[call.gate_up.dtype.itemsize]
     if each <= most:
         return f"{rows} tokens, {each:g} an expert: faster above {most}"
-    return _why_not_built(target, GROUPED)
+    return why_not_built(target.csrc, GROUPED)
 
 
 def _is_read_in_lines(tensor: Tensor) -> bool:

@@ -251,7 +251,11 @@ OP = SemanticOp(
     cases=_cases,
     cost=_cost,
     implementations=(
-        triton(_with_defaults(kernels.plan), _supports(_triton_refuses)),
+        triton(
+            _with_defaults(kernels.plan),
+            _supports(_triton_refuses),
+            selects=_with_defaults(kernels.choices),
+        ),
         Implementation("native", expert_linear, on_host=True),
         triton(
             _with_defaults(kernels.plan_invariant),

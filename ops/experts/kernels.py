@@ -8,7 +8,6 @@ expert, and an expert's weight is read once for all of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,15 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...config.expert_tables import ExpertTile
+from ...config.expert_tables import ExpertShape, ExpertTile
+from ..core.choice import Choice, launched
 from ..core.desc import TensorDesc
+from ..core.device_table import expert_table, expert_tiles
 from ..core.launch import Launches, run_launches
 from ..core.target import Target, here
 from ..launches import experts as plans
 from ..launches.experts import Sorted
 from ..linear.desc import LinearDesc, describe
-from ..linear.kernels import LinearKernel, Selection, select
-from . import tables as _expert_tables
+from ..linear.kernels import LinearKernel, select
 
 MOST_UNSORTED = 8
 """Most tokens whose slots are not sorted."""
@@ -110,18 +110,26 @@ def _sorted_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return ""
 
 
+def shape_of(desc: LinearDesc) -> ExpertShape:
+    """The shape by which tables are found, of either layer of the experts."""
+    inner = desc.out_features // 2 if desc.activation else desc.in_features
+    kind = "fp8" if desc.format.scaled else "bfloat16"
+    return desc.groups, inner, "fp8 block" if desc.weight_format == "fp8 block" else kind
+
+
 def _tile(desc: LinearDesc, tokens: int, top_k: int, is_sorted: bool) -> plans.Tile:
     """The tuned tile, or that of the rule.  Slots that are not sorted are a tile each, which has no
     use for more rows than the fewest."""
     gated = bool(desc.activation)
-    tuned = _expert_tables.tile_of(desc, plans.counted_tokens(tokens))
-    if tuned is not None:
+    shape, counted = shape_of(desc), plans.counted_tokens(tokens)
+    itemsize = desc.format.dtype.itemsize
+    if itemsize <= 2 and (table := expert_tiles(shape, counted)):
+        tuned = table.find(counted)
         tuned = tuned if is_sorted else replace(tuned, rows=16)
         return plans.tuned_tile(tuned, gated=gated)
-    rows = tokens if is_sorted else 1
-    experts, intermediate, _ = _expert_tables.shape_of(desc)
-    shape = plans.Shape(experts, top_k, intermediate, desc.format.dtype.itemsize)
-    return plans.tile_of(rows, shape, gated=gated)
+    experts, intermediate, _ = shape
+    of_layer = plans.Shape(experts, top_k, intermediate, itemsize)
+    return plans.tile_of(tokens if is_sorted else 1, of_layer, gated=gated)
 
 
 def plan_gemm(
@@ -179,17 +187,23 @@ EXPERT_KERNELS = (SLOTS, SORTED)
 
 
 @lru_cache(_CALLS)
-def _selected(desc: LinearDesc, rows: int, device: torch.device) -> Selection:
-    return select(desc, rows, here(device), EXPERT_KERNELS)
+def _selected(desc: LinearDesc, rows: int, device: torch.device) -> Choice:
+    of = f"expert_linear {desc.groups} x [{desc.out_features}, {desc.in_features}]"
+    return select(desc, rows, here(device), EXPERT_KERNELS, f"{of} {desc.weight_format}")
 
 
-def selected(*args: Any) -> LinearKernel:
-    """The kernel that the table selects for a call of ``expert_linear``."""
-    return _selected(describe_experts(*args), args[2].shape[0], args[0].device).kernel
+def choices(*args: Any) -> tuple[Choice, ...]:
+    """The kernel that the table selects for a call of ``expert_linear``, with its tile."""
+    desc, (tokens, top_k) = describe_experts(*args), args[2].shape
+    choice = _selected(desc, tokens, args[0].device)
+    tile = _tile(desc, tokens, top_k, choice.kernel is SORTED)
+    source = "tuned" if expert_table(shape_of(desc)) else "by the rule"
+    how = f"tile {tile.rows} x {tile.columns} x {tile.depth}, {tile.warps} warps, {tile.stages}"
+    *before, gemm = launched(plan(*args)[0], choice.of)
+    return (*before, replace(choice, parameters=f"{how} stages, {source}", kernel=gemm.kernel))
 
 
 def plan(*args: Any) -> Launches[Tensor]:
     """The launches of a call, and its result."""
-    launches: Callable[..., Launches[Tensor]] | None = selected(*args).launches
-    assert launches is not None
-    return launches(*args)
+    choice = _selected(describe_experts(*args), args[2].shape[0], args[0].device)
+    return choice.kernel.launches(*args)  # type: ignore[no-any-return]

@@ -37,7 +37,7 @@ def _planned(
     return plan, found
 
 
-_device_table.on_take(_planned.cache_clear)
+_device_table.on_change(_planned.cache_clear)
 
 
 def _plain(*tensors: Tensor) -> bool:

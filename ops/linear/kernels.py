@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config.arch import arch
 from ...config.weight_format import STORED_FORMATS, StoredFormat
 from ..core import device_table as _device_table
+from ..core.choice import Choice, NoKernelError, launched, nothing, select as _choose
 from ..core.counters import counters
 from ..core.device_table import most_rows
 from ..core.launch import Launches, run_launches
@@ -45,8 +47,7 @@ class LinearKernel:
     """One kernel.
 
     Attributes:
-        name: as ``explain`` prints it.
-        refuses: why it does not serve a description with so many rows on a target; "" if it does.
+        name, refuses, parameters: as of ``Kernel``.
         run: computes a call of ``linear``; None if the tensors' addresses or strides do not fit.
         launches: the Triton launches of a call and its result, if it is a Triton kernel.
         fuses: whether it runs the epilogue too; else a kernel of its own follows.
@@ -57,39 +58,19 @@ class LinearKernel:
     run: Callable[..., Tensor | None]
     launches: Callable[..., Launches[Tensor]] | None = None
     fuses: bool = False
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The kernel for a description and a number of rows, and why those before it were refused."""
-
-    kernel: LinearKernel
-    refused: tuple[tuple[str, str], ...]
-
-
-class NoKernelError(ValueError):
-    """Every kernel of a table refuses a linear layer."""
+    parameters: Callable[[LinearDesc, int, Target], str] = nothing
 
 
 def select(
-    desc: LinearDesc, rows: int, target: Target, kernels: Sequence[LinearKernel] = ()
-) -> Selection:
-    """Choose the kernel for a linear layer with so many rows: a pure function, printable.
-
-    Args:
-        kernels: the candidates in order; ``kernels_of`` the format unless given.
-
-    Raises:
-        NoKernelError: all of them refuse; has their reasons.
-    """
-    refused: list[tuple[str, str]] = []
-    for kernel in kernels or kernels_of(desc.weight_format):
-        reason = kernel.refuses(desc, rows, target)
-        if not reason:
-            return Selection(kernel, tuple(refused))
-        refused.append((kernel.name, reason))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
-    raise NoKernelError(f"no kernel for {rows} rows of {desc}: {reasons}")
+    desc: LinearDesc,
+    rows: int,
+    target: Target,
+    kernels: Sequence[LinearKernel] = (),
+    of: str = "linear",
+) -> Choice:
+    """Choose the kernel for a linear layer with so many rows, of those of its format unless
+    others are given; raises NoKernelError with their reasons if all refuse."""
+    return _choose(desc, rows, target, kernels or kernels_of(desc.weight_format), of)
 
 
 def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
@@ -99,10 +80,14 @@ def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
         return "algorithms are measured on a GPU"
     if desc.bias or desc.groups > 1 or desc.prologue or desc.add or desc.dtype != torch.bfloat16:
         return "algorithms are measured without bias, for bfloat16 results"
-    found = _device_table.algorithm(
-        desc.weight_format, target.device, rows, desc.out_features, desc.in_features
-    )
-    return "" if found else "no device table has an algorithm"
+    return "" if _algorithm(desc, rows, target) else "no device table has an algorithm"
+
+
+def _algorithm(desc: LinearDesc, rows: int, target: Target) -> str:
+    """The table that has an algorithm, "" if none has."""
+    shape = (desc.out_features, desc.in_features)
+    found = _device_table.algorithm(desc.weight_format, target.device, rows, *shape)
+    return f"algorithm of {found[0].file}" if found else ""
 
 
 def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
@@ -139,7 +124,7 @@ def _library_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     n, k, block = desc.out_features, desc.in_features, desc.weight_format == "fp8 block"
     if n % 16 or k % 16:
         return f"linear: weight [{n}, {k}]: cuBLASLt takes multiples of 16"
-    if block and target.sm not in (0, 90):
+    if block and not arch(target.sm).block_scales:
         return f"linear: blocks of scales are in cuBLASLt for SM 9.0, not {target.sm / 10}"
     if block and k % 512:
         # torch passes such scales on, and the result is wrong (seen with 2.11).
@@ -214,7 +199,9 @@ def _run_dequantizing(*args: Any) -> Tensor:
 
 STREAM = LinearKernel("skinny_linear", csrc.stream_refuses, csrc.stream, fuses=True)
 CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
-ALGORITHM = LinearKernel("cuBLASLt", _algorithm_refuses, _cublaslt_linear.run)
+ALGORITHM = LinearKernel(
+    "cuBLASLt", _algorithm_refuses, _cublaslt_linear.run, parameters=_algorithm
+)
 TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
 DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_dequantizing)
@@ -302,7 +289,7 @@ def _candidates(
     return (chosen, *(k for k in rest if not k.refuses(desc, rows, target)))
 
 
-_device_table.on_take(_candidates.cache_clear)
+_device_table.on_change(_candidates.cache_clear)
 
 
 def runner(kernels: tuple[LinearKernel, ...]) -> Callable[..., Tensor]:
@@ -338,16 +325,17 @@ def plan(*args: Any, kernels: tuple[LinearKernel, ...] = UNMEASURED) -> Launches
     return [*launches, *more], y
 
 
-def namer(kernels: tuple[LinearKernel, ...]) -> Callable[..., tuple[str, ...]]:
-    """A function that names the kernels which a call launches."""
+def chooser(kernels: tuple[LinearKernel, ...]) -> Callable[..., tuple[Choice, ...]]:
+    """A function that returns the choice of each kernel which a call launches."""
 
-    def names(*args: Any) -> tuple[str, ...]:
+    def choices(*args: Any) -> tuple[Choice, ...]:
         call = LinearArgs(*args)
         desc, rows = describe_call(call)
-        kernel = select(desc, rows, here(call.x.device), kernels).kernel
-        if kernel.fuses:
-            return (kernel.name,)
+        of = f"linear [{desc.out_features}, {desc.in_features}] {desc.weight_format}"
+        choice = select(desc, rows, here(call.x.device), kernels, of)
+        if choice.kernel.fuses:
+            return (choice,)
         launches, _ = plan_epilogue(_sums(call, desc), *call.epilogue)
-        return (kernel.name, *(launch.kernel.partition(":")[2] for launch in launches))
+        return (choice, *launched(launches, of))
 
-    return names
+    return choices

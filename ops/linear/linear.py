@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import rowwise as _rowwise
+from ..core.choice import Choice
 from ..core.desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
 from ..core.float8 import E4M3
 from ..core.launch import Launches
@@ -32,10 +33,10 @@ from .kernels import (
     STREAM,
     WITHOUT_CSRC,
     Gemm,
+    chooser,
     kernels_of,
     library,
     multiply,
-    namer,
     plan,
     plan_epilogue,
     plan_tiled,
@@ -128,8 +129,8 @@ def _plan_admitted(*args: Any) -> Launches[Tensor]:
     return plan(*args, kernels=kernels_of(LinearArgs(*args).weight_format or ""))
 
 
-def _names_of_admitted(*args: Any) -> tuple[str, ...]:
-    return namer(kernels_of(LinearArgs(*args).weight_format or ""))(*args)
+def _choices_of_admitted(*args: Any) -> tuple[Choice, ...]:
+    return chooser(kernels_of(LinearArgs(*args).weight_format or ""))(*args)
 
 
 def _plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
@@ -355,8 +356,8 @@ def _by_table(
     name: str, kernels: Any, why_not: Callable[[LinearDesc, OpDesc], str]
 ) -> Implementation:
     """The implementation for which the table selects among these kernels."""
-    run, runs = _with_defaults(runner(kernels)), _with_defaults(namer(kernels))
-    return on_gpu(name, run, _supports(why_not), launches=_with_defaults(plan), runs=runs)
+    run, selects = _with_defaults(runner(kernels)), _with_defaults(chooser(kernels))
+    return on_gpu(name, run, _supports(why_not), launches=_with_defaults(plan), selects=selects)
 
 
 OP = SemanticOp(
@@ -388,7 +389,7 @@ OP = SemanticOp(
             _with_defaults(_admitted),
             _supports(_admitted_refuses, stored=True),
             launches=_with_defaults(_plan_admitted),
-            runs=_with_defaults(_names_of_admitted),
+            selects=_with_defaults(_choices_of_admitted),
         ),
     ),
     tolerances=PLAIN,

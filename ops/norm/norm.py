@@ -23,13 +23,13 @@ from torch import Tensor
 from ..collective import peer_memory as _peer_memory
 from ..collective.all_reduce import (
     CASES_GROUP,
-    LIBRARY,
-    WAYS,
     check as check_sum,
     sum_flops,
     sum_over_ranks,
     wire_bytes,
 )
+from ..collective.peer_memory import LIBRARY
+from ..core.choice import Choice, Kernel, launched
 from ..core.desc import TOLERANCES, Case, Cost, OpDesc
 from ..core.launch import Launch, run_launches
 from ..core.op import Implementation, SemanticOp, on_gpu, parameter, signed, triton
@@ -196,10 +196,11 @@ def _push(axes: Norm, x: Tensor, *rest: Any) -> Any:
     return alone_or_all((*values, total.view(shape)))
 
 
-def _push_runs(axes: Norm, x: Tensor, *rest: Any) -> tuple[str, ...]:
-    if shots := _peer_memory.shots(x, rest[-1]):
-        return (f"{WAYS[shots]} + {replace(axes, reduce=False).name}",)
-    return _in_turn_runs(axes, x, *rest)
+def _push_choices(axes: Norm, x: Tensor, *rest: Any) -> tuple[Choice, ...]:
+    choice = replace(_peer_memory.choose_sum(x, rest[-1]), of=axes.name)
+    if choice.name == LIBRARY:
+        return choice, *launched(_in_turn_launches(axes, x, *rest)[0], axes.name)
+    return (replace(choice, kernel=Kernel(f"{choice.name} + {replace(axes, reduce=False).name}")),)
 
 
 def _push_supports(axes: Norm, desc: OpDesc) -> str:
@@ -296,7 +297,7 @@ def _op(axes: Norm) -> SemanticOp:
             partial(_push, axes),
             partial(_push_supports, axes),
             launches=in_turn,
-            runs=partial(_push_runs, axes),
+            selects=partial(_push_choices, axes),
         ),
         on_gpu(
             "triton",

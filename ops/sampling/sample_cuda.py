@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.arch import why_csrc_has_no_code
 from ..core.cuda import why_no_csrc
 from ..core.desc import OpDesc
 from ..core.launch import Launches, run_launches
@@ -28,16 +27,14 @@ _MOST_ROWS_OF_NOISE = 32
 
 def _supports(desc: OpDesc) -> str:
     logits = desc["logits"]
-    if desc.device != "cuda":
-        return f"on {desc.device}, not CUDA"
-    if reason := why_csrc_has_no_code(desc.sm):
+    if reason := why_no_csrc(desc):
         return reason
     if logits.dtype not in _MOST_COLUMNS:
         return f"logits are {logits.dtype}: the kernel takes bfloat16, float16 and float32"
     vocab, most = logits.shape[1], _MOST_COLUMNS[logits.dtype]
     if isinstance(vocab, int) and vocab > most:
         return f"{vocab} columns of {logits.dtype}: the kernel takes {most} or fewer"
-    return why_no_csrc(desc)
+    return ""
 
 
 def _is_few_rows_of_noise(args: tuple[Any, ...]) -> bool:

@@ -21,18 +21,24 @@ from fusewright.compiler.artifacts.store import Store
 from fusewright.compiler.capture.source import Example, Source
 from fusewright.compiler.capture.trace import TraceError
 from fusewright.compiler.compiled import Compiled, compile
-from fusewright.compiler.run.load import TILES
+from fusewright.compiler.run.load import TABLE
 from fusewright.compiler.run.plan import OpStep, PieceStep, Plan
 from fusewright.compiler.run.program import InputError
 from fusewright.config import LEVELS, CompileConfig, UserError
+from fusewright.config.device_table import DeviceTable, Measured
 from fusewright.config.expert_tables import ExpertTable, ExpertTile
-from fusewright.ops.experts import tables as _expert_tables
+from fusewright.ops.core import device_table as _device_table
 from fusewright.passes import PassReport, RequiredFusionError
 
 HIDDEN, HEADS, HEAD_DIM, BLOCK = 32, 2, 16, 8
 
 
 TILES_OF_EXPERTS = ExpertTable(8, 64, "bfloat16", ((16, ExpertTile(16, 64, 64, 1, 4, 2)),))
+OWN_TABLE = DeviceTable(
+    *("device_table.json", "a GPU", 90, 132),
+    measured={"experts": Measured("a GPU", {"Triton": "3.6.0"}, how="-O3")},
+    experts=(TILES_OF_EXPERTS,),
+).text()
 
 
 class Layer(nn.Module):
@@ -361,10 +367,10 @@ def test_forced_kernels_run_in_the_program() -> None:
 @pytest.mark.parametrize(
     ("content", "refused"),
     [
-        (json.dumps(TILES_OF_EXPERTS.to_json()), ""),
-        ("{}", "is not what fusewright writes: KeyError"),
-        ('{"shape": [8, 64, "int4"], "tiles": {}}', "kind 'int4', expected one of"),
-        ('{"shape": [8, 64, "fp8"], "tiles": {"0": {}}}', "key '0', expected a number of tokens"),
+        (OWN_TABLE, ""),
+        ("{}", "missing required field `gpu`: not a table of a device"),
+        (OWN_TABLE.replace('"bfloat16"', '"int4"'), "kind 'int4' is unknown, expected one of"),
+        (OWN_TABLE.replace('"16":', '"0":'), "key '0', expected a number of tokens"),
     ],
 )
 def test_tiles_of_experts_come_with_an_artifact(
@@ -374,10 +380,10 @@ def test_tiles_of_experts_come_with_an_artifact(
 
     def with_tiles(*args: Any, **named: Any) -> Any:
         files, report = real(*args, **named)
-        return files | {TILES: content.encode()}, report
+        return files | {TABLE: content.encode()}, report
 
     monkeypatch.setattr(build, "build", with_tiles)
-    _expert_tables.forget()
+    _device_table.forget()
     try:
         if refused:
             with pytest.raises(Refusal, match=refused):
@@ -386,4 +392,4 @@ def test_tiles_of_experts_come_with_an_artifact(
             compile_model(Model(1), 1, config())
             assert ops.expert_table(TILES_OF_EXPERTS.shape) == TILES_OF_EXPERTS
     finally:
-        _expert_tables.forget()
+        _device_table.forget()

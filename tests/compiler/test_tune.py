@@ -68,7 +68,7 @@ def test_what_is_faster_somewhere_and_slower_nowhere_is_chosen(
     desc = describe(op, args)
     order = tuner.order(op, desc, args)
     assert order[0].name == chosen and set(order) == set(op.implementations)
-    assert ops.choose(op, desc, inline_first=False, order=order).implementation == chosen
+    assert ops.choose(op, desc, inline_first=False, order=order).name == chosen
     assert len(log) == 2 * len(NUM_TOKENS)
     assert tuner.order(op, desc, args) is order and len(log) == 2 * len(NUM_TOKENS)
     again = Tuner(fake_timer([], {}), known=json.loads(json.dumps(tuner.measured)))
@@ -110,7 +110,7 @@ def test_a_forced_kernel_wins_over_the_measurement() -> None:
     op, args = ops.BY_NAME["silu_mul"], (torch.randn(4, 32),)
     order = tuple(reversed(op.implementations))
     choice = ops.choose(op, describe(op, args), inline_first=False, override="triton", order=order)
-    assert choice.implementation == "triton"
+    assert choice.name == "triton"
 
 
 def test_what_is_opt_in_is_chosen_by_name_alone() -> None:
@@ -120,8 +120,8 @@ def test_what_is_opt_in_is_chosen_by_name_alone() -> None:
     triton, native = op.implementations
     order = (replace(triton, opt_in=True), native)
     choice = ops.choose(op, desc, inline_first=False, order=order)
-    assert choice.implementation == "native"
-    assert choice.rejected == (
+    assert choice.name == "native"
+    assert choice.refused == (
         ("triton", "only by --kernels: not known to be faster in whole models"),
     )
-    assert ops.choose(op, desc, inline_first=False).implementation == "triton"
+    assert ops.choose(op, desc, inline_first=False).name == "triton"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import count
@@ -15,21 +15,24 @@ import torch
 
 from fusewright import ops
 from fusewright.compiler import build
+from fusewright.compiler.lowering import search
+from fusewright.compiler.lowering.search import Found
 from fusewright.compiler.lowering.tune_experts import (
     TOKENS,
     Measure,
     candidates,
     rule_tile,
+    table_of,
     tune,
     tune_for,
 )
-from fusewright.compiler.lowering.tune_library import Filled
 from fusewright.config import CompileConfig, EngineOptions, Hardware, MachineError, UserError
+from fusewright.config.device_table import DeviceTable
 from fusewright.config.expert_tables import Experts, ExpertTable, ExpertTile
 from fusewright.engine.worker.source import configured_store, find_or_compile
 from fusewright.engine.worker.startup import read_model
 from fusewright.ops import Binary, Variant, variants_of
-from fusewright.ops.experts import tables as _expert_tables
+from fusewright.ops.core import device_table as _device_table
 from fusewright.ops.experts.kernels import plan_gemm
 from fusewright.ops.launches.experts import sort_by_expert
 from fusewright.serve.cli import main
@@ -54,22 +57,23 @@ def test_a_tile_is_kept_only_where_it_beats_the_rule(by: float, kept: bool) -> N
     rule = rule_tile(QWEN, 64)
     better = next(t for t in candidates(QWEN, 64) if t != rule)
     found = tune(QWEN, [faster(better, by=by)], tokens=(64,), seconds=1e9)
-    assert found.tiles == {64: better if kept else rule}
-    assert (found.us[64], found.rule_us[64]) == (100.0 * by if kept else 100.0, 100.0)
-    assert found.table(QWEN).find(64) == found.tiles[64]
+    assert found.winners() == {64: better if kept else rule}
+    assert found.to_json()["us"] == {"64": [100.0 * by if kept else 100.0, 100.0]}
+    assert table_of(QWEN, found.winners()).find(64) == found.winners()[64]
 
 
 def test_a_tile_that_does_not_run_is_never_kept() -> None:
     def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
         return [100.0, *[torch.inf] * (len(tiles) - 1)]
 
-    assert tune(QWEN, [measure], tokens=(16,), seconds=1e9).tiles == {16: rule_tile(QWEN, 16)}
+    found = tune(QWEN, [measure], tokens=(16,), seconds=1e9)
+    assert found.winners() == {16: rule_tile(QWEN, 16)}
 
 
-def test_it_stops_in_time_and_goes_on_where_it_was() -> None:
+def test_it_stops_in_time() -> None:
     clock: Iterator[int] = count()
     done: list[int] = []
-    first = tune(
+    found = tune(
         QWEN,
         [faster()],
         tokens=(1, 16, 64, 256),
@@ -77,9 +81,7 @@ def test_it_stops_in_time_and_goes_on_where_it_was() -> None:
         on_done=lambda tokens, tuned: done.append(tokens),
         clock=lambda: float(next(clock)),
     )
-    assert (done, first.skipped) == ([1], [16, 64, 256])
-    again = tune(QWEN, [faster()], tokens=(1, 16, 64), seconds=1e9, known=first.tiles)
-    assert list(again.us) == [16, 64] and list(again.tiles) == [1, 16, 64]
+    assert (done, found.skipped) == ([1], [16, 64, 256])
 
 
 def test_gpus_take_numbers_of_tokens_in_turn_and_measure_at_once() -> None:
@@ -103,19 +105,21 @@ def test_gpus_take_numbers_of_tokens_in_turn_and_measure_at_once() -> None:
         seconds=1e9,
         on_done=lambda tokens, tuned: done.append(tokens),
     )
-    assert sorted(found.tiles) == sorted(done) == [*counts] and not found.skipped
+    assert sorted(found.times) == sorted(done) == [*counts] and not found.skipped
     assert sorted(seen["first"] + seen["other"]) == [*counts]
     assert [len(tokens) for tokens in seen.values()] == [2, 2]
 
 
 def test_what_others_found_is_kept_when_a_gpu_fails() -> None:
-    failed = Event()
+    began, failed = Event(), Event()
 
     def fails(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        assert began.wait(30)
         failed.set()
         raise MachineError("GPU 1: gone")
 
     def slow(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        began.set()
         assert failed.wait(30)
         return [100.0] * len(tiles)
 
@@ -131,23 +135,23 @@ def test_what_others_found_is_kept_when_a_gpu_fails() -> None:
     assert done in ([1], [16]), "that which was being measured; no other was begun"
 
 
-WORKER = """
-import sys
-from fusewright.serve.tune_gpus import answer_all
-def measure(tokens, tiles):
-    if tokens == 64:
-        sys.exit(3)
-    return [tokens / tile.rows for tile in tiles[:-1]] + [float("inf")]
-answer_all(measure, sys.stdin, sys.stdout)
-"""
+def slow_from_64(gpu: int, last: float) -> Measure:
+    """Runs in a process of its own, which ends at 64 tokens."""
+
+    def measure(tokens: int, tiles: Sequence[ExpertTile]) -> list[float]:
+        if tokens == 64:
+            os._exit(3)
+        return [gpu + tokens / tile.rows for tile in tiles[:-1]] + [last]
+
+    return measure
 
 
-def test_a_process_answers_until_it_ends() -> None:
-    process = GpuProcess(5, [sys.executable, "-c", WORKER])
-    with closing(process):
+def test_a_process_answers_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where the process finds this module
+    with closing(GpuProcess(5, slow_from_64, torch.inf)) as process:
         tiles = [*candidates(QWEN, 256)][:3]
-        assert process(256, tiles) == [256 / tiles[0].rows, 256 / tiles[1].rows, torch.inf]
-        assert process(32, tiles)[0] == 32 / tiles[0].rows
+        assert process(256, tiles) == [5 + 256 / tiles[0].rows, 5 + 256 / tiles[1].rows, torch.inf]
+        assert process(32, tiles)[0] == 5 + 32 / tiles[0].rows
         for _ in range(2):
             with pytest.raises(MachineError, match=r"GPU 5: its process ended .* exit code 3"):
                 process(64, tiles)
@@ -167,9 +171,13 @@ def test_processes_measure_what_this_one_does() -> None:
 
 @pytest.fixture
 def no_tables() -> Iterator[None]:
-    _expert_tables.forget()
+    _device_table.forget()
     yield
-    _expert_tables.forget()
+    _device_table.forget()
+
+
+def on_gpu(table: ExpertTable) -> DeviceTable:
+    return DeviceTable("a.json", "a GPU", 90, 132, experts=(table,))
 
 
 def constants(tokens: int) -> dict[str, object]:
@@ -185,20 +193,21 @@ def constants(tokens: int) -> dict[str, object]:
 def test_kernels_have_the_tiles_of_a_table(no_tables: None) -> None:
     table = ExpertTable(128, 768, "bfloat16", ((64, ExpertTile(32, 256, 64, 4, 8, 2)),))
     before = constants(64)
-    _expert_tables.take((table,))
+    _device_table.take_all((on_gpu(table),))
     after = constants(64)
     assert before != after
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SWAPPED", "stages")
     assert [after[n] for n in names] == [32, 128, 64, 4, True, 2]  # 256 columns: gate and up
-    assert _expert_tables.report()["tuned"] == {"E=128,N=768,bfloat16": [64, 64]}
+    told = _device_table.report(torch.device("cpu"))
+    assert told["found"]["tiles: 128 experts of 768, bfloat16, tokens"] == [64, 64]
 
 
 def test_a_process_uses_one_set_of_tables(no_tables: None) -> None:
     table = ExpertTable(8, 64, "bfloat16", ((1, ExpertTile(16, 64, 64, 1, 4, 2)),))
-    _expert_tables.take(())
-    _expert_tables.take(())
-    with pytest.raises(UserError, match="this process uses other tuned tiles"):
-        _expert_tables.take((table,))
+    _device_table.take_all(())
+    _device_table.take_all(())
+    with pytest.raises(UserError, match="this process uses other device tables"):
+        _device_table.take_all((on_gpu(table),))
 
 
 class FakeMeasure:
@@ -228,11 +237,13 @@ def test_a_program_of_o3_has_its_own_tiles(no_tables: None) -> None:
     counts: list[tuple[int, int]] = []
 
     def tuned() -> ExpertTable | None:
-        return tune_for(QWEN, config, measure, on_count=lambda *done: counts.append(done))[0]
+        return tune_for(QWEN, config, measure, on_point=lambda *done: counts.append(done))[0]
 
-    _expert_tables.take((), measures=True)
+    _device_table.take_all((), measures=True)
     table = tuned()
-    assert table is not None and table == _expert_tables.table_of(QWEN.shape)
+    assert table is not None
+    _device_table.take(on_gpu(table))
+    assert table == _device_table.expert_table(QWEN.shape)
     assert counts == [(i, len(TOKENS)) for i in range(len(TOKENS))]
     (own,) = made
     assert own.freed and own.tokens == [*TOKENS[4:], *TOKENS[:4]]
@@ -240,8 +251,8 @@ def test_a_program_of_o3_has_its_own_tiles(no_tables: None) -> None:
     assert tuned() == table and len(made) == 1
     # A program of another level was compiled for other tiles.
     with pytest.raises(UserError, match="this process uses tiles for experts that -O3 measured"):
-        _expert_tables.take(())
-    assert ExpertTable.from_json(json.loads(json.dumps(table.to_json())), "a") == table
+        _device_table.take_all(())
+    assert ExpertTable.from_json(json.loads(json.dumps(table.to_json()))) == table
 
 
 def test_an_o3_build_compiles_and_keeps_measured_tiles(
@@ -259,8 +270,9 @@ def test_an_o3_build_compiles_and_keeps_measured_tiles(
 
     monkeypatch.setattr(build, "ExpertMeasure", Prefers)
     monkeypatch.setattr(build, "Tuner", lambda: None)
-    monkeypatch.setattr(build, "tune_weights", lambda weights, **how: (None, Filled()))
-    monkeypatch.setattr(build, "gpu_of", lambda device: ("a GPU", 90))
+    monkeypatch.setattr(build, "tune_weights", lambda weights, **how: Found())
+    for module in (build, search):
+        monkeypatch.setattr(module, "gpu_of", lambda device: ("a GPU", 90))
     compiled: dict[Variant, Binary] = {}
 
     def precompile(variants: set[Variant], sm: int, **how: object) -> None:
@@ -284,35 +296,34 @@ def test_an_o3_build_compiles_and_keeps_measured_tiles(
     store = configured_store(config.store)
     made = find_or_compile(spec, config, store, on_phase=lambda phase: None)
     assert made.built and made.artifact is not None
-    us = made.report["tuned_experts"]["us_and_by_the_rule"]
+    us = made.report["tuned_experts"]["us"]
     assert us["64"] == [1.0, 2.0] and len(us) == len(TOKENS)
     of_experts = [dict(v.constexprs) for v in compiled if "_expert_linear" in v.kernel]
     assert {found["BLOCK_N"] for found in of_experts} >= {32, 64}  # gate and up; down
-    _expert_tables.forget()  # as in another process
+    _device_table.forget()  # as in another process
     again = find_or_compile(spec, config, store, on_phase=lambda phase: None)
-    table = _expert_tables.table_of((16, 32, "bfloat16"))
+    table = _device_table.expert_table((16, 32, "bfloat16"))
     assert not again.built and table is not None and table.find(64) == tile
 
 
 def test_no_time_leaves_the_rule(no_tables: None) -> None:
     config = CompileConfig(3, True, (), (), True, True, (), True, tune_seconds=0.0)
-    table, tuned = tune_for(QWEN, config, FakeMeasure, on_count=lambda *done: None)
+    table, tuned = tune_for(QWEN, config, FakeMeasure, on_point=lambda *done: None)
     assert table is None and len(tuned.to_json()["skipped"]) == len(TOKENS)
-    assert _expert_tables.table_of(QWEN.shape) is None
 
 
 def test_a_folders_tiles_are_not_measured(no_tables: None) -> None:
     table = ExpertTable(*QWEN.shape, ((64, ExpertTile(32, 256, 64, 4, 8, 2)),))
-    config = CompileConfig(3, True, (), (), True, True, (), True, expert_tables=(table,))
-    _expert_tables.take((table,), measures=True)
-    assert tune_for(QWEN, config, FakeMeasure, on_count=lambda *done: None)[0] is None
+    config = CompileConfig(3, True, (), (), True, True, (), True, tables=(on_gpu(table),))
+    _device_table.take_all(config.tables, measures=True)
+    assert tune_for(QWEN, config, FakeMeasure, on_point=lambda *done: None)[0] is None
 
 
 def test_tiles_do_not_change_under_a_program(no_tables: None) -> None:
     constants(64)  # of a program by the rule
     table = ExpertTable(*QWEN.shape, ((64, ExpertTile(32, 256, 64, 4, 8, 2)),))
     with pytest.raises(UserError, match="uses other tiles for 128 experts of 768, bfloat16"):
-        _expert_tables.add_measured(table)
+        _device_table.take(on_gpu(table))
 
 
 @pytest.mark.parametrize(

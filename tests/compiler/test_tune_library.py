@@ -9,12 +9,19 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusewright import ops
-from fusewright.compiler.lowering.tune_library import Measure, fill, weights_of
+from fusewright.compiler.lowering.tune_library import (
+    Measure,
+    Range,
+    Times,
+    algorithms_of,
+    fill,
+    weights_of,
+)
 from fusewright.config.device_table import Algorithm, DeviceTable, Weight
 
 A: Weight = ("bfloat16", 4096, 1024)
 B: Weight = ("fp8 token", 512, 1024)
-TABLE = DeviceTable("a.json", "a GPU", 90, 100, 1)
+TABLE = DeviceTable("a.json", "a GPU", 90, 100)
 ROWS = (16, 64, 128)
 
 
@@ -23,9 +30,9 @@ def entry(weight: Weight, least: int, most: int) -> Algorithm:
 
 
 def recording(log: list[tuple[Weight, int, int]]) -> Measure:
-    def measure(weight: Weight, least: int, most: int) -> Algorithm | None:
-        log.append((weight, least, most))
-        return entry(weight, least, most) if most < 128 else None
+    def measure(at: Range) -> Times[Algorithm | None]:
+        log.append((at.weight, at.least, at.most))
+        return {None: 12.0, entry(at.weight, at.least, at.most): 10.0 if at.most < 128 else 11.9}
 
     return measure
 
@@ -34,8 +41,8 @@ def test_every_range_is_measured_once_and_what_gains_is_kept() -> None:
     log: list[tuple[Weight, int, int]] = []
     found = fill([A, B, A], (), recording(log), seconds=60, rows=ROWS)
     assert log == [(B, 9, 16), (A, 17, 64), (B, 17, 64), (A, 65, 128), (B, 65, 128)]
-    assert found.algorithms == [entry(*call) for call in log if call[2] < 128]
-    assert (found.measured, found.known, found.skipped) == (5, 0, [])
+    assert algorithms_of(found) == tuple(entry(*call) for call in log if call[2] < 128)
+    assert (len(found.times), found.known, found.skipped) == (5, 0, [])
 
 
 def test_rows_that_csrc_serves_are_not_measured() -> None:
@@ -48,8 +55,7 @@ def test_what_a_table_has_is_not_measured() -> None:
     log: list[tuple[Weight, int, int]] = []
     table = replace(TABLE, algorithms=(entry(A, 17, 64),))
     found = fill([A], [table], recording(log), seconds=60, rows=ROWS)
-    assert not log and not found.algorithms
-    assert (found.measured, found.known) == (0, 2)
+    assert not log and not found.times and found.known == 2
     fill([A, B], [table], recording(log), seconds=60, rows=ROWS)
     assert {weight for weight, *_ in log} == {B}
 
@@ -62,13 +68,14 @@ def test_measuring_ends_with_its_time_and_says_what_is_left_out() -> None:
 
     found = fill([A, B], (), recording(log), seconds=20, rows=ROWS, clock=clock)
     assert log == [(B, 9, 16), (A, 17, 64)]
-    assert found.measured == 2 and len(found.algorithms) == 2
-    assert found.skipped == [
+    assert len(algorithms_of(found)) == len(found.times) == 2
+    assert found.to_json()["us"]["fp8 token [512, 1024] rows 9 to 16"] == [10.0, 12.0]
+    assert found.to_json()["skipped"] == [
         "fp8 token [512, 1024] rows 17 to 64",
         "bfloat16 [4096, 1024] rows 65 to 128",
         "fp8 token [512, 1024] rows 65 to 128",
     ]
-    assert not fill([A], (), recording(log), seconds=0, rows=ROWS).measured
+    assert not fill([A], (), recording(log), seconds=0, rows=ROWS).times
 
 
 def test_progress_counts_the_ranges() -> None:
@@ -79,7 +86,7 @@ def test_progress_counts_the_ranges() -> None:
         recording([]),
         seconds=60,
         rows=ROWS,
-        on_range=lambda done, total: seen.append((done, total)),
+        on_point=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(0, 2), (1, 2)]
 

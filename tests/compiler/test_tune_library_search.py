@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusewright.compiler.lowering import tune_library
+from fusewright.compiler.lowering.search import Times, winner
 from fusewright.compiler.lowering.tune import NUM_TOKENS
 from fusewright.compiler.lowering.tune_library import (
     ROWS,
@@ -26,7 +27,7 @@ from fusewright.compiler.lowering.tune_library import (
     stream_us,
     tuned,
 )
-from fusewright.config.device_table import OPERANDS, Weight
+from fusewright.config.device_table import OPERANDS, Algorithm, Weight
 from fusewright.ops.core import cublaslt as _cublaslt
 
 DTYPES = dict.fromkeys(OPERANDS, torch.float8_e4m3fn) | {"bfloat16": torch.bfloat16}
@@ -142,6 +143,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
+def entry_of(found: tuple[Times[Algorithm | None], str]) -> tuple[Algorithm | None, str]:
+    times, line = found
+    return winner(times), line
+
+
 def make(rows: int, operands: str = "bfloat16") -> TuningProblem:
     weight: Weight = (operands, 24, 32)  # type: ignore[assignment]
     pool = (torch.randn(16 * 24 * 32) / 6).to(DTYPES[operands])
@@ -228,14 +234,16 @@ def test_a_seed_is_found_from_nowhere(gpu: Gpu) -> None:
     assert screened(make(MOST), ())[0] != best
     assert screened(make(MOST), [best])[0] == best
     seeds = {best}
-    entry, _ = tuned(make(MOST), make(FEW), seeds)
+    entry, _ = entry_of(tuned(make(MOST), make(FEW), seeds))
     assert entry is not None and entry.algorithm == best.hex() and seeds == {best}
 
 
 def test_an_entry_has_what_was_measured(gpu: Gpu) -> None:
     seeds = {algorithm(option=3)}
     p = make(MOST)
-    entry, line = tuned(TuningProblem(**vars(p) | {"weights": p.weights[:1]}), make(FEW), seeds)
+    entry, line = entry_of(
+        tuned(TuningProblem(**vars(p) | {"weights": p.weights[:1]}), make(FEW), seeds)
+    )
     assert entry is not None and entry.weight == ("bfloat16", 24, 32)
     assert (entry.least_rows, entry.most_rows) == (FEW, MOST)
     assert (entry.us, entry.us_before) == (50.0, 80.0)
@@ -255,14 +263,14 @@ def test_where_it_loses_with_the_fewest_rows_an_entry_is_for_the_last_ones(
     gpu: Gpu, rows: int, few: int, least: int
 ) -> None:
     gpu.before_us[few] = 49.0
-    entry, _ = tuned(make(rows), make(few), set())
+    entry, _ = entry_of(tuned(make(rows), make(few), set()))
     assert entry is not None and (entry.least_rows, entry.most_rows) == (least, rows)
 
 
 @pytest.mark.parametrize("rows", [MOST, FEW])
 def test_a_wrong_algorithm_is_no_entry(gpu: Gpu, rows: int) -> None:
     gpu.wrong[algorithm(**BEST)] = {rows}
-    entry, line = tuned(make(MOST), make(FEW), set())
+    entry, line = entry_of(tuned(make(MOST), make(FEW), set()))
     assert entry is not None and entry.us > 50.0 and "wrong 1" in line
     assert entry.algorithm != algorithm(**BEST).hex()
 
@@ -270,10 +278,10 @@ def test_a_wrong_algorithm_is_no_entry(gpu: Gpu, rows: int) -> None:
 def test_no_entry_without_a_right_algorithm_or_without_a_gain(gpu: Gpu) -> None:
     gpu.before_us[MOST] = 50.9
     seeds: set[bytes] = set()
-    entry, line = tuned(make(MOST), make(FEW), seeds)
+    entry, line = entry_of(tuned(make(MOST), make(FEW), seeds))
     assert entry is None and "against" not in line and seeds == {algorithm(**BEST)}
     gpu.before_us[MOST] = 51.1
-    assert tuned(make(MOST), make(FEW), seeds)[0] is not None
+    assert entry_of(tuned(make(MOST), make(FEW), seeds))[0] is not None
     gpu.wrong = {a: {MOST} for a in gpu.ran}
-    entry, line = tuned(make(MOST), make(FEW), set())
+    entry, line = entry_of(tuned(make(MOST), make(FEW), set()))
     assert entry is None and line.endswith("none of 10 is right")

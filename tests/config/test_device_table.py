@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fusewright.config import UserError
 from fusewright.config.device_table import (
     Algorithm,
     DeviceTable,
+    Measured,
     copy_ceiling,
+    file_name,
     nearest,
     parse_table,
     read_table,
     shipped,
 )
+from fusewright.config.expert_tables import ExpertTable
 
 ONE = Algorithm("bfloat16", 4096, 1024, 33, 64, "0a" * 64, 10.0, 12.0)
-TABLE = DeviceTable("a.json", "a GPU", 90, 100, 1, (ONE,), {"stream fp8 token": ((64, 8), (0, 16))})
+BY = Measured("a GPU", {"cuBLASLt": "1"}, "abc1234", "a command")
+TABLE = DeviceTable(
+    *("a.json", "a GPU", 90, 100, 80 << 30),
+    {"copy_tb_s": BY, "rows": Measured("b GPU"), "algorithms": BY},
+    copy_tb_s=2.0,
+    rows={"stream fp8 token": ((64, 8), (0, 16))},
+    algorithms=(ONE,),
+)
 
 
 def written(folder: Path, *algorithms: Algorithm, **changes: Any) -> Path:
@@ -32,8 +43,8 @@ def written(folder: Path, *algorithms: Algorithm, **changes: Any) -> Path:
 
 
 def test_the_table_answers_for_its_rows_and_weights_alone(tmp_path: Path) -> None:
-    more = replace(ONE, least_rows=65, most_rows=128, algorithm="0b" * 64)
-    fp8 = replace(ONE, operands="fp8 token", algorithm="0c" * 64)
+    more = msgspec.structs.replace(ONE, least_rows=65, most_rows=128, algorithm="0b" * 64)
+    fp8 = msgspec.structs.replace(ONE, operands="fp8 token", algorithm="0c" * 64)
     table = read_table(written(tmp_path, more, ONE, fp8))
     found = {rows: table.find("bfloat16", rows, 4096, 1024) for rows in (32, 33, 64, 65, 128, 129)}
     first, second = b"\x0a" * 64, b"\x0b" * 64
@@ -51,11 +62,14 @@ def test_the_table_answers_for_its_rows_and_weights_alone(tmp_path: Path) -> Non
         ({"algorithm": "zz" * 64}, "hexadecimal"),
         ({"least_rows": 65}, "rows 65 to 64"),
         ({"least_rows": 0}, "rows 0 to 64"),
-        ({"rows": 3}, "unexpected keyword argument 'rows'"),
+        ({"rows": 3}, r"unknown field `rows` - at `\$\.algorithms\[0\]`"),
+        ({"us": "10"}, r"Expected `float`, got `str` - at `\$\.algorithms\[0\]\.us`"),
+        ({"us": float("nan")}, "malformed"),
+        ({"out_features": 1.5}, r"Expected `int`, got `float` - at .*\.out_features"),
     ],
 )
 def test_a_bad_entry_is_refused_by_name(entry: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = written(tmp_path, algorithms=[asdict(ONE) | entry])
+    path = written(tmp_path, algorithms=[msgspec.structs.asdict(ONE) | entry])
     with pytest.raises(UserError, match=words) as refused:
         read_table(path)
     assert str(path) in str(refused.value)
@@ -73,7 +87,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_algorithms_for_one_call_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, ONE, replace(ONE, least_rows=64, most_rows=96))
+    path = written(tmp_path, ONE, msgspec.structs.replace(ONE, least_rows=64, most_rows=96))
     with pytest.raises(UserError, match="two algorithms for 64 rows"):
         read_table(path)
 
@@ -85,44 +99,80 @@ def test_a_table_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tilez": {}}, "unknown: tilez"),
-        ({"rows": {"stream int4": [[0, 16]]}}, "unknown: rows of stream int4"),
+        ({"tilez": {}}, "unknown: 'tilez'; expected gpu, sm"),
+        ({"gpu": ""}, "gpu='', sm=90: unknown device"),
+        ({"sm": 42}, "gpu='a GPU', sm=42: unknown device; expected .* of 80 to"),
+        ({"sm": "90"}, r"Expected `int`, got `str` - at `\$\.sm`"),
+        ({"num_sms": True}, r"Expected `int`, got `bool` - at `\$\.num_sms`"),
+        ({"rows": {"flow int4": [[0, 16]]}}, r"rows\['flow int4'\]: unknown kernel; .* stream, cl"),
+        ({"rows": {"stream int4": [[0, 16]]}}, "unknown format or stage; expected bfloat16, fp8"),
+        ({"rows": {"push 3 ranks": [[0, 16]]}}, "unknown format or stage; expected 2 ranks"),
+        ({"rows": {"stream fp8 token": [[64, 8]]}}, r"rows\['stream .*last to begin at 0"),
+        ({"rows": {"stream fp8 token": 8}}, r"Expected `array`, got `int` - at `\$\.rows"),
+        ({"rows": {"stream fp8 token": [[0, "8"]]}}, r"Expected `int`, got `str` - at `\$\.rows"),
+        ({"rows": []}, r"Expected `object`, got `array` - at `\$\.rows`"),
+        ({"copy_tb_s": -1.0}, r"Expected `float` >= 0.0 - at `\$\.copy_tb_s`"),
+        ({"copy_tb_s": "4"}, r"Expected `float`, got `str` - at `\$\.copy_tb_s`"),
+        (
+            {"experts": [{"kind": "fp8"}]},
+            "expected an object of experts, intermediate, kind, tiles",
+        ),
+        ({"measured": {}}, r"measured\['copy_tb_s'\] is missing"),
+        (
+            {"measured": {"tiles": {"gpu": "a GPU"}}, "copy_tb_s": 0.0},
+            r"measured\['rows'\] is miss",
+        ),
+        (
+            {"measured": {"rows": {"gpu": 3}}},
+            r"Expected `str`, got `int` - at `\$\.measured\[\.\.\.\]\.gpu`",
+        ),
     ],
 )
-def test_a_file_with_unknown_entries_is_ignored_with_the_reason(
-    changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    path = written(tmp_path, ONE, **changes)
-    (tmp_path / "b.json").write_text(TABLE.text())
-    found = shipped(tmp_path)
-    assert [Path(table.name).name for table in found.tables] == ["b.json"]
-    assert words in found.ignored[path.name]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"sm": "90"}, "sm='90', expected int"),
-        ({"rows": {"stream fp8 token": [[64, 8]]}}, "expected the last to begin at 0"),
-        ({"rows": {"stream fp8 token": 8}}, "not iterable"),
-        ({"copy_tb_s": -1.0}, "copy_tb_s=-1.0, expected 0 or more"),
-        ({"copy_tb_s": "4"}, "not supported between"),
-    ],
-)
-def test_a_bad_value_is_refused_by_name(
+def test_what_is_unknown_or_wrong_is_refused_by_file_and_key(
     changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path, ONE, **changes)
     with pytest.raises(UserError, match=words) as refused:
         shipped(tmp_path)
-    assert str(path) in str(refused.value)
+    assert str(refused.value).startswith(f"{path}: ") and "tune moe" in str(refused.value)
+
+
+def test_a_section_says_where_it_was_measured() -> None:
+    elsewhere = replace(TABLE, measured={**TABLE.measured, "algorithms": Measured("b GPU")})
+    with pytest.raises(UserError, match=r"measured\['algorithms'\]: on 'b GPU', not on 'a GPU'"):
+        parse_table(elsewhere.text(), "a.json")
+    surplus = replace(TABLE, measured={**TABLE.measured, "tiles": BY})
+    with pytest.raises(UserError, match=r"measured\['tiles'\]: unknown section; expected copy"):
+        parse_table(surplus.text(), "a.json")
+
+
+def test_new_sections_replace_old_ones_alone() -> None:
+    newer = Measured("a GPU", {"cuBLASLt": "2"})
+    new = DeviceTable("", "a GPU", 90, 100, 0, {"algorithms": newer}, algorithms=(ONE, ONE))
+    both = TABLE.updated(new)
+    assert (both.rows, both.copy_tb_s, both.algorithms) == (TABLE.rows, 2.0, (ONE, ONE))
+    tiles = [ExpertTable(8, n, "fp8", ()) for n in (64, 96, 96)]
+    both = replace(TABLE, experts=tuple(tiles[:2])).updated(replace(new, experts=(tiles[2],)))
+    assert both.experts == (tiles[0], tiles[2])
+    assert both.measured == {**TABLE.measured, "algorithms": newer}
+
+
+@pytest.mark.parametrize("table", shipped(), ids=lambda table: table.gpu)
+def test_a_shipped_table_is_of_one_gpu_and_says_its_memory(table: DeviceTable) -> None:
+    assert table.file == file_name(table.gpu) and table.memory_bytes > 70e9
+    assert {"copy_tb_s", "rows", "algorithms"} <= table.measured.keys()
+    assert all(measured.commit and measured.how for measured in table.measured.values())
+    assert parse_table(table.text(), "again") == table
 
 
 def test_algorithms_serve_one_gpu_and_one_version() -> None:
-    assert TABLE.why_no_algorithms("a GPU", 1) == ""
-    assert TABLE.why_no_algorithms("another", 1) == "a.json: measured on a GPU, this is another"
-    words = "a.json: measured with cuBLASLt 1, here is 2"
-    assert TABLE.why_no_algorithms("a GPU", 2) == words
+    assert TABLE.why_not("algorithms", "a GPU", "1") == ""
+    assert (
+        TABLE.why_not("algorithms", "another", "1") == "a.json: measured on a GPU, this is another"
+    )
+    words = "a.json: algorithms: measured with cuBLASLt 1, here is 2"
+    assert TABLE.why_not("algorithms", "a GPU", "2") == words
+    assert TABLE.why_not("experts", "another", "2") == "", "there are none"
 
 
 def test_rows_come_from_the_nearest_gpu() -> None:
@@ -135,7 +185,7 @@ def test_rows_come_from_the_nearest_gpu() -> None:
 
 
 def test_the_copy_ceiling_is_that_of_the_same_gpu_alone() -> None:
-    measured = replace(TABLE, copy_tb_s=2.5, cublaslt=2)
-    assert copy_ceiling("a GPU", (TABLE, measured)) == 2.5, "whichever version measured it"
-    assert copy_ceiling("a GPU", (TABLE,)) == copy_ceiling("b GPU", (measured,)) == 0
-    assert copy_ceiling("NVIDIA H200", shipped().tables) > 4
+    measured = replace(TABLE, copy_tb_s=0.0)
+    assert copy_ceiling("a GPU", (measured, TABLE)) == 2.0, "whichever table has it"
+    assert copy_ceiling("a GPU", (measured,)) == copy_ceiling("b GPU", (TABLE,)) == 0
+    assert copy_ceiling("NVIDIA H200", shipped()) > 4

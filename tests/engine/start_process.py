@@ -221,7 +221,9 @@ def start_all(starts: list[dict[str, Any]], batches: list[Any]) -> Any:
                 "late": [variant.name for variant in ops.KERNELS.compiled_late],
                 "sealed": ops.KERNELS.sealed,
                 "passes": "fusewright.passes" in sys.modules,
-                "tuned_experts": list(facts["expert_tables"]["tuned"]),
+                "tuned_experts": [
+                    name for name in facts["device_table"]["found"] if name.startswith("tiles: ")
+                ],
             }
         )
         del llm

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fusewright.config import EngineOptions, Hardware, ResolvedConfig
+from fusewright.config.device_table import DeviceTable
 from fusewright.config.expert_tables import ExpertTable, ExpertTile
 from fusewright.engine.worker.startup import read_model
 from fusewright.engine.worker.untuned_experts import say_how_to_tune, why_tune
@@ -37,7 +38,7 @@ def resolved(folder: Path, hardware: Hardware, **given: Any) -> tuple[ModelSpec,
 
 def test_the_command_is_that_of_this_model_on_this_rank(folder: Path) -> None:
     note = why_tune(*resolved(folder, H200))
-    assert "experts E=16,N=32,device_name=NVIDIA_H200.json: no tuned tiles" in note
+    assert "16 experts of 32, bfloat16, on NVIDIA H200: no tuned tiles" in note
     assert f"`fusewright tune moe '{folder}' --output DIR`" in note and "lose up to 5 %" in note
     spec, config = resolved(folder, H100)
     assert "how much is not known here" in why_tune(spec, config)
@@ -47,12 +48,11 @@ def test_the_command_is_that_of_this_model_on_this_rank(folder: Path) -> None:
 
 def test_tuned_tiles_dense_models_and_a_cpu_need_no_command(folder: Path) -> None:
     spec, config = resolved(folder, H200)
-    table = ExpertTable(16, 32, "bfloat16", ((64, TILE),))
-    assert not why_tune(
-        spec, replace(config, compile=replace(config.compile, expert_tables=(table,)))
-    )
-    other = replace(table, kind="fp8")
-    assert why_tune(spec, replace(config, compile=replace(config.compile, expert_tables=(other,))))
+    for kind in ("bfloat16", "fp8"):
+        experts = ExpertTable(16, 32, kind, ((64, TILE),))
+        table = DeviceTable("a.json", H200.name, 90, 132, experts=(experts,))
+        with_table = replace(config, compile=replace(config.compile, tables=(table,)))
+        assert bool(why_tune(spec, with_table)) is (kind == "fp8")
     assert not why_tune(replace(spec, moe=None), config)
     assert not why_tune(replace(spec, expert_parallel=True), config)
     assert not why_tune(spec, replace(config, hardware=Hardware("cpu", "a CPU")))

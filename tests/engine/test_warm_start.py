@@ -95,7 +95,7 @@ LEVELS_OF: dict[str, tuple[int, ...]] = (
     if torch.cuda.is_available()
     else {"abacus": (2,), "llama_gqa": (1,)}
 )
-MEASURED = {"qwen3_moe": ["E=16,N=32,bfloat16"]}
+MEASURED = {"qwen3_moe": ["tiles: 16 experts of 32, bfloat16, tokens"]}
 DUMMY = {
     "llama_gqa": {"load_format": "dummy"},
     # Tiles of float32 are not measured.

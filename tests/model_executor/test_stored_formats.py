@@ -216,7 +216,7 @@ def test_an_admitted_kernel_is_chosen_and_where_it_refuses_the_weight_is_dequant
     call = (torch.randn(3, K), stored["weight"], None, None, stored["weight_scale"])
     described = ops.BY_NAME["linear"].describe((*call, None, None, None, None, INT8.name))
     choice = ops.choose(ops.BY_NAME["linear"], described, inline_first=False)
-    assert choice.implementation == "admitted" and "multiply_int8 is admitted" in str(choice)
+    assert choice.name == "admitted" and "multiply_int8 is admitted" in str(choice)
     layer = LinearDesc(INT8.name, torch.float32, N, K)
     for target in (Target(torch.device("cpu")), Target(torch.device("meta"), 90, csrc=True)):
         assert select(layer, 16, target).kernel.name == "multiply_int8"

@@ -177,4 +177,4 @@ def test_it_runs_on_the_gpus_on_which_its_norm_does(norm: ops.SemanticOp) -> Non
                 ops.choose(fused, desc, inline_first=False)
         else:
             expected = "cuda" if sm == 90 else "triton"
-            assert ops.choose(fused, desc, inline_first=False).implementation == expected
+            assert ops.choose(fused, desc, inline_first=False).name == expected

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from fusewright.ops.linear.csrc import cluster_rows
 from fusewright.ops.linear.desc import LinearDesc
 from tests.ops.replays import on_two_streams
 
-TABLES = shipped().tables
+TABLES = shipped()
 _GPU = _device_table.gpu_of(torch.device("cuda"))[0]
 SHIPPED = next((table for table in TABLES if table.gpu == _GPU), TABLES[0])
 """That of the GPU here, which alone can run its algorithms."""
@@ -99,7 +100,9 @@ def test_descriptors_go_with_their_plan(library: Library) -> None:
 def test_an_evicted_plan_goes_unless_somebody_runs_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = replace(SHIPPED, algorithms=(replace(ONE, least_rows=1, most_rows=1 << 20),))
+    found = replace(
+        SHIPPED, algorithms=(msgspec.structs.replace(ONE, least_rows=1, most_rows=1 << 20),)
+    )
     monkeypatch.setattr(_device_table, "serving", lambda device: (found,))
     _cublaslt_linear._planned.cache_clear()
 
@@ -135,7 +138,7 @@ def test_operands_of_two_devices_are_refused_by_name() -> None:
 def table() -> DeviceTable:
     found = _device_table.serving(torch.device("cuda", torch.cuda.current_device()))
     if SHIPPED not in found:
-        pytest.skip(f"{SHIPPED.name} is of {SHIPPED.gpu} with cuBLASLt {SHIPPED.cublaslt}")
+        pytest.skip(f"{SHIPPED.name} is of {SHIPPED.gpu} measured by {SHIPPED.measured}")
     return SHIPPED
 
 
@@ -305,14 +308,16 @@ def test_tuning_writes_a_table_that_keeps_other_weights(
     if not load_cuda_library():
         pytest.skip("needs csrc")
     some = next(a for a in table.algorithms if a.operands == "bfloat16")
-    other, old = replace(some, out_features=64), replace(some, out_features=4096, in_features=4096)
+    other = msgspec.structs.replace(some, out_features=64)
+    old = msgspec.structs.replace(some, out_features=4096, in_features=4096)
     path = tmp_path / "table.json"
     path.write_text(replace(table, algorithms=(other, old)).text())
     words = "tune_linear --models llama3-8b --operands bfloat16 --rows 96 --output"
     monkeypatch.setattr("sys.argv", [*words.split(), str(path)])
     main()
     new = read_table(path)
-    assert (new.gpu, new.cublaslt) == (table.gpu, table.cublaslt)
+    assert (new.gpu, new.rows, new.experts) == (table.gpu, table.rows, table.experts)
+    assert new.memory_bytes and new.measured["rows"] == table.measured["rows"]
     assert other in new.algorithms
     tuned = [a for a in new.algorithms if a != other]
     assert tuned, "another algorithm was worth 15 % of o's GEMM at 96 rows when this was written"

@@ -67,9 +67,9 @@ def test_without_its_library_it_says_so() -> None:
 
 def test_it_is_the_first_choice_where_it_runs() -> None:
     desc = description()
-    assert choose(PAGED_ATTENTION, desc, inline_first=False).implementation == "cuda"
+    assert choose(PAGED_ATTENTION, desc, inline_first=False).name == "cuda"
     chosen = choose(PAGED_ATTENTION, desc, inline_first=False, override="triton")
-    assert chosen.implementation == "triton"
+    assert chosen.name == "triton"
 
 
 def sized(

@@ -35,7 +35,7 @@ def test_the_device_table_and_the_inbox_limit_what_is_pushed(
     """Each of two ranks sends 64 MiB at most: 8192 rows of 4096."""
     assert _peer_memory.part_bytes(2) == 8192 * 4096 * 2
     x = rows(*shape)
-    assert _peer_memory.pushes(x, "any") is pushed
+    assert bool(_peer_memory.shots(x, "any")) is pushed
     implementation = ops.BY_NAME["all_reduce"].implementation("cuda")
     assert implementation.runs is not None
     assert implementation.runs(x, "any")[0].startswith("push") is pushed
@@ -49,14 +49,18 @@ def test_the_device_table_and_the_inbox_limit_what_is_pushed(
     ],
 )
 def test_larger_sums_are_sent_twice(world: int, num_rows: int, shots: int) -> None:
-    assert _peer_memory.shots_over(world, rows(num_rows, 4096)) == shots
-    assert _peer_memory.shots_over(world, rows(num_rows, 12)) == (num_rows % 2 == 0) * shots
+    names = ("torch.distributed's sum", "push", "push twice")
+    assert _peer_memory.choose_over(world, 4096, 2, num_rows, META).name == names[shots]
+    odd = num_rows % 2
+    assert _peer_memory.choose_over(world, 12, 2, num_rows, META).name == names[not odd and shots]
 
 
 def test_what_is_not_connected_is_not_pushed() -> None:
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     assert _peer_memory.world_of("nobody") == 0
-    assert not _peer_memory.pushes(x, "nobody")
+    assert not _peer_memory.shots(x, "nobody")
+    why = "push: the ranks are not connected over peer memory"
+    assert _peer_memory.choose_sum(x, "nobody").reason.startswith(why)
     _peer_memory.abort("nobody")  # nothing waits
 
 

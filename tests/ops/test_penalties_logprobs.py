@@ -112,8 +112,8 @@ def test_more_logprobs_than_the_kernel_selects_fall_back_with_a_reason() -> None
     op = ops.BY_NAME["token_logprobs"]
     args = (torch.zeros(2, 100), torch.zeros(2).int(), 50)
     choice = ops.choose(op, op.describe(args), inline_first=False)
-    assert choice.implementation == "native"
-    assert dict(choice.rejected)["triton"] == "num_logprobs 50 > 32: one selection round each"
+    assert choice.name == "native"
+    assert dict(choice.refused)["triton"] == "num_logprobs 50 > 32: one selection round each"
 
 
 def test_more_logprobs_than_tokens_are_refused(implementation: str, device: torch.device) -> None:

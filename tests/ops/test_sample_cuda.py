@@ -57,9 +57,9 @@ def test_it_says_what_it_does_not_take(desc: OpDesc, reason: str) -> None:
 def test_it_is_the_first_choice_where_it_runs() -> None:
     for filters in ("k", "p", "m", ""):
         desc = description(filters=filters)
-        assert choose(SAMPLE, desc, inline_first=False).implementation == "cuda"
+        assert choose(SAMPLE, desc, inline_first=False).name == "cuda"
     chosen = choose(SAMPLE, description(), inline_first=False, override="triton")
-    assert chosen.implementation == "triton"
+    assert chosen.name == "triton"
 
 
 @pytest.mark.parametrize(

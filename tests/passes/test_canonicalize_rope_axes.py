@@ -137,7 +137,7 @@ TWICE = "is not known to have each frequency twice, side by side"
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
-        (axes_of_other_halves, f"getitem_2 {TWICE}"),
+        (axes_of_other_halves, f"split_with_sizes {TWICE}"),
         (sections_of_other_axes, f"cat {TWICE}"),
         (one_section_scaled, f"cat {TWICE}"),
         (angles_of_each_head, "angles of [4, 5, 8] do not match a tensor of [2, 4, 5, 16]"),

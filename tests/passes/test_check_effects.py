@@ -56,7 +56,7 @@ def given(model: Callable[..., Any]) -> dict[str, Tensor]:
     ("model", "reason"),
     [
         (added_in_place, "which others may read"),
-        (overwritten_between, "mul_ writes to memory between total and rms_norm_default"),
+        (overwritten_between, "mul_ writes to memory between total and rms_norm"),
         (gated_in_place, "the activation has 2 users"),
     ],
 )
