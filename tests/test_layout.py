@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -21,7 +22,9 @@ from tests.line_budget import Budget, count_lines, misfits, read_budgets, renewe
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fusewright"
 
-MAX_FILES = 20  # in a room of ops
+MAX_FILES = 20  # in a folder
+# Folders that are flat and full, each with its number of files, which may only fall.
+CROWDED: dict[str, int] = {"passes": 34, "config": 21}
 MAX_FILE_LINES = 400
 MAX_KERNEL_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
@@ -47,9 +50,14 @@ def top_folder(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+def is_in(folder: str, module: str) -> bool:
+    """Whether a module lies in a folder, such as ``serve/http``, or below it."""
+    return f"{module}.".startswith(f"{PACKAGE}.{folder.replace('/', '.')}.")
+
+
 def room_in(folder: str, module: str) -> str:
     """The room of a folder's module, by the table; "" for one beside the rooms."""
-    name = [*module.split("."), ""][2]
+    name = [*module.split("."), ""][folder.count("/") + 2]
     return name if name in ROOMS[folder] else ""
 
 
@@ -127,10 +135,10 @@ def test_folders_import_only_what_the_table_permits() -> None:
 @pytest.mark.parametrize("folder", ROOMS)
 def test_rooms_import_only_what_their_table_permits(folder: str) -> None:
     wrong = []
-    for module in (name for name in MODULES if top_folder(name) == folder):
+    for module in (name for name in MODULES if is_in(folder, name)):
         room = room_in(folder, module)
         for line, target in imports_of(module):
-            if top_folder(target) != folder:
+            if not is_in(folder, target):
                 continue
             if room_in(folder, target) not in {room, *ROOMS[folder][room]}:
                 where = MODULES[module].relative_to(ROOT)
@@ -149,11 +157,11 @@ def test_private_modules_are_imported_in_their_own_folder() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_room_of_ops_is_flat_and_full() -> None:
-    folders = {path.parent for path in python_files("ops")}
-    counts = {folder: len([*folder.glob("*.py")]) for folder in folders}
-    crowded = {f.relative_to(ROOT).as_posix(): n for f, n in counts.items() if n > MAX_FILES}
+def test_no_folder_is_flat_and_full() -> None:
+    files = Counter(path.parent.relative_to(ROOT).as_posix() for path in PACKAGE_FILES)
+    crowded = {name: n for name, n in files.items() if n > CROWDED.get(name, MAX_FILES)}
     assert not crowded, f"more than {MAX_FILES} files: {crowded}"
+    assert not {name for name in CROWDED if files[name] <= MAX_FILES}, "needs no exception"
 
 
 def test_models_never_import_the_compiler() -> None:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
-from .hosts import host_name, is_named, is_private
-from .state import ADMIN, ServerState, Settings
+from .intake.errors import ApiError
+from .intake.hosts import host_name, is_named, is_private
+from .jobs.state import ADMIN, ServerState, Settings
 
 _OPEN = ("/", "/live", "/health", "/version")
 """Paths that need no key: whoever supervises the process asks them."""

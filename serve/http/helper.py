@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions
 from ...engine.process.wire import Seat
-from .state import Settings
+from .jobs.state import Settings
 
 READY, DRAINED = b"ready\n", b"drained\n"
 _END_S = 10.0

@@ -15,7 +15,7 @@ from fusewright.compiler.inspect.sites import Where, copied, expected_sites
 from fusewright.compiler.record import Record
 from fusewright.compiler.timer import Timer
 from fusewright.config import LEVELS, UserError
-from fusewright.serve.explain_text import explanation
+from fusewright.serve.commands.explain_text import explanation
 from tests.compiler.test_compile import config
 
 GROUP = "nobody makes it: nothing runs"

@@ -33,7 +33,7 @@ from fusewright.ops.experts import tables as _expert_tables
 from fusewright.ops.experts.kernels import plan_gemm
 from fusewright.ops.launches.experts import sort_by_expert
 from fusewright.serve.cli import main
-from fusewright.serve.tune_gpus import GpuProcess, measures
+from fusewright.serve.measure.tune_gpus import GpuProcess, measures
 from tests.model_executor.tiny_models import BY_NAME
 
 QWEN = Experts(128, 768, 2048, 8, "bfloat16")
@@ -133,7 +133,7 @@ def test_what_others_found_is_kept_when_a_gpu_fails() -> None:
 
 WORKER = """
 import sys
-from fusewright.serve.tune_gpus import answer_all
+from fusewright.serve.measure.tune_gpus import answer_all
 def measure(tokens, tiles):
     if tokens == 64:
         sys.exit(3)
