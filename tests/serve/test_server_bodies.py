@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from fusewright.serve.http.endpoints.body import is_small
-from fusewright.serve.http.endpoints.conversation import is_little
+from fusewright.serve.http.endpoints.generation import is_little
 from fusewright.serve.http.intake.errors import ApiError
 from fusewright.serve.http.intake.protocol import ChatRequest, CompletionRequest
 from fusewright.serve.http.intake.reader import BodyReader, too_much_form

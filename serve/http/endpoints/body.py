@@ -7,8 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from ..intake.errors import ApiError, invalid
-from ..intake.limits import body_too_large
+from ..intake.errors import ApiError, body_too_large, invalid
 from ..jobs.state import ServerState
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -8,16 +8,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....config import UserError
 from ....engine.frontend import chat_template  # noqa: F401  # here, so that no request waits for it
 from ....engine.frontend.outputs import RequestOutput
 from ..calls.call_reader import CallReader
-from ..intake.errors import ApiError, api_error, as_json, json_response
+from ..intake.errors import ApiError, as_json, json_response
 from ..intake.protocol import ChatRequest
 from ..jobs.state import Job, ServerState
 from .body import read
-from .conversation import conversation
 from .events import Delta, EventStream, chunks, head, usage, whole
+from .generation import conversation
 from .logprobs import chat_logprobs, prompt_entries
 from .tools import Tools
 
@@ -38,10 +37,7 @@ async def chat_completions(request: Request) -> Response:
         logprobs=num_top if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    try:
-        job = await state.submit("chatcmpl-", body, [prompt], params, request)
-    except UserError as error:
-        raise api_error(error, "messages") from error
+    job = await state.submit(body, [prompt], params, request)
     if body.stream:
         return EventStream(state, job, _stream(job, body, num_top, tools))
     (output,) = await whole(state, job, request.receive)

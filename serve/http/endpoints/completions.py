@@ -17,15 +17,14 @@ from ..intake.errors import ApiError, api_error, as_json, json_response
 from ..intake.protocol import CompletionRequest
 from ..jobs.state import Job, ServerState
 from .body import read
-from .conversation import work_on
 from .events import Delta, EventStream, chunks, head, usage, whole
+from .generation import grammar_of, sampling_params, work_on
 from .logprobs import (
     completion_logprobs,
     joined,
     prompt_completion_logprobs,
     prompt_entries,
 )
-from .sampling import sampling_params
 
 
 async def completions(request: Request) -> Response:
@@ -37,10 +36,7 @@ async def completions(request: Request) -> Response:
     make = partial(_sampling, body, state.client.inputs.default_sampling)
     params = await work_on(state, make, (body.response_format, body.structured_outputs))
     prompts = await _prompts(state, body)
-    try:
-        job = await state.submit("cmpl-", body, prompts, params, request)
-    except UserError as error:
-        raise api_error(error, "prompt") from error
+    job = await state.submit(body, prompts, params, request)
     if body.stream:
         return EventStream(state, job, _stream(state, job, body))
     outputs = await whole(state, job, request.receive)
@@ -65,6 +61,7 @@ def _sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingP
     return sampling_params(
         body,
         defaults,
+        grammar=grammar_of(body),
         logprobs=body.logprobs,
         prompt_logprobs=max(of_prompt, default=0) if asked else None,
         **more,
@@ -155,15 +152,15 @@ def _stream(state: ServerState, job: Job, body: CompletionRequest) -> AsyncGener
         is_first = delta.index not in echoes
         echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
         before = echoes.setdefault(delta.index, len(echoed))
-        found = None
+        logprobs = None
         if delta.logprobs is not None:
-            found = completion_logprobs(delta.logprobs, delta.text_offsets, before, as_ids)
+            logprobs = completion_logprobs(delta.logprobs, delta.text_offsets, before, as_ids)
             if echoed:
-                found = joined(_echo_logprobs(state, delta.request, echoed, as_ids), found)
+                logprobs = joined(_echo_logprobs(state, delta.request, echoed, as_ids), logprobs)
         return {
             "index": delta.index,
             "text": echoed + delta.text,
-            "logprobs": found,
+            "logprobs": logprobs,
             "finish_reason": delta.output.finish_reason,
             "stop_reason": delta.output.stop_reason,
         }

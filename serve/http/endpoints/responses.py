@@ -11,14 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....config import UserError
 from ....engine.frontend.outputs import RequestOutput
-from ..intake.errors import ApiError, api_error, json_response
+from ..intake.errors import ApiError, json_response
 from ..intake.protocol import ResponsesRequest
 from ..jobs.state import Job, ServerState
 from .body import read
-from .conversation import conversation
 from .events import EventStream, deltas, event, whole
+from .generation import conversation
 from .response_items import Items, chat_messages, chat_tools
 from .tools import Tools
 
@@ -42,10 +41,7 @@ async def responses(request: Request) -> Response:
     prompt, params, tools = await conversation(
         state, asked, chat_messages(body), max_tokens=body.max_output_tokens
     )
-    try:
-        job = await state.submit("resp_", body, [prompt], params, request)
-    except UserError as error:
-        raise api_error(error, "input") from error
+    job = await state.submit(body, [prompt], params, request)
     if body.stream:
         return EventStream(state, job, _stream(job, body, tools), done=b"")
     (output,) = await whole(state, job, request.receive)

@@ -18,7 +18,7 @@ from ..intake.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from ..jobs.metrics import PEERS_S
 from ..jobs.state import ABORT, ADMIN, ALL, Phase, ServerState
 from .body import read
-from .conversation import render
+from .generation import render
 
 _T = TypeVar("_T")
 _FEW_TOKENS = 1000

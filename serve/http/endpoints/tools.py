@@ -13,7 +13,6 @@ from ....engine.messages.sampling_params import SamplingParams
 from ..calls.call_reader import FORMATS, CallReader, Format
 from ..intake.errors import ApiError
 from ..intake.protocol import ChatRequest, ResponsesRequest
-from .form import grammar_of
 
 
 @dataclass(frozen=True)
@@ -21,22 +20,22 @@ class Tools:
     """The tools of a chat.
 
     Attributes:
-        given: for the template; None if there are none to call.
+        tools: for the template; None if there are none to call.
         form: how the model writes calls; None if it is not known.
         grammar: of the output, if a call is required: a call or a list of them.
         is_parallel: whether an output may have several calls.
     """
 
-    given: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     form: Format | None = None
     grammar: str | None = None
     is_parallel: bool = True
 
     def reader(self) -> CallReader | None:
         """A reader that finds the calls of one output; None where none are looked for."""
-        if self.given is None:
+        if self.tools is None:
             return None
-        functions = [tool["function"] for tool in self.given]
+        functions = [tool["function"] for tool in self.tools]
         return CallReader(
             self.form,
             is_call=self.grammar is not None,
@@ -47,7 +46,7 @@ class Tools:
 
 def with_marks(params: SamplingParams, tools: Tools, tokenizer: Tokenizer | None) -> SamplingParams:
     """Parameters by which texts show the marks of calls, also where they are special tokens."""
-    if tools.given is None or tools.form is None or tools.grammar is not None or tokenizer is None:
+    if tools.tools is None or tools.form is None or tools.grammar is not None or tokenizer is None:
         return params
     for mark in filter(None, (tools.form.start, tools.form.end)):
         ids = tokenizer.encode(mark, add_special_tokens=False)
@@ -80,8 +79,6 @@ def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> T
                 param="tools",
             )
         return Tools(body.tools, FORMATS[format_name], is_parallel=is_parallel)
-    if grammar_of(body) is not None:
-        raise ApiError(400, "tool_choice: not beside a form of the output", param="tool_choice")
     if choice != "required":
         name = _chosen(choice)
         functions = [function for function in functions if function["name"] == name]

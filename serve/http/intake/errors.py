@@ -85,6 +85,12 @@ def overloaded(message: str, *, closes: bool = False) -> ApiError:
     return ApiError(503, message, code="overloaded", headers=headers)
 
 
+def body_too_large(most: int) -> ApiError:
+    return ApiError(
+        413, f"the body is larger than {most} bytes; send less", headers={"connection": "close"}
+    )
+
+
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
@@ -112,8 +118,8 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
         message = str(error).removeprefix("SamplingParams: ")
         if message.startswith("grammar: "):
             param = "response_format"
-        found = _FIELDS.match(message)
-        return ApiError(400, message, param=found[1] if found else param)
+        field = _FIELDS.match(message)
+        return ApiError(400, message, param=field[1] if field else param)
     return ApiError(500, f"internal error: {type(error).__name__}; please report")
 
 

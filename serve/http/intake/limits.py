@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .connections import Connections, LingeringTransport
-from .errors import ApiError, overloaded
+from .errors import ApiError, body_too_large, overloaded
 
 MOST_HEAD_BYTES = 64 * 1024
 """Most bytes of the request line and the headers together, and of what frames a body: chunk sizes
@@ -88,12 +88,6 @@ def too_many_uploads() -> ApiError:
 
 def _too_many_connections(most: int) -> ApiError:
     return overloaded(f"{most} connections are open; try again later", closes=True)
-
-
-def body_too_large(most: int) -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {most} bytes; send less", headers={"connection": "close"}
-    )
 
 
 class _Part(Enum):

@@ -6,7 +6,7 @@ change nothing here (who asks, how the answer is stored or billed) are taken and
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -64,7 +64,15 @@ class StructuredOutputs(_Body):
 
 
 class Generation(_Unread):
-    """Fields of completions and chats."""
+    """Fields of completions and chats.
+
+    Attributes:
+        id_prefix: how the ids of the answers begin.
+        prompt_field: the field from which prompts are made.
+    """
+
+    id_prefix: ClassVar[str]
+    prompt_field: ClassVar[str]
 
     model: str | None = None
     stream: bool | None = None
@@ -105,6 +113,7 @@ class Generation(_Unread):
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
+    id_prefix, prompt_field = "cmpl-", "prompt"
     prompt: (
         str
         | Ids
@@ -120,6 +129,7 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
+    id_prefix, prompt_field = "chatcmpl-", "messages"
     messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -135,6 +145,7 @@ class ChatRequest(Generation):
 class ResponsesRequest(Generation):
     """``POST /v1/responses``."""
 
+    id_prefix, prompt_field = "resp_", "input"
     n: Literal[1] | None = None
     input: str | _Messages
     instructions: str | None = None
@@ -142,7 +153,7 @@ class ResponsesRequest(Generation):
     text: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: _Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None

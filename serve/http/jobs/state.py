@@ -21,7 +21,7 @@ from ....engine.messages.sampling_params import MAX_LOGPROBS, SamplingParams
 from ....engine.process.client import EngineClient
 from ....engine.process.heartbeat import Heartbeat
 from ....engine.process.output_stream import OutputStream
-from ..intake.errors import ApiError, overloaded
+from ..intake.errors import ApiError, api_error, overloaded
 from ..intake.limits import Uploads
 from ..intake.protocol import Generation
 from ..intake.reader import BodyReader
@@ -221,7 +221,6 @@ class ServerState:
 
     async def submit(
         self,
-        prefix: str,
         body: Generation,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -233,22 +232,24 @@ class ServerState:
             request: of HTTP, which brought the call.
 
         Raises:
-            ApiError: there is no room, or the id is in use.
-            UserError: a prompt is bad.
+            ApiError: there is no room, the id is in use, or a prompt is bad.
         """
         model = self.check_model(body.model)
         _check_size(prompts, params)
         if body.stream and body.prompt_logprobs is not None:
             message = "prompt_logprobs are not in streams; leave out one of both"
             raise ApiError(400, message, param="prompt_logprobs")
-        name = prefix + (body.request_id or self.metrics.new_name())
-        with self.preparing(len(prompts) * params.n):
-            checked = await self._check(prompts, body, params, name)
-        self.check_serving()  # much may have happened while prompts were encoded
-        if name in self.jobs:
-            raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
-        now = time.monotonic()
-        stream = self.client.submit(checked)
+        name = body.id_prefix + (body.request_id or self.metrics.new_name())
+        try:
+            with self.preparing(len(prompts) * params.n):
+                checked = await self._check(prompts, body, params, name)
+            self.check_serving()  # much may have happened while prompts were encoded
+            if name in self.jobs:
+                raise ApiError(400, f"request_id={name!r} is in use", param="request_id")
+            now = time.monotonic()
+            stream = self.client.submit(checked)
+        except UserError as error:
+            raise api_error(error, body.prompt_field) from error
         self.metrics.on_submit(checked, now)
         if self.tracing is not None:
             for each in checked:
@@ -325,11 +326,11 @@ class ServerState:
     def abort_named(self, names: Sequence[str], owner: str) -> list[str]:
         """End jobs of an owner by name, or ``ALL``; returns the names of those that ran here."""
         wanted = list(self.jobs) if ALL in names else names
-        found = [self.jobs[name] for name in dict.fromkeys(wanted) if name in self.jobs]
-        found = [job for job in found if owner in (ADMIN, job.owner)]
-        for job in found:
+        jobs = [self.jobs[name] for name in dict.fromkeys(wanted) if name in self.jobs]
+        jobs = [job for job in jobs if owner in (ADMIN, job.owner)]
+        for job in jobs:
             self.abort(job, ApiError(499, "the request was aborted", code="aborted"))
-        return [job.name for job in found]
+        return [job.name for job in jobs]
 
     def close(self, job: Job) -> None:
         """Forget a job; what still runs of it is aborted."""
@@ -366,12 +367,12 @@ def _check_length(body: Generation, checked: CheckedRequest, most: int) -> None:
 
 def _check_size(prompts: Sequence[Prompt], params: SamplingParams) -> None:
     """Raise the answer to a call whose many outputs would each carry much."""
-    given = (
+    texts_or_ids = (
         prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts
     )
     texts = (*params.stop_strings, *params.bad_texts, params.grammar or "")
     beside = len(params.logit_bias or ()) + sum(map(len, texts))
-    carried = params.n * (sum(map(len, given)) + len(prompts) * beside)
+    carried = params.n * (sum(map(len, texts_or_ids)) + len(prompts) * beside)
     if carried > _MOST_CARRIED:
         raise ApiError(
             400,
