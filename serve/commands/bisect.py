@@ -12,14 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from ...config.numbers import check_number
-from ..console.flags import Json, Model, engine_flags
-from ..console.options import checked, merge
+from ..console.flags import Json, model_flags
+from ..console.options import checked
 
 
-@engine_flags
+@model_flags
 def bisect(
     engine: dict[str, Any],
-    model_argument: Model = None,
     tolerance: Annotated[
         float | None,
         typer.Option(help="Largest relative error of an output; by dtype if unset."),
@@ -27,7 +26,7 @@ def bisect(
     json_output: Json = False,
 ) -> None:
     """Find the pass and site at which outputs leave those of -O0; exit code 1 if there is one."""
-    options = checked(merge(engine, model=model_argument), weights=True)
+    options = checked(engine, weights=True)
     if tolerance is not None:
         check_number(tolerance=tolerance)
     from ...engine.bisect import bisect_model
@@ -37,8 +36,8 @@ def bisect(
     )
     level = f"-O{options.optimization_level}"
     if json_output:
-        found = asdict(culprit) if culprit else None
-        typer.echo(json.dumps({"tolerance": limit, "seed": options.seed, "culprit": found}))
+        culprit_json = asdict(culprit) if culprit else None
+        typer.echo(json.dumps({"tolerance": limit, "seed": options.seed, "culprit": culprit_json}))
     elif culprit is None:
         typer.echo(f"{level} is within {limit:g} of -O0 (inputs from seed {options.seed})")
     else:

@@ -162,11 +162,11 @@ def diff(
     if json_output:
         _print_json({"factors": [asdict(d) for d in factors], "files": [asdict(d) for d in files]})
         return
-    for kind, found, length in [("factor", factors, None), ("file", files, 12)]:
-        if not found:
+    for kind, changes, length in [("factor", factors, None), ("file", files, 12)]:
+        if not changes:
             typer.echo(f"no {kind} differs")
             continue
-        rows = [[d.name, (d.left or "-")[:length], (d.right or "-")[:length]] for d in found]
+        rows = [[d.name, (d.left or "-")[:length], (d.right or "-")[:length]] for d in changes]
         typer.echo(table([[kind, one.key[:12], two.key[:12]], *rows]))
 
 
@@ -245,9 +245,9 @@ def _store(folders: list[str] | None, trusted_keys: list[str] | None = None) -> 
     return open_store(_items(folders), trusted_keys=_items(trusted_keys))
 
 
-def _items(given: list[str] | None) -> list[str]:
+def _items(texts: list[str] | None) -> list[str]:
     """The items of a repeatable list, as the engine's flags read it."""
-    return [item for text in given or () for item in strings(text)]
+    return [item for text in texts or () for item in strings(text)]
 
 
 def parse_size(text: str) -> int:
@@ -266,15 +266,15 @@ def _apart(entries: list[Listed]) -> dict[Path, dict[str, str]]:
     """For each artifact, the factors that tell it from others of the same label."""
     from ...compiler.artifacts.key import tell_apart
 
-    found: dict[Path, dict[str, str]] = {entry.path: {} for entry in entries}
+    facts: dict[Path, dict[str, str]] = {entry.path: {} for entry in entries}
     labels: dict[str, list[Listed]] = {}
     for entry in entries:
         if entry.manifest is not None:
             labels.setdefault(entry.manifest.label, []).append(entry)
     for same in labels.values():
         factors = tell_apart([entry.manifest.factors for entry in same if entry.manifest])
-        found |= zip((entry.path for entry in same), factors, strict=True)
-    return found
+        facts |= zip((entry.path for entry in same), factors, strict=True)
+    return facts
 
 
 def _short(text: str) -> str:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..console.flags import Json, Model, engine_flags
-from ..console.options import checked, merge
+from ..console.flags import Json, model_flags
+from ..console.options import checked
 from ..console.report import checks_line, startup_table
 
 if TYPE_CHECKING:
     from ...engine.aot_compile import AotResult
 
 
-@engine_flags
+@model_flags
 def compile(
     engine: dict[str, Any],
-    model_argument: Model = None,
     target_sm: Annotated[
         int | None,
         typer.Option("--target-sm", help="Compile for this compute capability, such as 90."),
@@ -34,7 +33,7 @@ def compile(
 
     Each stage of a pipeline has an artifact, and a line of its own with --json.
     """
-    options = merge(engine, model=model_argument)
+    options = dict(engine)
     if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
         options.setdefault("verify", True)
     asked = checked(options)

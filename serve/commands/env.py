@@ -58,8 +58,10 @@ def collect() -> dict[str, str]:
     facts.update(_torch())
     facts.update(_dependencies())
     ours = {name for name in os.environ if name.startswith("FUSEWRIGHT_")}
-    given = [n for n in sorted({*ours, *_ENVIRONMENT}) if n in os.environ]
-    facts["environment"] = " ".join(f"{n}={os.environ[n]}" for n in given) or "nothing of ours set"
+    set_names = [n for n in sorted({*ours, *_ENVIRONMENT}) if n in os.environ]
+    facts["environment"] = (
+        " ".join(f"{n}={os.environ[n]}" for n in set_names) or "nothing of ours set"
+    )
     return facts
 
 
@@ -97,10 +99,10 @@ def _os_name() -> str:
 
 def _cpu_name() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
+        model = None
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def _memory() -> str:

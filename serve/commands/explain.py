@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +12,8 @@ import typer
 
 from ...config import LEVELS, PASSES, Level, UserError
 from ...config.numbers import check_counts
-from ..console.flags import Json, Model, engine_flags
-from ..console.options import checked, merge, writable
+from ..console.flags import Json, model_flags
+from ..console.options import checked, writable
 from ..console.table import table
 from .explain_text import difference_text, explanation
 
@@ -21,20 +21,34 @@ if TYPE_CHECKING:
     from ...compiler.inspect.explain import Explanation
 
 
-@engine_flags
-def explain(
-    engine: dict[str, Any],
-    model_argument: Model = None,
-    levels: Annotated[bool, typer.Option("--levels", help="Print the -O table.")] = False,
+@dataclass(frozen=True)
+class Explained:
+    """Flags of what is explained: a program, and the decode step whose launches are counted.
+
+    Raises:
+        UserError: a count is below 1.
+    """
+
     target_sm: Annotated[
         int | None,
         typer.Option("--target-sm", help="Explain for this compute capability, such as 90."),
-    ] = None,
+    ] = None
     stage: Annotated[
         int, typer.Option("--stage", help="Pipeline stage whose program is explained.")
-    ] = 0,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences of the decode step.")] = 1,
-    context: Annotated[int, typer.Option("--context", help="KV positions of each.")] = 128,
+    ] = 0
+    batch: Annotated[int, typer.Option("--batch", help="Sequences of the decode step.")] = 1
+    context: Annotated[int, typer.Option("--context", help="KV positions of each.")] = 128
+
+    def __post_init__(self) -> None:
+        check_counts(1, batch=self.batch, context=self.context)
+
+
+@model_flags
+def explain(
+    engine: dict[str, Any],
+    *,
+    levels: Annotated[bool, typer.Option("--levels", help="Print the -O table.")] = False,
+    of: Explained,
     require_all: Annotated[
         bool,
         typer.Option(
@@ -55,31 +69,35 @@ def explain(
     json_output: Json = False,
 ) -> None:
     """Explain what a model's compilation does, and what the levels turn on."""
-    options = merge(engine, model=model_argument)
     if levels:
         every_level = {f"-O{number}": asdict(level) for number, level in LEVELS.items()}
         typer.echo(json.dumps(every_level) if json_output else levels_table())
         return
-    check_counts(1, batch=batch, context=context)
     writable("html", html)
-    every = [checked(asked) for asked in (options, *_other(options, against))]
+    every = [checked(asked) for asked in (engine, *_other(engine, against))]
     from ...compiler.inspect.diff import differences
     from ...engine.explain import explain_model
     from .explain_html import page
 
     told = [
-        explain_model(asked, target_sm=target_sm, num_seqs=batch, context=context, stage=stage)
+        explain_model(
+            asked,
+            target_sm=of.target_sm,
+            num_seqs=of.batch,
+            context=of.context,
+            stage=of.stage,
+        )
         for asked in every
     ]
     label, facts = told[0]
-    found = differences(*map(_by_level, told)) if len(told) > 1 else None
+    difference = differences(*map(_by_level, told)) if len(told) > 1 else None
     if html is not None:
-        _write(html, page(label, facts, found))
+        _write(html, page(label, facts, difference))
     if json_output:
         record = {"label": label, **facts.to_json()}
-        typer.echo(json.dumps(record | ({"against": asdict(found)} if found else {})))
-    elif found is not None:
-        typer.echo(difference_text(found))
+        typer.echo(json.dumps(record | ({"against": asdict(difference)} if difference else {})))
+    elif difference is not None:
+        typer.echo(difference_text(difference))
     else:
         typer.echo(explanation(label, facts, graphs=graphs))
     missed = [

@@ -115,11 +115,11 @@ def layer_table(layer: LayerFacts) -> str:
 
 def range_lines(layer: LayerFacts) -> Iterable[str]:
     """The kernels that run, by ranges of tokens."""
-    for found in layer.ranges:
-        what = "decode" if found.decode else "one prompt"
-        last = "or more" if found.last is None else f"to {found.last}"
-        kernels = ", ".join(found.kernels)
-        yield f"{what} of {found.first} {last} tokens: {len(found.kernels)} launches: {kernels}"
+    for span in layer.ranges:
+        what = "decode" if span.decode else "one prompt"
+        last = "or more" if span.last is None else f"to {span.last}"
+        kernels = ", ".join(span.kernels)
+        yield f"{what} of {span.first} {last} tokens: {len(span.kernels)} launches: {kernels}"
 
 
 def golden(facts: Explanation) -> str:
@@ -151,7 +151,7 @@ def millions(number: int) -> str:
     return f"{number / 1e6:.3f}"
 
 
-def difference_text(found: Differences) -> str:
+def difference_text(differences: Differences) -> str:
     """A text on the differences between two levels."""
-    tables = [table(rows) for _, rows in found.tables()]
-    return "\n\n".join(tables) or f"{found.left} and {found.right} do the same"
+    tables = [table(rows) for _, rows in differences.tables()]
+    return "\n\n".join(tables) or f"{differences.left} and {differences.right} do the same"

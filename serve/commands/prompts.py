@@ -49,10 +49,10 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[GivenPrompt]:
     """
     prompts = [GivenPrompt(_text(text, "-p")) for text in texts]
     if file is not None:
-        found = _from_file(file)
-        if not found:
+        of_file = _from_file(file)
+        if not of_file:
             raise UserError(f"--prompts-file {file}: holds no prompt; expected one a line")
-        prompts += found
+        prompts += of_file
     if not prompts:
         raise UserError("no prompt: give -p TEXT, or --prompts-file FILE with one prompt a line")
     return prompts

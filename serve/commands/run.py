@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...config import UserError, option_specs
-from ..console.flags import DEFAULT_MAX_TOKENS, SAMPLING, Model, takes_flags
-from ..console.options import at, check_finished, load, merge, stream
+from ..console.flags import DEFAULT_MAX_TOKENS, SAMPLING, takes_flags, takes_model
+from ..console.options import at, check_finished, load, stream
 from ..console.report import summary
 from .prompts import GivenPrompt, read_prompts
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @takes_flags(engine=option_specs(), sampling=SAMPLING)
+@takes_model
 def run(
-    model_argument: Model = None,
     *,
     prompt: Annotated[
         list[str] | None,
@@ -63,18 +63,17 @@ def run(
     --json each is printed as it finishes, and request_id is its prompt's number. Sampling defaults
     are vLLM's (temperature 1.0), except for --max-tokens; a .jsonl record's own options win.
     """
-    given = read_prompts(prompt or [], prompts_file)
-    ids = next((p for p in given if isinstance(p.prompt, list)), None)
+    prompts = read_prompts(prompt or [], prompts_file)
+    ids = next((p for p in prompts if isinstance(p.prompt, list)), None)
     if chat and ids is not None:
         raise UserError(
             f"{ids.where}: --chat needs prompts of text: prompt_token_ids are past its template"
         )
-    options = merge(engine, model=model_argument)
-    params = [_params(p, sampling) for p in given]
-    llm = load(options, text=any(isinstance(p.prompt, str) or p.messages for p in given))
+    params = [_params(p, sampling) for p in prompts]
+    llm = load(engine, text=any(isinstance(p.prompt, str) or p.messages for p in prompts))
     requests = [
         _Request(_prompt(llm, p, chat), q, p.where, plain=not chat and p.messages is None)
-        for p, q in zip(given, params, strict=True)
+        for p, q in zip(prompts, params, strict=True)
     ]
     if json_output:
         outputs = _print_json(llm, requests)
@@ -114,21 +113,21 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return record
 
 
-def _params(given: GivenPrompt, sampling: dict[str, Any]) -> SamplingParams:
+def _params(prompt: GivenPrompt, sampling: dict[str, Any]) -> SamplingParams:
     from ...engine.messages.sampling_params import SamplingParams
 
-    with at(given.where if given.sampling else ""):
-        return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling, **given.sampling})
+    with at(prompt.where if prompt.sampling else ""):
+        return SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling, **prompt.sampling})
 
 
-def _prompt(llm: LLM, given: GivenPrompt, chat: bool) -> Prompt:
-    messages = given.messages
+def _prompt(llm: LLM, prompt: GivenPrompt, chat: bool) -> Prompt:
+    messages = prompt.messages
     if chat and messages is None:
-        messages = ({"role": "user", "content": given.prompt},)
+        messages = ({"role": "user", "content": prompt.prompt},)
     if messages is None:
-        assert given.prompt is not None, "a prompt is one of the three"
-        return given.prompt
-    with at(given.where):
+        assert prompt.prompt is not None, "a prompt is one of the three"
+        return prompt.prompt
+    with at(prompt.where):
         return llm.engine.inputs.chat_prompt(messages)
 
 

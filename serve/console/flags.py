@@ -10,25 +10,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import fields, is_dataclass
 from typing import Annotated, Any
 
 import typer
 
 from ...config import EngineOptions, OptionSpec, option_specs
 from .help import HELP_ALL
+from .options import merge
 
 Command = Callable[..., Any]
 
-Model = Annotated[
+_Model = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help=f"Same as --model. [default: {EngineOptions().model}]"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE", help="Write the result to FILE as JSON.")
-]
 
 
 def _sampling(name: str, kind: str, text: str, default: Any = None, flag: str = "") -> OptionSpec:
@@ -97,45 +94,68 @@ def takes_flags(**lists: Iterable[OptionSpec]) -> Callable[[Command], Command]:
             return command(**arguments)
 
         own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in flags]
+        parameters = [p for p in own if p.name not in flags]
         parameters.append(_HELP_ALL)
         parameters += [_parameter(s) for specs in flags.values() for s in specs]
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-        return wrapper
+        return _declared(wrapper, parameters)
 
     return decorate
 
 
 def engine_flags(command: Command) -> Command:
-    """``takes_flags`` for a command whose parameter ``engine`` holds engine options."""
-    return takes_flags(engine=option_specs())(command)
+    """``takes_flags`` for a command whose parameter ``engine`` holds engine options, and
+    ``takes_fields`` for its other ones."""
+    return takes_flags(engine=option_specs())(takes_fields(command))
 
 
-def takes_fields(**kinds: type[Any]) -> Callable[[Command], Command]:
-    """Replaces each named parameter of a command by a flag for each field of a dataclass.
+def model_flags(command: Command) -> Command:
+    """``engine_flags`` for a command that may name its model by an argument too."""
+    return takes_flags(engine=option_specs())(takes_model(takes_fields(command)))
+
+
+def takes_model(command: Command) -> Command:
+    """Gives a command the argument MODEL, which says what ``--model`` of its ``engine`` does."""
+
+    @functools.wraps(command)
+    def wrapper(*, model_argument: str | None, **arguments: Any) -> Any:
+        arguments["engine"] = merge(arguments["engine"], model=model_argument)
+        return command(**arguments)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    model = inspect.Parameter("model_argument", keyword, default=None, annotation=_Model)
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    return _declared(wrapper, [model, *own])
+
+
+def takes_fields(command: Command) -> Command:
+    """Replaces each parameter of a command that is a dataclass by a flag for each of its fields.
 
     The types of the fields are as typer wants them, and the command receives the dataclass.
     """
+    own = inspect.signature(command, eval_str=True).parameters
+    kinds = {p.name: p.annotation for p in own.values() if is_dataclass(p.annotation)}
 
-    def decorate(command: Command) -> Command:
-        @functools.wraps(command)
-        def wrapper(**arguments: Any) -> Any:
-            for parameter, kind in kinds.items():
-                given = {f.name: arguments.pop(f.name) for f in fields(kind)}
-                arguments[parameter] = kind(**given)
-            return command(**arguments)
+    @functools.wraps(command)
+    def wrapper(**arguments: Any) -> Any:
+        for parameter, kind in kinds.items():
+            values = {f.name: arguments.pop(f.name) for f in fields(kind)}
+            arguments[parameter] = kind(**values)
+        return command(**arguments)
 
-        parameters: list[inspect.Parameter] = []
-        for parameter in inspect.signature(command, eval_str=True).parameters.values():
-            kind = kinds.get(parameter.name)
-            own = inspect.signature(kind, eval_str=True).parameters if kind else {"": parameter}
-            parameters += [p.replace(kind=p.KEYWORD_ONLY) for p in own.values()]
-        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-        return wrapper
+    parameters: list[inspect.Parameter] = []
+    for parameter in own.values():
+        kind = kinds.get(parameter.name)
+        flags = inspect.signature(kind, eval_str=True).parameters if kind else {"": parameter}
+        parameters += flags.values()
+    return _declared(wrapper, parameters)
 
-    return decorate
+
+def _declared(wrapper: Command, parameters: Iterable[inspect.Parameter]) -> Command:
+    """``wrapper`` with these parameters, as typer reads them."""
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
 
 
 def _dest(spec: OptionSpec) -> str:

@@ -50,20 +50,20 @@ class GroupedHelp(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            given = self.make_parser(ctx).parse_args(args=list(args))[0]
+            parsed = self.make_parser(ctx).parse_args(args=list(args))[0]
         except UsageError as error:
             # Some of the parser's errors do not say whose flags they are about.
             told: Any = error
             told.ctx = told.ctx or ctx
             raise
-        if given.get("help") or given.get(HELP_ALL):
-            ctx.meta[HELP_ALL] = bool(given.get(HELP_ALL))
+        if parsed.get("help") or parsed.get(HELP_ALL):
+            ctx.meta[HELP_ALL] = bool(parsed.get(HELP_ALL))
             typer.echo(self.get_help(ctx))
             ctx.exit()
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            value = given.get(error.param.name) if error.param else None
+            value = parsed.get(error.param.name) if error.param else None
             values = value if isinstance(value, list) else [] if value is None else [value]
             if values and not any(v and str(v) in error.message for v in values):
                 error.message = f"{', '.join(map(repr, values))}: {error.message}"
@@ -115,8 +115,8 @@ def _first_clause(text: str) -> str:
 def _plain(names: str) -> str:
     """A flag with its value's type as one word, where typer writes ``<list[str]>``."""
 
-    def words(found: re.Match[str]) -> str:
-        kinds = (found[1] or found[0]).lower().split(",")
+    def words(match: re.Match[str]) -> str:
+        kinds = (match[1] or match[0]).lower().split(",")
         return " ".join(_TYPES.get(kind, kind.upper()) for kind in kinds)
 
     return re.sub(
@@ -211,21 +211,21 @@ def _hidden_switch(flag: str) -> Any:
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(only)
-    made: Any = typer.main.get_command(app)
-    (option,) = (p for p in made.params if flag in p.opts)
+    command: Any = typer.main.get_command(app)
+    (option,) = (p for p in command.params if flag in p.opts)
     option.expose_value = False
     return option
 
 
 def _import(name: str, command: Command) -> Any:
-    found = getattr(import_module(f"..{command.module}", __package__), command.name)
+    target = getattr(import_module(f"..{command.module}", __package__), command.name)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    if isinstance(found, typer.Typer):
-        for registered in found.registered_commands:
+    if isinstance(target, typer.Typer):
+        for registered in target.registered_commands:
             registered.cls = GroupedHelp
-        app.add_typer(found, name=name, cls=PlainGroup)
+        app.add_typer(target, name=name, cls=PlainGroup)
     else:
-        app.command(name, cls=GroupedHelp)(found)
+        app.command(name, cls=GroupedHelp)(target)
         app.callback()(lambda: None)  # else typer makes the command the whole program
     group: Any = typer.main.get_command(app)
     return group.commands[name]

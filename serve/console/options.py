@@ -65,19 +65,18 @@ def checked(options: dict[str, Any], *, weights: bool = False) -> EngineOptions:
     return asked
 
 
-def to_measure(engine: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """The options of a command that measures: ``merge``, and ``checked`` before torch is imported.
+def check_to_measure(options: dict[str, Any]) -> None:
+    """Check the options of a command that measures, before torch is imported.
 
     Raises:
         UserError: an option or the model's folder is bad.
     """
-    if model is not None and model.endswith((".json", ".jsonl")):
+    model = options.get("model", "")
+    if model.endswith((".json", ".jsonl")):
         raise UserError(
             f"model={model}: expected a model; --output FILE writes the result, --json prints it"
         )
-    options = merge(engine, model=model)
     checked(options, weights=True)
-    return options
 
 
 @contextmanager
@@ -93,17 +92,6 @@ def at(where: str) -> Iterator[None]:
         if not where or isinstance(error, EngineDeadError):
             raise
         raise UserError(f"{where}: {error}") from error
-
-
-def no_result(flag: str, output: Path | None, json_output: bool) -> None:
-    """Refuse ``--output`` and ``--json`` beside a flag with which nothing is measured.
-
-    Raises:
-        UserError: one of them is given.
-    """
-    if output is not None or json_output:
-        given = "--json" if json_output else "--output"
-        raise UserError(f"{given}: {flag} measures nothing, so there is no result; drop one")
 
 
 def write_result(

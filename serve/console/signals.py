@@ -44,7 +44,7 @@ def _descendants(pid: int) -> list[int]:
             # pid (name) state ppid: the name may hold anything, a bracket too.
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(pid, ()))
-    for below in found:  # which grows meanwhile
-        found += children.get(below, ())
-    return found
+    pids = list(children.get(pid, ()))
+    for below in pids:  # which grows meanwhile
+        pids += children.get(below, ())
+    return pids

@@ -62,13 +62,13 @@ class Guard:
             return
         await self._app(scope, receive, counted)
 
-    def _check_key(self, scope: Scope, given: bytes) -> ApiError | None:
+    def _check_key(self, scope: Scope, authorization: bytes) -> ApiError | None:
         """Note whose key a request brings as the ``owner`` in its scope; returns the answer to one
         without a key."""
         scope["owner"] = ""
         if not self._keys and not self._admin_keys:
             return None
-        kind, _, key = given.partition(b" ")
+        kind, _, key = authorization.partition(b" ")
         key = key.strip() if kind.lower() == b"bearer" else b""
         # All keys are compared, so that the time tells nothing of any.
         own = [hmac.compare_digest(key, each) for each in self._keys]

@@ -59,9 +59,9 @@ class Helper:
             stdout=PIPE,
             pass_fds=[listening.fileno()],
         )
-        made = cls(process, on_exit)
-        made._write(msgspec.json.encode(orders) + b"\n")
-        return made
+        helper = cls(process, on_exit)
+        helper._write(msgspec.json.encode(orders) + b"\n")
+        return helper
 
     def signal(self) -> None:
         """Pass on a signal: the first drains, the second ends what runs."""

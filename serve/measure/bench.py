@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from ...config.numbers import check_counts
-from ..console.flags import Json, Model, Output, engine_flags, takes_fields
+from ..console.flags import model_flags, takes_fields
 from ..console.help import GroupedHelp
-from ..console.options import no_result, to_measure, writable
+from ..console.options import check_to_measure, writable
 from ..console.table import table
 from .bench_engine import growth, latency, prefix, throughput
 from .bench_passes import passes
 from .bench_serve import serve
-from .measured import Comparison, keep
+from .measured import Comparison, Result
 
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
 
@@ -26,35 +26,34 @@ for _command in (latency, throughput, serve, growth, prefix, passes):
 
 
 @app.command("startup", cls=GroupedHelp)
-@engine_flags
+@model_flags
 def startup(
     engine: dict[str, Any],
-    model_argument: Model = None,
     iterations: Annotated[int, typer.Option(help="Cold starts, and warm starts.")] = 3,
-    output: Output = None,
-    json_output: Json = False,
+    *,
+    result: Result,
 ) -> None:
     """Seconds from process start to first token, cold and warm, by phase."""
-    options = to_measure(engine, model_argument)
+    check_to_measure(engine)
     check_counts(1, 1000, iterations=iterations)
-    writable("output", output)
+    result.check()
     from ...bench.startup import measure_startup
 
     def say(kind: str, run: dict[str, Any]) -> None:
         typer.echo(f"{kind}: first token after {run['seconds']['first token']:.2f} s", err=True)
 
-    result = measure_startup(options, iterations, say)
-    names = dict.fromkeys(name for kind in ("cold", "warm") for name in result[kind]["mean_s"])
+    starts = measure_startup(engine, iterations, say)
+    names = dict.fromkeys(name for kind in ("cold", "warm") for name in starts[kind]["mean_s"])
     rows = [["seconds", "cold", "spread", "warm", "spread"]]
     for name in names:
         cells = [
-            f"{result[kind][what].get(name, 0.0):.2f}"
+            f"{starts[kind][what].get(name, 0.0):.2f}"
             for kind in ("cold", "warm")
             for what in ("mean_s", "spread_s")
         ]
         rows.append([name, *cells])
-    typer.echo(table(rows), err=json_output)
-    keep(output, json_output, options, **result)
+    result.say(table(rows))
+    result.keep(engine, **starts)
 
 
 @app.command("plot")
@@ -70,7 +69,7 @@ def plot(
 
 
 @app.command("kernels")
-@takes_fields(comparison=Comparison)
+@takes_fields
 def kernels(
     select: Annotated[
         str | None, typer.Option("-k", help="Only benchmarks that match, as for pytest -k.")
@@ -85,15 +84,15 @@ def kernels(
     if comparison.compare is not None:
         from ...bench.kernels.figures import compare
 
-        no_result("--compare", output, False)
+        Result(output).refuse("--compare")
         raise comparison.exit(compare(*comparison.compare))
     from ...bench.kernels.run import run_benchmarks
 
     writable("output", output)
     with TemporaryDirectory() as folder:
-        _, found = run_benchmarks(select, output or Path(folder) / "figures.jsonl")
+        _, figures = run_benchmarks(select, output or Path(folder) / "figures.jsonl")
     rows = [["op", "work", "contender", "us", "GB/s", "TFLOP/s", "of ceiling"]]
-    for f in found:
+    for f in figures:
         rates = [f"{f.us:.2f}", f"{f.gb_s:.0f}", f"{f.tflop_s:.0f}", f"{f.share:.0%}"]
         rows.append([f.op, f.label, f.contender, *rates])
     typer.echo(table(rows))

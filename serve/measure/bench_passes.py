@@ -12,16 +12,15 @@ import typer
 from ...bench.result_file import read_result
 from ...config import UserError, gates
 from ...config.numbers import MOST_REQUESTS, check_counts
-from ..console.flags import Json, Model, Output, engine_flags
-from ..console.options import no_result, to_measure, writable
+from ..console.flags import model_flags
+from ..console.options import check_to_measure
 from ..console.table import table
-from .measured import keep
+from .measured import Result
 
 
-@engine_flags
+@model_flags
 def passes(
     engine: dict[str, Any],
-    model_argument: Model = None,
     names: Annotated[
         list[str] | None, typer.Option("--pass", help="Only this pass; repeatable.")
     ] = None,
@@ -32,8 +31,8 @@ def passes(
     prefill: Annotated[
         int | None, typer.Option(help="Tokens of the prompt; 2048 if unset and they fit.")
     ] = None,
-    output: Output = None,
-    json_output: Json = False,
+    *,
+    result: Result,
     update_gates: Annotated[
         bool, typer.Option("--update-gates", help="Put the figures into config/gates.json.")
     ] = False,
@@ -45,9 +44,9 @@ def passes(
     ] = None,
 ) -> None:
     """What each pass gains in the whole model: a step with it against one without."""
-    options = to_measure(engine, model_argument)
+    check_to_measure(engine)
     if read is not None:
-        no_result("--read", output, json_output)
+        result.refuse("--read")
         measured = written(read)
         typer.echo(passes_table(measured))
         if update_gates:
@@ -57,32 +56,29 @@ def passes(
         check_counts(1, MOST_REQUESTS, batch_size=value)
     if prefill is not None:
         check_counts(1, prefill=prefill)
-    writable("output", output)
+    result.check()
     from ...bench.passes import BATCHES, CPU_BATCHES, Steps, fitting_prefill, measure_passes
     from ...engine.worker.hardware import detect_hardware
 
-    on_cpu = detect_hardware(options.get("device", "auto")).device == "cpu"
+    on_cpu = detect_hardware(engine.get("device", "auto")).device == "cpu"
     if update_gates and on_cpu:
         raise UserError(
             "--update-gates: figures of a CPU decide nothing; drop it, or measure a GPU"
         )
 
-    def say(line: str) -> None:
-        typer.echo(line, err=json_output)
-
     if prefill is None:
-        prefill = fitting_prefill(options)
+        prefill = fitting_prefill(engine)
         if prefill < Steps.prefill:
-            say(f"a prompt of {prefill} tokens: more do not fit")
+            result.say(f"a prompt of {prefill} tokens: more do not fit")
     batches = tuple(batch_size or (CPU_BATCHES if on_cpu else BATCHES))
     steps = Steps(batches=batches, prefill=prefill)
-    found = measure_passes(options, names or (), steps=steps, say=say)
-    measured = found["rows"]
+    passes_measured = measure_passes(engine, names or (), steps=steps, say=result.say)
+    measured = passes_measured["rows"]
     if measured:
-        say(passes_table(measured))
+        result.say(passes_table(measured))
     rows = [{**asdict(m), "ratios": m.ratios} for m in measured]
-    configurations = [asdict(c) for c in found["configurations"]]
-    keep(output, json_output, options, rows=rows, configurations=configurations)
+    configurations = [asdict(c) for c in passes_measured["configurations"]]
+    result.keep(engine, rows=rows, configurations=configurations)
     if update_gates:
         gates.update(measured)
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ...config import EngineOptions
+from ...config import EngineOptions, UserError
 from ...config.numbers import check_number
+from ..console.flags import Json
 from ..console.options import writable, write_result
 from ..console.table import table
 
@@ -22,32 +23,54 @@ if TYPE_CHECKING:
 _Beside = TypeVar("_Beside")
 
 
-def check_outputs(output: Path | None, picture: Path | None = None) -> None:
-    """Refuse what could not be kept, before anything is measured."""
-    writable("output", output)
+@dataclass(frozen=True)
+class Result:
+    """Flags of a command that measures: where its result goes."""
+
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write the result to FILE as JSON."),
+    ] = None
+    json_output: Json = False
+
+    def say(self, text: str) -> None:
+        """Print a text, to stderr if stdout has the result."""
+        typer.echo(text, err=self.json_output)
+
+    def check(self, picture: Path | None = None) -> None:
+        """Refuse what could not be kept, before anything is measured."""
+        writable("output", self.output)
+        check_picture(picture)
+
+    def refuse(self, flag: str) -> None:
+        """Refuse ``--output`` and ``--json`` beside a flag with which nothing is measured.
+
+        Raises:
+            UserError: one of them is given.
+        """
+        if self.output is not None or self.json_output:
+            option = "--json" if self.json_output else "--output"
+            raise UserError(f"{option}: {flag} measures nothing, so there is no result; drop one")
+
+    def keep(self, options: dict[str, Any], picture: Path | None = None, **results: Any) -> None:
+        """Write or print what was measured, with the machine and the options, and draw it."""
+        from ...bench.environment import environment
+
+        record = {"environment": environment(), "options": options, **results}
+        write_result(self.output, record, json_output=self.json_output)
+        if picture is not None:
+            from ...bench.plots import plot
+
+            plot({str(options.get("model", EngineOptions().model)): record}, picture)
+
+
+def check_picture(picture: Path | None) -> None:
+    """Refuse a picture that could not be drawn, before anything is measured."""
     writable("plot", picture)
     if picture is not None:
         from ...bench.plots import check_drawing
 
         check_drawing()
-
-
-def keep(
-    output: Path | None,
-    json_output: bool,
-    options: dict[str, Any],
-    picture: Path | None = None,
-    **found: Any,
-) -> None:
-    """Write or print what was found, with the machine and the options, and draw it."""
-    from ...bench.environment import environment
-
-    record = {"environment": environment(), "options": options, **found}
-    write_result(output, record, json_output=json_output)
-    if picture is not None:
-        from ...bench.plots import plot
-
-        plot({str(options.get("model", EngineOptions().model)): record}, picture)
 
 
 def fastest(
@@ -60,19 +83,18 @@ def fastest(
     return {**run.to_json(limits), "n": len(tries), "spread": spread}, beside
 
 
-def show_rows(rows: Sequence[dict[str, Any]], *, err: bool, end: str = "") -> None:
-    """Print rows as a table with a column for each of their keys."""
+def rows_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as a table with a column for each of their keys."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[str(row.get(key, "")) for key in keys] for row in rows]
-    typer.echo(table([keys, *cells]) + end, err=err)
+    return table([keys, *([str(row.get(key, "")) for key in keys] for row in rows)])
 
 
-def show_times(row: dict[str, Any], *, err: bool) -> None:
-    """Print the means and percentiles of a run."""
+def times_table(row: dict[str, Any]) -> str:
+    """The means and percentiles of a run."""
     rows = [["ms", "mean", "p50", "p90", "p99"]]
     for name in ("ttft", "tpot", "itl", "e2e"):
         rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])
-    typer.echo(table(rows), err=err)
+    return table(rows)
 
 
 @dataclass(frozen=True)
@@ -91,6 +113,14 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_number(threshold=self.threshold)
+
+    def end_if_asked(self, result: Result) -> None:
+        """List what changed and end the command, if two results are to be compared."""
+        if self.compare is not None:
+            from ...bench.compare import compare
+
+            result.refuse("--compare")
+            raise self.exit(compare(*self.compare))
 
     def exit(self, changes: Sequence[Change]) -> typer.Exit:
         """Print what changed by more than the threshold; what is returned ends the command."""

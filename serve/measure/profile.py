@@ -13,22 +13,20 @@ import typer
 
 from ...bench.profile_options import PHASES, ProfileOptions
 from ...config import UserError, make_output_folder
-from ..console.flags import Model, engine_flags, takes_fields
-from ..console.options import load, to_measure
+from ..console.flags import model_flags
+from ..console.options import check_to_measure, load
 from ..console.table import table
 
 _ROWS_SHOWN = 24
 _NAME_WIDTH = 64
 
 
-@engine_flags
-@takes_fields(wanted=ProfileOptions)
+@model_flags
 def profile(
     engine: dict[str, Any],
     output: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Folder for the files; made if absent.")
     ],
-    model_argument: Model = None,
     *,
     wanted: ProfileOptions,
 ) -> None:
@@ -38,7 +36,7 @@ def profile(
     which Perfetto shows, and TensorBoard under a name that ends in .pt.trace.json.  With
     --record-expert-load it also writes experts.json: the tokens of each expert in each layer.
     """
-    options = to_measure(engine, model_argument)
+    check_to_measure(engine)
     phase = wanted.phase
     if phase not in (*PHASES, "both"):
         raise UserError(f"phase={phase!r}: expected prefill, decode or both")
@@ -49,7 +47,7 @@ def profile(
         each.check()
     for folder in to_profile:
         make_output_folder("output", folder)
-    record_phases(options, to_profile, output)
+    record_phases(engine, to_profile, output)
 
 
 def record_phases(
@@ -79,27 +77,27 @@ def record_phases(
     llm = load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
     phases = {}
     for folder, wanted in to_profile.items():
-        found = write(profile_phase(llm, wanted, folder / "trace.json"), folder)
-        _show(wanted.phase, found, say)
-        phases[wanted.phase] = found
+        record = write(profile_phase(llm, wanted, folder / "trace.json"), folder)
+        _show(wanted.phase, record, say)
+        phases[wanted.phase] = record
     (output / "engine.json").write_text(json.dumps(llm.report(), indent=1) + "\n")
     say(f"wrote {output}")
     return phases
 
 
-def _show(phase: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
-    rows = found["rows"]
+def _show(phase: str, record: dict[str, Any], say: Callable[[str], None]) -> None:
+    rows = record["rows"]
     cells = [["kernel", "calls/step", "calls/layer", "us each", "us/step", "CPU us", "share"]]
     for row in rows[:_ROWS_SHOWN]:
         name = row["kernel"] if not row["shapes"] else f"{row['kernel']} {row['shapes']}"
         figures = [f"{row[key]:.2f}" for key in ("calls_a_step", "calls_a_layer")]
         figures += [f"{row[key]:.2f}" for key in ("us_each", "us_a_step", "cpu_us_a_step")]
         cells.append([name[:_NAME_WIDTH], *figures, f"{row['share']:.1%}"])
-    say(f"{phase}, {found['timeline']['num_steps']} steps")
+    say(f"{phase}, {record['timeline']['num_steps']} steps")
     say(table(cells))
     if len(rows) > _ROWS_SHOWN:
         say(f"and {len(rows) - _ROWS_SHOWN} more in kernels.csv")
-    groups = found["groups"]
+    groups = record["groups"]
     cells = [["where", "calls/step", "us/step", "us/layer", "CPU us", "share"]]
     for title, name in (("in the layers", "in_layers"), ("once a step", "once_a_step")):
         group = groups[name]
@@ -108,8 +106,8 @@ def _show(phase: str, found: dict[str, Any], say: Callable[[str], None]) -> None
         share = f"{group['share']:.1%}"
         cells.append([title, f"{calls:.1f}", f"{us:.1f}", layer, f"{cpu:.1f}", share])
     say("\n" + table(cells))
-    _show_experts(found["experts"], say)
-    _show_timeline(found["timeline"], say)
+    _show_experts(record["experts"], say)
+    _show_timeline(record["timeline"], say)
 
 
 def _show_experts(layers: list[dict[str, Any]], say: Callable[[str], None]) -> None:

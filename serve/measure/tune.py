@@ -100,5 +100,5 @@ def _counts(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _shown(found: Any, count: int) -> str:
-    return ", ".join(f"{key} {value}" for key, value in found.tiles[count].to_json().items())
+def _shown(tuned: Any, count: int) -> str:
+    return ", ".join(f"{key} {value}" for key, value in tuned.tiles[count].to_json().items())

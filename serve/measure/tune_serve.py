@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +16,10 @@ import typer
 
 from ...bench.profile_options import PHASES
 from ...config import EngineOptions, MachineError, UserError, make_output_folder
-from ..console.flags import Json, Model, engine_flags, takes_fields
-from ..console.options import merge, to_measure, write_result
+from ..console.flags import Json, model_flags
+from ..console.options import check_to_measure, writable, write_result
 from ..console.table import table
-from .measured import check_outputs, show_times
+from .measured import check_picture, times_table
 from .profile import record_phases
 from .workload import GOODPUT_HELP, Workload
 
@@ -27,22 +27,25 @@ if TYPE_CHECKING:
     from ...bench.tune_serve import ServedPoints
     from ...bench.workloads import Work
 
-_SEQS, _TOKENS = "32,64,128,256,512", "1024,2048,4096,8192,16384"
 
+@dataclass(frozen=True)
+class Tried:
+    """Flags of the values that are tried."""
 
-@engine_flags
-@takes_fields(workload=Workload)
-def serve(
-    engine: dict[str, Any],
-    model_argument: Model = None,
-    *,
-    goodput: Annotated[list[str] | None, typer.Option(help=GOODPUT_HELP)] = None,
     try_seqs: Annotated[
         str, typer.Option(metavar="N,…", help="Values of --max-num-seqs, unless that is given.")
-    ] = _SEQS,
+    ] = "32,64,128,256,512"
     try_tokens: Annotated[
         str, typer.Option(metavar="N,…", help="Values of --max-num-batched-tokens, likewise.")
-    ] = _TOKENS,
+    ] = "1024,2048,4096,8192,16384"
+
+
+@model_flags
+def serve(
+    engine: dict[str, Any],
+    *,
+    goodput: Annotated[list[str] | None, typer.Option(help=GOODPUT_HELP)] = None,
+    tried: Tried,
     workload: Workload,
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Keeps each point; a run goes on from it.")
@@ -67,10 +70,12 @@ def serve(
     """
     if not goodput:
         raise UserError("goodput: give the limits that a good request keeps, as --goodput ttft:500")
-    options = to_measure({**workload.implied, **engine}, model_argument)
-    seqs = _values("try_seqs", try_seqs, options.pop("max_num_seqs", None))
-    tokens = _values("try_tokens", try_tokens, options.pop("max_num_batched_tokens", None))
-    check_outputs(output, plot)
+    options = {**workload.implied, **engine}
+    check_to_measure(options)
+    seqs = _values("try_seqs", tried.try_seqs, options.pop("max_num_seqs", None))
+    tokens = _values("try_tokens", tried.try_tokens, options.pop("max_num_batched_tokens", None))
+    writable("output", output)
+    check_picture(plot)
     folder = output.with_suffix(".profile")
     for phase in PHASES if profile else ():
         make_output_folder("output", folder / phase)
@@ -83,9 +88,9 @@ def serve(
     asked = {"options": options, "workload": asdict(workload), "limits_ms": limits}
     record = _record(output, asked)
     _tune(record, output, (seqs, tokens), points)
-    given = {**merge(engine, model=model_argument), **_point(record["best"])}
-    model = str(given.pop("model", EngineOptions().model))
-    record["command"] = shlex.join(["fusewright", "serve", model, *flags_of(given)])
+    chosen = {**engine, **_point(record["best"])}
+    model = str(chosen.pop("model", EngineOptions().model))
+    record["command"] = shlex.join(["fusewright", "serve", model, *flags_of(chosen)])
     _keep(output, record)
     _show(record, err=json_output)
     if plot is not None:
@@ -110,25 +115,25 @@ def _profile(
     point = _point({**best, "gpu_memory_utilization": None})
     wanted = to_profile(best, works)
     folders = {folder / each.phase: each for each in wanted}
-    found = record_phases({**options, **point}, folders, folder, err=err)
+    profiles = record_phases({**options, **point}, folders, folder, err=err)
     return {
         each.phase: {
             "batch_size": each.batch_size,
-            "kernels": found[each.phase]["rows"],
-            "median": found[each.phase]["timeline"]["median"],
+            "kernels": profiles[each.phase]["rows"],
+            "median": profiles[each.phase]["timeline"]["median"],
         }
         for each in wanted
     }
 
 
-def _values(name: str, text: str, given: int | None) -> list[int]:
+def _values(name: str, text: str, fixed: int | None) -> list[int]:
     """The values to try; the one that is given as an engine option alone.
 
     Raises:
         UserError: names the flag.
     """
-    if given is not None:
-        return [given]
+    if fixed is not None:
+        return [fixed]
     try:
         values = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -218,12 +223,12 @@ def _tune(
         _keep(path, record)
         advance(_cells(row))
 
-    found = Found(record["rows"], measure, keep)
+    measured = Found(record["rows"], measure, keep)
     try:
         with _progress(total) as advance:
-            best = search(points, num_prompts, found)
+            best = search(points, num_prompts, measured)
             if upward:
-                best = raise_memory(best, num_prompts, found)
+                best = raise_memory(best, num_prompts, measured)
     except (KeyboardInterrupt, SystemExit):
         typer.echo(f"{path} keeps what was measured; the same command goes on from it", err=True)
         raise
@@ -283,5 +288,5 @@ def _show(record: dict[str, Any], *, err: bool) -> None:
     typer.echo(table([_HEADING, *map(_cells, rows)]), err=err)
     best = record["best"]
     typer.echo(f"\nbest, in ms: {_sentence(_cells(best))}", err=err)
-    show_times(best, err=err)
+    typer.echo(times_table(best), err=err)
     typer.echo(f"\n{record['command']}", err=err)

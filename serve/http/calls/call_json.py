@@ -50,16 +50,16 @@ def calls_of_json(text: str, *, needs_arguments: bool) -> list[tuple[str, str]]:
     calls = []
     for members in objects:
         name = _value(members.get("name"))
-        given = next((members[key] for key in _ARGUMENTS if key in members), None)
-        if not isinstance(name, str) or not name or (given is None and needs_arguments):
+        arguments = next((members[key] for key in _ARGUMENTS if key in members), None)
+        if not isinstance(name, str) or not name or (arguments is None and needs_arguments):
             return []
-        calls.append((name, _arguments(given)))
+        calls.append((name, _arguments(arguments)))
     return calls
 
 
-def _arguments(given: msgspec.Raw | None) -> str:
+def _arguments(raw: msgspec.Raw | None) -> str:
     """Arguments as JSON; some models write them as a string that holds an object."""
-    value = _value(given)
+    value = _value(raw)
     if value in (None, ""):
         return "{}"
     if isinstance(value, str):
@@ -69,8 +69,8 @@ def _arguments(given: msgspec.Raw | None) -> str:
             inner = ""
         if inner.lstrip().startswith("{"):
             return inner
-    return bytes(given or b"{}").decode()
+    return bytes(raw or b"{}").decode()
 
 
-def _value(given: msgspec.Raw | None) -> Any:
-    return None if given is None else msgspec.json.decode(given)
+def _value(raw: msgspec.Raw | None) -> Any:
+    return None if raw is None else msgspec.json.decode(raw)

@@ -203,11 +203,11 @@ class CallReader:
         end = run.end() if run else self._at
         if end == len(self._text) and end - self._at < _MAX_NAME:
             return False
-        found = _NAME.fullmatch(self._text, self._at, end)
-        if not found or not self._text.startswith("{", end):
+        name = _NAME.fullmatch(self._text, self._at, end)
+        if not name or not self._text.startswith("{", end):
             return self._fail()
         self._take(end)
-        return self._begin_value(found[1])
+        return self._begin_value(name[1])
 
     def _read_next(self) -> bool:
         """Read on after a separator: blanks, then the next value."""
@@ -286,8 +286,8 @@ class CallReader:
         return len(rest) < len(mark) and mark.startswith(rest)
 
     def _skip_blanks(self) -> bool:
-        found = _BLANKS.match(self._text, self._at)
-        self._take(found.end() if found else self._at)
+        blanks = _BLANKS.match(self._text, self._at)
+        self._take(blanks.end() if blanks else self._at)
         return self._at < len(self._text)
 
     def _take(self, end: int) -> None:

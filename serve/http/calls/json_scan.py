@@ -159,5 +159,5 @@ class JsonScan(Scan):
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return found.end() if found else at
+    match = pattern.match(text, at)
+    return match.end() if match else at

@@ -216,10 +216,10 @@ async def chunks(
     async for gained in deltas(job):
         pieces = []
         for delta in gained:
-            made = choice(delta)
+            choice_of_delta = choice(delta)
             if body.return_token_ids:
-                made["token_ids"] = delta.token_ids
-            pieces.append(event(count.add({**head, "choices": [made]}, delta)))
+                choice_of_delta["token_ids"] = delta.token_ids
+            pieces.append(event(count.add({**head, "choices": [choice_of_delta]}, delta)))
         yield b"".join(pieces)
     if count.at_end:
         yield event({**head, "choices": [], "usage": count.total()})

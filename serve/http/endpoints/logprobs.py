@@ -30,15 +30,15 @@ def completion_logprobs(
         before: characters before that text.
         as_ids: name the tokens by their ids.
     """
-    found: dict[str, list[Any]] = {name: [] for name in _LISTS}
+    lists: dict[str, list[Any]] = {name: [] for name in _LISTS}
     for step, offset in zip(steps, offsets or [0] * len(steps), strict=True):
         names = _names(step, as_ids)
         own = next(iter(step))
-        found["tokens"].append(names[own])
-        found["token_logprobs"].append(_finite(step[own].logprob))
-        found["top_logprobs"].append({names[id]: _finite(e.logprob) for id, e in step.items()})
-        found["text_offset"].append(before + offset)
-    return found
+        lists["tokens"].append(names[own])
+        lists["token_logprobs"].append(_finite(step[own].logprob))
+        lists["top_logprobs"].append({names[id]: _finite(e.logprob) for id, e in step.items()})
+        lists["text_offset"].append(before + offset)
+    return lists
 
 
 def _names(step: Step, as_ids: bool) -> dict[int, str]:

@@ -43,20 +43,20 @@ def is_named(name: str, allowed: tuple[str, ...]) -> bool:
 
 def is_loopback(address: str) -> bool:
     """Whether only this machine reaches a server that is bound to an address."""
-    found = _address(address)
-    if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    return found is not None and found.is_loopback
+    ip = _address(address)
+    if isinstance(ip, IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    return ip is not None and ip.is_loopback
 
 
-def checked_hosts(given: list[str]) -> tuple[str, ...]:
+def checked_hosts(hosts: list[str]) -> tuple[str, ...]:
     """The values of ``--allowed-host`` as ``is_named`` compares them.
 
     Raises:
         UserError: one is no host name.
     """
     names = []
-    for each in given:
+    for each in hosts:
         name = host_name(each.encode())
         if _address(name) is None and _NAME.fullmatch(name) is None:
             raise UserError(

@@ -273,15 +273,15 @@ class Metrics(Collector):
         for number, replica in enumerate(self._client.replicas):
             labels = {**self._labels, "engine": str(number)}
             step, age_s = replica.heartbeat.read()
-            found = [
+            series = [
                 (_gauge, "fusewright:heartbeat_age_seconds", "Since the engine moved.", age_s),
                 (_gauge, "fusewright:engine_step", "Steps since the start.", step),
             ]
             if replica.counters is not None:
-                found += _of_counters(replica.counters, self._shown.open.get(str(number), 0))
+                series += _of_counters(replica.counters, self._shown.open.get(str(number), 0))
             if self.reports:
-                found += ceilings(self.reports[number])
-            for make, name, text, value in found:
+                series += ceilings(self.reports[number])
+            for make, name, text, value in series:
                 names = [*labels, *_MORE_LABELS.get(name, ())]
                 family = families.setdefault(name, make(name, text, labels=names))
                 for more, each in value.items() if isinstance(value, dict) else [((), value)]:
