@@ -97,9 +97,9 @@ def commit() -> str:
 def _git(*arguments: str, root: Path = ROOT) -> str | None:
     """Run git in ``root``; returns what it prints, or None where it fails or is missing."""
     try:
-        found = subprocess.run(
+        done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
         )
     except OSError:
         return None
-    return None if found.returncode else found.stdout
+    return None if done.returncode else done.stdout

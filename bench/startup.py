@@ -56,7 +56,7 @@ def measure_startup(
                 runs[kind].append(run)
                 on_run(kind, run)
                 _check(kind, run, runs["cold"][0])
-    return {kind: _summary(found) for kind, found in runs.items()}
+    return {kind: _summary(starts) for kind, starts in runs.items()}
 
 
 def _check(kind: str, run: Mapping[str, Any], first: Mapping[str, Any]) -> None:

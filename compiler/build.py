@@ -25,6 +25,7 @@ from ..passes import (
     digest,
     run_passes,
 )
+from .artifacts.key import Wanted
 from .capture.source import Source
 from .capture.trace import Traced, trace
 from .capture.unroll import unroll
@@ -129,10 +130,8 @@ def lower_model(
 def build(
     source: Source,
     config: CompileConfig,
+    wanted: Wanted,
     *,
-    device: str,
-    sm: int,
-    label: str,
     timer: Timer,
     record: Record,
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
@@ -143,6 +142,7 @@ def build(
     Returns:
         The artifact's files, by name, and its report.
     """
+    sm, device = wanted.sm, wanted.device
     measures = config.tune and device == "cuda"
     tuner = Tuner() if measures else None
     tiles, tuned_experts = None, Tuned()
@@ -188,7 +188,7 @@ def build(
         files |= {f"{folder}/{kernel}": content for kernel, content in piece.files.items()}
     files |= {kernel_file(variant): binary.cubin for variant, binary in binaries.items()}
     files[KERNELS] = _json(kernels_json(binaries))
-    record.write(files, label)
+    record.write(files, wanted.label)
     report = {
         "graph": lowered.graph,
         "passes": [report.to_json() for report in lowered.reports],

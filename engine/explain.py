@@ -75,7 +75,7 @@ def explain_model(
         UserError: the options compile nothing, or there is no such stage.
     """
     from ..compiler.build import lower_model
-    from ..compiler.inspect.explain import explain
+    from ..compiler.inspect.explain import DecodeStep, explain
     from ..compiler.inspect.sites import Where, expected_sites
     from ..compiler.lowering.tune import Tuner
     from ..compiler.timer import Timer
@@ -123,9 +123,7 @@ def explain_model(
         before.traced,
         where,
         sites,
-        num_seqs=num_seqs,
-        context=context,
-        world_size=spec.tensor_parallel_size,
+        DecodeStep(num_seqs, context, spec.tensor_parallel_size),
         notes=notes,
         stages=_stages(whole, num_seqs),
     )

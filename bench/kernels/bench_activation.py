@@ -23,11 +23,11 @@ def works() -> Iterator[KernelWork]:
     for scheme, quant in QUANTS.items():
         name = GATED_ACTS["silu", quant].name
         for intermediate in sorted({model.intermediate for model in MODELS}):
-            made = partial(make, intermediate, scheme)
+            make_rows = partial(make, intermediate, scheme)
             for rows in TOKENS:
                 label = f"{rows} x {intermediate}" + f", {scheme}" * bool(scheme)
-                rival = InductorFusion(name, f"{intermediate} {scheme}", rows, made)
-                yield KernelWork(name, label, partial(made, rows), {}, {"inductor": rival})
+                rival = InductorFusion(name, f"{intermediate} {scheme}", rows, make_rows)
+                yield KernelWork(name, label, partial(make_rows, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -99,8 +99,8 @@ def works() -> Iterator[KernelWork]:
         for tokens in MANY_TOKENS:
             for skewed, fp8, kind in KINDS:
                 label = f"{mixture.name}, {tokens} tokens, {kind}"
-                made = partial(make, mixture, skewed, fp8, tokens)
-                yield KernelWork("fused_moe", label, made, {}, {"triton": TRITON})
+                make_args = partial(make, mixture, skewed, fp8, tokens)
+                yield KernelWork("fused_moe", label, make_args, {}, {"triton": TRITON})
             label = f"{mixture.name} gate_up, {tokens} tokens"
             rivals = {"grouped_mm": grouped_mm}
             layer = partial(make_layer, mixture, tokens)

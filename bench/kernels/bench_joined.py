@@ -70,11 +70,11 @@ KINDS = (
 def works() -> Iterator[KernelWork]:
     for op, name, make, models, counted in KINDS:
         for model in models:
-            made = partial(make, model)
+            make_rows = partial(make, model)
             for rows in ROWS:
-                rival = InductorFusion(op, f"{model.name} {name}", rows, made, counted)
+                rival = InductorFusion(op, f"{model.name} {name}", rows, make_rows, counted)
                 label = f"{model.name} {name}, {rows} rows"
-                yield KernelWork(op, label, partial(made, rows), {}, {"inductor": rival})
+                yield KernelWork(op, label, partial(make_rows, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -28,12 +28,12 @@ def works() -> Iterator[KernelWork]:
         for scheme, quant in QUANTS.items():
             op = NORMS[Norm(add=adds, quant=quant)].name
             for hidden in sorted({model.hidden for model in MODELS}):
-                made = partial(make, adds, hidden, scheme)
+                make_rows = partial(make, adds, hidden, scheme)
                 for rows in TOKENS:
                     label = f"{rows} x {hidden}" + f", {scheme}" * bool(scheme)
                     counted = (0, 1) if adds else (0,)
-                    rival = InductorFusion(op, f"{hidden} {scheme}", rows, made, counted)
-                    yield KernelWork(op, label, partial(made, rows), {}, {"inductor": rival})
+                    rival = InductorFusion(op, f"{hidden} {scheme}", rows, make_rows, counted)
+                    yield KernelWork(op, label, partial(make_rows, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -23,11 +23,11 @@ def works() -> Iterator[KernelWork]:
     for scheme in [scheme for scheme in QUANTS if scheme]:
         name = QUANTIZE[QUANTS[scheme]].name
         for columns in sorted({model.heads * model.head_dim for model in MODELS}):
-            made = partial(make, columns, scheme)
+            make_rows = partial(make, columns, scheme)
             for rows in TOKENS:
-                rival = InductorFusion(name, f"{columns} {scheme}", rows, made)
+                rival = InductorFusion(name, f"{columns} {scheme}", rows, make_rows)
                 label = f"{rows} x {columns}, {scheme}"
-                yield KernelWork(name, label, partial(made, rows), {}, {"inductor": rival})
+                yield KernelWork(name, label, partial(make_rows, rows), {}, {"inductor": rival})
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -35,12 +35,14 @@ def make(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
 
 def works() -> Iterator[KernelWork]:
     for model in MODELS:
-        made = partial(make, model)
+        make_rows = partial(make, model)
         for rows in TOKENS:
             # Positions, q, k, v and slots have a row a token.
-            rival = InductorFusion("rope_kv_store", model.name, rows, made, (0, 1, 2, 3, 6))
+            rival = InductorFusion("rope_kv_store", model.name, rows, make_rows, (0, 1, 2, 3, 6))
             label = f"{model.name}, {rows} tokens"
-            yield KernelWork("rope_kv_store", label, partial(made, rows), {}, {"inductor": rival})
+            yield KernelWork(
+                "rope_kv_store", label, partial(make_rows, rows), {}, {"inductor": rival}
+            )
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

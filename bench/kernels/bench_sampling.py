@@ -60,9 +60,9 @@ def works() -> Iterator[KernelWork]:
             yield KernelWork("argmax", label, partial(logits, rows, vocab), libraries=libraries)
             for top_k, top_p in ((None, None), (50, None), (None, 0.9), (50, 0.9)):
                 how = f"top_k={top_k} top_p={top_p}" if top_k or top_p else "temperature"
-                made = partial(make_sample, rows, vocab, top_k, top_p)
+                make_args = partial(make_sample, rows, vocab, top_k, top_p)
                 rivals = {"torch": sample_by_torch}
-                yield KernelWork("sample", f"{label}, {how}", made, libraries=rivals)
+                yield KernelWork("sample", f"{label}, {how}", make_args, libraries=rivals)
 
 
 @pytest.mark.parametrize(("work", "contender"), cases(works()))

@@ -101,16 +101,16 @@ def load_all(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Figure]]:
     Raises:
         UserError: as ``load``; or they are of different machines or versions.
     """
-    environments, found = [], list[Figure]()
+    environments, joined = [], list[Figure]()
     for path in paths:
         environment, figures = load(path)
         environments.append(environment)
-        found += figures
+        joined += figures
     for name in ("device", "torch", "triton"):
         if len(values := {environment[name] for environment in environments}) > 1:
             raise UserError(f"results of different {name}: {', '.join(sorted(values))}")
     runs = [f"commit {e['commit']}: `{e['command']}`" for e in environments]
-    return {**environments[0], "runs": "; ".join(runs)}, found
+    return {**environments[0], "runs": "; ".join(runs)}, joined
 
 
 def compare(old: Path, new: Path) -> list[Change]:
@@ -155,8 +155,8 @@ library's, below 1 is faster.
 
 def markdown(environment: Mapping[str, Any], figures: Sequence[Figure], plot: str) -> str:
     """A page: one table an op, our fastest against the fastest library."""
-    given = {key: environment[key] for key in ("device", "torch", "triton", "runs")}
-    head = _HEAD.format(**given, copy=COPY_TB_S, bf16=round(BF16_TFLOP_S), plot=plot)
+    about = {key: environment[key] for key in ("device", "torch", "triton", "runs")}
+    head = _HEAD.format(**about, copy=COPY_TB_S, bf16=round(BF16_TFLOP_S), plot=plot)
     lines = [head]
     works = by_work(figures)
     for op in dict.fromkeys(op for op, _ in works):

@@ -90,13 +90,13 @@ def _function(op: str, backend: str) -> Callable[..., Any]:
 
 def find_fusions() -> dict[Key, InductorFusion]:
     """The Inductor fusions of all benchmarks in this folder, one for each compiled code."""
-    found: dict[Key, InductorFusion] = {}
+    fusions: dict[Key, InductorFusion] = {}
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
         for work in importlib.import_module(f"{__package__}.{path.stem}").works():
             for library in work.libraries.values():
                 if isinstance(library, InductorFusion):
-                    found.setdefault(library.key, library)
-    return found
+                    fusions.setdefault(library.key, library)
+    return fusions
 
 
 def precompile_fusions(fusions: Iterable[InductorFusion]) -> None:
@@ -122,6 +122,6 @@ def precompile_fusions(fusions: Iterable[InductorFusion]) -> None:
 
 def main() -> None:
     """Compile the fusions whose keys are the argument."""
-    found = find_fusions()
+    fusions = find_fusions()
     for op, shape, least in json.loads(sys.argv[1]):
-        found[op, shape, least].compile(torch.device("cuda"))
+        fusions[op, shape, least].compile(torch.device("cuda"))

@@ -41,17 +41,17 @@ def search(options: argparse.Namespace, old: DeviceTable | None) -> tuple[list[A
         if operands == "bfloat16" or n <= _FP8_MOST_FEATURES
     ]
     known = old.algorithms if old else ()
-    found = fill(
+    filled = fill(
         weights,
         (),
         LibraryMeasure(weights, known, print),
         seconds=options.seconds,
         rows=options.rows,
     )
-    for skipped in found.skipped:
+    for skipped in filled.skipped:
         print(f"no time left: {skipped}")
     kept = [a for a in known if a.weight not in weights]
-    return [*kept, *found.algorithms], len(found.algorithms)
+    return [*kept, *filled.algorithms], len(filled.algorithms)
 
 
 def copy_tb_s() -> float:

@@ -297,8 +297,8 @@ class Artifact:
             raise Refusal(path, f"cannot be read: {error.strerror}") from error
         if len(data) != expected.num_bytes:
             raise Refusal(path, f"has {len(data)} bytes, expected {expected.num_bytes}")
-        if (found := FileDigest.of(data)) != expected:
-            reason = f"has SHA-256 {found.sha256[:12]}…, expected {expected.sha256[:12]}…"
+        if (digest := FileDigest.of(data)) != expected:
+            reason = f"has SHA-256 {digest.sha256[:12]}…, expected {expected.sha256[:12]}…"
             raise Refusal(path, reason)
         return data
 

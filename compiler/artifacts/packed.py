@@ -78,8 +78,8 @@ class Packed:
         if path.name != manifest.key:
             raise Refusal(path, f"holds the artifact of key {manifest.key}", remedy)
         signature = take(SIGNATURE, MAX_SIGNATURE_BYTES) if SIGNATURE in entries else None
-        found = entries.keys() - {MANIFEST, SIGNATURE}
-        for name in sorted(found ^ manifest.files.keys()):
+        names = entries.keys() - {MANIFEST, SIGNATURE}
+        for name in sorted(names ^ manifest.files.keys()):
             missing = "is missing" if name in manifest.files else "is not what the manifest says"
             raise Refusal(path / name, missing, remedy)
         files: dict[str, bytes] = {}

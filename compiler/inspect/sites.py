@@ -65,12 +65,12 @@ class Where:
 
     def by_layer(self, graph: fx.Graph) -> Mapping[int | None, list[fx.Node]]:
         """The calls of each layer, in order; None for what is in no layer."""
-        found: dict[int | None, list[fx.Node]] = {}
+        nodes: dict[int | None, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 layer = self._repeat.layer_of(module_path(node))[0] if self._repeat else None
-                found.setdefault(layer, []).append(node)
-        return found
+                nodes.setdefault(layer, []).append(node)
+        return nodes
 
 
 def title_of(layers: Sequence[int]) -> str:

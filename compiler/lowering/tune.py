@@ -93,8 +93,8 @@ class Tuner:
         self, op: ops.SemanticOp, call: str, fits: Sequence[ops.Implementation], args: Sequence[Any]
     ) -> dict[str, dict[int, float]]:
         if self._known is not None:
-            found = self._known.get(call, {})
-            return {name: {int(n): us for n, us in row.items()} for name, row in found.items()}
+            known = self._known.get(call, {})
+            return {name: {int(n): us for n, us in row.items()} for name, row in known.items()}
         times: dict[str, dict[int, float]] = {impl.name: {} for impl in fits}
         for num_tokens in NUM_TOKENS:
             inputs = _rotated(

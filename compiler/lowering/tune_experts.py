@@ -183,7 +183,7 @@ def tune_for(
             [own],
             tokens=tokens,
             seconds=config.tune_seconds / 2,
-            on_done=lambda _, found: on_count(len(found.tiles) - 1, len(tokens)),
+            on_done=lambda _, so_far: on_count(len(so_far.tiles) - 1, len(tokens)),
         )
     finally:
         own.free()

@@ -82,9 +82,9 @@ def checked(number: int, message: Any, template: str) -> dict[str, Any]:
     elif isinstance(content, list) and content:
         data["content"] = [_part(number, part) for part in content]
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
-        given = "no content" if content is None else f"content={content!r}"
+        shown = "no content" if content is None else f"content={content!r}"
         raise UserError(
-            f"message {number} ({role}) has {given}: expected text, or a list of {_PART}"
+            f"message {number} ({role}) has {shown}: expected text, or a list of {_PART}"
         )
     return data
 

@@ -98,17 +98,17 @@ def _to_json(
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    made.filters["tojson"] = _to_json
-    made.globals |= {
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return made
+    return environment
 
 
 class ChatTemplate:
@@ -153,12 +153,12 @@ class ChatTemplate:
             raise UserError(f"messages {messages!r}: expected a list of {_MESSAGE}")
         if not messages:
             raise UserError(f"messages is empty: expected at least one {_MESSAGE}")
-        given = {name: _list_of_objects(name, variables.get(name)) for name in _LISTS}
+        lists = {name: _list_of_objects(name, variables.get(name)) for name in _LISTS}
         others = {name: value for name, value in variables.items() if name not in _LISTS}
         values = {
             **self._special_tokens,
             **{name: plain_data(name, value) for name, value in others.items()},
-            **given,
+            **lists,
             "add_generation_prompt": add_generation_prompt,
         }
         conversation = [

@@ -103,7 +103,7 @@ class InputProcessor:
         Raises:
             UserError: there is no tokenizer, or it has no token for a word.
         """
-        found = []
+        spellings = []
         for word in params.bad_texts:
             encode = self.require_tokenizer().encode
             alone, spaced = (
@@ -113,10 +113,10 @@ class InputProcessor:
                 raise UserError(
                     f"SamplingParams: bad_words has {word!r}: the model has no token for it"
                 )
-            found.append(alone)
+            spellings.append(alone)
             if len(spaced) == len(alone) and spaced[0] != alone[0]:
-                found.append(spaced)
-        return found
+                spellings.append(spaced)
+        return spellings
 
     @staticmethod
     def cache_salt(prompt: Prompt) -> str | None:

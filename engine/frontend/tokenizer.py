@@ -97,10 +97,10 @@ class Tokenizer:
             raise UserError(f"prompt is not valid Unicode: {error}") from error
         # As a batch, without offsets: that is several times faster, and lets other threads run.
         with refusing("prompt: the tokenizer fails", "give token ids, or another text"):
-            (found,) = self._tokenizer.encode_batch_fast(
+            (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-        return found.ids
+        return encoding.ids
 
     @cached_property
     def most_characters(self) -> int:

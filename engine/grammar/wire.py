@@ -96,12 +96,12 @@ def framed(message: Message | Answer) -> bytes:
 
 def bodies(data: bytearray) -> list[bytes]:
     """Take the bodies of all frames that are complete from the beginning of ``data``."""
-    found, start = [], 0
+    complete, start = [], 0
     while len(data) >= (begin := start + _LENGTH):
         end = begin + int.from_bytes(data[start:begin], "little")
         if len(data) < end:
             break
-        found.append(bytes(data[begin:end]))
+        complete.append(bytes(data[begin:end]))
         start = end
     del data[:start]
-    return found
+    return complete

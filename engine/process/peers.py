@@ -61,7 +61,7 @@ class Peers:
             answer = Answer(asked.number, self.answer(asked.what, asked.names))
             self._sockets[sender].send(frame(Kind.ANSWER, self._index, answer), zmq.NOBLOCK)
             return
-        given = decode(body, Answer)
-        waiting = self._waiting.get((given.number, sender))
+        received = decode(body, Answer)
+        waiting = self._waiting.get((received.number, sender))
         if waiting is not None and not waiting.done():
-            waiting.set_result(given.facts)
+            waiting.set_result(received.facts)

@@ -121,11 +121,11 @@ class Leader:
         stages = [key(number).factors for number in range(self._sizes[1])]
         for rank, body in self._wait_for(Kind.KEY).items():
             ours = {name: str(value) for name, value in stages[rank // self._sizes[0]].items()}
-            found = differences(ours, decode(body, ArtifactKey).factors)
-            if found:
+            differing = differences(ours, decode(body, ArtifactKey).factors)
+            if differing:
                 raise UserError(
                     f"rank {rank}{self._where(rank)} would run another program than rank 0 (rank 0 "
-                    f"-> rank {rank}): {', '.join(map(str, found))}; start all ranks from one "
+                    f"-> rank {rank}): {', '.join(map(str, differing))}; start all ranks from one "
                     "installation, on equal GPUs"
                 )
 

@@ -288,10 +288,10 @@ class RayRanks:
         """The node to which Ray has given the bundle of a rank, for messages."""
         import ray
 
-        given = ray.util.placement_group_table(self._bundles)["bundles_to_node_id"]
-        node = given.get(rank * len(given) // self._options.num_ranks)
-        found = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
-        return f" on Ray's node {found[0]}" if found else ""
+        nodes = ray.util.placement_group_table(self._bundles)["bundles_to_node_id"]
+        node = nodes.get(rank * len(nodes) // self._options.num_ranks)
+        addresses = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
+        return f" on Ray's node {addresses[0]}" if addresses else ""
 
     def _greet(self, end: socket.socket, secret: bytes) -> None:
         """Take a rank in; whoever does not know the secret is not listened to.
@@ -319,9 +319,9 @@ def _checked(body: bytes, address: str) -> Hello:
         hello = decode(body, Hello)
     except MsgspecError as error:
         raise UserError(f"Ray's node {address} has {_ANOTHER}") from error
-    if found := differences(versions(), hello.versions):
+    if differing := differences(versions(), hello.versions):
         raise UserError(
-            f"Ray's node {address} has {_ANOTHER} (here -> there): {', '.join(map(str, found))}"
+            f"Ray's node {address} has {_ANOTHER} (here -> there): {', '.join(map(str, differing))}"
         )
     return hello
 

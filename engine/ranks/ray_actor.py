@@ -107,9 +107,9 @@ def versions() -> dict[str, str]:
     for folder in ("config", "engine", "model_executor"):
         for file in sorted((_PACKAGE / folder).rglob("*.py")):
             sources.update(file.read_bytes())
-    found = {"machine": platform.machine(), "Python": platform.python_version()}
-    found["sources of fusewright"] = sources.hexdigest()[:12]
+    named = {"machine": platform.machine(), "Python": platform.python_version()}
+    named["sources of fusewright"] = sources.hexdigest()[:12]
     for package in ("torch", "msgspec", "numpy"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            named[package] = version(package)
+    return named

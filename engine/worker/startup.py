@@ -184,7 +184,7 @@ def compile_model(
         names = list(dict.fromkeys([first_input(spec), *(field.name for field in fields)]))
         names += [kv_cache_name(i) for i in range(spec.num_layers)]
         return Compiled(
-            eager_program(weights.result(), lambda given: module_arguments(given, spec), names)
+            eager_program(weights.result(), lambda values: module_arguments(values, spec), names)
         )
 
     def on_phase(phase: str) -> None:

@@ -89,10 +89,7 @@ class Worker:
             capture(self.graphs, config, progress)
         self.reads = step_reads(self.weights.result(), spec, config)
         self.runner = ModelRunner(
-            program,
             self.graphs,
-            self.dispatcher,
-            self.buffers,
             sampler,
             self.table,
             block_size=config.cache.block_size,

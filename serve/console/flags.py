@@ -133,7 +133,9 @@ def takes_fields(command: Command) -> Command:
     The types of the fields are as typer wants them, and the command receives the dataclass.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    kinds = {p.name: p.annotation for p in own.values() if is_dataclass(p.annotation)}
+    kinds: dict[str, Any] = {
+        p.name: p.annotation for p in own.values() if is_dataclass(p.annotation)
+    }
 
     @functools.wraps(command)
     def wrapper(**arguments: Any) -> Any:

@@ -79,16 +79,18 @@ def moe(
     if len(gpus) > 1:
         typer.echo(f"{len(gpus)} GPUs measure at once", err=True)
     with measures(experts, gpus) as each:
-        found = tune(
+        search = tune(
             experts, each, tokens=counts or TOKENS, seconds=seconds, known=known, on_done=keep
         )
     rows = [["tokens", "us", "by the rule", "tile"]]
-    for count, us in sorted(found.us.items()):
-        rows.append([str(count), f"{us:.1f}", f"{found.rule_us[count]:.1f}", _shown(found, count)])
+    for count, us in sorted(search.us.items()):
+        rows.append(
+            [str(count), f"{us:.1f}", f"{search.rule_us[count]:.1f}", _shown(search, count)]
+        )
     typer.echo(table(rows))
-    if found.skipped:
-        typer.echo(f"no time left for {', '.join(map(str, found.skipped))} tokens; run it again")
-    typer.echo(f"{len(found.tiles)} tiles in {path}; use --tuned-config-dir {output}")
+    if search.skipped:
+        typer.echo(f"no time left for {', '.join(map(str, search.skipped))} tokens; run it again")
+    typer.echo(f"{len(search.tiles)} tiles in {path}; use --tuned-config-dir {output}")
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
