@@ -42,7 +42,6 @@ def environment() -> dict[str, Any]:
 
 
 def source_digests(folders: Iterable[str], root: Path = ROOT) -> dict[str, str]:
-    """Folder -> digest of the names and contents of its sources."""
     return {folder: _digest(root, folder) for folder in folders}
 
 
@@ -90,7 +89,6 @@ def _command() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, or "unknown" where there is no git."""
     return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
 
 

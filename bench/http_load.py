@@ -303,7 +303,6 @@ async def _refusal(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, h
 
 
 def get_json(target: HttpTarget, path: str) -> Any:
-    """Return what ``get`` does, as JSON."""
     return msgspec.json.decode(get(target, path))
 
 

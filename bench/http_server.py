@@ -26,7 +26,6 @@ _LINE = re.compile(r"serving \S+ at (http://\S+)$")
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """The command line flags of engine options."""
     flags = []
     for spec in option_specs():
         value = options.get(spec.name)

@@ -143,10 +143,7 @@ def measure_passes(
         figures = (f"{work} {ms:.3f} ms" for work, ms in configuration.ms.items())
         say(f"{configuration.title}: {', '.join(figures)}")
     facts = _facts(engine)
-    return {
-        "rows": [_row(measured, c, facts) for c in measured[2:]],
-        "configurations": measured,
-    }
+    return {"rows": [_row(measured, c, facts) for c in measured[2:]], "configurations": measured}
 
 
 def _engine(options: dict[str, Any], steps: Steps) -> Engine:
@@ -172,7 +169,6 @@ def fitting_prefill(options: dict[str, Any]) -> int:
 
 
 def _model_len(options: dict[str, Any]) -> int:
-    """The longest request that the model and the options allow."""
     hardware = detect_hardware(options.get("device", "auto"))
     return read_model(EngineOptions(**options), hardware)[2].model.max_model_len
 
@@ -223,11 +219,7 @@ def _rounds(
     rounds: dict[str, list[list[tuple[float, float]]]] = {}
     total = (1 + steps.rounds) * len(steps.works)
     gc.collect()
-    with (
-        progress.bar("Measuring", total) as advance,
-        gc_paused(),
-        _restored(engine),
-    ):
+    with progress.bar("Measuring", total) as advance, gc_paused(), _restored(engine):
         for work in steps.works:
             kind, _, size = work.partition(" ")
             for number in range(1 + steps.rounds):

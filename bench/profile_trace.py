@@ -93,10 +93,7 @@ def _kernels(
 
 
 def _operators(
-    operators: Sequence[Mapping[str, Any]],
-    step_at: Callable[[float], int | None],
-    *,
-    shapes: bool,
+    operators: Sequence[Mapping[str, Any]], step_at: Callable[[float], int | None], *, shapes: bool
 ) -> list[Activity]:
     inner = [0.0] * len(operators)
     order = sorted(operators, key=lambda e: (e["tid"], e["ts"], -e["dur"]))

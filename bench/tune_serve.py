@@ -178,7 +178,6 @@ class ServedPoints:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
         return max(len(work.prompt_token_ids) + work.output_len for work in self._works)
 
     def __call__(self, point: Point, num_requests: int, floor: float) -> Row:

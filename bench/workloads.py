@@ -69,7 +69,6 @@ def fitting(works: list[Work], most_tokens: int) -> tuple[list[Work], float]:
 def equal(
     batch: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0
 ) -> list[Work]:
-    """``batch`` requests of the same lengths and different tokens."""
     rng = random.Random(f"{seed}/{batch}")
     return [
         Work([rng.randrange(vocab_size) for _ in range(input_len)], output_len)

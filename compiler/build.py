@@ -128,12 +128,7 @@ def lower_model(
 
 
 def build(
-    source: Source,
-    config: CompileConfig,
-    wanted: Wanted,
-    *,
-    timer: Timer,
-    record: Record,
+    source: Source, config: CompileConfig, wanted: Wanted, *, timer: Timer, record: Record
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Trace, rewrite, split and lower a model, and compile its distinct pieces.
 
@@ -206,7 +201,6 @@ def build(
 
 
 def outside_ops(source: Source) -> list[str]:
-    """Names of the ops that the caller runs beside the program."""
     return sorted({name for name, _ in source.outside(1, 1)})
 
 

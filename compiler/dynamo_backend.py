@@ -370,7 +370,6 @@ def _of_function(report: GraphReport) -> list[PassReport]:
 
 
 def _sm(gm: fx.GraphModule) -> int:
-    """Compute capability of the graph's GPU; 0 without one."""
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta["example_value"]
         if isinstance(value, Tensor) and value.device.type == "cuda":

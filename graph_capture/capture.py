@@ -100,7 +100,6 @@ class Graphs:
 
     @property
     def num_pending(self) -> int:
-        """Number of graphs that are not captured yet."""
         return len(self._pending)
 
     @property
@@ -268,7 +267,6 @@ def _capture_run(
 
 
 def _runs(steps: Sequence[CapturableStep]) -> Iterator[tuple[bool, list[CapturableStep]]]:
-    """Consecutive steps of the same kind."""
     run: list[CapturableStep] = []
     for step in steps:
         if run and run[-1].per_token != step.per_token:

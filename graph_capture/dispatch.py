@@ -100,7 +100,6 @@ class Dispatcher:
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs to capture; a piecewise one counts once."""
         return len(self.full_sizes) + len(self.prompt_sizes) + len(self.piecewise_sizes)
 
     @property
@@ -153,7 +152,6 @@ class Dispatcher:
         entry.most_tokens = max(entry.most_tokens, num_tokens)
 
     def report_outside(self) -> dict[str, dict[str, int]]:
-        """``outside`` as plain data."""
         return {step: asdict(entry) for step, entry in self.outside.items()}
 
     def _mixed_seqs(self, num_tokens: int) -> int:

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ...ops import BY_NAME
 from ...ops.core.float8 import E4M3
 from ...ops.launches.quant import GROUP
-from .harness import TOKENS, KernelWork, cases, measure, randn
+from .harness import TOKENS, KernelWork, benchmark_of, randn
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,4 @@ def works() -> Iterator[KernelWork]:
             yield KernelWork("expert_linear", label, layer, {}, rivals)
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_experts(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_experts = benchmark_of(works())

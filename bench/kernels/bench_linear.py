@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ...ops import BY_NAME
 from ...ops.launches.quant import GROUP
-from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
+from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 LIBRARY = {"": "native", "FP8": "scaled_mm"}
 
@@ -66,6 +64,4 @@ def works() -> Iterator[KernelWork]:
                 yield KernelWork("linear", f"{label}, FP8 {scheme}", make_args, {}, cublas["FP8"])
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_linear(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_linear = benchmark_of(works())

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from .harness import MODELS, KernelWork, cases, measure, randn
+from .harness import MODELS, KernelWork, benchmark_of, randn
 
 BATCHES = (1, 8, 64, 256)
 
@@ -65,6 +63,4 @@ def works() -> Iterator[KernelWork]:
                 yield KernelWork("sample", f"{label}, {how}", make_args, libraries=rivals)
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_sampling(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_sampling = benchmark_of(works())

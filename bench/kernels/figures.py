@@ -129,7 +129,6 @@ def compare(old: Path, new: Path) -> list[Change]:
 
 
 def by_work(figures: Iterable[Figure]) -> dict[tuple[str, str], list[Figure]]:
-    """Contenders of each (op, label), in the order measured."""
     works: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         works.setdefault((figure.op, figure.label), []).append(figure)
@@ -137,7 +136,6 @@ def by_work(figures: Iterable[Figure]) -> dict[tuple[str, str], list[Figure]]:
 
 
 def best(figures: Sequence[Figure], *, library: bool) -> Figure | None:
-    """The fastest of ours or of the libraries'."""
     return min((f for f in figures if f.library is library), key=lambda f: f.us, default=None)
 
 

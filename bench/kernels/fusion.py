@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...config import UserError
 from ...ops import BY_NAME
+from .harness import KernelWork
 
 _RANGES = ((1, 1, 1), (2, 32, 24), (33, 1 << 15, 3072))
 """Fewest and most tokens, and those that it is compiled and tuned with: no model's width.  So few
@@ -86,6 +87,19 @@ _COMPILED: set[Key] = set()
 @functools.cache
 def _function(op: str, backend: str) -> Callable[..., Any]:
     return torch.compile(BY_NAME[op].reference, backend=backend, fullgraph=True)
+
+
+def against_inductor(
+    op: str,
+    label: str,
+    make: Callable[[int, torch.device], tuple[Any, ...]],
+    shape: str,
+    tokens: int,
+    counted: tuple[int, ...] = (0,),
+) -> KernelWork:
+    """A call of an op beside Inductor's fusion of its reference: see ``InductorFusion``."""
+    rival = InductorFusion(op, shape, tokens, make, counted)
+    return KernelWork(op, label, functools.partial(make, tokens), {}, {"inductor": rival})
 
 
 def find_fusions() -> dict[Key, InductorFusion]:

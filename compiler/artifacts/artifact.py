@@ -35,13 +35,7 @@ _MAX_REASON_CHARACTERS = 300
 # Printable ASCII without the backslash; no hidden files, which includes "." and "..".
 _NAME_PART = re.compile(r"(?!\.)[!-\[\]-~]{1,200}")
 REMEDY = "delete the artifact, so that it is compiled anew, or import it again"
-_REPORT_TYPES = {
-    "passes": list,
-    "choices": dict,
-    "pieces": dict,
-    "tuned_us": dict,
-    "seconds": dict,
-}
+_REPORT_TYPES = {"passes": list, "choices": dict, "pieces": dict, "tuned_us": dict, "seconds": dict}
 _TYPES = {
     "created": str,
     "factors": dict,

@@ -48,7 +48,6 @@ class Packed:
 
     @property
     def contents(self) -> dict[str, bytes]:
-        """Every file by name, manifest and signature among them."""
         signature = {} if self.signature is None else {SIGNATURE: self.signature}
         return {MANIFEST: self.manifest.encode(), **signature, **self.files}
 

@@ -74,8 +74,6 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Example:
-    """The inputs that a model is traced with: see ``trace()``."""
-
     args: tuple[Any, ...]
     named: Mapping[str, Tensor]
     dynamic: Mapping[str, Mapping[int, str]]

@@ -35,7 +35,6 @@ def step_sizes(num_tokens: int, num_seqs: int) -> dict[str, int]:
 
 
 def program_variants(traced: Traced) -> set[ops.Variant]:
-    """The variants that a lowered graph may launch."""
     seen: set[Any] = set()
     variants: set[ops.Variant] = set()
     for num_tokens, num_seqs in ops.representative_sizes():

@@ -38,7 +38,6 @@ class Differences:
 
 
 def differences(left: tuple[str, Explanation], right: tuple[str, Explanation]) -> Differences:
-    """Compare two explanations, each with its label."""
     (left_label, one), (right_label, two) = left, right
     return Differences(
         left_label,

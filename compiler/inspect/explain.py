@@ -212,7 +212,6 @@ def explain(
 
 
 def total_launches(calls: Iterable[OpFacts]) -> int | None:
-    """The launches of all calls; None if those of one are not known."""
     counts = [call.launches for call in calls]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
@@ -251,10 +250,7 @@ def semantic_name(node: fx.Node) -> str:
 
 
 def _layers(
-    after: Traced,
-    before: Traced,
-    where: Where,
-    costs: Mapping[fx.Node, OpFacts | None],
+    after: Traced, before: Traced, where: Where, costs: Mapping[fx.Node, OpFacts | None]
 ) -> list[LayerFacts]:
     """Each kind of layer, by the most common of its layers, then what lies outside."""
     new, old = where.by_layer(after.gm.graph), where.by_layer(before.gm.graph)

@@ -172,7 +172,6 @@ class Request:
         self.error = why.format(len(self.output_token_ids) + 1)
 
     def finished(self) -> Finished:
-        """The message that tells the frontend of its end."""
         return Finished(
             request_id=self.request_id,
             reason=self.finish_reason,
@@ -223,11 +222,9 @@ class Siblings:
 
     @property
     def num_left(self) -> int:
-        """Number of outputs that have not begun."""
         return self.end - self.next_index
 
     def begin(self) -> Request:
-        """The request of the next output."""
         whole, index = self.request, self.next_index
         request = Request(
             request_id=output_id(whole.request_id, index, whole.sampling_params.n),

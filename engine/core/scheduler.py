@@ -96,7 +96,6 @@ class Scheduler:
             self.finish(each, RequestStatus.FINISHED_ABORTED)
 
     def abort_all(self) -> None:
-        """Finish all requests at once and free what they hold."""
         for name in [*self.running, *(each.request_id for each in self.waiting)]:
             self.abort(name)
 

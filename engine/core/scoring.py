@@ -37,9 +37,7 @@ def rows_of(entry: ScheduledRequest) -> list[ScheduledRequest]:
 
 
 def add_rows(
-    entry: ScheduledRequest,
-    decodes: list[ScheduledRequest],
-    prefills: list[ScheduledRequest],
+    entry: ScheduledRequest, decodes: list[ScheduledRequest], prefills: list[ScheduledRequest]
 ) -> int:
     """Append a part of a request to the rows of its kind; returns how many it has beyond one."""
     if entry.request.is_scored:

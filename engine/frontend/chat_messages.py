@@ -104,7 +104,6 @@ def _with_object(call: Any) -> Any:
 
 
 def _part(number: int, part: Any) -> dict[str, Any]:
-    """One of OpenAI's content parts."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None

@@ -89,11 +89,7 @@ def _to_json(
 ) -> str:
     """JSON without jinja2's own escaping for HTML, which models have never seen."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

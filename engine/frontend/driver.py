@@ -181,7 +181,6 @@ class Driver:
         return done[0]
 
     def close(self) -> None:
-        """Close the engine; what runs ends with its error."""
         self.call(self._close)
 
     def take_in(self) -> None:
@@ -331,7 +330,6 @@ _making = Lock()
 
 
 def driver_of(engine: EngineLoop) -> Driver:
-    """The driver that all callers of an engine share."""
     with _making:
         driver = engine.driver()
         if not isinstance(driver, Driver):

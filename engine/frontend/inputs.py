@@ -46,7 +46,6 @@ class InputProcessor:
     """Fields of ``SamplingParams`` of requests that leave them out, see ``default_sampling``."""
 
     def default_params(self) -> SamplingParams:
-        """The parameters of a request without any."""
         return SamplingParams(**self.default_sampling)
 
     grammars: GrammarChecks | None = None
@@ -131,7 +130,6 @@ class InputProcessor:
         return salt
 
     def max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """The most tokens of prompt and output together."""
         if params.max_tokens is None:
             return self.max_model_len
         return min(num_prompt_tokens + params.max_tokens, self.max_model_len)

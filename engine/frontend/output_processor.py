@@ -119,7 +119,6 @@ class OutputProcessor:
         return request_id in self._groups
 
     def open_ids(self) -> list[str]:
-        """Ids of all unfinished requests."""
         return list(self._groups)
 
     def clashes(self, request_id: str, n: int) -> bool:
@@ -129,7 +128,6 @@ class OutputProcessor:
     def add(
         self, request: AddRequest, prompt: str | None, metrics: RequestMetrics, *, final_only: bool
     ) -> None:
-        """Follow a request."""
         params, request_id = request.sampling_params, request.request_id
         group = _Group(request, prompt, final_only, metrics, num_open=params.n)
         if params.prompt_logprobs is not None:

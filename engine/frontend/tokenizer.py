@@ -104,7 +104,6 @@ class Tokenizer:
 
     @cached_property
     def most_characters(self) -> int:
-        """Characters of the longest token, as the vocabulary spells it."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

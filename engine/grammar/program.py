@@ -368,7 +368,6 @@ def _resident_bytes() -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Serve until the process that started this one ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

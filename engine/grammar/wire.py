@@ -89,7 +89,6 @@ Message: TypeAlias = Compile | Ask | Drop
 
 
 def framed(message: Message | Answer) -> bytes:
-    """The bytes of a frame."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(_LENGTH, "little") + body
 

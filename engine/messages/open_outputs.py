@@ -46,7 +46,6 @@ class OpenOutputs(Generic[_T]):
         self._num_several = 0
 
     def __len__(self) -> int:
-        """Number of open outputs."""
         return len(self._one) + self._num_several
 
     def add(self, request_id: str, value: _T, n: int, outputs: range | None = None) -> None:
@@ -106,7 +105,6 @@ class OpenOutputs(Generic[_T]):
         return several.value, closed
 
     def clear(self) -> None:
-        """Close everything."""
         self._one.clear()
         self._several.clear()
         self._num_marked = self._num_several = 0

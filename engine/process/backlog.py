@@ -39,7 +39,6 @@ class Backlog:
         self.num_outputs += queued.num_outputs
 
     def drop(self, request_id: str) -> bool:
-        """Forget a request; returns whether it was here."""
         entry = self._queued.pop(request_id, None)
         if entry is None:
             return False

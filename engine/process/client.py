@@ -160,10 +160,7 @@ class EngineClient:
         router = Router(len(self.replicas), num_blocks, least.limits.block_size)
         self.core = RemoteCore(self._send, router, least.limits, self._stats)
         self.loop = EngineLoop(
-            core=self.core,
-            inputs=inputs,
-            eos_token_ids=least.eos_token_ids,
-            shares_lists=True,
+            core=self.core, inputs=inputs, eos_token_ids=least.eos_token_ids, shares_lists=True
         )
         self.loop.stats = None
         self.max_num_seqs = sum(ready.max_num_seqs for ready in told)
@@ -194,11 +191,9 @@ class EngineClient:
         return self.core.num_unfinished + self._num_unqueued if self.is_ready else 0
 
     def num_open_at(self, replica: int) -> int:
-        """Number of those outputs that a replica generates."""
         return self.core.num_open_at(replica) if self.is_ready else 0
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Run what would hold up the event loop."""
         return await self._event_loop.run_in_executor(self._pool, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -20,7 +20,6 @@ class Owners:
         self._of = OpenOutputs[int]()
 
     def add(self, request: AddRequest, frontend: int) -> None:
-        """Note who has asked for a request."""
         if self._count > 1:
             n, indices = request.sampling_params.n, request.indices
             self._of.add(request.request_id, frontend, n, indices)

@@ -55,7 +55,6 @@ class Peers:
                 del self._waiting[key]
 
     def handle(self, kind: Kind, sender: int, body: memoryview) -> None:
-        """Take a question or an answer."""
         if kind is Kind.QUESTION:
             asked = decode(body, Question)
             answer = Answer(asked.number, self.answer(asked.what, asked.names))

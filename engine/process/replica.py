@@ -86,7 +86,6 @@ class Replica:
         )
 
     def send(self, kind: Kind, message: Struct | None = None) -> None:
-        """Send a message; it waits for nobody."""
         self._requests.send(frame(kind, self._seat.index, message), zmq.NOBLOCK)
 
     def fail(self, error: Exception) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from msgspec import Struct
@@ -108,7 +108,6 @@ class Leader:
     # What rank 0's worker calls
 
     def check(self) -> None:
-        """Raise what ended a rank."""
         if self._failure is not None:
             raise self._failure
 
@@ -129,11 +128,8 @@ class Leader:
                     "installation, on equal GPUs"
                 )
 
-    @contextmanager
-    def store(self, config: StoreConfig) -> Iterator[Store]:
-        """Rank 0's own store."""
-        with artifact_store(config) as store:
-            yield store
+    def store(self, config: StoreConfig) -> AbstractContextManager[Store]:
+        return artifact_store(config)  # rank 0's own
 
     def share(self, artifact: Artifact) -> None:
         """Have every rank load the artifact of its stage's first rank on its host, which for this
@@ -173,7 +169,6 @@ class Leader:
     # What the engine calls
 
     def ready(self) -> None:
-        """Wait until every rank waits for steps."""
         self._wait_for(Kind.READY)
 
     def capture_next(self) -> None:
@@ -181,7 +176,6 @@ class Leader:
         self.send(Kind.CAPTURE)
 
     def report(self) -> list[int]:
-        """The processes of the other ranks."""
         return [process.pid for process in self._processes.values()]
 
     def peer_memory(self) -> str:
@@ -221,7 +215,6 @@ class Leader:
         self._fail(EngineDeadError(reason))
 
     def stop(self) -> None:
-        """End the ranks, and wait for it."""
         with self._changed:
             if self._closed:
                 return

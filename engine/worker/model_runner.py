@@ -73,7 +73,6 @@ class LaunchedStep:
     done: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Wait for the step."""
         if self.done is not None:
             self.done.synchronize()
 

@@ -152,7 +152,6 @@ def find_or_compile(
 
 
 def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
-    """A description of the artifact for people."""
     hardware = config.hardware
     target = f"sm_{hardware.sm}" if hardware.sm else hardware.device
     precision = config.precision

@@ -20,8 +20,7 @@ from ..console.options import checked
 def bisect(
     engine: dict[str, Any],
     tolerance: Annotated[
-        float | None,
-        typer.Option(help="Largest relative error of an output; by dtype if unset."),
+        float | None, typer.Option(help="Largest relative error of an output; by dtype if unset.")
     ] = None,
     json_output: Json = False,
 ) -> None:

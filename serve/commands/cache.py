@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ...compiler.artifacts.store import Listed, Store
 
 app = typer.Typer(
-    rich_markup_mode=None,
-    help="List, check, compare, carry, prune and sign compiled artifacts.",
+    rich_markup_mode=None, help="List, check, compare, carry, prune and sign compiled artifacts."
 )
 
 _Folders = Annotated[
@@ -98,9 +97,11 @@ def show(key: _Key, folders: _Folders = None, json_output: Json = False) -> None
     width = max(map(len, names))
     for name in names:
         typer.echo(f"{name.ljust(width)}  {facts[name] or '-'}")
-    files = [[n, str(f.num_bytes), f.sha256[:12]] for n, f in _sorted(artifact.manifest.files)]
+    files = [
+        [n, str(f.num_bytes), f.sha256[:12]] for n, f in sorted(artifact.manifest.files.items())
+    ]
     typer.echo("\n" + table([["file", "bytes", "SHA-256"], *files]))
-    factors = [[name, value] for name, value in _sorted(artifact.manifest.factors)]
+    factors = [[name, value] for name, value in sorted(artifact.manifest.factors.items())]
     typer.echo("\n" + table([["factor", "value"], *factors]))
     if checks := _checks(facts["report"]):
         typer.echo("\n" + checks)
@@ -304,10 +305,6 @@ def _checks(report: dict[str, Any]) -> str:
     except (AttributeError, KeyError, TypeError, ValueError):
         return ""
     return "\n".join(map(printable, lines))
-
-
-def _sorted(mapping: Any) -> list[tuple[str, Any]]:
-    return sorted(mapping.items())
 
 
 def _size(num_bytes: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..console.flags import Json, model_flags
+from ..console.flags import Json, TargetSm, model_flags
 from ..console.options import checked
 from ..console.report import checks_line, startup_table
 
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 @model_flags
 def compile(
     engine: dict[str, Any],
-    target_sm: Annotated[
-        int | None,
-        typer.Option("--target-sm", help="Compile for this compute capability, such as 90."),
-    ] = None,
+    target_sm: TargetSm = None,
     dump: Annotated[
         Path | None,
         typer.Option("--dump", help="Write graphs, pieces and code of each phase to this folder."),

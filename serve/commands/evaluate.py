@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import typer
 
 from ...config import UserError
 from ..console.flags import Json, engine_flags
-from ..console.options import batch, check_finished, load, merge
+from ..console.options import check_finished, load, merge
 from ..console.table import table
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def evaluate(
     problems = held_out(n, problem_seed)
     llm = load(merge(engine, max_num_seqs=batch_size), text=True)
     started_s = time.perf_counter()
-    outputs = batch(llm, [p.prompt for p in problems], greedy(problems))
+    prompts = [p.prompt for p in problems]
+    outputs = llm.generate(prompts, greedy(problems), use_tqdm=sys.stderr.isatty())
     seconds = time.perf_counter() - started_s
     check_finished(outputs)
     right = Counter(p.task for p, o in zip(problems, outputs, strict=True) if solved(p, o))

@@ -12,7 +12,7 @@ import typer
 
 from ...config import LEVELS, PASSES, Level, UserError
 from ...config.numbers import check_counts
-from ..console.flags import Json, model_flags
+from ..console.flags import Json, TargetSm, model_flags
 from ..console.options import checked, writable
 from ..console.table import table
 from .explain_text import difference_text, explanation
@@ -29,10 +29,7 @@ class Explained:
         UserError: a count is below 1.
     """
 
-    target_sm: Annotated[
-        int | None,
-        typer.Option("--target-sm", help="Explain for this compute capability, such as 90."),
-    ] = None
+    target_sm: TargetSm = None
     stage: Annotated[
         int, typer.Option("--stage", help="Pipeline stage whose program is explained.")
     ] = 0
@@ -81,11 +78,7 @@ def explain(
 
     told = [
         explain_model(
-            asked,
-            target_sm=of.target_sm,
-            num_seqs=of.batch,
-            context=of.context,
-            stage=of.stage,
+            asked, target_sm=of.target_sm, num_seqs=of.batch, context=of.context, stage=of.stage
         )
         for asked in every
     ]

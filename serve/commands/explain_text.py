@@ -58,7 +58,6 @@ def _span(first: int, last: int) -> str:
 
 
 def piece_rows(facts: Explanation) -> list[list[str]]:
-    """The distinct pieces."""
     rows = [["piece", "steps", "code by"]]
     for piece in facts.pieces:
         rows.append([piece.piece, str(piece.uses), f"{piece.emitter}: {piece.reason}"])
@@ -66,7 +65,6 @@ def piece_rows(facts: Explanation) -> list[list[str]]:
 
 
 def choice_rows(facts: Explanation) -> list[list[str]]:
-    """The kernel choices."""
     chosen = [[str(count), choice] for choice, count in facts.choices.items()]
     return [["calls", "kernel choice"], *chosen]
 
@@ -86,7 +84,6 @@ def site_table(facts: Explanation) -> str:
 
 
 def fusion_rows(facts: Explanation) -> list[list[str]]:
-    """The fusions, with how often the model has each."""
     rows = [["together", "one op", "calls", "why not"]]
     for fusion, calls in facts.fusions:
         rows.append([fusion.name, fusion.op or "-", str(calls) if calls else "", fusion.reason])
@@ -100,7 +97,6 @@ def fusion_table(facts: Explanation) -> str:
 
 
 def layer_rows(layer: LayerFacts) -> list[list[str]]:
-    """The calls of one layer, and their sum."""
     rows = [[layer.title, "launches", "MB", "MFLOP"]]
     for call in layer.calls:
         rows.append([call.op, count(call.launches), millions(call.bytes), millions(call.flops)])
@@ -152,6 +148,5 @@ def millions(number: int) -> str:
 
 
 def difference_text(differences: Differences) -> str:
-    """A text on the differences between two levels."""
     tables = [table(rows) for _, rows in differences.tables()]
     return "\n\n".join(tables) or f"{differences.left} and {differences.right} do the same"

@@ -25,6 +25,9 @@ _Model = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help=f"Same as --model. [default: {EngineOptions().model}]"),
 ]
+TargetSm = Annotated[
+    int | None, typer.Option(help="For this compute capability, such as 90, in place of the GPU's.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
 
 
@@ -172,7 +175,6 @@ def _joined(spec: OptionSpec, value: Any) -> Any:
 
 
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
-    """The typer declaration of one flag."""
     kind, parser, metavar = _TYPES[spec.type.removesuffix(" | None")]
     if spec.choices:
         parser, metavar = functools.partial(_choice, spec.choices), "|".join(spec.choices)

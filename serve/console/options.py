@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,11 +142,6 @@ def stream(
         num_shown, last = len(text), output
     assert last is not None, "a stream ends with a finished request"
     return last
-
-
-def batch(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
-    """``llm.generate`` with a progress bar on a terminal and none in a pipe."""
-    return llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
 
 
 def check_finished(outputs: Sequence[RequestOutput]) -> None:

@@ -24,7 +24,6 @@ def summary(facts: dict[str, Any], stream: TextIO | None = None) -> str:
 
 
 def level_line(facts: Mapping[str, Any]) -> str:
-    """The level and what it runs on."""
     note = " (CPU: no CUDA graphs)" if _without_graphs(facts) else ""
     return f"level -O{facts['level']} on {facts['hardware']}{note}"
 
@@ -85,7 +84,6 @@ def checks_table(passes: Iterable[Mapping[str, Any]]) -> str:
 
 
 def checks_line(passes: Iterable[Mapping[str, Any]]) -> str:
-    """How many rewrites were verified, and the largest errors."""
     checks = [check for entry in passes for check in entry["checks"]]
     if not checks:
         return "no rewrite was verified"

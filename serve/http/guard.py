@@ -88,7 +88,6 @@ class Guard:
 
 
 def visitor_of(scope: Scope) -> Visitor:
-    """Reads the headers once."""
     hosts, origins, authorization = [], [], b""
     for name, value in scope["headers"]:
         if name == b"host":

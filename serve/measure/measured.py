@@ -90,7 +90,6 @@ def rows_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def times_table(row: dict[str, Any]) -> str:
-    """The means and percentiles of a run."""
     rows = [["ms", "mean", "p50", "p90", "p99"]]
     for name in ("ttft", "tpot", "itl", "e2e"):
         rows.append([name, *(f"{value:.2f}" for value in row[f"{name}_ms"].values())])

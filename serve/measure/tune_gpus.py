@@ -85,7 +85,6 @@ class GpuProcess:
 
 
 def answer_all(measure: Measure, asked: TextIO, answers: TextIO) -> None:
-    """Answer until nothing more is asked."""
     for line in asked:
         tokens, tiles = json.loads(line)
         times = measure(tokens, [ExpertTile(*tile) for tile in tiles])

@@ -179,7 +179,6 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _point(row: dict[str, Any]) -> dict[str, Any]:
-    """The options of a row's point."""
     return {name: row[name] for name in _OPTIONS if row[name] is not None}
 
 
@@ -266,7 +265,6 @@ _HEADING = [*_OPTIONS, "requests", "rate", "goodput", "ttft p99", "tpot p50", "i
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """A line of the table."""
     options = ["-" if row[name] is None else f"{row[name]:g}" for name in _OPTIONS]
     options.append(str(row["asked"]))
     if "failed" in row:

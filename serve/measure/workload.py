@@ -57,7 +57,6 @@ class Workload:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Requests a second, as given."""
         return tuple(self.request_rate or ())
 
     @property

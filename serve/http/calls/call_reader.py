@@ -78,7 +78,6 @@ class Call:
     call_id: str
 
     def to_json(self) -> dict[str, Any]:
-        """OpenAI's form."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 

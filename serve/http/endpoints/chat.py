@@ -22,7 +22,6 @@ from .tools import Tools
 
 
 async def chat_completions(request: Request) -> Response:
-    """The endpoint."""
     state: ServerState = request.app.state.server
     body = await read(request, ChatRequest)
     state.check_serving()

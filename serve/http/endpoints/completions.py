@@ -19,16 +19,10 @@ from ..jobs.state import Job, ServerState
 from .body import read
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .generation import grammar_of, sampling_params, work_on
-from .logprobs import (
-    completion_logprobs,
-    joined,
-    prompt_completion_logprobs,
-    prompt_entries,
-)
+from .logprobs import completion_logprobs, joined, prompt_completion_logprobs, prompt_entries
 
 
 async def completions(request: Request) -> Response:
-    """The endpoint."""
     state: ServerState = request.app.state.server
     body = await read(request, CompletionRequest)
     state.check_serving()
@@ -69,7 +63,6 @@ def _sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingP
 
 
 async def _prompts(state: ServerState, body: CompletionRequest) -> list[Prompt]:
-    """The prompts of a body, each as the engine takes it."""
     prompt: Any = body.prompt
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts: list[Prompt] = list(prompt) if several else [prompt]
@@ -91,7 +84,6 @@ async def _without_special(state: ServerState, text: str) -> Prompt:
 
 
 def _prompt_text(state: ServerState, job: Job, number: int) -> str:
-    """The text that ``echo`` repeats."""
     checked = job.requests[number]
     if checked.prompt is not None:
         return checked.prompt

@@ -128,11 +128,7 @@ class EventStream(Response):
     """
 
     def __init__(
-        self,
-        state: ServerState,
-        job: Job,
-        events: AsyncGenerator[bytes, None],
-        done: bytes = DONE,
+        self, state: ServerState, job: Job, events: AsyncGenerator[bytes, None], done: bytes = DONE
     ) -> None:
         super().__init__(None, 200, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -161,7 +157,6 @@ _encoder = msgspec.json.Encoder()
 
 
 def event(content: Any) -> bytes:
-    """One event with ``content`` as JSON."""
     return b"data: " + _encoder.encode(content) + b"\n\n"
 
 

@@ -181,7 +181,6 @@ def _message_item(response_id: str, text: str | None, status: str) -> dict[str, 
 
 
 def _text_part(text: str) -> dict[str, Any]:
-    """The content of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 

@@ -23,7 +23,6 @@ from .tools import Tools
 
 
 async def responses(request: Request) -> Response:
-    """The endpoint."""
     state: ServerState = request.app.state.server
     body = await read(request, ResponsesRequest)
     state.check_serving()

@@ -73,7 +73,6 @@ class Connections:
         return self.num_open > self.most + _MOST_REFUSED
 
     def leave(self, connection: Connection) -> None:
-        """Forget a connection that has ended."""
         self.num_open -= 1
         self._without_request.pop(connection, None)
 
@@ -139,11 +138,6 @@ class LingeringTransport:
         self._until_s = loop.time() + LINGER_S
         self._timer = loop.call_later(QUIET_S, self._look)
 
-    def close_now(self) -> None:
-        """Close without reading any more."""
-        self.ended()
-        self._transport.close()
-
     def drop(self, num_bytes: int) -> None:
         """Count what has come while it lingers."""
         self._has_come = True
@@ -152,7 +146,6 @@ class LingeringTransport:
             self._transport.abort()
 
     def ended(self) -> None:
-        """The connection has ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

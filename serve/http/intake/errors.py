@@ -60,7 +60,6 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         return {
             "error": {
@@ -94,7 +93,6 @@ def body_too_large(most: int) -> ApiError:
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A response with ``content`` as JSON."""
     data = msgspec.json.encode(content)
     return Response(data, status, headers, media_type="application/json")
 

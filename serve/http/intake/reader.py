@@ -96,7 +96,6 @@ class BodyReader:
         return await stdout.readexactly(int.from_bytes(await stdout.readexactly(8), "big"))
 
     async def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):

@@ -69,11 +69,9 @@ class Histogram(Struct):
 
     @classmethod
     def over(cls, bounds: tuple[float, ...]) -> Histogram:
-        """An empty histogram over these bounds."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -192,7 +190,6 @@ class Metrics(Collector):
                 self.tally.finished["abort"] += len(indices)
 
     def on_step(self, outputs: StepOutputs) -> None:
-        """Count what a step has brought."""
         now, tally, begun = time.monotonic(), self.tally, self._begun
         for name, started_s in outputs.started.items():
             if (asked := self._open.get(name)) is not None:
@@ -224,7 +221,6 @@ class Metrics(Collector):
         tally.output_len.add(0 if output is None else output.num_tokens)
 
     def count(self) -> Tally:
-        """What this process has counted until now."""
         open_at = {str(i): self._client.num_open_at(i) for i in range(len(self._client.replicas))}
         # The next request goes where the fewest are.
         open_at[min(open_at, key=open_at.__getitem__)] += self.num_preparing
@@ -242,7 +238,6 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The series as they are now."""
         tally = self._shown
         yield from self._latencies(tally)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens.", tally.num_prompt_tokens)

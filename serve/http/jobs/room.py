@@ -56,5 +56,4 @@ class Room:
             self._large[name] = requests, num_outputs
 
     def close(self, name: str) -> None:
-        """Forget a call that has ended."""
         self._large.pop(name, None)

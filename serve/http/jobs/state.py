@@ -220,11 +220,7 @@ class ServerState:
             raise overloaded(f"{waiting} requests wait already; try again later")
 
     async def submit(
-        self,
-        body: Generation,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        request: Request,
+        self, body: Generation, prompts: Sequence[Prompt], params: SamplingParams, request: Request
     ) -> Job:
         """Check the prompts of a call and queue them.
 
@@ -264,7 +260,6 @@ class ServerState:
     async def _check(
         self, prompts: Sequence[Prompt], body: Generation, params: SamplingParams, name: str
     ) -> list[CheckedRequest]:
-        """Encode and check the prompts of the call ``name``."""
         checked: list[CheckedRequest] = []
         num_logprobs = 0
         for number, prompt in enumerate(prompts):

@@ -72,10 +72,7 @@ class Tracing:
         # Spans are in the time of the calendar.
         epoch_s = time.time() - time.monotonic()
         span = self._tracer.start_span(
-            "llm_request",
-            begun.context,
-            SpanKind.SERVER,
-            start_time=_ns(epoch_s + times.arrival_s),
+            "llm_request", begun.context, SpanKind.SERVER, start_time=_ns(epoch_s + times.arrival_s)
         )
         params = begun.request.request.sampling_params
         attributes: dict[str, Any] = {
